@@ -1,0 +1,35 @@
+# The door: `make run` and `make test` need git, python3 (3.11 or newer, with venv), make and g++.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: run test test-all lint bench clean
+
+run: .venv/.installed
+	$(BIN)/deltic run "What is the capital of France?"
+
+test: .venv/.installed-dev lint
+	$(BIN)/python -m pytest
+
+test-all: .venv/.installed-dev lint
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check deltic tests examples bench
+	$(BIN)/mypy
+
+bench: .venv/.installed-dev
+	$(BIN)/python bench/run.py
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/.installed-dev: pyproject.toml .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,62 @@
+"""How memory is split: pure functions, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deltic.errors import ConfigError
+from deltic.types import PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """page_bytes, slot_bytes: cost of one unit. model_context: tokens the model was made for.
+    max_batch: sequences that should run at once. max_context: tokens that one of them may have (None: the model's)."""
+
+    page_bytes: int
+    slot_bytes: int
+    model_context: int
+    max_batch: int
+    max_context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """pages and slots to allocate, and the limits that they can honour. warnings: what was clamped, and why."""
+
+    pages: int
+    slots: int
+    max_batch: int
+    max_context: int
+    warnings: tuple[str, ...] = field(default=())
+
+
+def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
+    """Split a budget in bytes between K/V pages and state slots.
+
+    The batch is clamped so that slots take at most half of the budget, then the context to the pages that remain;
+    both with a warning instead of a refusal to start. One slot beyond the batch is kept for checkpoints.
+    """
+    context = needs.max_context or needs.model_context
+    smallest = needs.page_bytes + 2 * needs.slot_bytes
+    if budget < smallest:
+        raise ConfigError(f"memory: {_mib(budget)} cannot hold one sequence, which takes at least {_mib(smallest)}; "
+                          "raise --memory", "memory")
+    batch, warnings = needs.max_batch, []
+    if needs.slot_bytes:
+        batch = max(1, min(batch, budget // 2 // needs.slot_bytes - 1))
+    if batch < needs.max_batch:
+        warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a state slot takes "
+                        f"{_mib(needs.slot_bytes)} and the cache has {_mib(budget)} (raise --memory)")
+    slots = batch + 1
+    pages = (budget - slots * needs.slot_bytes) // needs.page_bytes if needs.page_bytes else 1 << 20
+    wanted = -(-context // PAGE)
+    if pages < wanted:
+        context = pages * PAGE
+        warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
+                        f"what {_mib(budget)} of cache hold (raise --memory)")
+    return MemoryPlan(min(pages, batch * wanted), slots, batch, context, tuple(warnings))
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"

@@ -1,0 +1,37 @@
+"""What a checkpoint is (ModelConfig), how to run it (EngineConfig), its authors' advice (GenerationDefaults).
+
+Dtypes are strings here, so that a command line can be built without importing torch.
+"""
+
+from deltic.config.engine import PAGE_SIZE, EngineConfig
+from deltic.config.generation import GenerationDefaults
+from deltic.config.machine import available_cores, available_memory, parse_bytes
+from deltic.config.model import (
+    ARCHITECTURES,
+    DTYPE_BYTES,
+    PRESETS,
+    DType,
+    LayerType,
+    LinearConfig,
+    ModelConfig,
+    RopeConfig,
+    architecture,
+)
+
+__all__ = [
+    "ARCHITECTURES",
+    "DTYPE_BYTES",
+    "PAGE_SIZE",
+    "PRESETS",
+    "DType",
+    "EngineConfig",
+    "GenerationDefaults",
+    "LayerType",
+    "LinearConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "architecture",
+    "available_cores",
+    "available_memory",
+    "parse_bytes",
+]

@@ -1,0 +1,319 @@
+"""What a checkpoint is: shapes and constants, read from a Hugging Face config.json or a preset."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from deltic.config.reading import flag, integer, number, show, token_ids
+from deltic.errors import ModelError
+
+LayerType = Literal["linear_attention", "full_attention"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+DTYPE_BYTES: Final[Mapping[DType, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_ALIASES: Final[Mapping[str, DType]] = {
+    "float32": "float32", "fp32": "float32", "f32": "float32", "float": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "f16": "float16", "half": "float16",
+}
+
+# Keys are lower case without punctuation, so that `qwen3.5`, `qwen3_5` and `Qwen3_5` are one entry.
+_GENERATIONS: Final = ("qwen35", "qwen36", "qwen38")
+_DENSE_FORMS: Final = ("", "text", "model", "textmodel", "forcausallm", "forconditionalgeneration")
+ARCHITECTURES: Final[Mapping[str, str]] = {
+    **{base + form: "qwen3_5" for base in _GENERATIONS for form in _DENSE_FORMS},
+    **{base + "moe" + form: "qwen3_5_moe" for base in _GENERATIONS for form in _DENSE_FORMS},
+}
+
+
+def architecture(name: str) -> str:
+    """Canonical architecture of a model type, class name or GGUF architecture, in any of its spellings.
+
+    Raises ModelError for a family that deltic does not know.
+    """
+    found = ARCHITECTURES.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    if found is None:
+        raise ModelError(f"architecture {name!r} is not supported: deltic runs the Qwen3.5 family "
+                         "(model_type qwen3_5, qwen3_5_text, qwen3_6, qwen3_8 or a Qwen3_5For... class)")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: theta, rotated dims per head, and how many frequencies follow time, height, width."""
+
+    theta: float
+    rotary_dim: int
+    mrope_section: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Shape of the Gated DeltaNet layers."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ModelError(f"linear_num_value_heads ({self.num_value_heads}) must be a multiple of "
+                             f"linear_num_key_heads ({self.num_key_heads})")
+
+    @property
+    def key_dim(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the short convolution: queries, keys, values."""
+        return 2 * self.key_dim + self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the checkpoint is. Build it with `from_hf` or `preset`; impossible shapes raise ModelError."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    layer_types: tuple[LayerType, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_output_gate: bool
+    rope: RopeConfig
+    linear: LinearConfig | None
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    dtype: DType
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ModelError(f"layer_types names {len(self.layer_types)} layers, "
+                             f"num_hidden_layers says {self.num_hidden_layers}: they must agree")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ModelError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                             f"num_key_value_heads ({self.num_key_value_heads})")
+        rotary = self.rope.rotary_dim
+        if rotary % 2 or not 0 < rotary <= self.head_dim:
+            raise ModelError(f"partial_rotary_factor must rotate an even number of dims, 2 to head_dim "
+                             f"({self.head_dim}); it rotates {rotary}")
+        if self.linear_layers and self.linear is None:
+            raise ModelError("layer_types has linear_attention layers, but the linear_... keys are absent")
+
+    @classmethod
+    def from_hf(cls, mapping: Mapping[str, Any]) -> ModelConfig:
+        """Read a Hugging Face config.json, flat or with `text_config`.
+
+        Raises ModelError naming the key that is absent, of the wrong type, absurd or unsupported.
+        """
+        text, name = _text_section(mapping)
+        _refuse_unsupported(text)
+        kinds = _layer_types(text)
+        head_dim = integer(text, "head_dim", 1, 4096)
+        tied = mapping.get("tie_word_embeddings")
+        return cls(
+            architecture=name,
+            vocab_size=integer(text, "vocab_size", 2, 1 << 24),
+            hidden_size=integer(text, "hidden_size", 1, 1 << 17),
+            intermediate_size=integer(text, "intermediate_size", 1, 1 << 20),
+            num_hidden_layers=len(kinds),
+            layer_types=kinds,
+            num_attention_heads=integer(text, "num_attention_heads", 1, 4096),
+            num_key_value_heads=integer(text, "num_key_value_heads", 1, 4096),
+            head_dim=head_dim,
+            attention_output_gate=flag(text, "attn_output_gate", True),
+            rope=_rope(text, head_dim),
+            linear=_linear(text) if "linear_attention" in kinds else None,
+            rms_norm_eps=number(text, "rms_norm_eps", 1e-12, 0.1),
+            tie_word_embeddings=flag(text if tied is None else mapping, "tie_word_embeddings", False),
+            max_position_embeddings=integer(text, "max_position_embeddings", 1, 1 << 31),
+            dtype=_dtype(text),
+            eos_token_ids=token_ids(text, "eos_token_id"),
+            bos_token_id=next(iter(token_ids(text, "bos_token_id")), None),
+            pad_token_id=next(iter(token_ids(text, "pad_token_id")), None),
+        )
+
+    @classmethod
+    def preset(cls, name: str, layers: int | None = None) -> ModelConfig:
+        """A public shape by name (`qwen3.5-0.8b`, also `Qwen/Qwen3.5-0.8B`), or only its first `layers`."""
+        key = name.rsplit("/", 1)[-1].lower()
+        config = PRESETS.get(key) or PRESETS.get(f"qwen3.5-{key}")
+        if config is None:
+            raise ModelError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+        if layers is None:
+            return config
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise ModelError(f"preset {key} has {config.num_hidden_layers} layers; {layers} cannot be kept")
+        return replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers])
+
+    @property
+    def key_dim(self) -> int:
+        return self.linear.key_dim if self.linear else 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.linear.value_dim if self.linear else 0
+
+    @property
+    def conv_dim(self) -> int:
+        return self.linear.conv_dim if self.linear else 0
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with softmax attention."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "full_attention")
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Indices of the Gated DeltaNet layers."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "linear_attention")
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the text model; a tied head counts once."""
+        hidden, dim = self.hidden_size, self.head_dim
+        query = self.num_attention_heads * (3 if self.attention_output_gate else 2)
+        attention = hidden * dim * (query + 2 * self.num_key_value_heads) + 2 * dim
+        shared = 3 * hidden * self.intermediate_size + 2 * hidden
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
+        return (embeddings + hidden + shared * self.num_hidden_layers
+                + attention * len(self.attention_layers) + _linear_parameters(self) * len(self.linear_layers))
+
+
+def _linear_parameters(config: ModelConfig) -> int:
+    linear = config.linear
+    if linear is None:
+        return 0
+    rows = linear.conv_dim + 2 * linear.value_dim + 2 * linear.num_value_heads
+    return (config.hidden_size * rows + linear.conv_dim * linear.conv_kernel
+            + 2 * linear.num_value_heads + linear.value_head_dim)
+
+
+def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The text model's keys over the outer ones, and its architecture."""
+    if not isinstance(mapping, Mapping):
+        raise ModelError("config.json must hold one JSON object")
+    nested = mapping.get("text_config", {})
+    if not isinstance(nested, Mapping):
+        raise ModelError("text_config must be an object")
+    text = {**mapping, **nested}
+    classes = mapping.get("architectures") or []
+    if not isinstance(classes, list):
+        raise ModelError("architectures must be a list of class names")
+    named = (mapping.get("model_type"), nested.get("model_type"), *classes)
+    names = [show(name) if not isinstance(name, str) else name for name in named if name is not None]
+    if not names:
+        raise ModelError("model_type is absent; is this a Hugging Face model directory?")
+    found = {architecture(name) for name in names}
+    if "qwen3_5_moe" in found or any(text.get(key) for key in ("num_experts", "num_local_experts")):
+        raise ModelError(f"{names[0]} is a mixture-of-experts model, which is not supported yet; "
+                         "choose a dense Qwen3.5 model")
+    return text, found.pop()
+
+
+def _refuse_unsupported(text: Mapping[str, Any]) -> None:
+    for key, value in {"attention_bias": False, "hidden_act": "silu", "mlp_only_layers": []}.items():
+        if text.get(key, value) != value:
+            raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
+    if text.get("quantization_config"):
+        raise ModelError("quantization_config is not supported; use the unquantized checkpoint")
+
+
+def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
+    count = integer(text, "num_hidden_layers", 1, 1024)
+    given = text.get("layer_types")
+    if given is None:
+        interval = integer({"full_attention_interval": 4, **text}, "full_attention_interval", 1, 1024)
+        return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
+    if not isinstance(given, list | tuple):
+        raise ModelError(f"layer_types must be a list, not {show(given)}")
+    for kind in given:
+        if kind not in ("linear_attention", "full_attention"):
+            raise ModelError("layer_types may hold linear_attention and full_attention, "
+                             f"not {show(kind)}")
+    if len(given) != count:
+        raise ModelError(f"layer_types names {len(given)} layers, num_hidden_layers says {count}")
+    return tuple(given)
+
+
+def _rope(text: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    """Newer configs keep everything in rope_parameters; older ones spread it over the top level."""
+    older = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
+    nested = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(nested, Mapping):
+        raise ModelError(f"rope_parameters must be an object, not {show(nested)}")
+    rope = {"partial_rotary_factor": 0.25, **older, **nested}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope"):
+        raise ModelError(f"rope_type {show(kind)} is not supported, only 'default'")
+    if not flag(rope, "mrope_interleaved", True):
+        raise ModelError("mrope_interleaved false is not supported, only true")
+    rotary = int(head_dim * number(rope, "partial_rotary_factor", 0.0, 1.0))
+    return RopeConfig(number(rope, "rope_theta", 1.0, 1e12), rotary, _mrope_section(rope, rotary // 2))
+
+
+def _mrope_section(rope: Mapping[str, Any], frequencies: int) -> tuple[int, ...]:
+    """Sections clipped to the frequencies that exist, as the interleaved layout applies them."""
+    given = rope.get("mrope_section", [11, 11, 10])
+    counts = given if isinstance(given, list | tuple) else []
+    if len(counts) != 3 or any(type(count) is not int or count < 0 for count in counts):
+        raise ModelError(f"mrope_section must be three counts, not {show(given)}")
+    height, width = (len(range(axis, min(3 * counts[axis], frequencies), 3)) for axis in (1, 2))
+    return (frequencies - height - width, height, width)
+
+
+def _linear(text: Mapping[str, Any]) -> LinearConfig:
+    return LinearConfig(
+        num_key_heads=integer(text, "linear_num_key_heads", 1, 4096),
+        num_value_heads=integer(text, "linear_num_value_heads", 1, 4096),
+        key_head_dim=integer(text, "linear_key_head_dim", 1, 4096),
+        value_head_dim=integer(text, "linear_value_head_dim", 1, 4096),
+        conv_kernel=integer(text, "linear_conv_kernel_dim", 2, 32),
+    )
+
+
+def _dtype(text: Mapping[str, Any]) -> DType:
+    value = text.get("dtype") or text.get("torch_dtype") or "float32"
+    found = _DTYPE_ALIASES.get(str(value).removeprefix("torch.").lower())
+    if found is None:
+        raise ModelError(f"dtype {show(value)} is not supported, only {', '.join(DTYPE_BYTES)}")
+    return found
+
+
+def _preset(
+    hidden: int, ffn: int, layers: int, heads: tuple[int, int], value_heads: int, tied: bool
+) -> ModelConfig:
+    pattern: tuple[LayerType, ...] = ("linear_attention",) * 3 + ("full_attention",)
+    return ModelConfig(
+        architecture="qwen3_5", vocab_size=248320, hidden_size=hidden, intermediate_size=ffn,
+        num_hidden_layers=layers, layer_types=pattern * (layers // 4), num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], head_dim=256, attention_output_gate=True,
+        rope=RopeConfig(1e7, 64, (11, 11, 10)), linear=LinearConfig(16, value_heads, 128, 128, 4),
+        rms_norm_eps=1e-6, tie_word_embeddings=tied, max_position_embeddings=262144, dtype="bfloat16",
+        eos_token_ids=(248046, 248044))
+
+
+PRESETS: Final[Mapping[str, ModelConfig]] = {
+    "qwen3.5-0.8b": _preset(1024, 3584, 24, (8, 2), 16, tied=True),
+    "qwen3.5-2b": _preset(2048, 6144, 24, (8, 2), 16, tied=True),
+    "qwen3.5-4b": _preset(2560, 9216, 32, (16, 4), 32, tied=True),
+    "qwen3.5-9b": _preset(4096, 12288, 32, (16, 4), 32, tied=False),
+    "qwen3.5-27b": _preset(5120, 17408, 64, (24, 4), 48, tied=False),
+}

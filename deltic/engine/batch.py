@@ -1,0 +1,60 @@
+"""From a plan to the tensors of a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltic.engine.scheduler import Plan, Row
+from deltic.ops.records import PAGE, Batch, Layout
+
+
+def build(plan: Plan, device: torch.device, all_logits: bool = False) -> Batch:
+    """Lay out the plan's rows as one ragged batch; one host-to-device copy.
+
+    all_logits: want the logits of every token, not only where the rows say so.
+    """
+    rows = plan.rows
+    chunks = tuple(len(row.tokens) for row in rows)
+    starts = [0]
+    for chunk in chunks:
+        starts.append(starts[-1] + chunk)
+    wanted = list(range(starts[-1])) if all_logits else [end - 1 for row, end in zip(rows, starts[1:], strict=True)
+                                                         if row.logits]
+    width = max(len(row.pages) for row in rows)
+    positions = [row.done + i for row, chunk in zip(rows, chunks, strict=True) for i in range(chunk)]
+    slots = [row.slot for row in rows]
+    done = [row.done for row in rows]
+    fields = _upload(device,
+                     ids=[token for row in rows for token in row.tokens],
+                     positions=positions * 3, starts=starts, done=done,
+                     pages=[page for row in rows for page in (*row.pages, *(0,) * (width - len(row.pages)))],
+                     store=[_flat(row, index) for row, chunk in zip(rows, chunks, strict=True)
+                            for index in range(row.done, row.done + chunk)],
+                     slots=slots, logit_tokens=wanted)
+    nothing = fields["ids"][:0]
+    singles = sum(chunk == 1 for chunk in chunks)
+    layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted))
+    return Batch(
+        layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
+        done=fields["done"], pages=fields["pages"].view(len(rows), width), store=fields["store"],
+        source=fields["slots"], target=fields["slots"], base=fields["done"],
+        append=torch.zeros(len(rows), dtype=torch.bool, device=device),
+        emit_row=nothing, emit_length=nothing, emit_slot=nothing, logit_tokens=fields["logit_tokens"],
+        span=_span(slots[:singles]))
+
+
+def _flat(row: Row, index: int) -> int:
+    return row.pages[index // PAGE] * PAGE + index % PAGE
+
+
+def _span(slots: list[int]) -> tuple[int, int] | None:
+    if slots and slots == list(range(slots[0], slots[0] + len(slots))):
+        return slots[0], slots[0] + len(slots)
+    return None
+
+
+def _upload(device: torch.device, **lists: list[int]) -> dict[str, Tensor]:
+    flat = torch.tensor([value for values in lists.values() for value in values], dtype=torch.int64).to(device)
+    sizes = [len(values) for values in lists.values()]
+    return dict(zip(lists, flat.split(sizes), strict=True))

@@ -1,0 +1,220 @@
+"""The engine: requests in, token events out, one step at a time.
+
+Single-threaded: whoever calls `step` also calls `add` and `abort`. It knows token ids only, no text.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltic.engine.batch import build
+from deltic.engine.runtime import Runtime
+from deltic.engine.sampler import logprobs_of, sampling_of
+from deltic.engine.scheduler import Plan, Scheduler
+from deltic.engine.sequence import Origin, Sequence
+from deltic.errors import RequestError
+from deltic.ops.records import Sampled
+from deltic.types import Request, TokenOut, Usage
+
+log = logging.getLogger("deltic")
+
+_SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
+         "--debug-layers to find the first bad layer, or with --ops ref")
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start, and the seconds of the last step that were not spent in the model's forward."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    last_overhead: float = 0.0
+
+
+class Engine:
+    """Continuous batching over one `Runtime`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime, self.stats = runtime, EngineStats()
+        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget)
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._events: list[TokenOut] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._sequences or self._events)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that one prompt and its answer may have together."""
+        return self.runtime.memory.max_context
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises RequestError if it cannot be served as asked."""
+        self._check(request)
+        params = request.sampling.with_defaults(self._defaults())
+        if params.max_tokens == 0:
+            params = replace(params, n=1)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        first = self._sequence(replace(request, sampling=params), 0, seed)
+        self._sequences[request.id] = [first]
+        self.scheduler.add(first)
+
+    def abort(self, request: str) -> None:
+        """End a request now, in whatever state it is; its choices finish with reason "abort"."""
+        for sequence in self._sequences.get(request, ())[:]:
+            sequence.finish = "abort"
+            self._end(sequence)
+
+    def step(self) -> list[TokenOut]:
+        """Admit, plan, run, choose, commit, emit."""
+        began = time.perf_counter()
+        plan, sequences = self.scheduler.plan()
+        if plan.rows:
+            try:
+                began += self._advance(plan, sequences)
+            except Exception as error:
+                log.exception("a step failed; its %d sequences end with an error", len(sequences))
+                for sequence in sequences:
+                    self._fail(sequence, f"internal error: {error}")
+            self.stats.steps += 1
+        events, self._events = self._events, []
+        self.stats.last_overhead = time.perf_counter() - began
+        return events
+
+    def check(self) -> None:
+        """Assert the cache's accounts, and that they are empty when nothing is running."""
+        self.runtime.cache.check()
+        if not self._sequences:
+            cache = self.runtime.cache
+            assert not self.scheduler.running and not self.scheduler.waiting, "the queues hold finished sequences"
+            assert cache.pages.free == cache.pages.size and cache.slots.free == cache.slots.size, "cache units leak"
+
+    def _advance(self, plan: Plan, sequences: list[Sequence]) -> float:
+        """Run the plan; returns the seconds spent in the model's forward."""
+        batch = build(plan, self.runtime.cache.storage.device)
+        started = time.perf_counter()
+        logits = self.runtime.run(batch)
+        spent = time.perf_counter() - started
+        ready = []
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            assert sequence.lease is not None
+            self.runtime.cache.commit(sequence.lease, row.tokens)
+            self.stats.prompt_tokens += len(row.tokens) if len(row.tokens) > 1 else 0
+            if row.logits:
+                ready.append(sequence)
+        if ready:
+            self._choose(ready, logits)
+        return spent
+
+    @torch.inference_mode()
+    def _choose(self, ready: list[Sequence], logits: Tensor) -> None:
+        """Draw the next token of every sequence that is ready; at the end of a prompt, of all its choices."""
+        drawing, rows = [], []
+        for row, sequence in enumerate(ready):
+            choices = [sequence, *self._siblings(sequence)]
+            drawing += choices
+            rows += [row] * len(choices)
+        if len(drawing) > len(ready):
+            logits = logits[rows]
+        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(drawing, logits.device))
+        healthy, tokens = sampled.healthy.tolist(), sampled.tokens.tolist()
+        for index, sequence in enumerate(drawing):
+            if not healthy[index]:
+                self._fail(sequence, _SICK)
+            else:
+                self._take(sequence, tokens[index], sampled, index)
+
+    def _siblings(self, sequence: Sequence) -> list[Sequence]:
+        """The other choices of a request whose prompt has just been processed; they fork its end when they run."""
+        count = sequence.sampling.n - 1
+        if sequence.choice or sequence.generated or not count:
+            return []
+        assert sequence.lease is not None
+        checkpoint = self.runtime.cache.checkpoint(sequence.lease)
+        origin = Origin(checkpoint, count) if checkpoint else None
+        siblings = [self._sequence(sequence.request, choice, sequence.seed, origin) for choice in range(1, count + 1)]
+        self._sequences[sequence.request.id] += siblings
+        for sibling in siblings:
+            self.scheduler.add(sibling)
+        return siblings
+
+    def _take(self, sequence: Sequence, token: int, sampled: Sampled, row: int) -> None:
+        if sequence.sampling.max_tokens == 0:
+            sequence.finish = "length"
+            self._end(sequence)
+            return
+        finish = sequence.append(token)
+        self.stats.generated_tokens += 1
+        self._events.append(TokenOut(sequence.request.id, sequence.choice, token,
+                                     logprobs_of(sampled, row, sequence.sampling.logprobs), finish,
+                                     sequence.usage if finish else None))
+        if finish:
+            self._forget(sequence)
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self.stats.failed += 1
+        sequence.finish = "error"
+        self._end(sequence, message)
+
+    def _end(self, sequence: Sequence, error: str | None = None) -> None:
+        """Finish a sequence without a token."""
+        self._events.append(TokenOut(sequence.request.id, sequence.choice, None, None, sequence.finish,
+                                     sequence.usage, error))
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self.stats.finished += 1
+        group = self._sequences[sequence.request.id]
+        group.remove(sequence)
+        if not group:
+            del self._sequences[sequence.request.id]
+
+    def _sequence(self, request: Request, choice: int, seed: int, origin: Origin | None = None) -> Sequence:
+        params, prompt = request.sampling, request.prompt
+        limit = self.max_context
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos())
+        return Sequence(request, choice, params, seed, eos, limit, list(prompt),
+                        request.matcher() if request.matcher else None, origin=origin)
+
+    def _eos(self) -> frozenset[int]:
+        return frozenset(self.runtime.generation.eos_token_ids) | frozenset(self.runtime.config.eos_token_ids)
+
+    def _defaults(self) -> Mapping[str, Any]:
+        return self.runtime.generation.sampling()
+
+    def _check(self, request: Request) -> None:
+        vocabulary = self.runtime.config.vocab_size
+        if request.id in self._sequences:
+            raise RequestError(f"a request with id {request.id!r} is already running", "id")
+        if not request.prompt:
+            raise RequestError("the prompt is empty: give at least one token", "prompt")
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
+        if len(request.prompt) >= self.max_context:
+            raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {self.max_context}, "
+                               "answer included: shorten it, or raise --max-context", "prompt")
+        foreign = [t for t in (*request.sampling.logit_bias, *request.sampling.stop_token_ids) if t >= vocabulary]
+        if foreign:
+            raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
+                               "logit_bias" if foreign[0] in request.sampling.logit_bias else "stop_token_ids")
+
+
+def empty_usage(request: Request) -> Usage:
+    """Usage of a request that never ran."""
+    return Usage(len(request.prompt), 0, 0)

@@ -1,0 +1,136 @@
+"""A model loaded and ready to step: decoder, cache and limits, and the one function that runs a batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
+from deltic.cache.storage import allocate, page_bytes, slot_bytes
+from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.errors import ConfigError
+from deltic.model.decoder import Decoder, Observer, Stores, build
+from deltic.ops import select
+from deltic.ops.records import Batch
+from deltic.weights.hub import open_model
+from deltic.weights.random import random_weights
+from deltic.weights.safetensors import load_directory
+
+log = logging.getLogger("deltic")
+
+LoadProgress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes in all) while weights are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomModel:
+    """A model of a known shape with random weights: true speed, no sense. For benchmarks and tests.
+
+    preset: a name of `config.PRESETS`. layers: keep only the first so many. shape: use this instead of a preset.
+    """
+
+    preset: str = "qwen3.5-0.8b"
+    layers: int | None = None
+    seed: int = 0
+    initializer_range: float | None = None
+    shape: ModelConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatistics:
+    """One layer's output for the last token of a step: what to look at when a model talks nonsense."""
+
+    layer: int
+    size: int
+    nonzero: int
+    nan: int
+    minimum: float
+    maximum: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runtime:
+    """Everything a step needs. `statistics` holds the last step's layer outputs if `options.debug_layers`."""
+
+    name: str
+    directory: Path | None
+    config: ModelConfig
+    options: EngineConfig
+    generation: GenerationDefaults
+    memory: MemoryPlan
+    decoder: Decoder
+    cache: HybridCache
+    stores: Stores
+    statistics: list[LayerStatistics] = field(default_factory=list)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Tensor:
+        """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor."""
+        hidden = self.decoder.forward(batch, self.stores, self._observer())
+        return self.decoder.logits(hidden)
+
+    def _observer(self) -> Observer | None:
+        if not self.options.debug_layers:
+            return None
+        self.statistics.clear()
+        return self._observe
+
+    def _observe(self, layer: int, output: Tensor) -> None:
+        last = output[-1].float()
+        numbers = LayerStatistics(layer, last.numel(), int(last.count_nonzero()), int(last.isnan().sum()),
+                                  float(last.min()), float(last.max()), float(last.mean()))
+        self.statistics.append(numbers)
+        log.info("layer %d: %s", layer, numbers)
+
+
+def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
+         progress: LoadProgress | None = None) -> Runtime:
+    """Load a model (directory, hub name, "tiny" or None for the embedded one, or random weights) and size its cache."""
+    torch.set_num_threads(options.thread_count)
+    _check_device(options.device)
+    if isinstance(model, RandomModel):
+        config = model.shape or ModelConfig.preset(model.preset, model.layers)
+        name, directory, generation = f"random-{model.preset}", None, GenerationDefaults()
+        dtype = _dtype(config, options)
+        weights = random_weights(config, dtype, model.seed, device=options.device,  # type: ignore[arg-type]
+                                 initializer_range=model.initializer_range)
+    else:
+        files = open_model(model, revision)
+        name, directory, config, generation = files.name, files.directory, files.config, files.generation
+        dtype = _dtype(config, options)
+        weights = load_directory(files.directory, config, dtype, options.device, progress)  # type: ignore[arg-type]
+    decoder = build(config, weights, select(options.ops))
+    return _finish(name, directory, config, options, generation, decoder, getattr(torch, dtype))
+
+
+def _finish(name: str, directory: Path | None, config: ModelConfig, options: EngineConfig,
+            generation: GenerationDefaults, decoder: Decoder, dtype: torch.dtype) -> Runtime:
+    needs = MemoryNeeds(page_bytes(config, dtype), slot_bytes(config, dtype), config.max_position_embeddings,
+                        options.max_batch, options.max_context)
+    memory = split_memory(options.memory_bytes or _free_memory(options.device) // 2, needs)
+    for warning in memory.warnings:
+        log.warning(warning)
+    storage = allocate(config, memory.pages, memory.slots, dtype, options.device)
+    return Runtime(name, directory, config, options, generation, memory, decoder, HybridCache(storage, decoder.ops),
+                   Stores(storage.kv_views(), storage.state_views()))
+
+
+def _dtype(config: ModelConfig, options: EngineConfig) -> str:
+    return config.dtype if options.dtype == "auto" else options.dtype
+
+
+def _check_device(device: str) -> None:
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: torch finds no CUDA device here; use --device cpu, or install a CUDA "
+                          "build of torch", "device")
+
+
+def _free_memory(device: str) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory()

@@ -1,0 +1,80 @@
+"""From sequences to the tensors of a draw. The draw itself is `ops.sample`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import torch
+
+from deltic.engine.sequence import Sequence
+from deltic.ops.noise import sample_key
+from deltic.ops.records import Adjust, Sampled, Sampling
+from deltic.types import SamplingParams, TokenLogprobs
+
+
+def sampling_of(sequences: List[Sequence], device: torch.device) -> Sampling:
+    """Row i draws the next token of sequence i."""
+    params = [sequence.sampling for sequence in sequences]
+    greedy = all(p.temperature == 0 for p in params)
+    numbers = torch.tensor([[_number(p.temperature, 1.0), _number(p.top_p, 1.0), _number(p.min_p, 0.0)]
+                            for p in params], device=device)
+    keys = [[p.top_k or 0, 0 if p.temperature == 0 else sample_key(s.seed, s.choice, len(s.tokens))]
+            for p, s in zip(params, sequences, strict=True)]
+    integers = torch.tensor(keys, dtype=torch.int64, device=device)
+    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    return Sampling(
+        temperature=numbers[:, 0], top_p=numbers[:, 1], min_p=numbers[:, 2],
+        top_k=integers[:, 0], key=integers[:, 1], adjust=_adjust(sequences, device), greedy=greedy,
+        filtered=not greedy and any(map(_filters, params)), top_logprobs=max(wanted) if wanted else None)
+
+
+def _number(value: float | None, neutral: float) -> float:
+    return neutral if value is None else value
+
+
+def _filters(params: SamplingParams) -> bool:
+    return bool(params.top_k) or _number(params.top_p, 1.0) < 1 or bool(params.min_p)
+
+
+def _adjust(sequences: List[Sequence], device: torch.device) -> Adjust | None:
+    entries = [(row, token, change.repetition, change.offset) for row, sequence in enumerate(sequences)
+               for token, change in _changes(sequence).items()]
+    if not entries:
+        return None
+    rows, tokens, repetitions, offsets = zip(*entries, strict=True)
+    return Adjust(torch.tensor(rows, device=device), torch.tensor(tokens, device=device),
+                  torch.tensor(repetitions, dtype=torch.float32, device=device),
+                  torch.tensor(offsets, dtype=torch.float32, device=device))
+
+
+@dataclass(slots=True)
+class _Change:
+    repetition: float = 1.0
+    offset: float = 0.0
+
+
+def _changes(sequence: Sequence) -> dict[int, _Change]:
+    """What penalties, bias and the minimum length change in the logits of the next token, by token id."""
+    params, changes = sequence.sampling, dict[int, _Change]()
+    if params.repetition_penalty not in (None, 1.0):
+        for token in set(sequence.tokens):
+            changes[token] = _Change(repetition=_number(params.repetition_penalty, 1.0))
+    if params.presence_penalty or params.frequency_penalty:
+        for token, count in sequence.counts.items():
+            penalty = params.presence_penalty + params.frequency_penalty * count
+            changes.setdefault(token, _Change()).offset -= penalty
+    for token, bias in params.logit_bias.items():
+        changes.setdefault(token, _Change()).offset += bias if bias > -100 else float("-inf")
+    if sequence.generated < params.min_tokens:
+        for token in sequence.eos:
+            changes.setdefault(token, _Change()).offset = float("-inf")
+    return changes
+
+
+def logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:
+    """The report of one row, as many of the top tokens as its request wants."""
+    if wanted is None or sampled.logprobs is None or sampled.top_tokens is None or sampled.top_logprobs is None:
+        return None
+    top = zip(sampled.top_tokens[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist(), strict=True)
+    return TokenLogprobs(float(sampled.logprobs[row]), tuple(top))

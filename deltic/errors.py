@@ -1,0 +1,36 @@
+"""The exceptions a caller can act on. Every message names the thing that is wrong and the fix."""
+
+
+class DelticError(ValueError):
+    """Base of all errors that deltic raises on purpose; the command line exits with code 2."""
+
+
+class ModelError(DelticError):
+    """A model cannot be found, read or trusted: unknown name, corrupt file, config and weights that disagree."""
+
+
+class ConfigError(DelticError):
+    """An engine option has a value that it cannot have."""
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+class TemplateError(DelticError):
+    """The model's chat template is missing or is not valid jinja."""
+
+
+class RequestError(DelticError):
+    """One request cannot be served as asked; others are not affected.
+
+    `field` is the path of the offending field in the request (`messages[2].content`), where there is one.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class DegenerateError(DelticError):
+    """The model's logits are NaN or all equal: weights, dtype or a kernel are broken."""

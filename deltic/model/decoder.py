@@ -1,0 +1,169 @@
+"""The decoder: a list of layers over Ops, from canonical weights to hidden states and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.config import ModelConfig
+from deltic.ops import Ops
+from deltic.ops.records import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    GdnSpec,
+    GdnWeights,
+    KvView,
+    MlpWeights,
+    Rope,
+    RopeSpec,
+    StateView,
+    Weight,
+)
+
+Observer = Callable[[int, Tensor], None]
+"""Called with (layer index, residual stream [T, H]) after each layer; for diagnosis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. Exactly one mixer; `store` is its index among the layers that use the same kind of store
+    (K/V pages or state slots)."""
+
+    input_norm: Tensor
+    mixer: GdnWeights | AttentionWeights
+    post_norm: Tensor
+    mlp: MlpWeights
+    store: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The cache as the decoder sees it: one view per attention layer and one per recurrent layer."""
+
+    kv: tuple[KvView, ...]
+    states: tuple[StateView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model ready to run. Stateless: everything a step depends on is in its batch and stores."""
+
+    config: ModelConfig
+    ops: Ops
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    lm_head: Weight
+    rope: RopeSpec
+
+    def forward(self, batch: Batch, stores: Stores, observe: Observer | None = None) -> Tensor:
+        """Run one step; returns the hidden states after the final norm of the tokens `batch.logit_tokens` [L, H].
+
+        Mutates the stores as the mixers say: K/V of every token, the rows' target slots, the emit slots.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        rope = ops.rope(batch.positions, self.rope)
+        residual, delta = ops.embed(batch.ids, self.embedding), None
+        for index, layer in enumerate(self.layers):
+            residual, x = ops.add_norm(residual, delta, layer.input_norm, eps)
+            delta = self._mix(x, layer, batch, stores, rope)
+            residual, x = ops.add_norm(residual, delta, layer.post_norm, eps)
+            delta = ops.mlp(x, layer.mlp)
+            if observe is not None:
+                observe(index, residual + delta)
+        wanted = batch.logit_tokens
+        if delta is not None:
+            delta = delta[wanted]
+        return ops.add_norm(residual[wanted], delta, self.norm, eps)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [L, H] -> logits [L, V] float32."""
+        return self.ops.head(hidden, self.lm_head)
+
+    def _mix(self, x: Tensor, layer: Layer, batch: Batch, stores: Stores, rope: Rope) -> Tensor:
+        if isinstance(layer.mixer, GdnWeights):
+            return self.ops.gdn_mixer(x, layer.mixer, stores.states[layer.store], batch)
+        return self.ops.attention_mixer(x, layer.mixer, stores.kv[layer.store], batch, rope)
+
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, a tied head counted once."""
+        tensors = {t.data_ptr(): t.nbytes for layer in self.layers for t in _tensors(layer)}
+        tensors |= {t.data_ptr(): t.nbytes for t in (self.embedding, self.norm, *_blocks(self.lm_head))}
+        return sum(tensors.values())
+
+
+def _blocks(weight: Weight) -> tuple[Tensor, ...]:
+    return weight if isinstance(weight, tuple) else (weight,)
+
+
+def _tensors(layer: Layer) -> list[Tensor]:
+    mixer, mlp = layer.mixer, layer.mlp
+    weights: list[Weight] = [layer.input_norm, layer.post_norm, mlp.gate_up, mlp.down]
+    if isinstance(mixer, GdnWeights):
+        weights += [mixer.in_proj, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm, mixer.out_proj]
+    else:
+        weights += [mixer.qkv, mixer.q_norm, mixer.k_norm, mixer.o_proj]
+    return [block for weight in weights for block in _blocks(weight)]
+
+
+def build(config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> Decoder:
+    """Make a decoder of canonical tensors (`weights.names`). Takes the tensors out of `weights` as it goes, so that
+    joining projections never needs more than one layer's memory on top."""
+    counts = {"linear_attention": 0, "full_attention": 0}
+    layers = []
+    for index, kind in enumerate(config.layer_types):
+        take = _Taker(weights, f"model.layers.{index}.")
+        mixer = _gdn(config, take) if kind == "linear_attention" else _attention(config, take)
+        layers.append(Layer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
+                            MlpWeights(take.rows("mlp.gate_proj", "mlp.up_proj"), take.rows("mlp.down_proj")),
+                            counts[kind]))
+        counts[kind] += 1
+    top = _Taker(weights, "")
+    embedding = top.rows("model.embed_tokens")
+    rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section)
+    return Decoder(config, ops, embedding, tuple(layers), top.norm("model.norm"),
+                   embedding if config.tie_word_embeddings else top.rows("lm_head"), rope)
+
+
+class _Taker:
+    """Pops the tensors of one module prefix."""
+
+    def __init__(self, weights: dict[str, Tensor], prefix: str) -> None:
+        self.weights, self.prefix = weights, prefix
+
+    def plain(self, name: str) -> Tensor:
+        return self.weights.pop(self.prefix + name)
+
+    def float32(self, name: str) -> Tensor:
+        return self.plain(name).float()
+
+    def norm(self, name: str) -> Tensor:
+        """The scale itself: checkpoints store it less one."""
+        return self.float32(name + ".weight") + 1
+
+    def rows(self, *names: str) -> Tensor:
+        blocks = [self.plain(name + ".weight") for name in names]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _gdn(config: ModelConfig, take: _Taker) -> GdnWeights:
+    linear = config.linear
+    assert linear is not None
+    spec = GdnSpec(linear.num_key_heads, linear.num_value_heads, linear.key_head_dim, linear.value_head_dim,
+                   linear.conv_kernel, config.rms_norm_eps)
+    parts = [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+    return GdnWeights(spec, take.rows(*parts), take.plain("linear_attn.conv1d.weight").squeeze(1).contiguous(),
+                      -take.float32("linear_attn.A_log").exp(), take.float32("linear_attn.dt_bias"),
+                      take.float32("linear_attn.norm.weight"), take.rows("linear_attn.out_proj"))
+
+
+def _attention(config: ModelConfig, take: _Taker) -> AttentionWeights:
+    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                         config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
+    qkv = take.rows(*(f"self_attn.{part}_proj" for part in "qkv"))
+    return AttentionWeights(spec, qkv, take.norm("self_attn.q_norm"), take.norm("self_attn.k_norm"),
+                            take.rows("self_attn.o_proj"))

@@ -1,0 +1,87 @@
+"""The operations that a model is made of, and who serves each of them.
+
+`Ops` is a frozen record of functions: here their shapes, dtypes and mutation are specified (with the records of
+`ops.records`); `ops.ref` is the naive oracle, `ops.torch` the default on any device. A backend is
+`replace(torch_ops, gdn_mixer=..., mlp=...)`, chosen once at start. Op boundaries are fusion boundaries. Results
+are freshly allocated; only the cache views are mutated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+from torch import Tensor
+
+from deltic.errors import ConfigError
+from deltic.ops.records import (
+    AttentionWeights,
+    Batch,
+    GdnWeights,
+    KvView,
+    MlpWeights,
+    Rope,
+    RopeSpec,
+    Sampled,
+    Sampling,
+    StateView,
+    Weight,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """A backend. H: hidden size, V: vocabulary, T, L: tokens and logit rows of the batch.
+
+    embed(ids [T], weight [V, H]) -> [T, H]
+    rope(positions [3, T], spec) -> Rope
+    add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm
+        scaled by weight, computed in float32); both in the residual's dtype.
+    gdn_mixer(x [T, H], weights, state, batch) -> [T, H]: all that is between the norm and the residual of a Gated
+        DeltaNet layer. Mutates the target and emit slots of `state`, and nothing else in it.
+    attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then attends each
+        row to its own context; K/V past a token's own index is never read.
+    mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
+    head(x [L, H], weight [V, H]) -> logits [L, V] float32.
+    sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
+    copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each,
+        source [N], target [N]): device copies, all layers at once.
+    """
+
+    embed: Callable[[Tensor, Tensor], Tensor]
+    rope: Callable[[Tensor, RopeSpec], Rope]
+    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    gdn_mixer: Callable[[Tensor, GdnWeights, StateView, Batch], Tensor]
+    attention_mixer: Callable[[Tensor, AttentionWeights, KvView, Batch, Rope], Tensor]
+    mlp: Callable[[Tensor, MlpWeights], Tensor]
+    head: Callable[[Tensor, Weight], Tensor]
+    sample: Callable[[Tensor, Sampling], Sampled]
+    copy_slots: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
+    copy_pages: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
+
+
+def backends() -> dict[str, Ops]:
+    """Every backend that can run here, by name."""
+    from deltic.ops import ref, torch
+
+    return {"ref": ref.OPS, "torch": torch.OPS}
+
+
+def select(overrides: tuple[str, ...] = (), default: str = "torch") -> Ops:
+    """The default backend with single ops replaced: `attention_mixer=ref`, or all of them: `ref`."""
+    known = backends()
+    ops = known[default]
+    names = {f.name for f in fields(Ops)}
+    for override in overrides:
+        op, _, backend = override.rpartition("=")
+        if backend not in known or (op and op not in names):
+            raise ConfigError(f"ops={override!r}: write OP=BACKEND with OP one of {', '.join(sorted(names))} and "
+                              f"BACKEND one of {', '.join(sorted(known))}", "ops")
+        chosen = known[backend]
+        ops = replace(ops, **{op: getattr(chosen, op)}) if op else chosen
+    return ops
+
+
+def explain(ops: Ops) -> dict[str, str]:
+    """Who serves each op: `{"gdn_mixer": "torch", ...}`."""
+    return {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}

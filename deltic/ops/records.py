@@ -1,0 +1,257 @@
+"""The records that ops take: what a batch, a cache view and a layer's weights look like. Shapes are the contract.
+
+T tokens of R rows (sequences) are concatenated in one ragged batch; a row contributes a chunk of consecutive
+tokens. Decode is a chunk of 1, verification a chunk of k + 1, prefill a chunk of n; nothing else tells them
+apart. Rows with a chunk of 1 come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from deltic.types import CHUNK as CHUNK
+from deltic.types import PAGE as PAGE
+from deltic.types import RING as RING
+
+Weight = Tensor | tuple[Tensor, ...]
+"""A linear weight [out, in], or row blocks of one that are kept apart because their types differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Host-side shape of a batch: hashable, and constant for all batches of one bucket.
+
+    chunks: tokens of each row; the first `singles` rows have exactly one.
+    contexts: upper bound of each row's context length after the step (done + chunk).
+    logits: number of tokens whose logits are wanted. emits: number of states to emit.
+    appends: some row of the batch appends to its replay ring instead of writing its state.
+    """
+
+    chunks: tuple[int, ...]
+    contexts: tuple[int, ...]
+    singles: int
+    logits: int
+    emits: int = 0
+    appends: bool = False
+
+    @property
+    def rows(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Device tensors of one step; all integers int64 unless said otherwise.
+
+    ids [T]; positions [3, T]: rotary positions (temporal, height, width), apart from cache indices.
+    starts [R + 1]: first token of each row. done [R]: the cursor, tokens that the row's committed state and K/V
+        hold before this step; the chunk's tokens get the cache indices done, done + 1, ...
+    pages [R, P]: page table, padded with page 0. store [T]: flat K/V index (page * PAGE + offset) of each token.
+    source, target [R]: state slots to read and to write (equal: in place). A row with done = 0 starts from zero
+        state and reads nothing from its source.
+    base [R]: tokens folded into the source state; ring entries hold base .. done - 1.
+    append [R] bool: append the chunk's entries to the target's ring (folding older entries first if they do not
+        fit) instead of folding all of them. Only with source = target, chunk <= RING.
+    emit_row, emit_length, emit_slot [E]: write the row's state after `emit_length` tokens of its sequence
+        (done < emit_length <= done + chunk) to this slot, folded.
+    logit_tokens [L]: batch indices of the tokens whose logits are wanted.
+    span: the slots of the leading single-token rows when they are consecutive and read and written in place, as
+        (first, end), so that a backend may take a view; None otherwise.
+    memo: what a backend derives from this batch once and uses in every layer.
+    """
+
+    layout: Layout
+    ids: Tensor
+    positions: Tensor
+    starts: Tensor
+    done: Tensor
+    pages: Tensor
+    store: Tensor
+    source: Tensor
+    target: Tensor
+    base: Tensor
+    append: Tensor
+    emit_row: Tensor
+    emit_length: Tensor
+    emit_slot: Tensor
+    logit_tokens: Tensor
+    span: tuple[int, int] | None = None
+    memo: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KvView:
+    """One attention layer's K/V pages: keys, values [pages, PAGE, kv_heads, head_dim], in the model's dtype."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """One Gated DeltaNet layer's slots.
+
+    recurrent [S, Hv, Dk, Dv] float32: the state with `base` tokens folded in.
+    conv [S, W, C] model dtype: ring of raw convolution inputs; the input of position p is at place p mod W.
+        W >= conv_kernel - 1 + longest appended chunk - 1, and W >= conv_kernel.
+    ring_key [S, RING, Hk, Dk] float32 (normalised keys), ring_update [S, RING, Hv, Dv] float32 (u),
+        ring_decay [S, RING, Hv] float32 (a): entry of position p at place p mod RING. None: slots without rings.
+    """
+
+    recurrent: Tensor
+    conv: Tensor
+    ring_key: Tensor | None = None
+    ring_update: Tensor | None = None
+    ring_decay: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """cos, sin [T, rotary_dim] float32 of this step's tokens: M-RoPE already resolved, halves repeated."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """theta: base. rotary_dim: rotated leading dimensions of a head. sections: frequencies of the temporal,
+    height and width axes, interleaved as Hugging Face does; empty: plain rotary positions."""
+
+    theta: float
+    rotary_dim: int
+    sections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GdnSpec:
+    """Shape of a Gated DeltaNet layer. key_heads divides value_heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    eps: float
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """C: the convolution's channels, ordered query, key, value."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True, slots=True)
+class GdnWeights:
+    """in_proj [C + values + 2 Hv, hidden]: rows q, k, v (the C convolved ones), z, b, a. conv [C, K].
+    decay [Hv] float32: -exp(A_log). dt_bias [Hv] float32. norm [Dv] float32: plain scale. out_proj [hidden, values].
+    """
+
+    spec: GdnSpec
+    in_proj: Weight
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    out_proj: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Shape of a full-attention layer. kv_heads divides heads. gate: the output is gated by sigmoid(gate)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    gate: bool
+    eps: float
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """qkv [(2 if gate else 1) * queries + 2 * kv, hidden]: rows of q (with a gate: per head its query, then its
+    gate), k, v. q_norm, k_norm [head_dim] float32: the scale itself (1 + w). o_proj [hidden, queries]."""
+
+    spec: AttentionSpec
+    qkv: Weight
+    q_norm: Tensor
+    k_norm: Tensor
+    o_proj: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """gate_up [2 F, hidden]: rows of gate, then up. down [hidden, F]."""
+
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Adjust:
+    """Sparse changes of logits, N entries with distinct (row, token), in this order: repetition, then offset.
+
+    row, token [N] int64. repetition [N] float32: positive logits are divided, others multiplied by it.
+    offset [N] float32: added afterwards (penalties and bias; -inf forbids the token).
+    """
+
+    row: Tensor
+    token: Tensor
+    repetition: Tensor
+    offset: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How L rows of logits are turned into tokens; tensors [L].
+
+    temperature float32 (0: greedy), top_k int64 (0: all), top_p, min_p float32, key int64: the 64-bit key of
+    (seed, choice, position) that the row's Gumbel noise is a function of.
+    greedy: every row is greedy. filtered: some row has top_k, top_p or min_p. top_logprobs: how many of the
+    most probable tokens to report (None: no log-probabilities at all).
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    key: Tensor
+    adjust: Adjust | None = None
+    greedy: bool = True
+    filtered: bool = False
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """tokens [L] int64. healthy [L] bool: the raw logits are finite and not all equal. With log-probabilities
+    (of the raw logits): logprobs [L], top_tokens [L, n], top_logprobs [L, n] float32."""
+
+    tokens: Tensor
+    healthy: Tensor
+    logprobs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    top_logprobs: Tensor | None = None

@@ -1,0 +1,530 @@
+"""Every op in naive torch: the oracle that other backends are compared with. Never optimized.
+
+Precision: float64 inputs are computed in float64, all others in float32. Results are rounded to the input's
+dtype after each linear map, the convolution, the delta rule, each norm, the rotation, the softmax average and
+each product with a gate, and nowhere in between. A token's value never depends on its batch, bit for bit:
+reductions run token by token in shapes that depend on the token's own sequence only. All rows read their
+slots before any row writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deltic.ops import Ops
+from deltic.ops.noise import gumbel
+from deltic.ops.records import (
+    PAGE,
+    RING,
+    Adjust,
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    GdnSpec,
+    GdnWeights,
+    KvView,
+    MlpWeights,
+    Rope,
+    RopeSpec,
+    Sampled,
+    Sampling,
+    StateView,
+    Weight,
+)
+
+UNIT_EPS = 1e-6
+"""Added to the squared length of queries and keys of the delta rule, as the checkpoints were trained."""
+HEALTHY_SPREAD = 1e-6
+"""Logits that differ by less are a constant: no model says that."""
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype that `x` is computed in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def project(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
+    if isinstance(weight, tuple):
+        return torch.cat([project(x, block) for block in weight], dim=-1)
+    matrix, result = weight.to(wide(x)), x.new_empty(len(x), len(weight), dtype=wide(x))
+    for token, vector in enumerate(x.to(wide(x))):
+        # A copy has the same alignment for every token, on which the library's order of additions depends.
+        result[token] = matrix @ vector.clone()
+    return result
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, in], weight [out, in] or row blocks of it -> x weightᵀ [T, out] in x's dtype."""
+    return project(x, weight).to(x.dtype)
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """x [..., D], scale [D] -> scale * x / sqrt(mean(x²) + eps), rounded once to x's dtype."""
+    values = x.to(wide(x))
+    normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (normalised * scale.to(wide(x))).to(x.dtype)
+
+
+def embed(ids: Tensor, weight: Tensor) -> Tensor:
+    """ids [T], weight [V, H] -> [T, H]."""
+    return weight[ids]
+
+
+def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual, delta [T, H], weight [H] -> (residual + delta, its RMS norm) in residual's dtype."""
+    total = residual.clone() if delta is None else residual + delta.to(residual.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
+def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+    """x [T, H] -> down(silu(gate) * up) [T, H]."""
+    gate, up = linear(x, weights.gate_up).to(wide(x)).chunk(2, dim=-1)
+    return linear((functional.silu(gate) * up).to(x.dtype), weights.down)
+
+
+def head(x: Tensor, weight: Weight) -> Tensor:
+    """x [L, H], weight [V, H] -> logits [L, V]: float32, or float64 for float64 inputs."""
+    return project(x, weight)
+
+
+# Gated DeltaNet
+
+
+def unit(x: Tensor) -> Tensor:
+    """x [..., D] -> x / sqrt(|x|² + 1e-6), in x's dtype."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def short_conv(ring: Tensor, chunk: Tensor, done: int, weight: Tensor) -> Tensor:
+    """Causal depthwise convolution and silu.
+
+    ring [W, C]: raw inputs, that of position p at place p mod W. chunk [n, C]: raw inputs of positions done,
+    done + 1, ... weight [C, K]: the last tap meets the token itself. -> [n, C] in the chunk's dtype.
+    Inputs before position 0 are zero, whatever the ring holds.
+    """
+    taps, result = weight.to(wide(chunk)), torch.empty_like(chunk)
+    for token in range(len(chunk)):
+        total = torch.zeros_like(chunk[token], dtype=wide(chunk))
+        for tap in range(weight.shape[1]):
+            position = done + token - (weight.shape[1] - 1) + tap
+            if position >= 0:
+                source = chunk[position - done] if position >= done else ring[position % len(ring)]
+                total = total + taps[:, tap] * source.to(wide(chunk))
+        result[token] = functional.silu(total).to(chunk.dtype)
+    return result
+
+
+def advance_conv(ring: Tensor, chunk: Tensor, done: int, length: int) -> Tensor:
+    """A copy of the ring [W, C] with positions done .. length - 1 taken from the chunk [n, C].
+
+    With done = 0 nothing is read from the old ring; places of positions before 0 become zero.
+    """
+    result = ring.clone() if done else torch.zeros_like(ring)
+    for position in range(done, length):
+        result[position % len(ring)] = chunk[position - done]
+    return result
+
+
+def spread(x: Tensor, heads: int) -> Tensor:
+    """x [..., few heads, D] -> [..., heads, D]: each head serves as many consecutive ones."""
+    return x.repeat_interleave(heads // x.shape[-2], dim=-2)
+
+
+def gated_delta_step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token of the gated delta rule (arXiv 2412.06464, equation 10).
+
+    state [Hv, Dk, Dv]; query, key [Hk, Dk], normalised; value [Hv, Dv]; decay a = exp(g) and beta [Hv].
+    S ← a S; u = β (v - Sᵀ k); S ← S + k uᵀ; o = Sᵀ q / √Dk. -> (new state, o [Hv, Dv], u [Hv, Dv]); the state
+    given is kept.
+    """
+    heads = len(value)
+    query, key = spread(query, heads)[..., None], spread(key, heads)[..., None]
+    state = state * decay[:, None, None]
+    update = (value - (state * key).sum(-2)) * beta[:, None]
+    state = state + key * update[:, None, :]
+    output = (state * (query / state.shape[-2] ** 0.5)).sum(-2)
+    return state, output, update
+
+
+def fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
+    """Bring a state forward by n entries, oldest first: S ← a S + k uᵀ; the state given is kept.
+
+    state [Hv, Dk, Dv]; keys [n, Hk, Dk], updates [n, Hv, Dv], decays [n, Hv]. The two roundings per element
+    are those of `gated_delta_step`, so the result has the same bits as the steps that made the entries.
+    """
+    for key, update, decay in zip(keys, updates, decays, strict=True):
+        state = state * decay[:, None, None]
+        state = state + spread(key, len(update))[..., None] * update[:, None, :]
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRun:
+    """outputs, updates [n, Hv, Dv]. states: by number of tokens taken, [Hv, Dk, Dv] each."""
+
+    outputs: Tensor
+    updates: Tensor
+    states: dict[int, Tensor]
+
+
+def gated_delta(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
+    wanted: tuple[int, ...] = (),
+) -> DeltaRun:
+    """`gated_delta_step` over n tokens: query, key [n, Hk, Dk], value [n, Hv, Dv], decay, beta [n, Hv].
+
+    The states after 0, n and each of the `wanted` numbers of tokens are kept.
+    """
+    tokens = len(value)
+    outputs, updates, states = torch.empty_like(value), torch.empty_like(value), {0: state}
+    for token in range(tokens):
+        state, outputs[token], updates[token] = gated_delta_step(
+            state, query[token], key[token], value[token], decay[token], beta[token])
+        if token + 1 in (tokens, *wanted):
+            states[token + 1] = state
+    return DeltaRun(outputs, updates, states)
+
+
+def gated_delta_replay(
+    state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One token's (output, update), [Hv, Dv] each, from a state and the n entries after it, in low-rank form.
+
+    Shapes as in `fold` (entries) and `gated_delta_step` (token). With D_i the product of the decays after
+    entry i, the token's own included:
+    u = β (v - D_0 Sᵀ k - Σ D_i (k_i·k) u_i), o = (D_0 Sᵀ q + Σ D_i (k_i·q) u_i + (k·q) u) / √Dk.
+    D is a product from newest to oldest: a ratio of prefix products divides by zero once they underflow.
+    Equal to `fold` and step by rounding only.
+    """
+    heads = len(value)
+    query, key = spread(query, heads) / state.shape[-2] ** 0.5, spread(key, heads)
+    remembered, output = torch.zeros_like(value), torch.zeros_like(value)
+    product = decay
+    for index in reversed(range(len(keys))):
+        old = spread(keys[index], heads)
+        remembered = remembered + (product * (old * key).sum(-1))[:, None] * updates[index]
+        output = output + (product * (old * query).sum(-1))[:, None] * updates[index]
+        product = product * decays[index]
+    remembered = remembered + product[:, None] * (state * key[..., None]).sum(-2)
+    output = output + product[:, None] * (state * query[..., None]).sum(-2)
+    update = (value - remembered) * beta[:, None]
+    return output + (key * query).sum(-1, keepdim=True) * update, update
+
+
+def next_base(base: int, done: int, chunk: int, append: bool) -> int:
+    """How many tokens a row's target state has folded in after a step: the `base` of its next one.
+
+    Without append everything is folded: done + chunk. With it the ring keeps base .. done + chunk - 1 if they
+    fit; otherwise base .. done - 1 are folded first and the ring holds the chunk alone: done. Rejected tokens
+    move the next step's `done` back, never below this.
+    """
+    if not append:
+        return done + chunk
+    if chunk > RING:
+        raise ValueError(f"a chunk of {chunk} tokens does not fit a replay ring of {RING}")
+    return base if done + chunk - base <= RING else done
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a batch in plain integers. emits: (length, slot) of each state to emit."""
+
+    tokens: slice
+    done: int
+    base: int
+    append: bool
+    source: int
+    target: int
+    emits: tuple[tuple[int, int], ...]
+
+    @property
+    def chunk(self) -> int:
+        return int(self.tokens.stop - self.tokens.start)
+
+
+def _rows(batch: Batch) -> list[_Row]:
+    starts = batch.starts.tolist()
+    columns = (column.tolist() for column in (batch.emit_row, batch.emit_length, batch.emit_slot))
+    emits = list(zip(*columns, strict=True))
+    return [
+        _Row(slice(starts[row], starts[row + 1]), int(batch.done[row]), int(batch.base[row]),
+             bool(batch.append[row]), int(batch.source[row]), int(batch.target[row]),
+             tuple((length, slot) for owner, length, slot in emits if owner == row))
+        for row in range(batch.layout.rows)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A row's chunk: raw conv inputs [n, C]; in the wide dtype normalised query, key [n, Hk, Dk], value
+    [n, Hv, Dv], decay, beta [n, Hv]."""
+
+    raw: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def _split_heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """mixed [n, C] -> normalised query and key [n, Hk, Dk], value [n, Hv, Dv], in the wide dtype."""
+    query, key, value = torch.split(mixed.to(wide(mixed)), [spec.keys, spec.keys, spec.values], dim=-1)
+    return (unit(query.reshape(-1, spec.key_heads, spec.key_dim)),
+            unit(key.reshape(-1, spec.key_heads, spec.key_dim)),
+            value.reshape(-1, spec.value_heads, spec.value_dim))
+
+
+def gates(a: Tensor, b: Tensor, decay: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """a, b [T, Hv] -> (exp(decay * softplus(a + dt_bias)), sigmoid(b)) in the wide dtype."""
+    step = functional.softplus(a.to(wide(a)) + dt_bias.to(wide(a)))
+    return torch.exp(decay.to(wide(a)) * step), torch.sigmoid(b.to(wide(b)))
+
+
+def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """x, gate [..., D], scale [D] -> rms_norm(x) * silu(gate), rounded once to x's dtype."""
+    normalised = rms_norm(x.to(wide(x)), scale, eps)
+    return (normalised * functional.silu(gate.to(wide(x)))).to(x.dtype)
+
+
+def load_state(state: StateView, slot: int, base: int, done: int, dtype: torch.dtype) -> Tensor:
+    """The slot's state after `done` tokens, [Hv, Dk, Dv]: ring entries base .. done - 1 are folded in."""
+    recurrent = state.recurrent[slot].to(dtype)
+    if done == 0:
+        return torch.zeros_like(recurrent)
+    if base == done:
+        return recurrent.clone()
+    assert state.ring_key is not None and state.ring_update is not None and state.ring_decay is not None
+    places = [position % RING for position in range(base, done)]
+    rings = (ring[slot, places].to(dtype) for ring in (state.ring_key, state.ring_update, state.ring_decay))
+    return fold(recurrent, *rings)
+
+
+def _run_row(row: _Row, taken: _Taken, state: StateView) -> DeltaRun:
+    start = load_state(state, row.source, row.base, row.done, taken.value.dtype)
+    wanted = tuple(length - row.done for length, _ in row.emits)
+    return gated_delta(start, taken.query, taken.key, taken.value, taken.decay, taken.beta, wanted)
+
+
+def _append_entries(row: _Row, taken: _Taken, run: DeltaRun, state: StateView) -> None:
+    assert state.ring_key is not None and state.ring_update is not None and state.ring_decay is not None
+    for token in range(row.chunk):
+        place = (row.done + token) % RING
+        state.ring_key[row.target, place] = taken.key[token]
+        state.ring_update[row.target, place] = run.updates[token]
+        state.ring_decay[row.target, place] = taken.decay[token]
+
+
+def _write_row(row: _Row, taken: _Taken, run: DeltaRun, conv: Tensor, state: StateView) -> None:
+    """conv: copy of the source's ring, since another row may have written to the source already."""
+    base = next_base(row.base, row.done, row.chunk, row.append)
+    if base >= row.done:
+        state.recurrent[row.target] = run.states[base - row.done]
+    if row.append:
+        _append_entries(row, taken, run, state)
+    state.conv[row.target] = advance_conv(conv, taken.raw, row.done, row.done + row.chunk)
+    for length, slot in row.emits:
+        state.recurrent[slot] = run.states[length - row.done]
+        state.conv[slot] = advance_conv(conv, taken.raw, row.done, length)
+
+
+def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+    """x [T, H] -> [T, H]: a Gated DeltaNet layer between its norm and its residual (arXiv 2412.06464).
+
+    Written for each row: the target's state, if its base moves or the row is new (a new row that appends
+    stores the zero state), its conv ring and, with append, its replay ring; each emit slot's state and conv
+    ring. Ring entries are not rounded, so a replayed state has the bits of the plain recurrence.
+    """
+    spec = weights.spec
+    sizes = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
+    raw, gate, b, a = torch.split(linear(x, weights.in_proj), sizes, dim=-1)
+    decay, beta = gates(a, b, weights.decay, weights.dt_bias)
+    rows, work = _rows(batch), []
+    for row in rows:
+        conv = state.conv[row.source].clone()
+        mixed = short_conv(conv, raw[row.tokens], row.done, weights.conv)
+        taken = _Taken(raw[row.tokens], *_split_heads(mixed, spec), decay[row.tokens], beta[row.tokens])
+        work.append((row, taken, _run_row(row, taken, state), conv))
+    for row, taken, run, conv in work:
+        _write_row(row, taken, run, conv, state)
+    output = torch.cat([run.outputs for _, _, run, _ in work]).to(x.dtype)
+    normalised = gated_norm(output, gate.reshape(output.shape), weights.norm, spec.eps)
+    return linear(normalised.flatten(1), weights.out_proj)
+
+
+# Gated attention
+
+
+def frequency_axis(index: int, sections: tuple[int, ...]) -> int:
+    """Which of (temporal, height, width) turns frequency `index`: axes 1 and 2 take every third one while
+    their section lasts, time has the rest (M-RoPE, interleaved)."""
+    axis = index % 3
+    return axis if sections and index < 3 * sections[axis] else 0
+
+
+def rope(positions: Tensor, spec: RopeSpec) -> Rope:
+    """positions [3, T] int64 -> cos, sin [T, rotary_dim] float32, as transformers computes them."""
+    pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = 1.0 / spec.theta ** (pairs / spec.rotary_dim)
+    angles = [positions[frequency_axis(index, spec.sections)].to(torch.float32) * frequency
+              for index, frequency in enumerate(frequencies)]
+    half = torch.stack(angles, dim=-1)
+    return Rope(half.cos().repeat(1, 2), half.sin().repeat(1, 2))
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864) of the leading dimensions; pairs are half of them apart.
+
+    x [T, heads, D] -> the same shape and dtype.
+    """
+    turned = rope.cos.shape[-1]
+    cos, sin = rope.cos[:, None].to(wide(x)), rope.sin[:, None].to(wide(x))
+    front = x[..., :turned].to(wide(x))
+    first, second = front.chunk(2, dim=-1)
+    front = front * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([front.to(x.dtype), x[..., turned:]], dim=-1)
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One token: query [heads, D]; keys, values [n, kv_heads, D], its own last -> [heads, D], query's dtype.
+
+    Softmax of q·k / √D over all n; each K/V head serves heads / kv_heads consecutive heads.
+    """
+    heads, dtype = len(query), wide(query)
+    scores = (spread(keys.to(dtype), heads) * query.to(dtype)).sum(-1) * query.shape[-1] ** -0.5
+    chances = torch.softmax(scores, dim=0)
+    return (chances[..., None] * spread(values.to(dtype), heads)).sum(0).to(query.dtype)
+
+
+def _project_heads(x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """x [T, H] -> query and gate [T, heads, D], key and value [T, kv_heads, D], before norm and rotation."""
+    spec: AttentionSpec = weights.spec
+    parts = 2 if spec.gate else 1
+    sizes = [parts * spec.queries, spec.kv, spec.kv]
+    queries, key, value = torch.split(linear(x, weights.qkv), sizes, dim=-1)
+    split = queries.reshape(-1, spec.heads, parts, spec.head_dim).unbind(2)
+    shape = (-1, spec.kv_heads, spec.head_dim)
+    return split[0], split[1] if spec.gate else None, key.reshape(shape), value.reshape(shape)
+
+
+def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
+    """pool [pages, PAGE, kv_heads, D], pages [P] -> the row's first entries, [length, kv_heads, D]."""
+    return torch.stack([pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)])
+
+
+def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
+    """x [T, H] -> [T, H]: a gated attention layer between its norm and its residual.
+
+    Keys are stored after norm and rotation, in the view's dtype, and read back from there, the new ones too.
+    """
+    query, gate, key, value = _project_heads(x, weights)
+    query = rotate(rms_norm(query, weights.q_norm, weights.spec.eps), rope)
+    key = rotate(rms_norm(key, weights.k_norm, weights.spec.eps), rope)
+    kv.keys.view(-1, *key.shape[1:])[batch.store] = key.to(kv.keys.dtype)
+    kv.values.view(-1, *value.shape[1:])[batch.store] = value.to(kv.values.dtype)
+    output = torch.empty_like(query)
+    for index, row in enumerate(_rows(batch)):
+        keys, values = (_read_context(pool, batch.pages[index], row.done + row.chunk)
+                        for pool in (kv.keys, kv.values))
+        for end, token in enumerate(range(row.tokens.start, row.tokens.stop), row.done + 1):
+            output[token] = attention(query[token], keys[:end], values[:end])
+    if gate is not None:
+        output = (output.to(wide(x)) * torch.sigmoid(gate.to(wide(x)))).to(x.dtype)
+    return linear(output.flatten(1), weights.o_proj)
+
+
+# Sampling
+
+
+def ranked(scores: Tensor) -> Tensor:
+    """scores [V] -> token ids [V], best first, the lower id first among equals."""
+    return torch.sort(scores, descending=True, stable=True).indices
+
+
+def is_healthy(logits: Tensor) -> bool:
+    """logits [V]: all finite, and not all the same."""
+    return bool(logits.isfinite().all() and logits.max() - logits.min() >= HEALTHY_SPREAD)
+
+
+def apply_adjust(logits: Tensor, adjust: Adjust | None) -> Tensor:
+    """logits [L, V] -> a copy with each entry's repetition penalty, then its offset, in the logits' dtype."""
+    result = logits.clone()
+    if adjust is None:
+        return result
+    entries = zip(adjust.row, adjust.token, adjust.repetition, adjust.offset, strict=True)
+    for row, token, repetition, offset in entries:
+        value = result[row, token]
+        result[row, token] = (value / repetition if value > 0 else value * repetition) + offset
+    return result
+
+
+def kept_tokens(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """scores [V] float64, after temperature -> ids of the tokens that may be drawn, best first; never empty.
+
+    top_k: the best k (0: all). top_p: of these, with their mass as 1, the fewest best whose mass reaches
+    top_p (1: all). min_p: of these, those at least min_p times as probable as the best. Lower ids win ties.
+    """
+    kept = ranked(scores)
+    if top_k:
+        kept = kept[:top_k]
+    if top_p < 1:
+        mass = torch.softmax(scores[kept], dim=0).cumsum(0)
+        before = torch.cat([mass.new_zeros(1), mass[:-1]])
+        kept = kept[: max(1, int((before < top_p).sum()))]
+    if min_p:
+        kept = kept[(scores[kept] - scores[kept[0]]).exp() >= min_p]
+    return kept
+
+
+def draw(logits: Tensor, sampling: Sampling, row: int) -> int:
+    """One token of adjusted logits [V]: the best (temperature 0), or of logits / temperature + noise."""
+    temperature = float(sampling.temperature[row])
+    if temperature == 0:
+        return int(ranked(logits)[0])
+    scores = logits.to(torch.float64) / temperature
+    top_k, top_p, min_p = int(sampling.top_k[row]), float(sampling.top_p[row]), float(sampling.min_p[row])
+    kept = kept_tokens(scores, top_k, top_p, min_p).sort().values
+    noisy = scores[kept] + gumbel(sampling.key[row : row + 1], kept)[0]
+    return int(kept[ranked(noisy)[0]])
+
+
+def sample(logits: Tensor, sampling: Sampling) -> Sampled:
+    """logits [L, V] -> Sampled; the logits are kept.
+
+    Each row goes by its own numbers: `greedy` and `filtered` are hints for faster backends.
+    """
+    healthy = torch.tensor([is_healthy(row) for row in logits], dtype=torch.bool, device=logits.device)
+    adjusted = apply_adjust(logits, sampling.adjust)
+    drawn = [draw(adjusted[row], sampling, row) for row in range(len(logits))]
+    tokens = torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+    if sampling.top_logprobs is None:
+        return Sampled(tokens, healthy)
+    chances = torch.log_softmax(logits.to(torch.float64), dim=-1).to(torch.float32)
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : sampling.top_logprobs]
+    return Sampled(tokens, healthy, chances.gather(1, tokens[:, None])[:, 0], order, chances.gather(1, order))
+
+
+# Copies
+
+
+def copy_slots(states: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
+    """states [layers, S, ...] each; source, target [N]: all are read before the first is written."""
+    for pool in states:
+        pool[:, target] = pool[:, source].clone()
+
+
+def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
+    """pools [layers, P, ...] each; source, target [N]: all are read before the first is written."""
+    copy_slots(pools, source, target)
+
+
+OPS = Ops(embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer,
+          mlp=mlp, head=head, sample=sample, copy_slots=copy_slots, copy_pages=copy_pages)

@@ -1,0 +1,111 @@
+"""Gated paged attention in plain torch: one-token rows in one padded batch, longer rows one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltic.ops.records import PAGE, AttentionWeights, Batch, KvView, Rope
+from deltic.ops.torch.basic import linear, rms_norm
+
+
+def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
+    spec = weights.spec
+    wide = spec.queries * (2 if spec.gate else 1)
+    query, key, value = linear(x, weights.qkv).split((wide, spec.kv, spec.kv), dim=-1)
+    query = query.unflatten(-1, (spec.heads, -1))
+    query, gate = query.chunk(2, dim=-1) if spec.gate else (query, None)
+    query = rotate(rms_norm(query, weights.q_norm, spec.eps), rope).to(x.dtype)
+    key = rotate(rms_norm(key.unflatten(-1, (spec.kv_heads, -1)), weights.k_norm, spec.eps), rope)
+    kv.keys.flatten(0, 1).index_copy_(0, batch.store, key.to(kv.keys.dtype))
+    kv.values.flatten(0, 1).index_copy_(0, batch.store, value.unflatten(-1, (spec.kv_heads, -1)).to(kv.values.dtype))
+    mixed = _attend(query.to(kv.keys.dtype), kv, batch).to(x.dtype)
+    if gate is not None:
+        mixed = mixed * gate.sigmoid()
+    return linear(mixed.flatten(1), weights.o_proj)
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding of the leading rotary_dim dimensions of x [T, heads, head_dim] (halves rotated)."""
+    size = rope.cos.shape[-1]
+    cos, sin = rope.cos[:, None].to(x.dtype), rope.sin[:, None].to(x.dtype)
+    turned, kept = x[..., :size], x[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """contexts: each row's context length after the step, exact on a CPU. padded: the single-token rows are
+    cheaper as one padded batch than one by one. mask [R1, 1, 1, context] for that batch."""
+
+    contexts: tuple[int, ...]
+    padded: bool
+    mask: Tensor | None
+
+
+def _plan(batch: Batch) -> _Plan:
+    plan = batch.memo.get("attention")
+    if plan is None:
+        plan = batch.memo["attention"] = _make_plan(batch)
+    return plan  # type: ignore[no-any-return]
+
+
+def _make_plan(batch: Batch) -> _Plan:
+    layout = batch.layout
+    exact = batch.done.device.type == "cpu"
+    contexts = layout.contexts
+    if exact:
+        contexts = tuple(d + c for d, c in zip(batch.done.tolist(), layout.chunks, strict=True))
+    singles = contexts[:layout.singles]
+    padded = not exact or (len(singles) > 1 and max(singles) * len(singles) <= 2 * sum(singles) + 256)
+    mask = None
+    if padded and singles:
+        index = torch.arange(max(singles), device=batch.done.device)
+        mask = (index <= batch.done[:layout.singles, None])[:, None, None]
+    return _Plan(contexts, padded, mask)
+
+
+def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
+    """query [T, heads, head_dim] -> [T, heads, head_dim]."""
+    plan, layout = _plan(batch), batch.layout
+    parts, row, token = [], 0, 0
+    if plan.padded and layout.singles:
+        parts.append(_padded(query[:layout.singles], kv, batch, plan))
+        row = token = layout.singles
+    while row < layout.rows:
+        end = token + layout.chunks[row]
+        parts.append(_one_row(query[token:end], kv, batch, row, plan.contexts[row]))
+        row, token = row + 1, end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _padded(query: Tensor, kv: KvView, batch: Batch, plan: _Plan) -> Tensor:
+    assert plan.mask is not None
+    context = plan.mask.shape[-1]
+    pages = batch.pages[:query.shape[0], :-(-context // PAGE)]
+    keys, values = (pool[pages].flatten(1, 2)[:, :context].transpose(1, 2) for pool in (kv.keys, kv.values))
+    # masked weights are zero, but zero times a stale NaN is NaN
+    values = torch.where(plan.mask.transpose(-1, -2), values, 0)
+    out = F.scaled_dot_product_attention(query[:, :, None], keys, values, attn_mask=plan.mask, enable_gqa=True)
+    return out[:, :, 0]
+
+
+def _one_row(query: Tensor, kv: KvView, batch: Batch, row: int, context: int) -> Tensor:
+    pages = batch.pages[row, :-(-context // PAGE)]
+    keys, values = (pool[pages].flatten(0, 1)[:context].transpose(0, 1)[None] for pool in (kv.keys, kv.values))
+    tokens, mask = query.shape[0], None
+    exact = query.device.type == "cpu"
+    if not exact or 1 < tokens < context:
+        index = torch.arange(context, device=query.device)
+        mask = index <= (batch.done[row] + torch.arange(tokens, device=query.device))[:, None]
+    if not exact:
+        assert mask is not None
+        values = torch.where(mask[-1][:, None], values, 0)
+    out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, attn_mask=mask,
+                                         is_causal=mask is None and tokens > 1, enable_gqa=True)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,61 @@
+"""Embedding, norms, linear layers, MLP, head, rotary tables and copies in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltic.ops.records import MlpWeights, Rope, RopeSpec, Weight
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, in] times the transpose of weight [out, in] -> [T, out]."""
+    if isinstance(weight, tuple):
+        return torch.cat([F.linear(x, block) for block in weight], dim=-1)
+    return F.linear(x, weight)
+
+
+def embed(ids: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(ids, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis in float32, scaled by weight; float32 result."""
+    return F.rms_norm(x.float() if x.dtype != torch.float64 else x, weight.shape, weight, eps)
+
+
+def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if delta is not None:
+        residual = residual + delta
+    return residual, rms_norm(residual, weight, eps).to(residual.dtype)
+
+
+def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+    gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate).mul_(up), weights.down)
+
+
+def head(x: Tensor, weight: Weight) -> Tensor:
+    logits = linear(x, weight)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def rope(positions: Tensor, spec: RopeSpec) -> Rope:
+    """M-RoPE tables; frequencies of the three axes are interleaved (Qwen3-VL report, arXiv 2511.21631)."""
+    half = spec.rotary_dim // 2
+    exponents = torch.arange(half, device=positions.device, dtype=torch.float32) * 2 / spec.rotary_dim
+    angles = positions[0].float()[:, None] * (1.0 / spec.theta**exponents)
+    if spec.sections:
+        frequencies = 1.0 / spec.theta**exponents
+        for axis in (1, 2):
+            index = torch.arange(axis, 3 * spec.sections[axis], 3, device=positions.device)
+            angles[:, index] = positions[axis].float()[:, None] * frequencies[index]
+    angles = torch.cat((angles, angles), dim=-1)
+    return Rope(angles.cos(), angles.sin())
+
+
+def copy(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
+    """Copy entries of the second axis of every pool."""
+    for pool in pools:
+        pool[:, target] = pool[:, source]

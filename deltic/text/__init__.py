@@ -1,0 +1,1 @@
+"""Words in, words out: templates, tokens, streams and tool calls. Knows no engine and no tensors."""

@@ -1,0 +1,79 @@
+"""What a stream of tokens becomes: pieces of reasoning, of content and of tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Region = Literal["reasoning", "content", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDelta:
+    """A piece of a tool call.
+
+    index counts the calls of one answer; `id` is the same on all pieces of a call. `name` is set on the first
+    piece only. Concatenated, the `arguments` of a call are one JSON object.
+    """
+
+    index: int
+    id: str
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer: text, or `call` if kind is "tool"."""
+
+    kind: Region
+    text: str = ""
+    call: ToolDelta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCall:
+    """A complete tool call of an answer; `arguments` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[AnswerCall, ...] = ()
+
+
+def join(deltas: Iterable[Delta]) -> Answer:
+    """Put the pieces of one answer together."""
+    texts: dict[str, list[str]] = {"reasoning": [], "content": []}
+    calls: dict[int, list[ToolDelta]] = {}
+    for delta in deltas:
+        if delta.call is None:
+            texts[delta.kind].append(delta.text)
+        else:
+            calls.setdefault(delta.call.index, []).append(delta.call)
+    return Answer("".join(texts["reasoning"]), "".join(texts["content"]),
+                  tuple(_join_call(pieces) for pieces in calls.values()))
+
+
+def merge(deltas: list[Delta]) -> list[Delta]:
+    """The same pieces, with neighbouring texts of one kind as one and empty texts left out."""
+    merged: list[Delta] = []
+    for delta in deltas:
+        if delta.call is None and merged and merged[-1].call is None and merged[-1].kind == delta.kind:
+            merged[-1] = Delta(delta.kind, merged[-1].text + delta.text)
+        elif delta.call is not None or delta.text:
+            merged.append(delta)
+    return merged
+
+
+def _join_call(pieces: list[ToolDelta]) -> AnswerCall:
+    return AnswerCall(pieces[0].id, "".join(piece.name or "" for piece in pieces),
+                      "".join(piece.arguments for piece in pieces))

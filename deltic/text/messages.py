@@ -1,0 +1,154 @@
+"""Brings the messages of a request into the one form that chat templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deltic.errors import RequestError
+from deltic.text.coerce import loads
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_MEDIA = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
+
+
+def normalise_messages(messages: Any, *, images: bool = False) -> list[dict[str, Any]]:
+    """Fresh plain messages; RequestError names the field that is wrong.
+
+    `content` and `contents` are aliases and both are set: to text, or, on a model with `images`, to a list of
+    parts if one of them is an image or a video. Missing content is empty text. Reasoning is under
+    `reasoning_content`, whichever of its names the client used. Call arguments become mappings; text that is
+    not a JSON object is repaired, if need be as {"arguments": TEXT}, so that one bad call of the past does not
+    fail every later request. Keys without a value are dropped, unknown keys kept.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError("messages must be a list of messages", "messages")
+    return [_message(message, f"messages[{index}]", images) for index, message in enumerate(messages)]
+
+
+def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """The tools as given, in OpenAI's form; None if there are none. RequestError names the one that is wrong."""
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise RequestError("tools must be a list of tools", "tools")
+    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def plain(value: Any, field: str) -> Any:
+    """A copy made of JSON's types only: templates must not reach methods of richer objects."""
+    if isinstance(value, str):
+        return _text(value, field)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_text(key, field): plain(item, f"{field}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{field}[{index}]") for index, item in enumerate(value)]
+    raise RequestError(f"{field} must be made of JSON values, not {type(value).__name__}", field)
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{field} must be text, not {type(value).__name__}", field)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{field} has a lone surrogate at position {error.start}: send valid Unicode",
+                           field) from error
+    return str(value)
+
+
+def _tool(tool: Any, field: str) -> dict[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RequestError(f'{field} must be of the form {{"type": "function", "function": {{"name": ...}}}}',
+                           field)
+    copied: dict[str, Any] = plain(tool, field)
+    return copied
+
+
+def _message(message: Any, field: str, images: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{field} must be an object, not {type(message).__name__}", field)
+    present = {key: value for key, value in message.items() if value is not None}
+    special = ("role", "content", "contents", "tool_calls")
+    result = {"role": _role(present.get("role"), f"{field}.role")}
+    result |= {key: plain(value, f"{field}.{key}") for key, value in present.items() if key not in special}
+    name = "contents" if "content" not in present and "contents" in present else "content"
+    result["content"] = result["contents"] = _content(present.get(name, ""), f"{field}.{name}", images)
+    reasoning = next((result[key] for key in _REASONING if key in result), None)
+    if reasoning is not None:
+        result["reasoning_content"] = reasoning
+    if present.get("tool_calls"):
+        result["tool_calls"] = _calls(present["tool_calls"], f"{field}.tool_calls")
+    return result
+
+
+def _role(role: Any, field: str) -> str:
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(f"{field} must be one of {', '.join(_ROLES)}, not {role!r}", field)
+    return _ROLES[role]
+
+
+def _content(content: Any, field: str, images: bool) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return _text(content, field)
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{field} must be text or a list of parts, not {type(content).__name__}", field)
+    parts = [_part(part, f"{field}[{index}]", images) for index, part in enumerate(content)]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any, field: str, images: bool) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": _text(part, field)}
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        return {"type": "text", "text": _text(part.get("text"), f"{field}.text")}
+    if not isinstance(kind, str) or kind not in _MEDIA:
+        raise RequestError(f"{field} has the unknown type {kind!r}: parts are of type text"
+                           + (", image_url or video_url" if images else ""), field)
+    if not images:
+        raise RequestError(f"{field} is of type {kind}, but this model reads text only", field)
+    return {"type": _MEDIA[kind]}
+
+
+def _calls(calls: Any, field: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{field} must be a list of calls, not {type(calls).__name__}", field)
+    return [_call(call, f"{field}[{index}]") for index, call in enumerate(calls)]
+
+
+def _call(call: Any, field: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{field}.function.name must be the name of a function", f"{field}.function.name")
+    arguments = _arguments(function.get("arguments"), f"{field}.function.arguments")
+    result = {key: plain(value, f"{field}.{key}") for key, value in call.items()
+              if key not in ("function", "name", "arguments")}
+    return {"type": "function", **result, "function": {
+        "name": _text(function["name"], f"{field}.function.name"), "arguments": arguments}}
+
+
+def _arguments(arguments: Any, field: str) -> dict[str, Any]:
+    if arguments is None or isinstance(arguments, str):
+        arguments = _read_arguments(arguments or "")
+    if not isinstance(arguments, Mapping):
+        raise RequestError(f"{field} must be a JSON object, not {type(arguments).__name__}", field)
+    copied: dict[str, Any] = plain(arguments, field)
+    return copied
+
+
+def _read_arguments(text: str) -> dict[str, Any]:
+    try:
+        value = loads(text) if text.strip() else None
+        value = loads(value) if isinstance(value, str) else value  # some clients encode twice
+    except ValueError:
+        value = text
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"arguments": text}

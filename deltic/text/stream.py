@@ -1,0 +1,267 @@
+"""Routes generated tokens to reasoning, content and tool calls, and never takes a byte back.
+
+    token ids -> bytes -> characters -> regions -> stop strings -> whitespace -> deltas
+
+Every stage holds back only what the next token may still change: an incomplete character, a marker or stop
+string that has begun, the whitespace before a marker. So how the text is split into tokens never shows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from deltic.text.deltas import Answer, AnswerCall, Delta, Region, ToolDelta, join, merge
+from deltic.text.markers import ALL, CALL, CALL_END, THINK, THINK_END, Markers, Vocabulary, start_mode
+from deltic.text.stops import StopScanner, open_suffix
+from deltic.text.tools import CallBody, tool_schemas
+
+__all__ = ["Answer", "AnswerCall", "Delta", "Markers", "Region", "Router", "StopMatcher", "ToolDelta",
+           "chat_router", "join", "start_mode", "text_router"]
+
+_SPACES = " \t\r\n"
+_ENDLESS = 1 << 62
+
+
+def chat_router(tokenizer: Vocabulary, prompt_ids: Sequence[int],
+                tools: Sequence[Mapping[str, Any]] | None = None, stop: Sequence[str] = ()) -> Router:
+    """A router for one choice of a chat answer; without tools (tool_choice "none" too) calls are content."""
+    return Router(tokenizer.visible_bytes, markers=Markers.of(tokenizer),
+                  start=start_mode(prompt_ids, tokenizer), tools=tools, stop=stop)
+
+
+def text_router(tokenizer: Vocabulary, stop: Sequence[str] = ()) -> Router:
+    """A router for one choice of a raw completion: everything is content."""
+    return Router(tokenizer.visible_bytes, stop=stop)
+
+
+def _new_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+class Router:
+    """Turns the tokens of one choice into deltas.
+
+    token_bytes gives the visible bytes of a token (none for special tokens). Stop strings end the content:
+    the text before them is emitted, they and all that follows are not, and `stopped` is set. They do not
+    apply to reasoning and tool calls.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], *, markers: Markers | None = None,
+                 start: Region = "content", tools: Sequence[Mapping[str, Any]] | None = None,
+                 stop: Sequence[str] = (), new_id: Callable[[], str] = _new_id) -> None:
+        self._token_bytes = token_bytes
+        self._markers = markers or Markers()
+        self._texts = self._markers.texts
+        self._schemas = tool_schemas(tools or ())
+        self._parse_calls = bool(tools)
+        self._new_id = new_id
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = StopScanner(tuple(stop))
+        self._region: Region = start
+        self._partial = ""  # perhaps the beginning of a marker
+        self._spaces = ""  # whitespace that a following marker would swallow
+        self._gap = ""  # whitespace that the open call has swallowed
+        self._skip, self._skips = "\n", int(start == "reasoning")  # leading characters to drop, and how many
+        self._body = CallBody()
+        self._calls = 0
+        self._call_id = ""
+        self._out: list[Delta] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete; nothing is emitted any more."""
+        return self._stops.stopped
+
+    def feed(self, token: int) -> list[Delta]:
+        """Take the next token."""
+        marker = self._markers.ids.get(token)
+        if marker is None:
+            self._scan(self._utf8.decode(self._token_bytes(token)))
+        else:
+            self._flush_text()
+            self._mark(marker)
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        """Give what was held back; the answer is over."""
+        self._flush_text()
+        self._texts = ALL
+        while self._region == "tool":
+            self._salvage_call()
+        if not self.stopped:
+            self._put(self._stops.flush())
+            self._emit_spaces()
+        return self._take()
+
+    def copy(self) -> Router:
+        """An independent router in the same state."""
+        twin = copy.copy(self)
+        twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._utf8.setstate(self._utf8.getstate())
+        twin._stops, twin._body, twin._out = self._stops.copy(), self._body.copy(), []
+        return twin
+
+    def matcher(self) -> StopMatcher | None:
+        """What the engine runs to end the answer where this router would; None without stop strings.
+
+        It continues from this router's state, so take it before the first token.
+        """
+        return StopMatcher.of(self) if self._stops.stops else None
+
+    def _take(self) -> list[Delta]:
+        out, self._out = self._out, []
+        return merge(out)
+
+    def _scan(self, text: str) -> None:
+        """Split at markers that have no token of their own."""
+        if not self._texts:
+            return self._write(text)
+        text = self._partial + text
+        while found := [(at, marker) for marker in self._texts if (at := text.find(marker)) >= 0]:
+            at, marker = min(found)
+            self._write(text[:at])
+            self._mark(marker)
+            text = text[at + len(marker):]
+        cut = len(text) - open_suffix(text, self._texts)
+        self._partial = text[cut:]
+        self._write(text[:cut])
+
+    def _flush_text(self) -> None:
+        self._scan(self._utf8.decode(b"", True))
+        partial, self._partial = self._partial, ""
+        self._write(partial)
+
+    def _write(self, text: str) -> None:
+        """Text of the current region, free of markers."""
+        if self._region == "tool":
+            self._body.text += text
+            if ">" in text:
+                self._announce_call()
+        elif not self.stopped:
+            text = self._skip_leading(text)
+            self._put(self._stops.push(text) if self._region == "content" else text)
+            if self.stopped:
+                self._emit_spaces()
+
+    def _skip_leading(self, text: str) -> str:
+        kept = text.lstrip(self._skip) if self._skips else text
+        if len(text) - len(kept) > self._skips:
+            kept = text[self._skips:]
+        self._skips = 0 if kept else self._skips - len(text)
+        return kept
+
+    def _put(self, text: str) -> None:
+        text = self._spaces + text
+        cut = len(text.rstrip(_SPACES))
+        self._spaces = text[cut:]
+        self._emit(text[:cut])
+
+    def _emit_spaces(self) -> None:
+        spaces, self._spaces = self._spaces, ""
+        self._emit(spaces)
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._out.append(Delta("reasoning" if self._region == "reasoning" else "content", text))
+
+    def _mark(self, marker: str) -> None:
+        if self.stopped:
+            return
+        if self._region == "tool":
+            self._mark_in_call(marker)
+        elif marker == THINK:
+            self._open_thinking()
+        elif marker == THINK_END:
+            self._close_thinking()
+        elif marker == CALL and self._parse_calls:
+            self._open_call()
+        else:
+            self._write(marker)
+
+    def _mark_in_call(self, marker: str) -> None:
+        """Markers inside an argument are text: only a complete body can be closed."""
+        if marker not in (CALL, CALL_END) or not self._body.complete:
+            self._write(marker)
+        elif marker == CALL_END:
+            self._close_call(CALL_END)
+        else:
+            self._close_call("")
+            self._open_call()
+
+    def _open_thinking(self) -> None:
+        if self._region == "content":
+            self._put(self._stops.flush())
+            self._spaces = ""
+        self._enter("reasoning", "\n", 1)
+
+    def _close_thinking(self) -> None:
+        if self._region == "reasoning":
+            self._spaces = self._spaces.removesuffix("\n")
+            self._emit_spaces()
+        self._enter("content", "\r\n", _ENDLESS)
+
+    def _open_call(self) -> None:
+        self._put(self._stops.flush())
+        self._gap = self._spaces if self._region == "content" else ""
+        self._spaces, self._body, self._call_id = "", CallBody(), ""
+        self._enter("tool", "", 0)
+
+    def _enter(self, region: Region, skip: str, skips: int) -> None:
+        self._region, self._skip, self._skips = region, skip, skips
+
+    def _announce_call(self) -> None:
+        if not self._call_id and (name := self._body.name):
+            self._send_name(name)
+
+    def _send_name(self, name: str) -> None:
+        self._call_id = self._new_id()
+        self._out.append(Delta("tool", call=ToolDelta(self._calls, self._call_id, name)))
+
+    def _close_call(self, closing: str) -> None:
+        calls = self._body.calls(self._schemas)
+        self._enter("content", _SPACES if calls else "", _ENDLESS)
+        if not calls:
+            self._write(self._gap + CALL + self._body.text + closing)
+        for name, arguments in calls:
+            if not self._call_id:
+                self._send_name(name)
+            self._out.append(Delta("tool", call=ToolDelta(self._calls, self._call_id, None, arguments)))
+            self._calls, self._call_id = self._calls + 1, ""
+
+    def _salvage_call(self) -> None:
+        """The answer ended inside a call: take the shortest body that was closed, route the rest again."""
+        whole = self._body.text
+        self._body.text, closing, rest = (whole, "", "") if self._body.complete else whole.partition(CALL_END)
+        self._close_call(closing)
+        self._scan(rest)
+        self._flush_text()
+
+
+class StopMatcher:
+    """Tells, token by token, whether a stop string is complete in the text of one choice.
+
+    Alone, it looks at all bytes; made by `Router.matcher` it looks at what that router takes for content.
+    """
+
+    def __init__(self, strings: Sequence[str], token_bytes: Callable[[int], bytes]) -> None:
+        self._router = Router(token_bytes, stop=strings)
+
+    @classmethod
+    def of(cls, router: Router) -> StopMatcher:
+        """A matcher that sees the text as a copy of this router does."""
+        matcher = cls.__new__(cls)
+        matcher._router = router.copy()
+        return matcher
+
+    def push(self, token: int, /) -> bool:
+        """Take the next token; True if a stop string is complete."""
+        self._router.feed(token)
+        return self._router.stopped
+
+    def copy(self) -> StopMatcher:
+        """An independent matcher in the same state."""
+        return StopMatcher.of(self._router)

@@ -1,0 +1,164 @@
+"""Text to token ids and back, to the byte."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as Backend
+
+from deltic.errors import ModelError, RequestError
+from deltic.text.files import DEFAULT_TEMPLATE, read_tokenizer_files
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+
+
+class Tokenizer:
+    """A tokenizer of a model directory. Immutable after construction, so threads may share it."""
+
+    def __init__(self, backend: Backend, special_tokens: Mapping[str, str] | None = None,
+                 templates: Mapping[str, str] | None = None) -> None:
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(templates or {})
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
+        self.special = frozenset(id for id, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1)
+        self.bos_id = self._named_id("bos_token")
+        self.eos_id = self._named_id("eos_token")
+        self._plain_bytes = _byte_reader(backend)
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Load tokenizer.json and its neighbours; ModelError names the file that is missing or corrupt."""
+        files = read_tokenizer_files(Path(path))
+        try:
+            backend = Backend.from_str(files.tokenizer)
+        except Exception as error:  # the backend raises bare Exception
+            raise ModelError(f"{Path(path) / 'tokenizer.json'} is not a valid tokenizer ({error}); "
+                             "download the file again") from error
+        return cls(backend, files.special_tokens, files.templates)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the default chat template, or None."""
+        return self.template_for(None)
+
+    def template_for(self, tools: object) -> str | None:
+        """The chat template for a request with these tools: `tool_use` where there is one, else `default`."""
+        names = ("tool_use", DEFAULT_TEMPLATE) if tools else (DEFAULT_TEMPLATE,)
+        sources = [self.chat_templates[name] for name in names if name in self.chat_templates]
+        if sources:
+            return sources[0]
+        return next(iter(self.chat_templates.values())) if len(self.chat_templates) == 1 else None
+
+    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """Token ids of a text; RequestError if it is not valid Unicode.
+
+        add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token). With
+        parse_special off, special tokens spelled in the text are ordinary text.
+        """
+        if parse_special:
+            return list(self._encoding(text, add_special).ids)
+        cuts = [0, *(match.start() + 1 for match in self._added_pattern.finditer(text)), len(text)]
+        pieces = (self._encoding(text[start:end], add_special and not start) for start, end in pairwise(cuts))
+        return [id for piece in pieces for id in piece.ids]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids, and for each the position in the text of its first character."""
+        encoding = self._encoding(text, False)
+        return list(encoding.ids), [start for start, _ in encoding.offsets]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        read = self.visible_bytes if skip_special else self.token_bytes
+        return b"".join(map(read, ids)).decode("utf-8", "replace")
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token, or None if the vocabulary does not have it."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The exact bytes that a token stands for; empty for ids past the vocabulary."""
+        found = self._bytes.get(id)
+        if found is None:
+            added = self._added.get(id)
+            found = added.encode() if added is not None else self._plain_bytes(id)
+            self._bytes[id] = found
+        return found
+
+    def visible_bytes(self, id: int) -> bytes:
+        """As `token_bytes`, but empty for special tokens: what a reader of the answer sees."""
+        return b"" if id in self.special else self.token_bytes(id)
+
+    def _named_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _encoding(self, text: str, add_special: bool) -> Encoding:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text has a lone surrogate at position {error.start}, which is not valid "
+                               "Unicode: send well-formed UTF-8") from error
+        return self._backend.encode(text, add_special_tokens=add_special)
+
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        texts = sorted((text for text in self._added.values() if len(text) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _byte_reader(backend: Backend) -> Callable[[int], bytes]:
+    """How an ordinary token is turned into bytes, by the kind of the tokenizer's decoder."""
+    kinds = set(_decoder_kinds(json.loads(backend.decoder.__getstate__()))) if backend.decoder else set()
+    if "ByteLevel" in kinds:
+        return lambda id: _byte_level(backend.id_to_token(id) or "")
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return lambda id: _byte_fallback(backend.id_to_token(id) or "")
+    return lambda id: _by_difference(backend, id)
+
+
+def _decoder_kinds(state: Any) -> Iterable[str]:
+    yield state["type"]
+    for part in state.get("decoders", ()):
+        yield from _decoder_kinds(part)
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(map(_BYTE_OF.__getitem__, token))
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
+
+
+def _by_difference(backend: Backend, id: int) -> bytes:
+    """What the token adds after another one; decoders may treat the first token of a text apart."""
+    if backend.id_to_token(id) is None:
+        return b""
+    alone, twice = (backend.decode([id] * count, skip_special_tokens=False) for count in (1, 2))
+    return (twice[len(alone):] if twice.startswith(alone) else alone).encode()
+
+
+def _byte_map() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_map()

@@ -1,0 +1,169 @@
+"""Frozen values that cross room borders. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol
+
+from deltic.errors import RequestError
+
+PAGE = 16
+"""Tokens of one K/V page."""
+CHUNK = 64
+"""Tokens that the chunked delta rule takes at once."""
+RING = 16
+"""Entries (k, u, a) that a state slot's replay ring holds."""
+
+Finish = Literal["stop", "length", "abort", "error"]
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 1 << 31),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "seed": (-(1 << 63), (1 << 64) - 1),
+    "min_tokens": (0, 1 << 31),
+    "max_tokens": (0, 1 << 31),
+    "logprobs": (0, 20),
+    "n": (1, 128),
+}
+_INTEGERS = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n"})
+MAX_LOGIT_BIAS = 100.0
+MAX_STOPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. `None` means: as the model's generation_config.json says, else neutral.
+
+    temperature: 0 is greedy. top_k: 0 keeps all tokens. The order is: penalties, logit_bias, temperature,
+        top_k, top_p, min_p, then one draw.
+    repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt or answer.
+    presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens of the answer (OpenAI).
+    logit_bias: added to the logit of a token id; -100 and below forbids it.
+    seed: draws are a function of (seed, choice, position), so equal requests give equal answers; `None` draws
+        a seed per request.
+    stop: strings that end the answer and are not part of it. stop_token_ids: ids that do the same.
+    min_tokens: end-of-text tokens and stop ids are masked until so many tokens exist.
+    max_tokens: `None` is as many as the context holds.
+    logprobs: number of most probable tokens to report per position (0: the chosen token only; None: nothing).
+    n: independent answers; the prompt is processed once.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            _check_number(name, getattr(self, name), low, high)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _check_stops(tuple(self.stop))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            _check_number("stop_token_ids", token, 0, 1 << 31, integer=True)
+        for token, bias in self.logit_bias.items():
+            _check_number("logit_bias", token, 0, 1 << 31, integer=True)
+            _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Fill every `None` that `defaults` has a value for."""
+        missing = {f.name: defaults[f.name] for f in fields(self)
+                   if getattr(self, f.name) is None and defaults.get(f.name) is not None}
+        return replace(self, **missing) if missing else self
+
+
+def _check_number(name: str, value: Any, low: float, high: float, integer: bool | None = None) -> None:
+    if value is None and name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
+                                  "max_tokens", "logprobs"):
+        return
+    kind: tuple[type, ...] = (int,) if (integer or name in _INTEGERS) else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind):
+        expected = "an integer" if kind == (int,) else "a number"
+        raise RequestError(f"{name} must be {expected}, not {value!r}", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value!r}", name)
+
+
+def _check_stops(stops: tuple[Any, ...]) -> None:
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop takes at most {MAX_STOPS} strings, not {len(stops)}", "stop")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise RequestError(f"stop must be a non-empty string or a list of them, not {stop!r}", "stop")
+
+
+class Matcher(Protocol):
+    """Decides, token by token, whether an answer is over. One instance per choice; the engine knows no text."""
+
+    def push(self, token: int, /) -> bool:
+        """Take the next token of the answer; True ends the answer with this token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine is asked: token ids in, token ids out.
+
+    boundaries: prompt positions (counts of tokens) that following requests are expected to share.
+    matcher: makes the stop-string matcher of one choice, or None.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    boundaries: tuple[int, ...] = ()
+    matcher: Callable[[], Matcher] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probability of the chosen token and of the most probable ones, before the draw's filters."""
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one choice: prompt, of those reused from the cache, and generated."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """One event of one choice of one request.
+
+    token: the new token, or None if the event only ends the choice. A token that ends the answer (end of text,
+        stop id, the last token of a stop string) is still reported.
+    finish: set on the last event of the choice, together with `usage`; `error` says why if finish is "error".
+    """
+
+    request: str
+    choice: int
+    token: int | None
+    logprobs: TokenLogprobs | None = None
+    finish: Finish | None = None
+    usage: Usage | None = None
+    error: str | None = None

@@ -1,0 +1,168 @@
+"""Where the tensors of a safetensors directory lie on disk. Nothing in the files is believed unchecked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from deltic.errors import ModelError
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+
+ITEM_BYTES: Final[Mapping[str, int]] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}
+# A header of this family has some kilobytes; far larger ones only serve to exhaust memory.
+_MAX_HEADER: Final = 16 << 20
+_MAX_INDEX: Final = 64 << 20
+_AGAIN: Final = "the file is truncated or corrupt, download it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ModelError naming a file that is absent, too large, or none."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(limit + 1)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is absent; {path.parent} is not a complete model directory") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    if len(text) > limit:
+        raise ModelError(f"{path} is larger than {limit} bytes, which no file of its kind is")
+    return _parse(text, path)
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} does not hold valid JSON ({error}); {_AGAIN}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object; {_AGAIN}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the name {counts.most_common(1)[0][0][:200]!r} occurs twice")
+    return found
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Tensors of one safetensors file, in file order.
+
+    Raises ModelError naming the file unless the tensors tile its data exactly.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise ModelError(f"{path} announces a header of {length} bytes in a file of {size}; {_AGAIN}")
+            header = _parse(file.read(length), path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    header.pop("__metadata__", None)
+    entries = [_entry(path, name, entry, 8 + length) for name, entry in header.items()]
+    tensors = dict(sorted(entries, key=lambda item: (item[1].offset, item[1].nbytes)))
+    _check_tiling(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: object, start: int) -> tuple[str, Stored]:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if (
+                all(type(number) is int and number >= 0 for number in [*shape, begin, end]) and begin <= end):
+            stored = Stored(path, dtype, tuple(shape), start + begin, end - begin)
+        case _:
+            raise ModelError(f"{path}: the header entry of tensor {name[:200]!r} is malformed; {_AGAIN}")
+    item = ITEM_BYTES.get(dtype)
+    if item is not None and math.prod(shape) * item != stored.nbytes:
+        raise ModelError(f"{path}: tensor {name[:200]!r} has {stored.nbytes} bytes, which its shape "
+                         f"{str(shape)[:80]} and dtype {dtype} contradict; {_AGAIN}")
+    return name, stored
+
+
+def _check_tiling(path: Path, tensors: Mapping[str, Stored], start: int, size: int) -> None:
+    for name, stored in tensors.items():
+        if stored.offset != start:
+            raise ModelError(f"{path}: tensor {name[:200]!r} overlaps another or leaves a gap; {_AGAIN}")
+        start += stored.nbytes
+    if start != size:
+        raise ModelError(f"{path} has {size} bytes, but its header describes {start}; {_AGAIN}")
+
+
+def find_tensors(directory: Path) -> dict[str, Stored]:
+    """All tensors of a model directory by the names they are stored under.
+
+    Reads `model.safetensors`, else the shards of its index, else an only other safetensors file.
+    Raises ModelError for an absent, foreign or corrupt file, and for a tensor stored twice.
+    """
+    if not (directory / SINGLE).exists() and (directory / INDEX).exists():
+        weight_map = _weight_map(directory)
+        tensors = _union(directory / name for name in sorted(set(weight_map.values())))
+        for name, shard in weight_map.items():
+            if name not in tensors or tensors[name].path.name != shard:
+                raise ModelError(f"{directory / INDEX} places tensor {name[:200]!r} in {shard}, which lacks "
+                                 "it; download index and shards of one revision")
+        return tensors
+    return _union([_single_file(directory)])
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    path = directory / INDEX
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path} has no weight_map; {_AGAIN}")
+    for shard in dict.fromkeys(map(str, weight_map.values())):
+        if "/" in shard or "\\" in shard or len(shard) > 200 or not shard.endswith(".safetensors"):
+            raise ModelError(f"{path} names the shard {shard[:200]!r}; "
+                             "a shard is a .safetensors file beside its index")
+        if not (directory / shard).is_file():
+            raise ModelError(f"{path} names the shard {shard[:200]!r}, which is absent; download it too")
+    return {name: str(shard) for name, shard in weight_map.items()}
+
+
+def _single_file(directory: Path) -> Path:
+    if (directory / SINGLE).exists():
+        return directory / SINGLE
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelError(f"{directory} has {len(found)} safetensors files but no {INDEX}; download it")
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
+        raise ModelError(f"{directory} has only pickled PyTorch weights, which can run code when opened; "
+                         "convert them with transformers: save_pretrained(..., safe_serialization=True)")
+    raise ModelError(f"{directory} has no weights: {SINGLE} or {INDEX} with its shards is needed")
+
+
+def _union(paths: Iterable[Path]) -> dict[str, Stored]:
+    tensors: dict[str, Stored] = {}
+    for path in paths:
+        for name, stored in read_header(path).items():
+            if name in tensors:
+                raise ModelError(f"tensor {name[:200]!r} is in both {tensors[name].path.name} and "
+                                 f"{path.name} of {path.parent}; keep the files of one revision")
+            tensors[name] = stored
+    return tensors

@@ -1,0 +1,195 @@
+"""From what a user calls a model to its files: a directory, the embedded demo, a hub repository."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from deltic.config import GenerationDefaults, ModelConfig
+from deltic.errors import ModelError
+from deltic.weights.files import find_tensors, read_json
+
+EMBEDDED: Final = "tiny"
+ACCEPTED: Final = ("a directory with config.json and safetensors files, a Hugging Face name such as "
+                   f"Qwen/Qwen3.5-0.8B, or {EMBEDDED!r}, the embedded demo model")
+
+_PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MAX_CONFIG: Final = 4 << 20
+_DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on disk: its directory, and what its JSON files say."""
+
+    directory: Path
+    config: ModelConfig
+    generation: GenerationDefaults
+
+
+def open_model(
+    model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True
+) -> ModelFiles:
+    """Find a model (see `resolve`) and read its config.json and generation_config.json.
+
+    Raises ModelError naming the file and key that cannot be used.
+    """
+    directory = resolve(model, revision, token, progress)
+    path = directory / "config.json"
+    mapping = read_json(path, _MAX_CONFIG)
+    try:
+        config = ModelConfig.from_hf(mapping)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    if not config.tie_word_embeddings and _head_is_implied(directory, mapping):
+        config = replace(config, tie_word_embeddings=True)
+    return ModelFiles(directory, config, _generation(directory, config))
+
+
+def _head_is_implied(directory: Path, mapping: Mapping[str, Any]) -> bool:
+    """A checkpoint without a head is tied, unless its config denies it."""
+    if "tie_word_embeddings" in {**mapping, **mapping.get("text_config", {})}:
+        return False
+    return not any(name.endswith("lm_head.weight") for name in find_tensors(directory))
+
+
+def _generation(directory: Path, config: ModelConfig) -> GenerationDefaults:
+    path = directory / "generation_config.json"
+    mapping = read_json(path, _MAX_CONFIG) if path.exists() else {}
+    try:
+        return GenerationDefaults.from_hf(mapping, config.eos_token_ids)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def resolve(
+    model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True
+) -> Path:
+    """The directory of a model: its own path, the embedded one (`tiny` or None), or a downloaded snapshot.
+
+    Downloads resume, use HF_TOKEN unless `token` is given, and start only if the disk has room.
+    Raises ModelError saying what to do: nothing there, gated, unauthorised, offline, no room.
+    """
+    if model is None or model == EMBEDDED:
+        return _embedded()
+    name = str(model)
+    path = Path(name)
+    with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
+        path = path.expanduser()
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise ModelError(f"{name} is a file; a model is {ACCEPTED}")
+    if isinstance(model, Path) or not _REPOSITORY.fullmatch(name):
+        raise ModelError(f"{name[:300]!r} is no directory; a model is {ACCEPTED}")
+    return _download(name, revision, token, progress)
+
+
+def _embedded() -> Path:
+    path = Path(str(files("deltic"))) / "models" / EMBEDDED
+    if not (path / "config.json").is_file():
+        raise ModelError(f"the embedded model is absent from {path}; reinstall deltic")
+    return path
+
+
+def _download(repository: str, revision: str | None, token: str | None, progress: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True, token=token)
+        _check_room(repository, _missing_sizes(repository, info))
+        return Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=_PATTERNS,
+                                      tqdm_class=None if progress else _quiet_bar()))
+    except ModelError:
+        raise
+    except Exception as error:  # the client raises its own errors, its transport's and the system's
+        if not _is_offline(error):
+            raise ModelError(_explain(repository, revision, error)) from error
+        return _cached(repository, revision, error)
+
+
+def _missing_sizes(repository: str, info: Any) -> dict[str, int]:
+    """Bytes of each file that is wanted and not in the cache yet."""
+    from huggingface_hub import try_to_load_from_cache
+
+    wanted = {file.rfilename: file.size or 0 for file in info.siblings or []
+              if any(fnmatch(file.rfilename, pattern) for pattern in _PATTERNS)}
+    if not any(name.endswith(".safetensors") for name in wanted):
+        raise ModelError(f"{repository} has no safetensors files; choose the original weights' repository")
+    return {name: size for name, size in wanted.items()
+            if not isinstance(try_to_load_from_cache(repository, name, revision=info.sha), str)}
+
+
+def _check_room(repository: str, sizes: Mapping[str, int]) -> None:
+    from huggingface_hub import constants
+
+    place = Path(constants.HF_HUB_CACHE)
+    existing = next(path for path in (place, *place.absolute().parents) if path.exists())
+    needed, free = sum(sizes.values()), shutil.disk_usage(existing).free
+    if needed > free:
+        raise ModelError(f"{repository} needs {needed / 1e9:.2f} GB, but {place} has {free / 1e9:.2f} GB "
+                         "free; make room, or set HF_HOME to a larger disk")
+
+
+def _quiet_bar() -> Any:
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined, unused-ignore]
+
+    class Quiet(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call, unused-ignore]
+
+    return Quiet
+
+
+def _is_offline(error: Exception) -> bool:
+    """No answer from the hub, as opposed to a refusal."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code >= 500
+    return isinstance(error, OSError) and error.errno not in _DISK_ERRORS
+
+
+def _cached(repository: str, revision: str | None, cause: Exception) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = Path(snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS,
+                                      local_files_only=True))
+    except Exception as error:
+        reason = str(cause).strip().split("\n")[0]
+        raise ModelError(f"{repository} is not downloaded, and the Hugging Face hub cannot be reached "
+                         f"({reason}); check the network, unset HF_HUB_OFFLINE, or name {ACCEPTED}"
+                         ) from error
+    logger.warning("the Hugging Face hub cannot be reached; using the downloaded copy of %s", repository)
+    return path
+
+
+def _explain(repository: str, revision: str | None, error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    page = f"https://huggingface.co/{repository}"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{repository} is gated: accept its terms at {page}, then set HF_TOKEN to your token"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repository} has no revision {revision!r}; see {page} for its branches and tags"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (f"{repository} is neither a directory here nor a repository on the Hugging Face hub that "
+                "you may see; check the spelling, or set HF_TOKEN if it is private")
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        return f"the Hugging Face hub refuses access to {repository}: set HF_TOKEN to one that may read it"
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return f"cannot write to {constants.HF_HUB_CACHE}: {error.strerror}; make room or set HF_HOME"
+    return f"{repository} cannot be downloaded: {type(error).__name__}: {str(error)[:300]}"

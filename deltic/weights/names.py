@@ -1,0 +1,160 @@
+"""Names and shapes of a model's tensors. Ours are Hugging Face's text names; other spellings map to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from deltic.config import DType, LinearConfig, ModelConfig
+from deltic.errors import ModelError
+
+Shape = tuple[int, ...]
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+
+_PREFIX: Final = re.compile(r"(model\.language_model\.|language_model\.(?:model\.)?|model\.)?(.*)")
+_LAYER: Final = re.compile(r"layers\.(0|[1-9]\d{0,4})\.([a-z_0-9.A-Z]+)")
+_LAYER_TENSORS: Final = frozenset({
+    "input_layernorm.weight", "post_attention_layernorm.weight",
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+    "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
+    "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight", "linear_attn.in_proj_b.weight",
+    "linear_attn.in_proj_a.weight", "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight",
+    "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight",
+    "linear_attn.out_proj.weight",
+})
+# Parts of a checkpoint that the text model does not have: draft head, vision tower, rotary tables, and a
+# convolution bias that some exporters write although the layer has none.
+_IGNORED: Final = re.compile(
+    r"^((model|language_model)\.){0,2}(mtp|visual|vision_tower|vision_model|multi_modal_projector)\."
+    r"|\.rotary_emb\.(original_)?inv_freq$"
+    r"|\.linear_attn\.conv1d\.bias$")
+_PACKED: Final[Mapping[str, tuple[str, ...]]] = {
+    ".in_proj_qkvz.weight": (".in_proj_qkv.weight", ".in_proj_z.weight"),
+    ".in_proj_ba.weight": (".in_proj_b.weight", ".in_proj_a.weight"),
+}
+
+
+def canonical(name: str) -> str | None:
+    """Our name of a checkpoint's tensor; `None` for a tensor that the text model may do without.
+
+    Packed projections of older exports (`in_proj_qkvz`, `in_proj_ba`) keep their name: see `split_packed`.
+    Raises ModelError for a name that means nothing to us.
+    """
+    if _IGNORED.search(name):
+        return None
+    found = _PREFIX.fullmatch(name)
+    rest = found[2] if found else ""
+    if rest == HEAD:
+        return HEAD
+    layer = _LAYER.fullmatch(rest)
+    if rest in ("embed_tokens.weight", "norm.weight") or (layer and layer[2] in _LAYER_TENSORS):
+        return f"model.{rest}"
+    raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized Qwen3.5 checkpoint?")
+
+
+def tensor_dtype(name: str, dtype: DType) -> DType:
+    """Dtype in which a tensor is kept: vectors (norms, decay parameters) are float32, as the math is."""
+    return "float32" if name.endswith(("norm.weight", ".A_log", ".dt_bias")) else dtype
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of the model by canonical name, with its shape; a tied head has none of its own."""
+    hidden = config.hidden_size
+    tensors: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden)}
+    for index, kind in enumerate(config.layer_types):
+        mixer = _linear_tensors(config) if kind == "linear_attention" else _attention_tensors(config)
+        layer = {**mixer, **_block(config)}
+        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        tensors[HEAD] = (config.vocab_size, hidden)
+    return tensors
+
+
+def _block(config: ModelConfig) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+
+
+def _attention_tensors(config: ModelConfig) -> dict[str, Shape]:
+    hidden, dim = config.hidden_size, config.head_dim
+    query, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    return {
+        "self_attn.q_proj.weight": (2 * query if config.attention_output_gate else query, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "self_attn.q_norm.weight": (dim,),
+        "self_attn.k_norm.weight": (dim,),
+    }
+
+
+def _linear_tensors(config: ModelConfig) -> dict[str, Shape]:
+    hidden, linear = config.hidden_size, _linear(config)
+    return {
+        "linear_attn.in_proj_qkv.weight": (linear.conv_dim, hidden),
+        "linear_attn.in_proj_z.weight": (linear.value_dim, hidden),
+        "linear_attn.in_proj_b.weight": (linear.num_value_heads, hidden),
+        "linear_attn.in_proj_a.weight": (linear.num_value_heads, hidden),
+        "linear_attn.conv1d.weight": (linear.conv_dim, 1, linear.conv_kernel),
+        "linear_attn.A_log": (linear.num_value_heads,),
+        "linear_attn.dt_bias": (linear.num_value_heads,),
+        "linear_attn.norm.weight": (linear.value_head_dim,),
+        "linear_attn.out_proj.weight": (hidden, linear.value_dim),
+    }
+
+
+def _linear(config: ModelConfig) -> LinearConfig:
+    if config.linear is None:
+        raise ModelError("the checkpoint has Gated DeltaNet tensors, but config.json has no linear_... keys")
+    return config.linear
+
+
+def packed_parts(name: str) -> tuple[str, ...]:
+    """Canonical names that a packed projection splits into; empty for any other tensor."""
+    for suffix, parts in _PACKED.items():
+        if name.endswith(suffix):
+            return tuple(name.removesuffix(suffix) + part for part in parts)
+    return ()
+
+
+def packed_shape(name: str, config: ModelConfig) -> Shape:
+    """Shape that the packed projection `name` must have."""
+    linear = _linear(config)
+    return (sum(_group_rows(name, linear)) * linear.num_key_heads, config.hidden_size)
+
+
+def _group_rows(name: str, linear: LinearConfig) -> list[int]:
+    """Rows per key-head group, in the order in which they are packed: q, k, v, z, or b, a."""
+    share = linear.num_value_heads // linear.num_key_heads
+    if name.endswith(".in_proj_ba.weight"):
+        return [share, share]
+    return [linear.key_head_dim] * 2 + [share * linear.value_head_dim] * 2
+
+
+def split_packed(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Split a packed projection into its canonical parts (copies).
+
+    Both are interleaved: each key head's group holds its own q, k, v, z (or b, a) rows.
+    Raises ModelError with name and shape where the layout does not fit the config.
+    """
+    linear, hidden = _linear(config), config.hidden_size
+    if not packed_parts(name) or tuple(tensor.shape) != packed_shape(name, config):
+        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, "
+                         f"but config.json asks for {list(packed_shape(name, config))}")
+    groups = tensor.reshape(linear.num_key_heads, -1, hidden)
+    *head, tail = (part.reshape(-1, hidden) for part in torch.split(groups, _group_rows(name, linear), dim=1))
+    left, right = packed_parts(name)
+    return {left: torch.cat(head), right: tail.contiguous()}

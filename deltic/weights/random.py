@@ -1,0 +1,58 @@
+"""Weights of true shape without a checkpoint, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import torch
+
+from deltic.config import DType, ModelConfig, available_cores
+from deltic.weights.names import Shape, expected_tensors, tensor_dtype
+from deltic.weights.safetensors import TORCH_DTYPES
+
+
+def random_weights(
+    config: ModelConfig,
+    dtype: DType | Literal["auto"] = "auto",
+    seed: int = 0,
+    *,
+    device: str | torch.device = "cpu",
+    initializer_range: float | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of `expected_tensors(config)` with random values, in the dtypes of `load_directory`.
+
+    Matrices are normal with std `initializer_range`, by default 1/sqrt(inputs), which keeps activations
+    finite at any depth. Norms scatter around one. Decays span from a token to thousands of tokens, so that
+    a lost or stale recurrent state shows in the output. A tensor's values depend on seed, name, shape and
+    dtype only.
+    """
+    kept: DType = config.dtype if dtype == "auto" else dtype
+    place = torch.device(device)
+
+    def make(item: tuple[str, Shape]) -> tuple[str, torch.Tensor]:
+        name, shape = item
+        tensor = torch.empty(shape, dtype=TORCH_DTYPES[tensor_dtype(name, kept)], device=place)
+        generator = torch.Generator(place).manual_seed((seed << 32 ^ zlib.crc32(name.encode())) % (1 << 63))
+        return name, _fill(name, tensor, generator, initializer_range)
+
+    items = expected_tensors(config).items()
+    if place.type != "cpu":
+        return dict(map(make, items))
+    with ThreadPoolExecutor(available_cores()) as pool:
+        return dict(pool.map(make, items))
+
+
+def _fill(name: str, tensor: torch.Tensor, generator: torch.Generator, spread: float | None) -> torch.Tensor:
+    if name.endswith(".A_log"):
+        return tensor.uniform_(0.01, 16.0, generator=generator).log_()
+    if name.endswith(".dt_bias"):
+        # The inverse of softplus, of time steps between 0.001 and 0.1.
+        step = tensor.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+        return step.expm1_().log_()
+    if name.endswith("norm.weight"):
+        # Only the norm inside linear_attn multiplies by its plain weight, the others by weight + 1.
+        return tensor.normal_(1.0 if "linear_attn" in name else 0.0, 0.02, generator=generator)
+    return tensor.normal_(0.0, spread or tensor.shape[-1] ** -0.5, generator=generator)

@@ -1,0 +1,162 @@
+"""Load a directory of safetensors files into memory, exactly the tensors that the model has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Final, Literal
+
+import torch
+
+from deltic.config import DType, ModelConfig
+from deltic.errors import ModelError
+from deltic.weights.files import Stored, find_tensors
+from deltic.weights.names import (
+    EMBEDDING,
+    HEAD,
+    Shape,
+    canonical,
+    expected_tensors,
+    packed_parts,
+    packed_shape,
+    split_packed,
+    tensor_dtype,
+)
+
+Progress = Callable[[int, int], None]
+
+TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_CHUNK: Final = 4 << 20
+_FLOAT16_LIMIT: Final = 65520.0  # the least value that rounds to infinity
+
+
+def load_directory(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: DType | Literal["auto"] = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """Load the text model in `path`: the tensors of `expected_tensors(config)`, contiguous, on `device`.
+
+    Matrices are of `dtype` (`auto`: the config's), norms and decay parameters float32 (`tensor_dtype`).
+    `progress(done, total)` counts bytes. Memory stays near the size of the result: tensors are read one by
+    one, without mapping the file, so that no later eviction of cached pages can stall a step.
+    Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, and
+    naming the file that is absent, truncated or corrupt.
+    """
+    sources = _plan(Path(path), config)
+    kept: DType = config.dtype if dtype == "auto" else dtype
+    total, done = sum(stored.nbytes for stored in sources.values()), 0
+    tensors: dict[str, torch.Tensor] = {}
+    for name, stored in sources.items():
+        if name == HEAD and config.tie_word_embeddings:
+            continue
+        tensor = _read(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
+        tensors |= split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
+        done += stored.nbytes
+        if progress is not None:
+            progress(done, total)
+    if config.tie_word_embeddings and HEAD in sources:
+        _check_tied(sources)
+    return {name: tensors[name] for name in expected_tensors(config)}
+
+
+def _plan(directory: Path, config: ModelConfig) -> dict[str, Stored]:
+    """Source of each tensor by canonical (or packed) name, in file order, all but the data checked."""
+    expected = expected_tensors(config)
+    shapes = {**expected, HEAD: expected[EMBEDDING]}
+    sources: dict[str, Stored] = {}
+    served: dict[str, str] = {}
+    for stored_name, stored in find_tensors(directory).items():
+        name = canonical(stored_name)
+        if name is None:
+            continue
+        for part in packed_parts(name) or (name,):
+            if part not in shapes:
+                raise ModelError(f"tensor {stored_name!r} has no place in the model of config.json; "
+                                 "take the config.json that belongs to the weights")
+            if part in served:
+                raise ModelError(f"tensor {part!r} is given twice, as {served[part]!r} and "
+                                 f"{stored_name!r}; keep the files of one revision")
+            served[part] = stored_name
+        shape = packed_shape(name, config) if packed_parts(name) else shapes[name]
+        _check_stored(stored_name, stored, shape)
+        sources[name] = stored
+    _check_complete(directory, expected, served)
+    return sources
+
+
+def _check_stored(name: str, stored: Stored, shape: Shape) -> None:
+    if stored.shape != shape:
+        raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json asks for "
+                         f"{list(shape)}; take the config.json that belongs to the weights")
+    if stored.dtype not in _STORED_DTYPES:
+        raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16 and F16 can be read, "
+                         "so use the unquantized checkpoint")
+
+
+def _check_complete(directory: Path, expected: dict[str, Shape], served: dict[str, str]) -> None:
+    missing = [name for name in expected if name not in served]
+    if missing == [HEAD]:
+        raise ModelError(f"tensor {HEAD!r} is missing in {directory}; if the head is the embedding, "
+                         "set tie_word_embeddings to true in config.json")
+    if missing:
+        raise ModelError(f"{len(missing)} tensors are missing in {directory}, such as {missing[0]!r}; "
+                         "download all shards of the revision that config.json belongs to")
+
+
+def _read(name: str, stored: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    source_dtype = _STORED_DTYPES[stored.dtype]
+    direct = source_dtype == dtype and device.type == "cpu"
+    result = torch.empty(stored.shape, dtype=dtype, device=device)
+    staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
+    try:
+        with stored.path.open("rb", buffering=0) as file:
+            file.seek(stored.offset)
+            for piece in torch.split(result.view(-1), _CHUNK):
+                raw = piece if direct else staging[:piece.numel()]
+                _fill(file, raw, stored)
+                if not direct:
+                    piece.copy_(raw)
+                    _check_range(name, raw, piece)
+    except OSError as error:
+        raise ModelError(f"{stored.path} cannot be read: {error.strerror}") from error
+    return result
+
+
+def _fill(file: BinaryIO, tensor: torch.Tensor, stored: Stored) -> None:
+    size = tensor.numel() * tensor.element_size()
+    target = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    done = 0
+    while done < size:
+        count = file.readinto(target[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise ModelError(f"{stored.path} ended while it was read; is it still being downloaded?")
+        done += count
+
+
+def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
+    """Only a cast to float16 can lose magnitude."""
+    if piece.dtype == torch.float16 and raw.dtype != torch.float16:
+        low, high = (float(bound) for bound in torch.aminmax(raw))
+        if _FLOAT16_LIMIT <= max(-low, high) < float("inf"):
+            raise ModelError(f"tensor {name!r} has values beyond float16; use dtype bfloat16 or float32")
+
+
+def _check_tied(sources: dict[str, Stored]) -> None:
+    """Some exporters write a tied head too; it is redundant only where it equals the embedding."""
+    head, embedding = sources[HEAD], sources[EMBEDDING]
+    same = head.dtype == embedding.dtype
+    with head.path.open("rb") as left, embedding.path.open("rb") as right:
+        left.seek(head.offset)
+        right.seek(embedding.offset)
+        for start in range(0, head.nbytes, _CHUNK):
+            count = min(_CHUNK, head.nbytes - start)
+            same = same and left.read(count) == right.read(count)
+    if not same:
+        raise ModelError(f"config.json ties the head to the embedding, but {HEAD!r} differs from "
+                         f"{EMBEDDING!r}; set tie_word_embeddings to false")
