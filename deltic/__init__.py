@@ -1,0 +1,27 @@
+"""deltic: inference for models that mix recurrent and attention layers. The public names; nothing heavy is imported
+until one of them is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "DelticError", "RandomModel", "SamplingParams", "Session", "__version__"]
+
+if TYPE_CHECKING:
+    from deltic.engine.llm import LLM
+    from deltic.engine.runtime import RandomModel
+    from deltic.engine.session import Session
+    from deltic.errors import DelticError
+    from deltic.types import SamplingParams
+
+_HOMES = {"LLM": "deltic.engine.llm", "RandomModel": "deltic.engine.runtime", "Session": "deltic.engine.session",
+          "DelticError": "deltic.errors", "SamplingParams": "deltic.types"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'deltic' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -74,6 +74,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
+        if self.max_tokens == 0 and self.n > 1:
+            raise RequestError("n needs max_tokens of at least 1", "n")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         _check_stops(tuple(self.stop))
@@ -100,7 +102,7 @@ def _check_number(name: str, value: Any, low: float, high: float, integer: bool 
     if isinstance(value, bool) or not isinstance(value, kind):
         expected = "an integer" if kind == (int,) else "a number"
         raise RequestError(f"{name} must be {expected}, not {value!r}", name)
-    if not low <= value <= high:
+    if not low <= float(value) <= high:  # type: ignore[arg-type]
         raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value!r}", name)
 
 

@@ -1,9 +1,10 @@
-"""Random cases for the ops: unequal odd dimensions, ragged batches, poisoned memory. Used by tests and benches."""
+"""Random cases for the ops: unequal odd dimensions, ragged batches, poisoned memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,8 @@ def uniform(rng: torch.Generator, *shape: int, low: float = 0.0, high: float = 1
     return low + (high - low) * torch.rand(*shape, generator=rng, dtype=torch.float64)
 
 
-def _slots(rows: Sequence[Row], consecutive: bool, rng: torch.Generator) -> tuple[list[int], list[int], list[int], int]:
+def _slots(rows: Sequence[Row], consecutive: bool,
+           rng: torch.Generator) -> tuple[list[int], list[int], list[int], int]:
     """Distinct slots of sources, targets and emits, with one guard slot at either end and some in between."""
     total = 2 + sum(2 + len(row.emits) for row in rows) + 3
     singles = sum(row.chunk == 1 for row in rows)
@@ -281,11 +283,27 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30))
 
 
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Within a relative RMS, and without NaN."""
+    assert actual.shape == expected.shape
+    error = relative_rms(actual, expected)
+    assert error <= tolerance, f"relative RMS {error:.2e} > {tolerance:.0e}"
+
+
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Equal bit for bit, NaN included."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     return actual.dtype == expected.dtype and torch.equal(actual.contiguous().view(whole),
                                                           expected.contiguous().view(whole))
+
+
+def frozen(*records: Any) -> Callable[[], bool]:
+    """Whether all tensors in these records still have the bits that they have now."""
+    values = [getattr(record, name) for record in records for name in record.__dataclass_fields__]
+    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    copies = [tensor.clone() for tensor in tensors]
+    return lambda: all(same_bits(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
 
 
 def written_slots(case: Case) -> dict[int, tuple[int, bool]]:

@@ -89,8 +89,14 @@ class HybridCache:
         assert lease.done + len(tokens) <= lease.covered, "tokens are committed past the granted pages"
         lease.tokens += tokens
 
+    def exchange_slots(self, lease: Lease, other: Lease) -> None:
+        """Swap slots: `lease` takes the state that a step wrote into the slot of `other` instead of its own."""
+        lease.slot, other.slot = other.slot, lease.slot
+        self._leases[lease.slot], self._leases[other.slot] = lease, other
+
     def fork(self, source: Lease | Checkpoint) -> Lease | None:
         """A new lease at the source's position, or None if pages or slots are short."""
+        self._expect(source)
         slot = self.slots.take()
         if slot is None:
             return None
@@ -113,24 +119,31 @@ class HybridCache:
 
     def restore(self, lease: Lease, checkpoint: Checkpoint | None) -> bool:
         """Take the lease back to a checkpoint (None: to the start); False, and no change, if a page is short."""
-        done = checkpoint.done if checkpoint else 0
-        pages = self._share_pages(checkpoint.pages, done) if checkpoint else []
-        if pages is None:
+        self._expect(lease)
+        if checkpoint is None:
+            self.pages.release(lease.pages)
+            lease.pages, lease.tokens = [], []
+            return True
+        self._expect(checkpoint)
+        if checkpoint.done % PAGE and not self.pages.free + self.pages.sole(lease.pages):
             return False
         self.pages.release(lease.pages)
-        lease.pages, lease.tokens = pages, list(checkpoint.tokens) if checkpoint else []
-        if checkpoint:
-            self._copy_slot(checkpoint.slot, lease.slot)
+        pages = self._share_pages(checkpoint.pages, checkpoint.done)
+        assert pages is not None
+        lease.pages, lease.tokens = pages, list(checkpoint.tokens)
+        self._copy_slot(checkpoint.slot, lease.slot)
         return True
 
     def release(self, lease: Lease) -> None:
         """Give back all that the lease owns."""
+        self._expect(lease)
         del self._leases[lease.slot]
         self.pages.release(lease.pages)
         self.slots.release([lease.slot])
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """Give back all that the checkpoint owns."""
+        self._expect(checkpoint)
         del self._checkpoints[checkpoint.slot]
         self.pages.release(checkpoint.pages)
         self.slots.release([checkpoint.slot])
@@ -148,6 +161,13 @@ class HybridCache:
         for holder in holders:
             changing = holder.pages[holder.done // PAGE:]
             assert all(owners[page] == 1 for page in changing), "a page that is not full is shared"
+
+    def owns(self, holder: Lease | Checkpoint) -> bool:
+        """Whether the lease or checkpoint is one of this cache and still stands."""
+        return self._leases.get(holder.slot) is holder or self._checkpoints.get(holder.slot) is holder
+
+    def _expect(self, holder: Lease | Checkpoint) -> None:
+        assert self.owns(holder), "a lease or checkpoint was given back before, or belongs to another cache"
 
     def _book(self, lease: Lease) -> Lease:
         self._leases[lease.slot] = lease

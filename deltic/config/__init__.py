@@ -3,7 +3,7 @@
 Dtypes are strings here, so that a command line can be built without importing torch.
 """
 
-from deltic.config.engine import PAGE_SIZE, EngineConfig
+from deltic.config.engine import EngineConfig
 from deltic.config.generation import GenerationDefaults
 from deltic.config.machine import available_cores, available_memory, parse_bytes
 from deltic.config.model import (
@@ -21,7 +21,6 @@ from deltic.config.model import (
 __all__ = [
     "ARCHITECTURES",
     "DTYPE_BYTES",
-    "PAGE_SIZE",
     "PRESETS",
     "DType",
     "EngineConfig",

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from deltic.config.machine import available_cores, parse_bytes
+from deltic.config.reading import show
 from deltic.errors import ConfigError
-
-PAGE_SIZE: Final = 16
 
 _RANGES: Final = {
     "threads": (1, 1024),
     "max_context": (1, 1 << 31),
     "max_batch": (1, 4096),
     "token_budget": (1, 1 << 20),
-    "seed": (0, (1 << 64) - 1),
 }
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
@@ -35,24 +33,20 @@ class EngineConfig:
     memory: str | None = _option(None, "memory for the cache, such as 4GiB (default: a share of the rest)")
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
-    token_budget: int = _option(512, "most tokens in one step; longer prompts are read in chunks")
-    seed: int = _option(0, "seed for requests that bring none")
-    ops: tuple[str, ...] = _option((), "replace single operations, such as attention_mixer=ref")
-    debug_layers: bool = _option(False, "check every layer's output for NaN and infinity (slow)")
+    token_budget: int = _option(512, "tokens that one step aims at; longer prompts are read in chunks")
+    ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
+    debug_layers: bool = _option(False, "log statistics of every layer's output in every step (slow)")
 
     def __post_init__(self) -> None:
         self._check_types()
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name} must be from {low} to {high}, not {value:.6g}", name)
+                raise ConfigError(f"{name} must be from {low} to {high}, not {show(value)}", name)
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, not {self.device!r}", "device")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}", "dtype")
-        if self.token_budget < self.max_batch:
-            raise ConfigError(f"token_budget ({self.token_budget}) must be at least max_batch "
-                              f"({self.max_batch}): each running sequence needs a token", "token_budget")
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         self._check_ops()
@@ -62,7 +56,7 @@ class EngineConfig:
             value = getattr(self, name)
             optional = name in ("threads", "max_context")
             if type(value) is not int and not (optional and value is None):
-                raise ConfigError(f"{name} must be an integer, not {value!r}", name)
+                raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "debug_layers": bool}.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
@@ -72,9 +66,10 @@ class EngineConfig:
             raise ConfigError(f"ops must be a list of name=backend, not {self.ops!r}", "ops")
         object.__setattr__(self, "ops", tuple(self.ops))
         for item in self.ops:
-            if not re.fullmatch(r"[a-z_]+=[a-z_0-9]+", item):
-                raise ConfigError(f"ops takes name=backend, such as attention_mixer=ref, not {item!r}", "ops")
-        names = [item.partition("=")[0] for item in self.ops]
+            if not re.fullmatch(r"([a-z_]+=)?[a-z_0-9]+", item):
+                raise ConfigError("ops takes OP=BACKEND, such as attention_mixer=ref, or a BACKEND for all, "
+                                  f"not {item!r}", "ops")
+        names = [item.rpartition("=")[0] for item in self.ops]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ConfigError(f"ops names {', '.join(sorted(twice))} twice; give one backend", "ops")

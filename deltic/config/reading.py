@@ -37,7 +37,10 @@ def flag(source: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def show(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "a huge integer"
+    try:
+        text = repr(value)
+    except ValueError:  # Python declines to print integers of thousands of digits
+        text = "a huge number"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -23,7 +23,8 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False) -> Batch:
                                                          if row.logits]
     width = max(len(row.pages) for row in rows)
     positions = [row.done + i for row, chunk in zip(rows, chunks, strict=True) for i in range(chunk)]
-    slots = [row.slot for row in rows]
+    sources = [row.slot for row in rows]
+    targets = [row.slot if row.target is None else row.target for row in rows]
     done = [row.done for row in rows]
     fields = _upload(device,
                      ids=[token for row in rows for token in row.tokens],
@@ -31,26 +32,26 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False) -> Batch:
                      pages=[page for row in rows for page in (*row.pages, *(0,) * (width - len(row.pages)))],
                      store=[_flat(row, index) for row, chunk in zip(rows, chunks, strict=True)
                             for index in range(row.done, row.done + chunk)],
-                     slots=slots, logit_tokens=wanted)
+                     sources=sources, targets=targets, logit_tokens=wanted)
     nothing = fields["ids"][:0]
     singles = sum(chunk == 1 for chunk in chunks)
     layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted))
     return Batch(
         layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
         done=fields["done"], pages=fields["pages"].view(len(rows), width), store=fields["store"],
-        source=fields["slots"], target=fields["slots"], base=fields["done"],
+        source=fields["sources"], target=fields["targets"], base=fields["done"],
         append=torch.zeros(len(rows), dtype=torch.bool, device=device),
         emit_row=nothing, emit_length=nothing, emit_slot=nothing, logit_tokens=fields["logit_tokens"],
-        span=_span(slots[:singles]))
+        span=_span(sources[:singles], targets[:singles]))
 
 
 def _flat(row: Row, index: int) -> int:
     return row.pages[index // PAGE] * PAGE + index % PAGE
 
 
-def _span(slots: list[int]) -> tuple[int, int] | None:
-    if slots and slots == list(range(slots[0], slots[0] + len(slots))):
-        return slots[0], slots[0] + len(slots)
+def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
+    if sources and sources == targets == list(range(sources[0], sources[0] + len(sources))):
+        return sources[0], sources[0] + len(sources)
     return None
 
 

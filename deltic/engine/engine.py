@@ -22,7 +22,7 @@ from deltic.engine.scheduler import Plan, Scheduler
 from deltic.engine.sequence import Origin, Sequence
 from deltic.errors import RequestError
 from deltic.ops.records import Sampled
-from deltic.types import Request, TokenOut, Usage
+from deltic.types import Request, TokenOut
 
 log = logging.getLogger("deltic")
 
@@ -65,8 +65,6 @@ class Engine:
         """Queue a request; raises RequestError if it cannot be served as asked."""
         self._check(request)
         params = request.sampling.with_defaults(self._defaults())
-        if params.max_tokens == 0:
-            params = replace(params, n=1)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         first = self._sequence(replace(request, sampling=params), 0, seed)
         self._sequences[request.id] = [first]
@@ -86,8 +84,9 @@ class Engine:
             try:
                 began += self._advance(plan, sequences)
             except Exception as error:
-                log.exception("a step failed; its %d sequences end with an error", len(sequences))
-                for sequence in sequences:
+                log.exception("a step failed; its requests end with an error")
+                for sequence in [s for request in {s.request.id for s in sequences}
+                                 for s in self._sequences.get(request, ())]:
                     self._fail(sequence, f"internal error: {error}")
             self.stats.steps += 1
         events, self._events = self._events, []
@@ -112,7 +111,7 @@ class Engine:
         for row, sequence in zip(plan.rows, sequences, strict=True):
             assert sequence.lease is not None
             self.runtime.cache.commit(sequence.lease, row.tokens)
-            self.stats.prompt_tokens += len(row.tokens) if len(row.tokens) > 1 else 0
+            self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
             if row.logits:
                 ready.append(sequence)
         if ready:
@@ -134,8 +133,12 @@ class Engine:
         for index, sequence in enumerate(drawing):
             if not healthy[index]:
                 self._fail(sequence, _SICK)
-            else:
+                continue
+            try:
                 self._take(sequence, tokens[index], sampled, index)
+            except Exception as error:
+                log.exception("a request's own matcher failed; the request ends with an error")
+                self._fail(sequence, f"internal error: {error}")
 
     def _siblings(self, sequence: Sequence) -> list[Sequence]:
         """The other choices of a request whose prompt has just been processed; they fork its end when they run."""
@@ -214,7 +217,3 @@ class Engine:
             raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
                                "logit_bias" if foreign[0] in request.sampling.logit_bias else "stop_token_ids")
 
-
-def empty_usage(request: Request) -> Usage:
-    """Usage of a request that never ran."""
-    return Usage(len(request.prompt), 0, 0)

@@ -103,7 +103,7 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
                                  initializer_range=model.initializer_range)
     else:
         files = open_model(model, revision)
-        name, directory, config, generation = files.name, files.directory, files.config, files.generation
+        name, directory, config, generation = model or "tiny", files.directory, files.config, files.generation
         dtype = _dtype(config, options)
         weights = load_directory(files.directory, config, dtype, options.device, progress)  # type: ignore[arg-type]
     decoder = build(config, weights, select(options.ops))

@@ -12,18 +12,20 @@ from dataclasses import dataclass
 
 from deltic.cache.hybrid import HybridCache, Lease
 from deltic.engine.sequence import Sequence
+from deltic.types import PAGE
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages,
-    read and write this slot, and give the logits of the last token if `logits`."""
+    """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read
+    the state from `slot` and write it to `target` (None: in place), give the logits of the last token if `logits`."""
 
     tokens: tuple[int, ...]
     done: int
     pages: tuple[int, ...]
     slot: int
     logits: bool
+    target: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,17 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch:
             sequence = self.waiting[0]
+            if self.running and not self._fits(sequence):
+                return
             sequence.lease = self._lease(sequence)
             if sequence.lease is None:
                 return
             self.running.append(self.waiting.popleft())
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether its tokens and the next one have free pages: else it would only push others out, or be pushed."""
+        shared = sequence.origin.checkpoint.done // PAGE if sequence.origin else 0
+        return self.cache.pages.free > len(sequence.tokens) // PAGE - shared
 
     def _lease(self, sequence: Sequence) -> Lease | None:
         if sequence.origin is None:
@@ -92,15 +101,26 @@ class Scheduler:
         return lease or self.cache.admit()
 
     def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:
-        """Pages for up to `count` tokens; preempts younger sequences rather than stand still."""
+        """Pages for up to `count` tokens. Rather than stand still it takes them from the prompt ends that waiting
+        choices would fork, then from the youngest running sequences."""
         assert sequence.lease is not None
         while not (granted := self.cache.reserve(sequence.lease, count)):
+            if self._drop_origin():
+                continue
             victim = self.running[-1]
             self._preempt(victim)
             shares[:] = [share for share in shares if share[0] is not victim]
             if victim is sequence:
                 return 0
         return granted
+
+    def _drop_origin(self) -> bool:
+        """Let the youngest waiting choices process their prompt anew."""
+        origin = next((s.origin for s in reversed(self.waiting) if s.origin), None)
+        for sequence in list(self.waiting) if origin else ():
+            if sequence.origin is origin:
+                self._forget_origin(sequence)
+        return origin is not None
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.lease is not None

@@ -53,7 +53,7 @@ def gumbel(key: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise: key [L] int64, ids [V] or [L, V] int64 (token ids) -> [L, V] float64, finite.
 
     z = splitmix64 finaliser of (key + id * 0x9E3779B97F4A7C15) mod 2^64; u = ((z >>> 11) + 0.5) * 2^-53;
-    noise = -log(-log(u)). The largest z >>> 11 would round u to 1, the noise to infinity; there u = 1 - 2^-53.
+    noise = -log(-log(u)). The largest z >>> 11 would round u to 1 and noise to infinity; there u = 1 - 2^-53.
     """
     words = _finalise_words(key.unsqueeze(-1) + ids * _signed(_GOLDEN))
     uniform = (_shift_right(words, 11).to(torch.float64) + 0.5) * 2.0**-53

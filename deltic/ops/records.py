@@ -55,7 +55,7 @@ class Batch:
         hold before this step; the chunk's tokens get the cache indices done, done + 1, ...
     pages [R, P]: page table, padded with page 0. store [T]: flat K/V index (page * PAGE + offset) of each token.
     source, target [R]: state slots to read and to write (equal: in place). A row with done = 0 starts from zero
-        state and reads nothing from its source.
+        state and reads nothing from its source. No row reads a slot that another row writes.
     base [R]: tokens folded into the source state; ring entries hold base .. done - 1.
     append [R] bool: append the chunk's entries to the target's ring (folding older entries first if they do not
         fit) instead of folding all of them. Only with source = target, chunk <= RING.

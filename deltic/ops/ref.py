@@ -2,13 +2,14 @@
 
 Precision: float64 inputs are computed in float64, all others in float32. Results are rounded to the input's
 dtype after each linear map, the convolution, the delta rule, each norm, the rotation, the softmax average and
-each product with a gate, and nowhere in between. A token's value never depends on its batch, bit for bit:
-reductions run token by token in shapes that depend on the token's own sequence only. All rows read their
-slots before any row writes.
+each product with a gate, and nowhere in between. A token's value never depends on its batch, bit for bit: all that
+rounds in an order of the library's choice runs token by token, in shapes that depend on the token's own sequence
+only. All rows read their slots before any row writes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,12 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def each_token(function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+    """The function of one token at a time, [T, ...]: in a longer tensor a vectorised exponential or sum rounds
+    differently in the middle and at the end."""
+    return torch.stack([function(*token) for token in zip(*columns, strict=True)])
+
+
 def project(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
     if isinstance(weight, tuple):
@@ -78,13 +85,13 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """residual, delta [T, H], weight [H] -> (residual + delta, its RMS norm) in residual's dtype."""
     total = residual.clone() if delta is None else residual + delta.to(residual.dtype)
-    return total, rms_norm(total, weight, eps)
+    return total, each_token(lambda token: rms_norm(token, weight, eps), total)
 
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
     """x [T, H] -> down(silu(gate) * up) [T, H]."""
     gate, up = linear(x, weights.gate_up).to(wide(x)).chunk(2, dim=-1)
-    return linear((functional.silu(gate) * up).to(x.dtype), weights.down)
+    return linear((each_token(functional.silu, gate) * up).to(x.dtype), weights.down)
 
 
 def head(x: Tensor, weight: Weight) -> Tensor:
@@ -278,15 +285,19 @@ class _Taken:
 def _split_heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
     """mixed [n, C] -> normalised query and key [n, Hk, Dk], value [n, Hv, Dv], in the wide dtype."""
     query, key, value = torch.split(mixed.to(wide(mixed)), [spec.keys, spec.keys, spec.values], dim=-1)
-    return (unit(query.reshape(-1, spec.key_heads, spec.key_dim)),
-            unit(key.reshape(-1, spec.key_heads, spec.key_dim)),
+    return (each_token(unit, query.reshape(-1, spec.key_heads, spec.key_dim)),
+            each_token(unit, key.reshape(-1, spec.key_heads, spec.key_dim)),
             value.reshape(-1, spec.value_heads, spec.value_dim))
 
 
-def gates(a: Tensor, b: Tensor, decay: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """a, b [T, Hv] -> (exp(decay * softplus(a + dt_bias)), sigmoid(b)) in the wide dtype."""
-    step = functional.softplus(a.to(wide(a)) + dt_bias.to(wide(a)))
-    return torch.exp(decay.to(wide(a)) * step), torch.sigmoid(b.to(wide(b)))
+def decay_gate(a: Tensor, decay: Tensor, dt_bias: Tensor) -> Tensor:
+    """a, decay, dt_bias [Hv] -> exp(decay * softplus(a + dt_bias)) in a's wide dtype; decay is -exp(A_log)."""
+    return torch.exp(decay.to(wide(a)) * functional.softplus(a.to(wide(a)) + dt_bias.to(wide(a))))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Of any shape; in the wide dtype."""
+    return torch.sigmoid(x.to(wide(x)))
 
 
 def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -346,7 +357,8 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
     spec = weights.spec
     sizes = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
     raw, gate, b, a = torch.split(linear(x, weights.in_proj), sizes, dim=-1)
-    decay, beta = gates(a, b, weights.decay, weights.dt_bias)
+    decay = each_token(lambda token: decay_gate(token, weights.decay, weights.dt_bias), a)
+    beta = each_token(sigmoid, b)
     rows, work = _rows(batch), []
     for row in rows:
         conv = state.conv[row.source].clone()
@@ -356,7 +368,8 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
     for row, taken, run, conv in work:
         _write_row(row, taken, run, conv, state)
     output = torch.cat([run.outputs for _, _, run, _ in work]).to(x.dtype)
-    normalised = gated_norm(output, gate.reshape(output.shape), weights.norm, spec.eps)
+    normalised = each_token(lambda x, gate: gated_norm(x, gate, weights.norm, spec.eps), output,
+                            gate.reshape(output.shape))
     return linear(normalised.flatten(1), weights.out_proj)
 
 
@@ -377,7 +390,7 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     angles = [positions[frequency_axis(index, spec.sections)].to(torch.float32) * frequency
               for index, frequency in enumerate(frequencies)]
     half = torch.stack(angles, dim=-1)
-    return Rope(half.cos().repeat(1, 2), half.sin().repeat(1, 2))
+    return Rope(each_token(torch.cos, half).repeat(1, 2), each_token(torch.sin, half).repeat(1, 2))
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -426,8 +439,9 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     Keys are stored after norm and rotation, in the view's dtype, and read back from there, the new ones too.
     """
     query, gate, key, value = _project_heads(x, weights)
-    query = rotate(rms_norm(query, weights.q_norm, weights.spec.eps), rope)
-    key = rotate(rms_norm(key, weights.k_norm, weights.spec.eps), rope)
+    eps = weights.spec.eps
+    query = rotate(each_token(lambda heads: rms_norm(heads, weights.q_norm, eps), query), rope)
+    key = rotate(each_token(lambda heads: rms_norm(heads, weights.k_norm, eps), key), rope)
     kv.keys.view(-1, *key.shape[1:])[batch.store] = key.to(kv.keys.dtype)
     kv.values.view(-1, *value.shape[1:])[batch.store] = value.to(kv.values.dtype)
     output = torch.empty_like(query)
@@ -437,7 +451,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
         for end, token in enumerate(range(row.tokens.start, row.tokens.stop), row.done + 1):
             output[token] = attention(query[token], keys[:end], values[:end])
     if gate is not None:
-        output = (output.to(wide(x)) * torch.sigmoid(gate.to(wide(x)))).to(x.dtype)
+        output = (output.to(wide(x)) * each_token(sigmoid, gate)).to(x.dtype)
     return linear(output.flatten(1), weights.o_proj)
 
 

@@ -51,7 +51,8 @@ def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, to
     for name in _RESERVED:
         if name in given:
             raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
-    probe = _Probe(template, tokenizer, normalise_messages(messages, images=images), normalise_tools(tools), given)
+    clean = normalise_messages(messages, images=images)
+    probe = _Probe(template, tokenizer, clean, normalise_tools(tools), given)
     return Prompt(probe.text, tuple(probe.ids), probe.boundaries())
 
 
@@ -60,9 +61,9 @@ def stable_boundaries(template: ChatTemplate, tokenizer: Tokenizer, messages: Me
     """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
 
     Found by asking the template: how far the prompt agrees with its continuation by an answer and a user
-    message, by a call and its result (with tools), and with another conversation under the same system message
-    and tools. A continuation that the template refuses yields no boundary. Ascending, at most the prompt's
-    length. `messages` and `tools` are normalised ones.
+    message, by a call and its result (with tools), and with other conversations under the same system
+    message and tools. A conversation that the template refuses yields no boundary. Ascending, at most the
+    prompt's length. `messages` and `tools` are normalised ones.
     """
     return _Probe(template, tokenizer, messages, tools, variables).boundaries()
 
@@ -78,47 +79,52 @@ class _Probe:
         self.ids, self._starts = tokenizer.encode_with_offsets(self.text)
 
     def boundaries(self) -> tuple[int, ...]:
-        found = [self._shared_by(group) for group in self._continuations()]
+        found = [self._shared_by(group) for group in (self._next_turn(), self._next_step(), self._others())]
         return tuple(sorted({position for position in found if position}))
 
     def _render(self, messages: Messages) -> str:
         return self._template.render(messages, self._tools, True, **self._variables)
 
-    def _continuations(self) -> list[list[list[dict[str, Any]]]]:
-        """Groups of conversations; what all of a group share with the prompt is stable."""
-        reasoning = "Because" if start_mode(self.ids, self._tokenizer) == "reasoning" else ""
-        answer = {"role": "assistant", "content": "Answer", "reasoning_content": reasoning}
-        groups = [[[answer, {"role": "user", "content": "Question"}]]]
-        if self._tools or any(message["role"] == "tool" for message in self._messages):
-            call = {"id": "call_0", "function": {"name": "function", "arguments": {"key": "value"}}}
-            result = {"role": "tool", "content": "Result", "tool_call_id": "call_0", "name": "function"}
-            groups.append([[answer | {"content": "", "tool_calls": [call]}, result]])
-        groups = [[[*self._messages, *normalise_messages(tail)] for tail in group] for group in groups]
-        return [*groups, *self._openings()]
+    def _next_turn(self) -> list[Messages]:
+        return [self._continued(self._answer(), {"role": "user", "content": "Question"})]
 
-    def _openings(self) -> list[list[list[dict[str, Any]]]]:
-        """Two other conversations: one alone might begin with the words of this one."""
-        first = next((i for i, message in enumerate(self._messages) if message["role"] != "system"), 0)
-        if not first and not self._tools:
+    def _next_step(self) -> list[Messages]:
+        if not self._tools and all(message["role"] != "tool" for message in self._messages):
             return []
-        heads = [dict(message) for message in self._messages[:first]]
-        return [[[*heads, *normalise_messages([{"role": "user", "content": text}])] for text in ("Hello", "0")]]
+        call = {"id": "call_0", "function": {"name": "function", "arguments": {"key": "value"}}}
+        result = {"role": "tool", "content": "Result", "tool_call_id": "call_0", "name": "function"}
+        return [self._continued(self._answer() | {"content": "", "tool_calls": [call]}, result)]
 
-    def _shared_by(self, conversations: list[list[dict[str, Any]]]) -> int:
+    def _others(self) -> list[Messages]:
+        """Two conversations with the same opening: one alone might begin with the words of this one."""
+        length = next((i for i, message in enumerate(self._messages) if message["role"] != "system"), 0)
+        if not length and not self._tools:
+            return []
+        opening = self._messages[:length]
+        return [[*opening, *normalise_messages([{"role": "user", "content": text}])]
+                for text in ("Hello", "0")]
+
+    def _answer(self) -> dict[str, Any]:
+        thinks = start_mode(self.ids, self._tokenizer) == "reasoning"
+        return {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
+
+    def _continued(self, *tail: Mapping[str, Any]) -> Messages:
+        return [*self._messages, *normalise_messages(tail)]
+
+    def _shared_by(self, conversations: list[Messages]) -> int:
+        """Tokens that the prompt shares with all of them."""
         try:
-            return min(self._shared(self._render(messages)) for messages in conversations)
+            return min((self._shared(self._render(messages)) for messages in conversations), default=0)
         except DelticError:
             return 0
 
     def _shared(self, text: str) -> int:
-        """Tokens that the prompt shares with another text, encoded only from the last special token on."""
+        """Tokens shared with one text; encodes only from the last special token before they part."""
         characters = _common_length(self.text, text)
-        index = bisect_right(self._starts, characters) - 1
-        while index > 0 and (self.ids[index] not in self._tokenizer.special
-                             or self._starts[index + 1:index + 2] > [characters]):
+        index = max(bisect_right(self._starts, characters) - 2, 0)
+        while index and self.ids[index] not in self._tokenizer.special:
             index -= 1
-        index = max(index, 0)
-        start = self._starts[index] if self._starts else 0
+        start = self._starts[index] if index else 0
         tail = self._tokenizer.encode(text[start:characters + _SLACK])
         return index + _common_length(self.ids[index:], tail)
 

@@ -8,9 +8,12 @@ from typing import Any
 from deltic.errors import RequestError
 from deltic.text.coerce import loads
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+          "tool": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_MEDIA = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
+_MEDIA = {"image": "image", "image_url": "image", "input_image": "image",
+          "video": "video", "video_url": "video"}
+_MAX_DEPTH = 64
 
 
 def normalise_messages(messages: Any, *, images: bool = False) -> list[dict[str, Any]]:
@@ -18,9 +21,9 @@ def normalise_messages(messages: Any, *, images: bool = False) -> list[dict[str,
 
     `content` and `contents` are aliases and both are set: to text, or, on a model with `images`, to a list of
     parts if one of them is an image or a video. Missing content is empty text. Reasoning is under
-    `reasoning_content`, whichever of its names the client used. Call arguments become mappings; text that is
-    not a JSON object is repaired, if need be as {"arguments": TEXT}, so that one bad call of the past does not
-    fail every later request. Keys without a value are dropped, unknown keys kept.
+    `reasoning_content`, whichever of its names the client used. Call arguments become mappings; text that
+    is not a JSON object is repaired, if need be as {"arguments": TEXT}, so that one bad call of the past
+    does not fail every later request. Keys without a value are dropped, unknown keys kept.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError("messages must be a list of messages", "messages")
@@ -28,7 +31,7 @@ def normalise_messages(messages: Any, *, images: bool = False) -> list[dict[str,
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """The tools as given, in OpenAI's form; None if there are none. RequestError names the one that is wrong."""
+    """The tools as given, in OpenAI's form; None if there are none. RequestError names a wrong one."""
     if not tools:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
@@ -36,16 +39,18 @@ def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
-def plain(value: Any, field: str) -> Any:
+def plain(value: Any, field: str, depth: int = 0) -> Any:
     """A copy made of JSON's types only: templates must not reach methods of richer objects."""
     if isinstance(value, str):
         return _text(value, field)
     if value is None or isinstance(value, bool | int | float):
         return value
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"{field} is nested more than {_MAX_DEPTH} levels deep", field)
     if isinstance(value, Mapping):
-        return {_text(key, field): plain(item, f"{field}.{key}") for key, item in value.items()}
+        return {_text(key, field): plain(item, f"{field}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, f"{field}[{index}]") for index, item in enumerate(value)]
+        return [plain(item, f"{field}[{index}]", depth + 1) for index, item in enumerate(value)]
     raise RequestError(f"{field} must be made of JSON values, not {type(value).__name__}", field)
 
 
@@ -74,7 +79,7 @@ def _message(message: Any, field: str, images: bool) -> dict[str, Any]:
         raise RequestError(f"{field} must be an object, not {type(message).__name__}", field)
     present = {key: value for key, value in message.items() if value is not None}
     special = ("role", "content", "contents", "tool_calls")
-    result = {"role": _role(present.get("role"), f"{field}.role")}
+    result: dict[str, Any] = {"role": _role(present.get("role"), f"{field}.role")}
     result |= {key: plain(value, f"{field}.{key}") for key, value in present.items() if key not in special}
     name = "contents" if "content" not in present and "contents" in present else "content"
     result["content"] = result["contents"] = _content(present.get(name, ""), f"{field}.{name}", images)

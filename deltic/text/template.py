@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from deltic.errors import RequestError, TemplateError
@@ -65,11 +66,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A compiled chat template. TemplateError with the line if the source is not valid.
 
     Templates come with checkpoints and are not trusted: they see plain JSON values only, cannot reach Python
-    through attributes, and are bounded: loops over `range` by one budget per rendering, repeated sequences and
-    the rendered text by a size. TemplateError (with the line) if the source is not valid.
+    through attributes, and are bounded: loops over `range` by one budget per rendering, repetition and the
+    rendered text by a size.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -83,7 +84,7 @@ class ChatTemplate:
 
         RequestError carries what the template has against these messages.
         """
-        context = self._special_tokens | {"documents": None}
+        context: dict[str, Any] = {**self._special_tokens, "documents": None}
         context |= {name: value for name, value in variables.items() if value is not None}
         context |= {"messages": list(messages), "tools": list(tools) if tools else None,
                     "add_generation_prompt": add_generation_prompt, "range": _range_with_budget()}
@@ -97,7 +98,8 @@ class ChatTemplate:
         except RequestError:
             raise
         except Exception as error:  # templates can fail in any way that Python can
-            raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
+            raise RequestError(f"the chat template cannot render these messages: {error}",
+                               "messages") from error
 
     def _render(self, context: Mapping[str, Any]) -> str:
         pieces, size = [], 0
@@ -108,12 +110,13 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # requests come with the same few templates, and compiling takes longer than rendering
 def _compile(source: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise TemplateError(f"the chat template is not valid jinja, line {error.lineno}: {error.message}") from error
+        raise TemplateError(f"the chat template is not valid jinja, line {error.lineno}: "
+                            f"{error.message}") from error
     except RecursionError as error:
         raise TemplateError("the chat template is not valid jinja: it is nested too deeply") from error
 

@@ -21,14 +21,16 @@ _FUNCTION_END = "</function>"
 _PARAMETER = re.compile(r"<parameter=[ \t]*([^<>\s][^<>\n]*)>")
 # A value may hold the text of a closing tag; the real one is followed by the next tag or by the end.
 _VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|\Z))|(?=\n<parameter=)")
+_VALUE_TAG = re.compile(_VALUE_END.pattern + "|<function=|</function>")
 _QUOTES = "\"'"
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The parameter schema of each tool by name, from OpenAI's form; tools in another form have none."""
-    functions = [tool.get("function", tool) for tool in tools]
-    return {function["name"]: function.get("parameters") or {} for function in functions
-            if isinstance(function, Mapping) and isinstance(function.get("name"), str)}
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    return {function["name"]: function["parameters"] for function in functions
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+            and isinstance(function.get("parameters"), Mapping)}
 
 
 @dataclass(slots=True)
@@ -47,10 +49,15 @@ class CallBody:
 
     @property
     def complete(self) -> bool:
-        """Whether a closing tag here closes the call, rather than being text of an argument."""
+        """Whether a closing tag here closes the call, rather than being text of an argument.
+
+        An argument may quote a whole call, hence the balance.
+        """
         if self._is_json:
             return _json_call(self.text, {}) is not None
-        return not _FUNCTION.search(self.text) or self.text.rstrip().endswith(_FUNCTION_END)
+        openings = len(_FUNCTION.findall(self.text))
+        return not openings or (self.text.rstrip().endswith(_FUNCTION_END)
+                                and self.text.count(_FUNCTION_END) >= openings)
 
     def calls(self, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         """Name and arguments (a JSON object as text) of each call; empty if the text is no call at all."""
@@ -100,8 +107,7 @@ def _parameters(text: str, start: int) -> tuple[dict[str, str], int]:
     """The parameters of the function that begins at `start`, and where they end."""
     found: dict[str, str] = {}
     while opening := _next_parameter(text, start):
-        closing = _VALUE_END.search(text, opening.end())
-        end, start = (closing.start(), closing.end()) if closing else 2 * (_open_end(text, opening.end()),)
+        end, start = _value_end(text, opening.end())
         found[_clean_name(opening[1])] = text[opening.end():end].removeprefix("\n").removesuffix("\n")
     return found, start
 
@@ -111,10 +117,23 @@ def _next_parameter(text: str, start: int) -> re.Match[str] | None:
     return opening if opening and _FUNCTION_END not in text[start:opening.start()] else None
 
 
-def _open_end(text: str, start: int) -> int:
-    """Where a value ends whose closing tag is missing."""
-    end = text.find(_FUNCTION_END, start)
-    return end if end >= 0 else len(text)
+def _value_end(text: str, start: int) -> tuple[int, int]:
+    """Where the value that begins at `start` ends, and where its closing tag does, which may be missing."""
+    depth, function_end = 0, -1
+    for tag in _VALUE_TAG.finditer(text, start):
+        if tag[0] == "<function=" and function_end >= 0:
+            break
+        if tag[0] == "<function=":
+            depth += 1
+        elif tag[0] == _FUNCTION_END and depth:
+            depth -= 1
+        elif tag[0] == _FUNCTION_END:
+            function_end = tag.start() if function_end < 0 else function_end
+        elif not depth:
+            return tag.start(), tag.end()
+    closing = _VALUE_END.search(text, start) if function_end < 0 else None
+    end = closing.start() if closing else function_end if function_end >= 0 else len(text)
+    return end, closing.end() if closing else end
 
 
 def _typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:

@@ -86,6 +86,8 @@ def resolve(
         return _embedded()
     name = str(model)
     path = Path(name)
+    if not name:
+        raise ModelError(f"the model's name is empty; a model is {ACCEPTED}")
     with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
         path = path.expanduser()
         if path.is_dir():
@@ -155,10 +157,12 @@ def _quiet_bar() -> Any:
 
 def _is_offline(error: Exception) -> bool:
     """No answer from the hub, as opposed to a refusal."""
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import errors
 
-    if isinstance(error, HfHubHTTPError):
+    if isinstance(error, errors.HfHubHTTPError):
         return error.response.status_code >= 500
+    if isinstance(error, errors.HTTPError):  # type: ignore[attr-defined, unused-ignore]
+        return True
     return isinstance(error, OSError) and error.errno not in _DISK_ERRORS
 
 

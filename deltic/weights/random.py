@@ -35,7 +35,8 @@ def random_weights(
     def make(item: tuple[str, Shape]) -> tuple[str, torch.Tensor]:
         name, shape = item
         tensor = torch.empty(shape, dtype=TORCH_DTYPES[tensor_dtype(name, kept)], device=place)
-        generator = torch.Generator(place).manual_seed((seed << 32 ^ zlib.crc32(name.encode())) % (1 << 63))
+        # The CPU generator looks at the low 32 bits of a seed only.
+        generator = torch.Generator(place).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         return name, _fill(name, tensor, generator, initializer_range)
 
     items = expected_tensors(config).items()

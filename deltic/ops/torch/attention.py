@@ -49,10 +49,10 @@ class _Plan:
 
 
 def _plan(batch: Batch) -> _Plan:
-    plan = batch.memo.get("attention")
+    plan: _Plan | None = batch.memo.get("attention")
     if plan is None:
         plan = batch.memo["attention"] = _make_plan(batch)
-    return plan  # type: ignore[no-any-return]
+    return plan
 
 
 def _make_plan(batch: Batch) -> _Plan:
@@ -75,37 +75,55 @@ def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
     plan, layout = _plan(batch), batch.layout
     parts, row, token = [], 0, 0
     if plan.padded and layout.singles:
-        parts.append(_padded(query[:layout.singles], kv, batch, plan))
+        assert plan.mask is not None
+        context = plan.mask.shape[-1]
+        parts.append(_single_tokens(query[:layout.singles], kv, batch.pages[:layout.singles], context, plan.mask))
         row = token = layout.singles
     while row < layout.rows:
-        end = token + layout.chunks[row]
-        parts.append(_one_row(query[token:end], kv, batch, row, plan.contexts[row]))
+        end, context = token + layout.chunks[row], plan.contexts[row]
+        attend = _single_tokens if row < layout.singles else _chunk
+        mask = None if row < layout.singles else _causal(batch, row, end - token, context)
+        parts.append(attend(query[token:end], kv, batch.pages[row:row + 1], context, mask))
         row, token = row + 1, end
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _padded(query: Tensor, kv: KvView, batch: Batch, plan: _Plan) -> Tensor:
-    assert plan.mask is not None
-    context = plan.mask.shape[-1]
-    pages = batch.pages[:query.shape[0], :-(-context // PAGE)]
-    keys, values = (pool[pages].flatten(1, 2)[:, :context].transpose(1, 2) for pool in (kv.keys, kv.values))
-    # masked weights are zero, but zero times a stale NaN is NaN
-    values = torch.where(plan.mask.transpose(-1, -2), values, 0)
-    out = F.scaled_dot_product_attention(query[:, :, None], keys, values, attn_mask=plan.mask, enable_gqa=True)
-    return out[:, :, 0]
+def _causal(batch: Batch, row: int, tokens: int, context: int) -> Tensor | None:
+    """What each token of a longer row may read [tokens, context]; None: plainly causal, from position 0."""
+    if batch.done.device.type == "cpu" and tokens == context:
+        return None
+    index = torch.arange(context, device=batch.done.device)
+    return index <= (batch.done[row] + torch.arange(tokens, device=index.device))[:, None]
 
 
-def _one_row(query: Tensor, kv: KvView, batch: Batch, row: int, context: int) -> Tensor:
-    pages = batch.pages[row, :-(-context // PAGE)]
-    keys, values = (pool[pages].flatten(0, 1)[:context].transpose(0, 1)[None] for pool in (kv.keys, kv.values))
-    tokens, mask = query.shape[0], None
-    exact = query.device.type == "cpu"
-    if not exact or 1 < tokens < context:
-        index = torch.arange(context, device=query.device)
-        mask = index <= (batch.done[row] + torch.arange(tokens, device=query.device))[:, None]
-    if not exact:
-        assert mask is not None
-        values = torch.where(mask[-1][:, None], values, 0)
+def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
+    """One token per row: query [R, heads, head_dim], mask [R, 1, 1, context]. Products in float32, which for so
+    few queries is faster than the flash kernel."""
+    keys, values = (_gather(pool, pages, context).to(_accumulator(query)) for pool in (kv.keys, kv.values))
+    grouped = query.to(keys.dtype).view(query.shape[0], keys.shape[1], -1, query.shape[-1])
+    scores = (grouped * query.shape[-1]**-0.5) @ keys.transpose(-1, -2)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+        # masked weights are zero, but zero times a stale NaN is NaN
+        values = values.masked_fill(~mask.transpose(-1, -2), 0)
+    return (scores.softmax(-1) @ values).flatten(1, 2).to(query.dtype)
+
+
+def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
+    """One longer row: query [n, heads, head_dim], mask [n, context]."""
+    keys, values = (_gather(pool, pages, context) for pool in (kv.keys, kv.values))
+    if mask is not None and mask.device.type != "cpu":
+        values = values.masked_fill(~mask[-1][:, None], 0)
     out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, attn_mask=mask,
-                                         is_causal=mask is None and tokens > 1, enable_gqa=True)
+                                         is_causal=mask is None, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def _gather(pool: Tensor, pages: Tensor, context: int) -> Tensor:
+    """K or V of each row: pool [P, PAGE, kv_heads, head_dim], pages [R, ...] -> [R, kv_heads, context, head_dim]."""
+    rows: Tensor = pool[pages[:, :-(-context // PAGE)]].flatten(1, 2)[:, :context]
+    return rows.transpose(1, 2)
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -22,7 +22,8 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis in float32, scaled by weight; float32 result."""
-    return F.rms_norm(x.float() if x.dtype != torch.float64 else x, weight.shape, weight, eps)
+    x = x if x.dtype == torch.float64 else x.float()
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -45,11 +46,11 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     """M-RoPE tables; frequencies of the three axes are interleaved (Qwen3-VL report, arXiv 2511.21631)."""
     half = spec.rotary_dim // 2
     exponents = torch.arange(half, device=positions.device, dtype=torch.float32) * 2 / spec.rotary_dim
-    angles = positions[0].float()[:, None] * (1.0 / spec.theta**exponents)
+    frequencies = 1.0 / spec.theta**exponents
+    angles = positions[0].float()[:, None] * frequencies
     if spec.sections:
-        frequencies = 1.0 / spec.theta**exponents
         for axis in (1, 2):
-            index = torch.arange(axis, 3 * spec.sections[axis], 3, device=positions.device)
+            index = torch.arange(axis, min(3 * spec.sections[axis], half), 3, device=positions.device)
             angles[:, index] = positions[axis].float()[:, None] * frequencies[index]
     angles = torch.cat((angles, angles), dim=-1)
     return Rope(angles.cos(), angles.sin())

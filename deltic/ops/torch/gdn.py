@@ -18,7 +18,7 @@ from deltic.ops.torch.basic import linear, rms_norm
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    if batch.layout.appends:
+    if state.ring_key is not None and (batch.layout.appends or bool((batch.base < batch.done).any())):
         return ref.gdn_mixer(x, weights, state, batch)
     spec, plan = weights.spec, _plan(batch, state)
     qkv, z, beta, a = linear(x, weights.in_proj).split(
@@ -81,10 +81,10 @@ class _Plan:
 
 
 def _plan(batch: Batch, state: StateView) -> _Plan:
-    plan = batch.memo.get("gdn")
+    plan: _Plan | None = batch.memo.get("gdn")
     if plan is None:
         plan = batch.memo["gdn"] = _make_plan(batch, state.conv.shape[1])
-    return plan  # type: ignore[no-any-return]
+    return plan
 
 
 def _make_plan(batch: Batch, width: int) -> _Plan:
@@ -136,10 +136,10 @@ def _mix(qkv: Tensor, gates: _Gates, weights: GdnWeights, state: StateView, batc
     parts = []
     if singles:
         window = torch.cat((history[:singles], qkv[:singles, None]), dim=1)
-        mixed = F.silu((window * weights.conv.t()).sum(1, dtype=state.recurrent.dtype))
+        mixed = F.silu((window.to(gates.beta.dtype) * weights.conv.t()).sum(1))
         parts.append(_step(mixed, gates[:singles], spec, state.recurrent, batch, plan))
     if plan.chunks is not None:
-        mixed = _convolve(qkv, history, weights.conv, batch).to(state.recurrent.dtype)
+        mixed = _convolve(qkv, history, weights.conv, batch, state.recurrent.dtype)
         parts.append(_chunked(mixed, gates[singles:], spec, state.recurrent, batch, plan.chunks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -157,34 +157,29 @@ def _write_rings(qkv: Tensor, conv: Tensor, plan: _Plan) -> None:
     conv[plan.slots[:, None], plan.places] = values
 
 
-def _convolve(qkv: Tensor, history: Tensor, conv: Tensor, batch: Batch) -> Tensor:
+def _convolve(qkv: Tensor, history: Tensor, conv: Tensor, batch: Batch, dtype: torch.dtype) -> Tensor:
     """Causal depthwise convolution and silu of the longer rows -> [their tokens, C]."""
-    layout, kernel = batch.layout, conv.shape[1]
-    start, outputs = layout.singles, []
+    layout, start, outputs = batch.layout, batch.layout.singles, []
+    # as an image of width 1 with its channels last, which is how the tokens lie in memory
+    kernel = conv[:, None, :, None]
     for row in range(layout.singles, layout.rows):
         end = start + layout.chunks[row]
-        padded = torch.cat((history[row], qkv[start:end]))
-        mixed = padded[:end - start] * conv[:, 0]
-        for tap in range(1, kernel):
-            mixed.addcmul_(padded[tap:tap + end - start], conv[:, tap])
-        outputs.append(F.silu(mixed, inplace=True))
+        padded = torch.cat((history[row], qkv[start:end]))[None, :, None].permute(0, 3, 1, 2)
+        outputs.append(F.conv2d(padded, kernel, groups=conv.shape[0])[0, :, :, 0].t())
         start = end
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return F.silu((outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype))
 
 
 def _split(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Normalised queries (scaled) and keys [T, Hv, Dk], values [T, Hv, Dv] of convolved channels [T, C]."""
-    query, key, value = mixed.split((spec.keys, spec.keys, spec.values), dim=-1)
-    query = _normalise(query.unflatten(-1, (spec.key_heads, spec.key_dim))) * spec.key_dim**-0.5
-    key = _normalise(key.unflatten(-1, (spec.key_heads, spec.key_dim)))
+    both, value = mixed.split((2 * spec.keys, spec.values), dim=-1)
+    both = both.unflatten(-1, (2, spec.key_heads, spec.key_dim))
+    query, key = (both * torch.rsqrt((both * both).sum(-1, keepdim=True) + 1e-6)).unbind(1)
+    query = query * spec.key_dim**-0.5
     groups = spec.value_heads // spec.key_heads
     if groups > 1:
         query, key = query.repeat_interleave(groups, dim=1), key.repeat_interleave(groups, dim=1)
     return query, key, value.unflatten(-1, (spec.value_heads, spec.value_dim))
-
-
-def _normalise(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def _step(mixed: Tensor, gates: _Gates, spec: GdnSpec, recurrent: Tensor, batch: Batch, plan: _Plan) -> Tensor:
@@ -225,9 +220,9 @@ def _chunked(mixed: Tensor, gates: _Gates, spec: GdnSpec, recurrent: Tensor, bat
     to_end = (total[..., -1:] - total).exp().to(mixed.dtype)[..., None]
     weighted = key * beta[..., None]
     system = (weighted @ key.transpose(-1, -2)).mul_(between)
-    right = torch.cat((value * beta[..., None], weighted * from_start), dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    inner, reads = solved.split((spec.value_dim, spec.key_dim), dim=-1)
+    identity = torch.eye(CHUNK, dtype=mixed.dtype, device=mixed.device).expand_as(system)
+    inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+    inner, reads = inverse @ (value * beta[..., None]), inverse @ (weighted * from_start)
     scores = (query @ key.transpose(-1, -2)).mul_(between)
     reads = torch.cat((reads, query * from_start), dim=-2)
     kept_keys = (key * to_end).transpose(-1, -2)

@@ -1,0 +1,243 @@
+"""`LLM`: a model behind a few calls. Text in, text out, over the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deltic.engine.engine import Engine
+from deltic.engine.options import engine_config
+from deltic.engine.runtime import LoadProgress, RandomModel, Runtime, load
+from deltic.errors import ModelError, RequestError
+from deltic.text.deltas import AnswerCall, Delta, join
+from deltic.text.front import Front, Job, bare_job
+from deltic.text.stream import Router
+from deltic.types import Finish, SamplingParams, TokenLogprobs, TokenOut, Usage
+
+TokenCallback = Callable[[int, int], bool]
+"""Called with (row, token id) for each token of a batch; False stops that row alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished answer. error: what went wrong, if finish is "error". logprobs: one per token, if asked for."""
+
+    index: int
+    text: str
+    reasoning: str
+    calls: tuple[AnswerCall, ...]
+    tokens: tuple[int, ...]
+    finish: Finish
+    usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The choices of one request. `text`, `reasoning`, `calls` are those of the first."""
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def calls(self) -> tuple[AnswerCall, ...]:
+        return self.choices[0].calls
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One choice while it grows. hidden: the request's stop ids."""
+
+    router: Router
+    hidden: frozenset[int] = frozenset()
+    deltas: list[Delta] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def take(self, event: TokenOut) -> list[Delta]:
+        fresh: list[Delta] = []
+        if event.token is not None:
+            self.tokens.append(event.token)
+            # a stop id ends the answer and, like a stop string, is no part of its text
+            if not (event.finish == "stop" and event.token in self.hidden):
+                fresh = self.router.feed(event.token)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+        if event.finish:
+            fresh = fresh + self.router.finish()
+        self.deltas += fresh
+        return fresh
+
+    def finished(self, event: TokenOut) -> Choice:
+        answer = join(self.deltas)
+        assert event.finish and event.usage
+        return Choice(event.choice, answer.content, answer.reasoning, answer.calls, tuple(self.tokens), event.finish,
+                      event.usage, tuple(self.logprobs), event.error)
+
+
+class Stream:
+    """Deltas of one request as they come; `output` is there once it is exhausted. Closing it aborts the request."""
+
+    def __init__(self, llm: LLM, job: Job) -> None:
+        self._llm, self._job = llm, job
+        params = job.request.sampling
+        self._answers = [_Answer(job.router.copy(), frozenset(params.stop_token_ids)) for _ in range(params.n)]
+        self._choices: list[Choice] = []
+        self.output: Output | None = None
+        self._closed = False
+        self._events = llm._submit(job)
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            while self.output is None and not self._closed:
+                for event in self._next_events():
+                    yield from self._take(event)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Abort what is still running."""
+        self._closed = True
+        self._llm._withdraw(self._job.request.id)
+
+    def _next_events(self) -> list[TokenOut]:
+        while not self._events:
+            self._llm._advance()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _take(self, event: TokenOut) -> list[Delta]:
+        answer = self._answers[event.choice]
+        deltas = answer.take(event)
+        if event.finish:
+            self._choices.append(answer.finished(event))
+            if len(self._choices) == len(self._answers):
+                self.output = Output(tuple(sorted(self._choices, key=lambda choice: choice.index)))
+        return deltas
+
+
+class LLM:
+    """A model ready to answer.
+
+        llm = LLM()                                       # the embedded demo model
+        llm = LLM("org/name", dtype="bfloat16", threads=8)  # a hub name or a directory; fields of EngineConfig
+        llm.chat([{"role": "user", "content": "Hi"}]).text
+        for delta in llm.stream(messages): print(delta.text, end="")
+        llm.generate(["Once upon", "In the year"], SamplingParams(max_tokens=20))
+
+    One thread at a time. Unknown options raise ConfigError, unusable models ModelError.
+    """
+
+    def __init__(self, model: str | RandomModel | None = None, *, revision: str | None = None,
+                 chat_template: Path | None = None, progress: LoadProgress | None = None, **options: Any) -> None:
+        self.runtime: Runtime = load(model, engine_config(options), revision, progress)
+        self.engine = Engine(self.runtime)
+        self._inboxes: dict[str, deque[TokenOut]] = {}
+        directory = self.runtime.directory
+        self._front = Front.from_directory(directory, chat_template) if directory else None
+
+    @property
+    def front(self) -> Front:
+        """The tokenizer and chat template; ModelError if the model has none (random weights)."""
+        if self._front is None:
+            raise ModelError(f"{self.runtime.name} has no tokenizer: give token ids, or load a model with one")
+        return self._front
+
+    def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
+             thinking: bool | None = None, variables: Mapping[str, Any] | None = None) -> Output:
+        """Answer a conversation: OpenAI-style messages, or one user message as text."""
+        stream = self.stream(_messages(messages), sampling, tools=tools, thinking=thinking, variables=variables)
+        return _exhaust(stream)
+
+    def stream(self, prompt: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
+               thinking: bool | None = None, variables: Mapping[str, Any] | None = None) -> Stream:
+        """Like `chat` for messages, like `generate` for one text or list of ids, but piece by piece."""
+        if isinstance(prompt, str) or not _are_messages(prompt):
+            return Stream(self, self._job(prompt, sampling))
+        given = dict(variables or {})
+        if thinking is not None:
+            given["enable_thinking"] = thinking
+        return Stream(self, self.front.chat(prompt, sampling, tools=tools, variables=given))
+
+    def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
+                 sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+                 on_token: TokenCallback | None = None) -> list[Output]:
+        """Continue each prompt (text or token ids). sampling: one for all, or one per prompt."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            raise RequestError("generate takes a list of prompts: put the prompt into a list", "prompts")
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts need as many SamplingParams, not {len(params)}", "sampling")
+        jobs = [self._job(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        return self._gather(jobs, on_token)
+
+    def _gather(self, jobs: list[Job], on_token: TokenCallback | None) -> list[Output]:
+        streams: list[Stream] = []
+        try:
+            for job in jobs:
+                streams.append(Stream(self, job))
+            while any(stream.output is None for stream in streams):
+                self._advance()
+                for row, stream in enumerate(streams):
+                    self._pump(row, stream, on_token)
+        finally:
+            for stream in streams:
+                stream.close()
+        return [stream.output for stream in streams if stream.output]
+
+    def _pump(self, row: int, stream: Stream, on_token: TokenCallback | None) -> None:
+        while stream._events:
+            event = stream._events.popleft()
+            stream._take(event)
+            keep = on_token is None or event.token is None or on_token(row, event.token)
+            if not keep and not event.finish:
+                self.engine.abort(event.request)
+
+    def _job(self, prompt: Any, sampling: SamplingParams) -> Job:
+        if not isinstance(prompt, str) and self._front is None:
+            return bare_job(prompt, sampling)
+        return self.front.complete(prompt, sampling)
+
+    def _submit(self, job: Job) -> deque[TokenOut]:
+        self.engine.add(job.request)
+        return self._inboxes.setdefault(job.request.id, deque())
+
+    def _withdraw(self, request: str) -> None:
+        self.engine.abort(request)
+        self._inboxes.pop(request, None)
+
+    def _advance(self) -> None:
+        self._collect(self.engine.step())
+
+    def _collect(self, events: Sequence[TokenOut]) -> None:
+        for event in events:
+            inbox = self._inboxes.get(event.request)
+            if inbox is not None:
+                inbox.append(event)
+
+
+def _exhaust(stream: Stream) -> Output:
+    for _ in stream:
+        pass
+    assert stream.output is not None
+    return stream.output
+
+
+def _messages(messages: Any) -> Any:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)

@@ -1,0 +1,260 @@
+"""Finding a model: directories, the embedded one, and a hub that answers, refuses or is away."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx2
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from deltic.errors import ModelError
+from deltic.weights.hub import open_model, resolve
+from deltic.weights.safetensors import load_directory
+
+TEXT = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+            "linear_key_head_dim": 4, "linear_value_head_dim": 4, "eos_token_id": 3}
+
+
+@pytest.fixture
+def model_directory(tmp_path):
+    path = tmp_path / "model"
+    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT)).save_pretrained(path)
+    return path
+
+
+def rewrite(path, **changes):
+    mapping = json.loads(path.read_text()) if path.exists() else {}
+    mapping = {key: value for key, value in {**mapping, **changes}.items() if value is not ...}
+    path.write_text(json.dumps(mapping))
+
+
+# Local names.
+
+
+def test_directory_is_itself(model_directory, monkeypatch):
+    assert resolve(model_directory) == model_directory
+    assert resolve(str(model_directory)) == model_directory
+    monkeypatch.setenv("HOME", str(model_directory.parent))
+    assert resolve("~/model") == model_directory
+    monkeypatch.chdir(model_directory.parent)
+    assert resolve("model") == Path("model")
+
+
+def test_embedded_model_loads():
+    for name in (None, "tiny"):
+        files = open_model(name)
+        assert files.config.eos_token_ids and files.generation.eos_token_ids
+    assert len(load_directory(files.directory, files.config)) > 10
+
+
+def test_embedded_model_that_was_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr("deltic.weights.hub.files", lambda _: tmp_path)
+    with pytest.raises(ModelError, match="reinstall"):
+        resolve("tiny")
+
+
+@pytest.mark.parametrize("name", [
+    "", "nothing-here", "./org/name", "/absent/path", "a/b/c", "org/", "a b/c", "x" * 5000, "~nobody-of-this-name/x",
+    "a\0b", "https://huggingface.co/org/name", "-a/b"])
+def test_what_is_no_model_lists_what_is_accepted(name):
+    with pytest.raises(ModelError, match=r"a directory with config.json.*Hugging Face name.*tiny") as caught:
+        resolve(name)
+    assert len(str(caught.value)) < 700
+
+
+def test_absent_path_object_is_never_looked_up_on_the_hub():
+    with pytest.raises(ModelError, match="no directory"):
+        resolve(Path("org/name"))
+
+
+def test_file_is_refused_with_what_is_accepted(model_directory):
+    with pytest.raises(ModelError, match=r"is a file.*a directory with"):
+        resolve(model_directory / "config.json")
+
+
+# Reading a directory.
+
+
+def test_open_model_joins_config_and_generation(model_directory):
+    (model_directory / "generation_config.json").unlink(missing_ok=True)
+    assert open_model(model_directory).generation.eos_token_ids == (3,)
+    rewrite(model_directory / "generation_config.json", temperature=0.5, eos_token_id=[5, 3])
+    files = open_model(model_directory)
+    assert files.directory == model_directory and files.config.hidden_size == 8
+    assert files.generation.eos_token_ids == (5, 3) and files.generation.temperature == 0.5
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 99999, '{"a": ' + "9" * 9999 + "}", "\xff"])
+def test_broken_json_names_its_file(model_directory, name, text):
+    (model_directory / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=f"/{name}"):
+        open_model(model_directory)
+
+
+def test_bad_values_name_file_and_key(model_directory):
+    rewrite(model_directory / "generation_config.json", top_k=-1)
+    with pytest.raises(ModelError, match=r"generation_config.json: top_k"):
+        open_model(model_directory)
+    rewrite(model_directory / "config.json", hidden_size=0)
+    with pytest.raises(ModelError, match=r"config.json: hidden_size"):
+        open_model(model_directory)
+
+
+def test_absent_or_giant_config_is_refused(model_directory):
+    path = model_directory / "config.json"
+    path.write_text(" " * (5 << 20))
+    with pytest.raises(ModelError, match=r"config.json is larger"):
+        open_model(model_directory)
+    path.unlink()
+    with pytest.raises(ModelError, match=r"config.json is absent"):
+        open_model(model_directory)
+    path.mkdir()
+    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+        open_model(model_directory)
+
+
+def test_checkpoint_without_a_head_is_tied_unless_the_config_denies_it(model_directory):
+    weights = model_directory / "model.safetensors"
+    rewrite(model_directory / "config.json", tie_word_embeddings=...)
+    assert not open_model(model_directory).config.tie_word_embeddings
+    tensors = load_file(weights)
+    del tensors["lm_head.weight"]
+    save_file(tensors, weights)
+    files = open_model(model_directory)
+    assert files.config.tie_word_embeddings
+    assert "lm_head.weight" not in load_directory(files.directory, files.config)
+    rewrite(model_directory / "config.json", tie_word_embeddings=False)
+    assert not open_model(model_directory).config.tie_word_embeddings
+
+
+def test_nested_config_opens(model_directory):
+    text = Qwen3_5TextConfig(**TEXT).to_dict()
+    Qwen3_5Config(text_config=text).save_pretrained(model_directory)
+    assert open_model(model_directory).config.num_hidden_layers == 4
+
+
+# The hub.
+
+
+class Hub:
+    """Stands for the hub: what it lists, what is cached, and what it raises."""
+
+    def __init__(self, directory):
+        self.directory, self.calls, self.cached = directory, [], set()
+        self.sizes = {"model.safetensors": 1000, "config.json": 10, "pytorch_model.bin": 1 << 60}
+        self.listing_error = self.download_error = self.local_error = None
+
+    def model_info(self, repository, **options):
+        self.calls.append(("info", repository, options))
+        if self.listing_error:
+            raise self.listing_error
+        siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in self.sizes.items()]
+        return SimpleNamespace(sha="abc", siblings=siblings)
+
+    def snapshot_download(self, repository, **options):
+        self.calls.append(("download", repository, options))
+        error = self.local_error if options.get("local_files_only") else self.download_error
+        if error:
+            raise error
+        return str(self.directory)
+
+    def try_to_load_from_cache(self, repository, filename, revision):
+        return f"/cache/{filename}" if filename in self.cached else None
+
+
+@pytest.fixture
+def hub(monkeypatch, model_directory, tmp_path):
+    fake = Hub(model_directory)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", fake.try_to_load_from_cache)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1500))
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+def refusal(kind, status):
+    response = httpx2.Response(status, request=httpx2.Request("GET", "https://hub"))
+    return kind("the hub says no", response=response)
+
+
+def test_download_asks_for_what_loading_needs(hub, model_directory):
+    files = open_model("org/name", revision="v1", token="secret")
+    assert files.directory == model_directory
+    (_, repository, listing), (_, same, download) = hub.calls
+    assert repository == same == "org/name"
+    assert listing == {"revision": "v1", "files_metadata": True, "token": "secret"}
+    assert (download["revision"], download["token"], download["tqdm_class"]) == ("v1", "secret", None)
+    assert download["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+
+
+def test_progress_can_be_silenced(hub, capsys):
+    resolve("org/name", progress=False)
+    bar = hub.calls[-1][2]["tqdm_class"]
+    with bar(total=3, desc="x") as quiet:
+        quiet.update(3)
+    assert quiet.disable and capsys.readouterr().err == ""
+
+
+def test_room_is_checked_before_the_download(hub):
+    hub.sizes["model.safetensors"] = 2_000_000_000
+    with pytest.raises(ModelError, match=r"org/name needs 2\.00 GB, but .*yet has 0\.00 GB free.*HF_HOME"):
+        resolve("org/name")
+    assert [call[0] for call in hub.calls] == ["info"]
+    hub.cached = {"model.safetensors"}
+    assert resolve("org/name") == hub.directory
+
+
+def test_repository_without_safetensors(hub):
+    hub.sizes = {"model.gguf": 1, "config.json": 1, "pytorch_model.bin": 1}
+    with pytest.raises(ModelError, match="no safetensors"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize("error,hint", [
+    (refusal(errors.GatedRepoError, 403), "gated: accept its terms at https://huggingface.co/org/name.*HF_TOKEN"),
+    (refusal(errors.RepositoryNotFoundError, 404), "neither a directory here nor.*spelling.*HF_TOKEN"),
+    (refusal(errors.RevisionNotFoundError, 404), "no revision 'v9'"),
+    (refusal(errors.HfHubHTTPError, 401), "refuses access.*HF_TOKEN"),
+    (refusal(errors.HfHubHTTPError, 403), "refuses access.*HF_TOKEN"),
+    (refusal(errors.HfHubHTTPError, 429), "cannot be downloaded.*the hub says no"),
+    (errors.HFValidationError("bad id"), "cannot be downloaded.*bad id"),
+    (RuntimeError("transfer broke"), "cannot be downloaded.*transfer broke"),
+    (OSError(28, "No space left on device"), "cannot write to .*yet: No space left.*HF_HOME"),
+    (PermissionError(13, "Permission denied"), "cannot write to .*Permission denied"),
+])
+@pytest.mark.parametrize("step", ["listing_error", "download_error"])
+def test_refusals_say_what_to_do(hub, step, error, hint):
+    setattr(hub, step, error)
+    with pytest.raises(ModelError, match=hint):
+        resolve("org/name", revision="v9")
+
+
+@pytest.mark.parametrize("error", [httpx2.ConnectError("no route"), httpx2.ReadTimeout("slow"),
+                                   errors.OfflineModeIsEnabled("HF_HUB_OFFLINE=1"), ConnectionResetError(104, "reset"),
+                                   refusal(errors.HfHubHTTPError, 503)])
+@pytest.mark.parametrize("step", ["listing_error", "download_error"])
+def test_offline_uses_the_copy_or_says_so(hub, step, error, caplog):
+    setattr(hub, step, error)
+    with caplog.at_level(logging.WARNING):
+        assert resolve("org/name") == hub.directory
+    assert hub.calls[-1][2]["local_files_only"] and "cannot be reached" in caplog.text
+    hub.local_error = errors.LocalEntryNotFoundError("not cached")
+    with pytest.raises(ModelError, match=r"not downloaded.*cannot be reached.*HF_HUB_OFFLINE.*tiny"):
+        resolve("org/name")
+
+
+def test_real_client_offline(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"cannot be reached.*HF_HUB_OFFLINE"):
+        resolve("org/name")

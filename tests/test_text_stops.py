@@ -1,0 +1,123 @@
+"""Stop strings end the answer at the same place for engine and client, however the text is cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_text_support import EOS, Vocabulary, splits
+
+from deltic.text.stops import open_suffix
+from deltic.text.stream import Region, Router, StopMatcher, chat_router, join, text_router
+
+CASES = [
+    ("abSTOPcd", ("STOP",), "ab"),
+    ("aSTSTOP", ("STOP",), "aST"),
+    ("ababac", ("abac",), "ab"),
+    ("xé漢y", ("漢",), "xé"),
+    ("a STO", ("STOP",), "a STO"),
+    ("one two", ("two", "one tw"), ""),
+    ("abc", ("c", "bc"), "a"),
+    ("a\n\nb", ("\n\n",), "a"),
+    ("STOP", ("STOP",), ""),
+    ("é", ("Ã",), "é"),
+    ("aaab", ("aab",), "a"),
+    ("end ", ("d X",), "end "),
+]
+
+
+def reference(text: str, stops: tuple[str, ...]) -> tuple[str, int | None]:
+    """What is kept, and after how many characters it is certain."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], end
+    return text, None
+
+
+@pytest.mark.parametrize(("text", "stops", "kept"), CASES)
+def test_every_split(text: str, stops: tuple[str, ...], kept: str) -> None:
+    data = text.encode()
+    expected, end = reference(text, stops)
+    assert expected == kept
+    for cuts in splits(len(data)):
+        vocabulary = Vocabulary()
+        tokens = vocabulary.encode(data, cuts)
+        router, matcher = text_router(vocabulary, stops), StopMatcher(stops, vocabulary.visible_bytes)
+        out, ended, seen = [], [], 0
+        for token in tokens:
+            out += router.feed(token)
+            ended.append(matcher.push(token))
+            seen += len(vocabulary.visible_bytes(token))
+            assert ended[-1] == (end is not None and seen >= len(text[:end].encode())) == router.stopped
+        assert join(out + router.finish()).content == kept
+
+
+@given(
+    st.text("ab", max_size=14),
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    st.lists(st.integers(0, 14)),
+)
+@settings(deadline=None, max_examples=500)
+def test_random_texts_against_the_reference(text: str, stops: list[str], cuts: list[int]) -> None:
+    vocabulary = Vocabulary()
+    router = text_router(vocabulary, stops)
+    out = [delta for token in vocabulary.encode(text, cuts) for delta in router.feed(token)]
+    assert join(out + router.finish()).content == reference(text, tuple(stops))[0]
+
+
+def test_special_tokens_contribute_nothing() -> None:
+    matcher = StopMatcher(["ab"], Vocabulary().visible_bytes)
+    assert [matcher.push(token) for token in (ord("a"), EOS, ord("b"))] == [False, False, True]
+
+
+def test_nothing_is_sent_that_may_become_a_stop_string() -> None:
+    router = text_router(Vocabulary(), ["STOP"])
+    assert [[delta.text for delta in router.feed(byte)] for byte in b"aSTx"] == [["a"], [], [], ["STx"]]
+
+
+def test_a_matcher_can_be_copied_per_choice() -> None:
+    first = StopMatcher(["ab"], Vocabulary().visible_bytes)
+    first.push(ord("a"))
+    second = first.copy()
+    assert not second.push(ord("c")) and first.push(ord("b")) and not second.push(ord("b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "stop", "reasoning", "content"),
+    [
+        ("think END more\n</think>\n\nanswer END tail", "reasoning", "END", "think END more", "answer "),
+        ("a\n</think>\n\nb\n\nc", "reasoning", "\n\n", "a", "b"),
+        ("EN</think>D", "content", "END", "", ""),
+        ("EN<think>x</think>D", "content", "END", "x", "END"),
+    ],
+)
+def test_stop_strings_end_the_content_only(
+    text: str, start: Region, stop: str, reasoning: str, content: str
+) -> None:
+    vocabulary = Vocabulary()
+    prompt = vocabulary.encode("<think>") if start == "reasoning" else []
+    router = chat_router(vocabulary, prompt, stop=[stop])
+    matcher = router.matcher()
+    assert matcher is not None
+    out = []
+    for token in vocabulary.encode(text):
+        out += router.feed(token)
+        assert matcher.push(token) == router.stopped
+    result = join(out + router.finish())
+    assert (result.reasoning, result.content) == (reasoning, content)
+
+
+def test_no_matcher_without_stop_strings() -> None:
+    assert Router(Vocabulary().visible_bytes).matcher() is None
+
+
+def test_open_suffix() -> None:
+    assert [open_suffix(text, ["abc", "bd"]) for text in ("", "ab", "xb", "abc", "ca", "ba")] == [
+        0,
+        2,
+        1,
+        0,
+        1,
+        1,
+    ]
