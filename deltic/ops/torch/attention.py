@@ -11,6 +11,9 @@ from torch import Tensor
 from deltic.ops.records import PAGE, AttentionWeights, Batch, KvView, Rope
 from deltic.ops.torch.basic import linear, rms_norm
 
+_SHORT = 16384
+"""Up to so many K/V tokens in all, plain products in float32 are faster for single queries than the flash kernel."""
+
 
 def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
     spec = weights.spec
@@ -97,16 +100,21 @@ def _causal(batch: Batch, row: int, tokens: int, context: int) -> Tensor | None:
 
 
 def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
-    """One token per row: query [R, heads, head_dim], mask [R, 1, 1, context]. Products in float32, which for so
-    few queries is faster than the flash kernel."""
-    keys, values = (_gather(pool, pages, context).to(_accumulator(query)) for pool in (kv.keys, kv.values))
+    """One token per row: query [R, heads, head_dim], mask [R, 1, 1, context]."""
+    keys, values = (_gather(pool, pages, context) for pool in (kv.keys, kv.values))
+    if mask is not None:
+        # masked weights are zero, but zero times a stale NaN is NaN
+        values = values.masked_fill(~mask.transpose(-1, -2), 0)
+    if len(pages) * context > _SHORT:
+        out = F.scaled_dot_product_attention(query[:, :, None], keys, values, attn_mask=mask, enable_gqa=True)
+        return out[:, :, 0]
+    keys, values = keys.to(_accumulator(query)), values.to(_accumulator(query))
     grouped = query.to(keys.dtype).view(query.shape[0], keys.shape[1], -1, query.shape[-1])
     scores = (grouped * query.shape[-1]**-0.5) @ keys.transpose(-1, -2)
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
-        # masked weights are zero, but zero times a stale NaN is NaN
-        values = values.masked_fill(~mask.transpose(-1, -2), 0)
-    return (scores.softmax(-1) @ values).flatten(1, 2).to(query.dtype)
+    mixed: Tensor = (scores.softmax(-1) @ values).flatten(1, 2)
+    return mixed.to(query.dtype)
 
 
 def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
