@@ -50,7 +50,8 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     angles = positions[0].float()[:, None] * frequencies
     if spec.sections:
         for axis in (1, 2):
-            index = torch.arange(axis, min(3 * spec.sections[axis], half), 3, device=positions.device)
+            index = torch.tensor(range(axis, min(3 * spec.sections[axis], half), 3), dtype=torch.long,
+                                 device=positions.device)
             angles[:, index] = positions[axis].float()[:, None] * frequencies[index]
     angles = torch.cat((angles, angles), dim=-1)
     return Rope(angles.cos(), angles.sin())
