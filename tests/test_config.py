@@ -243,8 +243,9 @@ def test_engine_options_document_themselves():
         assert option.metadata["help"], option.name
     assert EngineConfig().memory_bytes is None
     assert EngineConfig(memory="1.5GiB").memory_bytes == 3 << 29
-    assert EngineConfig(threads=3).thread_count == 3
-    assert EngineConfig().thread_count >= 1
+    assert EngineConfig(threads=3).threads_for(1) == EngineConfig(threads=3).threads_for(10**9) == 3
+    assert EngineConfig().threads_for(1_000_000) == 1
+    assert EngineConfig().threads_for(10**9) == available_cores()
     assert EngineConfig(ops=["attention_mixer=ref", "mlp=torch"]).ops == ("attention_mixer=ref", "mlp=torch")
 
 

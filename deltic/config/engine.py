@@ -16,6 +16,7 @@ _RANGES: Final = {
     "max_batch": (1, 4096),
     "token_budget": (1, 1 << 20),
 }
+_CACHED_PARAMETERS: Final = 8_000_000
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -79,7 +80,7 @@ class EngineConfig:
         """The cache budget in bytes, `None` when it is to be chosen."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")
 
-    @property
-    def thread_count(self) -> int:
-        """`threads`, or else the physical cores that this process may use."""
-        return self.threads or available_cores()
+    def threads_for(self, parameters: int) -> int:
+        """`threads`, or else the physical cores that this process may use; for a model of so few parameters that
+        they stay in a core's cache, one: more would only wait for each other."""
+        return self.threads or (1 if parameters < _CACHED_PARAMETERS else available_cores())

@@ -87,7 +87,10 @@ class _Answer:
 
 
 class Stream:
-    """Deltas of one request as they come; `output` is there once it is exhausted. Closing it aborts the request."""
+    """Deltas of one request as they come; `output` is there once it is exhausted. Closing it aborts the request.
+
+    stopped: a callback has ended the request early.
+    """
 
     def __init__(self, llm: LLM, job: Job) -> None:
         self._llm, self._job = llm, job
@@ -95,6 +98,7 @@ class Stream:
         self._answers = [_Answer(job.router.copy(), frozenset(params.stop_token_ids)) for _ in range(params.n)]
         self._choices: list[Choice] = []
         self.output: Output | None = None
+        self.stopped = False
         self._closed = False
         self._events = llm._submit(job)
 
@@ -201,8 +205,10 @@ class LLM:
         while stream._events:
             event = stream._events.popleft()
             stream._take(event)
-            keep = on_token is None or event.token is None or on_token(row, event.token)
-            if not keep and not event.finish:
+            if on_token is None or event.token is None or stream.stopped:
+                continue
+            stream.stopped = not on_token(row, event.token)
+            if stream.stopped:
                 self.engine.abort(event.request)
 
     def _job(self, prompt: Any, sampling: SamplingParams) -> Job:

@@ -14,6 +14,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.storage import allocate, page_bytes, slot_bytes
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.engine.heap import keep_freed_memory
 from deltic.errors import ConfigError
 from deltic.model.decoder import Decoder, Observer, Stores, build
 from deltic.ops import select
@@ -93,18 +94,18 @@ class Runtime:
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None) -> Runtime:
     """Load a model (directory, hub name, "tiny" or None for the embedded one, or random weights) and size its cache."""
-    torch.set_num_threads(options.thread_count)
     _check_device(options.device)
+    keep_freed_memory()
     if isinstance(model, RandomModel):
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         name, directory, generation = f"random-{model.preset}", None, GenerationDefaults()
-        dtype = _dtype(config, options)
+        dtype = _prepare(config, options)
         weights = random_weights(config, dtype, model.seed, device=options.device,  # type: ignore[arg-type]
                                  initializer_range=model.initializer_range)
     else:
         files = open_model(model, revision)
         name, directory, config, generation = model or "tiny", files.directory, files.config, files.generation
-        dtype = _dtype(config, options)
+        dtype = _prepare(config, options)
         weights = load_directory(files.directory, config, dtype, options.device, progress)  # type: ignore[arg-type]
     decoder = build(config, weights, select(options.ops))
     return _finish(name, directory, config, options, generation, decoder, getattr(torch, dtype))
@@ -122,7 +123,9 @@ def _finish(name: str, directory: Path | None, config: ModelConfig, options: Eng
                    Stores(storage.kv_views(), storage.state_views()))
 
 
-def _dtype(config: ModelConfig, options: EngineConfig) -> str:
+def _prepare(config: ModelConfig, options: EngineConfig) -> str:
+    """Set the process up for this model; returns the dtype of its weights and activations."""
+    torch.set_num_threads(options.threads_for(config.parameter_count))
     return config.dtype if options.dtype == "auto" else options.dtype
 
 

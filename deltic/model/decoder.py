@@ -91,9 +91,9 @@ class Decoder:
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters, a tied head counted once."""
-        tensors = {t.data_ptr(): t.nbytes for layer in self.layers for t in _tensors(layer)}
-        tensors |= {t.data_ptr(): t.nbytes for t in (self.embedding, self.norm, *_blocks(self.lm_head))}
-        return sum(tensors.values())
+        tensors = [t for layer in self.layers for t in _tensors(layer)]
+        tensors += [self.embedding, self.norm, *_blocks(self.lm_head)]
+        return sum({id(t): t.numel() * t.itemsize for t in tensors}.values())
 
 
 def _blocks(weight: Weight) -> tuple[Tensor, ...]:
@@ -116,24 +116,24 @@ def build(config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> Decoder:
     counts = {"linear_attention": 0, "full_attention": 0}
     layers = []
     for index, kind in enumerate(config.layer_types):
-        take = _Taker(weights, f"model.layers.{index}.")
+        take = _Taker(weights, f"model.layers.{index}.", ops)
         mixer = _gdn(config, take) if kind == "linear_attention" else _attention(config, take)
         layers.append(Layer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
-                            MlpWeights(take.rows("mlp.gate_proj", "mlp.up_proj"), take.rows("mlp.down_proj")),
+                            MlpWeights(take.linear("mlp.gate_proj", "mlp.up_proj"), take.linear("mlp.down_proj")),
                             counts[kind]))
         counts[kind] += 1
-    top = _Taker(weights, "")
-    embedding = top.rows("model.embed_tokens")
+    top = _Taker(weights, "", ops)
+    embedding = top.plain("model.embed_tokens.weight")
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section)
     return Decoder(config, ops, embedding, tuple(layers), top.norm("model.norm"),
-                   embedding if config.tie_word_embeddings else top.rows("lm_head"), rope)
+                   embedding if config.tie_word_embeddings else top.linear("lm_head"), rope)
 
 
 class _Taker:
-    """Pops the tensors of one module prefix."""
+    """Pops the tensors of one module prefix, in the form that the ops want."""
 
-    def __init__(self, weights: dict[str, Tensor], prefix: str) -> None:
-        self.weights, self.prefix = weights, prefix
+    def __init__(self, weights: dict[str, Tensor], prefix: str, ops: Ops) -> None:
+        self.weights, self.prefix, self.ops = weights, prefix, ops
 
     def plain(self, name: str) -> Tensor:
         return self.weights.pop(self.prefix + name)
@@ -145,9 +145,10 @@ class _Taker:
         """The scale itself: checkpoints store it less one."""
         return self.float32(name + ".weight") + 1
 
-    def rows(self, *names: str) -> Tensor:
+    def linear(self, *names: str) -> Weight:
+        """One weight of the rows of all these modules."""
         blocks = [self.plain(name + ".weight") for name in names]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return self.ops.pack(blocks[0] if len(blocks) == 1 else torch.cat(blocks))
 
 
 def _gdn(config: ModelConfig, take: _Taker) -> GdnWeights:
@@ -156,14 +157,14 @@ def _gdn(config: ModelConfig, take: _Taker) -> GdnWeights:
     spec = GdnSpec(linear.num_key_heads, linear.num_value_heads, linear.key_head_dim, linear.value_head_dim,
                    linear.conv_kernel, config.rms_norm_eps)
     parts = [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")]
-    return GdnWeights(spec, take.rows(*parts), take.plain("linear_attn.conv1d.weight").squeeze(1).contiguous(),
+    return GdnWeights(spec, take.linear(*parts), take.plain("linear_attn.conv1d.weight").squeeze(1).contiguous(),
                       -take.float32("linear_attn.A_log").exp(), take.float32("linear_attn.dt_bias"),
-                      take.float32("linear_attn.norm.weight"), take.rows("linear_attn.out_proj"))
+                      take.float32("linear_attn.norm.weight"), take.linear("linear_attn.out_proj"))
 
 
 def _attention(config: ModelConfig, take: _Taker) -> AttentionWeights:
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
-    qkv = take.rows(*(f"self_attn.{part}_proj" for part in "qkv"))
+    qkv = take.linear(*(f"self_attn.{part}_proj" for part in "qkv"))
     return AttentionWeights(spec, qkv, take.norm("self_attn.q_norm"), take.norm("self_attn.k_norm"),
-                            take.rows("self_attn.o_proj"))
+                            take.linear("self_attn.o_proj"))

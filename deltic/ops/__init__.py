@@ -33,6 +33,8 @@ from deltic.ops.records import (
 class Ops:
     """A backend. H: hidden size, V: vocabulary, T, L: tokens and logit rows of the batch.
 
+    pack(weight [out, in]) -> Weight: the form in which this backend's linear layers want it; called once, at load.
+        Every backend also takes the forms of the others.
     embed(ids [T], weight [V, H]) -> [T, H]
     rope(positions [3, T], spec) -> Rope
     add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm
@@ -48,6 +50,7 @@ class Ops:
         source [N], target [N]): device copies, all layers at once.
     """
 
+    pack: Callable[[Tensor], Weight]
     embed: Callable[[Tensor, Tensor], Tensor]
     rope: Callable[[Tensor, RopeSpec], Rope]
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]

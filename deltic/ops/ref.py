@@ -58,7 +58,9 @@ def project(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
     if isinstance(weight, tuple):
         return torch.cat([project(x, block) for block in weight], dim=-1)
-    matrix, result = weight.to(wide(x)), x.new_empty(len(x), len(weight), dtype=wide(x))
+    # another backend may have packed it
+    plain = weight.to_dense() if weight.is_mkldnn else weight
+    matrix, result = plain.to(wide(x)), x.new_empty(len(x), len(weight), dtype=wide(x))
     for token, vector in enumerate(x.to(wide(x))):
         # A copy has the same alignment for every token, on which the library's order of additions depends.
         result[token] = matrix @ vector.clone()
@@ -75,6 +77,11 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     values = x.to(wide(x))
     normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return (normalised * scale.to(wide(x))).to(x.dtype)
+
+
+def pack(weight: Tensor) -> Weight:
+    """weight [out, in] as it is."""
+    return weight
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
@@ -540,5 +547,5 @@ def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
     copy_slots(pools, source, target)
 
 
-OPS = Ops(embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer,
+OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer,
           mlp=mlp, head=head, sample=sample, copy_slots=copy_slots, copy_pages=copy_pages)

@@ -2,9 +2,9 @@
 
 from deltic.ops import Ops
 from deltic.ops.torch.attention import attention_mixer
-from deltic.ops.torch.basic import add_norm, copy, embed, head, mlp, rope
+from deltic.ops.torch.basic import add_norm, copy, embed, head, mlp, pack, rope
 from deltic.ops.torch.gdn import gdn_mixer
 from deltic.ops.torch.sample import sample
 
-OPS = Ops(embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer, mlp=mlp,
+OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer, mlp=mlp,
           head=head, sample=sample, copy_slots=copy, copy_pages=copy)

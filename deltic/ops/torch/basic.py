@@ -9,10 +9,22 @@ from torch import Tensor
 from deltic.ops.records import MlpWeights, Rope, RopeSpec, Weight
 
 
+def pack(weight: Tensor) -> Weight:
+    """oneDNN's blocked layout for bfloat16 on a CPU: half the time for few tokens, where F.linear reads the plain
+    layout at half of the memory's speed."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
+
+
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in] times the transpose of weight [out, in] -> [T, out]."""
     if isinstance(weight, tuple):
         return torch.cat([F.linear(x, block) for block in weight], dim=-1)
+    if weight.is_mkldnn:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return product
     return F.linear(x, weight)
 
 

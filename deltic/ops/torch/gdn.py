@@ -1,8 +1,5 @@
-"""Gated DeltaNet in plain torch: one-token rows in one batched step, longer rows in chunks of 64 tokens.
-
-The chunked form is the WY representation of the gated delta rule (arXiv 2412.06464, section 3.3): within a chunk
-u = T (beta v - beta D k S), T = (1 + tril(beta D k kT, -1))^-1, so that only one S per chunk is sequential.
-"""
+"""Gated DeltaNet layers in plain torch: projections, short convolution over a ring of inputs, gated norm. The delta
+rule itself is in `delta`."""
 
 from __future__ import annotations
 
@@ -13,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops import ref
-from deltic.ops.records import CHUNK, Batch, GdnSpec, GdnWeights, StateView
+from deltic.ops.records import Batch, GdnWeights, StateView
 from deltic.ops.torch.basic import linear, rms_norm
+from deltic.ops.torch.delta import Chunks, Gates, chunked, cut, step
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
@@ -23,38 +21,12 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
     spec, plan = weights.spec, _plan(batch, state)
     qkv, z, beta, a = linear(x, weights.in_proj).split(
         (spec.channels, spec.values, spec.value_heads, spec.value_heads), dim=-1)
-    accumulate = state.recurrent.dtype
-    gates = _Gates(decay=weights.decay.to(accumulate) * F.softplus(a.to(accumulate) + weights.dt_bias),
-                   beta=beta.to(accumulate).sigmoid())
+    dtype = state.recurrent.dtype
+    gates = Gates(F.softplus(a.to(dtype) + weights.dt_bias).mul_(weights.decay), beta.to(dtype).sigmoid_())
     mixed = _mix(qkv, gates, weights, state, batch, plan)
     mixed = rms_norm(mixed, weights.norm, spec.eps)
-    mixed = mixed * F.silu(z.to(accumulate)).view_as(mixed)
-    return linear(mixed.flatten(1).to(x.dtype), weights.out_proj)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gates:
-    """decay: log a, [T, Hv]. beta [T, Hv]."""
-
-    decay: Tensor
-    beta: Tensor
-
-    def __getitem__(self, index: slice) -> _Gates:
-        return _Gates(self.decay[index], self.beta[index])
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """How the longer rows are cut: N chunks, ordered by chunk number, then by row, longest row first.
-
-    rows: batch rows, longest first. active: rows that have a chunk j, for each j. gather [N * CHUNK]: index into
-    the rows' tokens, padded with the row's last token. real [N, 1, CHUNK]: what is not padding.
-    """
-
-    rows: tuple[int, ...]
-    active: tuple[int, ...]
-    gather: Tensor
-    real: Tensor
+    mixed = mixed.flatten(1).mul_(F.silu(z.to(dtype), inplace=z.dtype != dtype))
+    return linear(mixed.to(x.dtype), weights.out_proj)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +37,7 @@ class _Plan:
     an input of this batch, at index inputs [R + E, W]; kept [R + E, W, 1]: it comes from ring `sources`.
     Reads: window [R, W - 1]: places of the inputs before each row's chunk, oldest first; window_real [R, W - 1, 1]:
     which of them exist (None: all). started [R]: the row has a state; any_new: perhaps not all rows have.
+    taps: see `_Taps`; None if the batch is not of single tokens in place.
     """
 
     slots: Tensor
@@ -77,7 +50,17 @@ class _Plan:
     any_new: bool
     window: Tensor
     window_real: Tensor | None
-    chunks: _Chunks | None
+    chunks: Chunks | None
+    taps: _Taps | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Taps:
+    """Single tokens on rings as wide as the kernel: row r writes its input at write[r] and then needs the whole
+    ring, whose place p meets tap index[r, p]."""
+
+    write: tuple[Tensor, Tensor]
+    index: Tensor
 
 
 def _plan(batch: Batch, state: StateView) -> _Plan:
@@ -95,53 +78,71 @@ def _make_plan(batch: Batch, width: int) -> _Plan:
     positions = lengths[:, None] - 1 - torch.arange(width, device=device)
     done = batch.done[rows][:, None]
     fresh = positions >= done
-    started = batch.done > 0
     before = batch.done[:, None] - torch.arange(width - 1, 0, -1, device=device)
+    all_real = device.type == "cpu" and bool((before >= 0).all())
     return _Plan(
         slots=torch.cat((batch.target, batch.emit_slot)),
         sources=batch.source[rows],
         places=positions % width,
         fresh=fresh[..., None],
         kept=((positions >= 0) & ~fresh)[..., None],
-        inputs=(batch.starts[rows][:, None] + positions - done).clamp_(min=0),
-        started=started,
-        any_new=device.type != "cpu" or not bool(started.all()),
+        inputs=(batch.starts[rows][:, None] + positions - done).clamp_(0, batch.layout.tokens - 1),
+        started=batch.done > 0,
+        any_new=device.type != "cpu" or not bool((batch.done > 0).all()),
         window=before % width,
-        window_real=None if device.type == "cpu" and bool((before >= 0).all()) else (before >= 0)[..., None],
-        chunks=_cut(batch) if batch.layout.rows > batch.layout.singles else None,
+        window_real=None if all_real else (before >= 0)[..., None],
+        chunks=cut(batch) if batch.layout.rows > batch.layout.singles else None,
+        taps=_taps(batch, width) if all_real else None,
     )
 
 
-def _cut(batch: Batch) -> _Chunks:
+def _taps(batch: Batch, width: int) -> _Taps | None:
     layout = batch.layout
-    rows = sorted(range(layout.singles, layout.rows), key=lambda row: -layout.chunks[row])
-    counts = [-(-layout.chunks[row] // CHUNK) for row in rows]
-    active = tuple(sum(count > j for count in counts) for j in range(counts[0]))
-    first = layout.singles
-    offsets = {row: sum(layout.chunks[first:row]) for row in rows}
-    order = [(row, j) for j, n in enumerate(active) for row in rows[:n]]
-    lengths = torch.tensor([layout.chunks[row] - j * CHUNK for row, j in order])
-    starts = torch.tensor([offsets[row] + j * CHUNK for row, j in order])
-    within = torch.arange(CHUNK)
-    gather = starts[:, None] + torch.minimum(within, lengths[:, None] - 1)
-    device = batch.done.device
-    return _Chunks(tuple(rows), active, gather.flatten().to(device), (within < lengths[:, None])[:, None].to(device))
+    if batch.span is None or layout.singles < layout.rows or layout.emits:
+        return None
+    places = torch.arange(width, device=batch.done.device)
+    rows = torch.arange(layout.rows, device=batch.done.device)
+    return _Taps((rows, batch.done % width), (places - batch.done[:, None] - 1) % width)
 
 
-def _mix(qkv: Tensor, gates: _Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _Plan) -> Tensor:
+def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _Plan) -> Tensor:
     """Convolution and delta rule of all rows -> [T, Hv, Dv] in the state's dtype; moves the slots."""
-    singles, spec = batch.layout.singles, weights.spec
-    history = _history(state.conv, batch, plan, spec.conv_kernel - 1)
+    singles, kernel = batch.layout.singles, weights.spec.conv_kernel
+    if plan.taps is not None and state.conv.shape[1] == kernel:
+        return _step(_convolve_in_place(qkv, weights.conv, state, batch, plan.taps), gates, weights, state, batch, plan)
+    history = _history(state.conv, batch, plan, kernel - 1)
     _write_rings(qkv, state.conv, plan)
     parts = []
     if singles:
         window = torch.cat((history[:singles], qkv[:singles, None]), dim=1)
         mixed = F.silu((window.to(gates.beta.dtype) * weights.conv.t()).sum(1))
-        parts.append(_step(mixed, gates[:singles], spec, state.recurrent, batch, plan))
+        parts.append(_step(mixed, gates[:singles], weights, state, batch, plan))
     if plan.chunks is not None:
         mixed = _convolve(qkv, history, weights.conv, batch, state.recurrent.dtype)
-        parts.append(_chunked(mixed, gates[singles:], spec, state.recurrent, batch, plan.chunks))
+        parts.append(chunked(mixed, gates[singles:], weights.spec, state.recurrent, batch, plan.chunks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _Plan) -> Tensor:
+    """The delta rule for the leading rows of one token [R1, C] -> [R1, Hv, Dv]; writes their slots."""
+    rows, recurrent = mixed.shape[0], state.recurrent
+    current = recurrent[batch.span[0]:batch.span[1]] if batch.span else recurrent[batch.source[:rows]]
+    if plan.any_new:
+        current.masked_fill_(~plan.started[:rows, None, None, None], 0)
+    output = step(mixed, gates, weights.spec, current)
+    if not batch.span:
+        recurrent[batch.target[:rows]] = current
+    if batch.layout.emits:
+        # a row of one token emits its new state; what longer rows emit is written over by `chunked`
+        recurrent[batch.emit_slot] = current[batch.emit_row.clamp(max=rows - 1)]
+    return output
+
+
+def _convolve_in_place(qkv: Tensor, conv: Tensor, state: StateView, batch: Batch, taps: _Taps) -> Tensor:
+    assert batch.span is not None
+    ring = state.conv[batch.span[0]:batch.span[1]]
+    ring[taps.write] = qkv
+    return F.silu((ring.to(state.recurrent.dtype) * conv.t()[taps.index]).sum(1), inplace=True)
 
 
 def _history(conv: Tensor, batch: Batch, plan: _Plan, count: int) -> Tensor:
@@ -153,7 +154,7 @@ def _history(conv: Tensor, batch: Batch, plan: _Plan, count: int) -> Tensor:
 
 def _write_rings(qkv: Tensor, conv: Tensor, plan: _Plan) -> None:
     kept = conv[plan.sources[:, None], plan.places]
-    values = torch.where(plan.fresh, qkv[plan.inputs.clamp(max=qkv.shape[0] - 1)], torch.where(plan.kept, kept, 0))
+    values = torch.where(plan.fresh, qkv[plan.inputs], torch.where(plan.kept, kept, 0))
     conv[plan.slots[:, None], plan.places] = values
 
 
@@ -167,101 +168,4 @@ def _convolve(qkv: Tensor, history: Tensor, conv: Tensor, batch: Batch, dtype: t
         padded = torch.cat((history[row], qkv[start:end]))[None, :, None].permute(0, 3, 1, 2)
         outputs.append(F.conv2d(padded, kernel, groups=conv.shape[0])[0, :, :, 0].t())
         start = end
-    return F.silu((outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype))
-
-
-def _split(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised queries (scaled) and keys [T, Hv, Dk], values [T, Hv, Dv] of convolved channels [T, C]."""
-    both, value = mixed.split((2 * spec.keys, spec.values), dim=-1)
-    both = both.unflatten(-1, (2, spec.key_heads, spec.key_dim))
-    query, key = (both * torch.rsqrt((both * both).sum(-1, keepdim=True) + 1e-6)).unbind(1)
-    query = query * spec.key_dim**-0.5
-    groups = spec.value_heads // spec.key_heads
-    if groups > 1:
-        query, key = query.repeat_interleave(groups, dim=1), key.repeat_interleave(groups, dim=1)
-    return query, key, value.unflatten(-1, (spec.value_heads, spec.value_dim))
-
-
-def _step(mixed: Tensor, gates: _Gates, spec: GdnSpec, recurrent: Tensor, batch: Batch, plan: _Plan) -> Tensor:
-    """One token of each leading row: [R1, C] -> [R1, Hv, Dv]. Reads each state once, writes it in place."""
-    query, key, value = _split(mixed, spec)
-    decay, beta = gates.decay.exp()[..., None], gates.beta[..., None]
-    rows = mixed.shape[0]
-    state = recurrent[batch.span[0]:batch.span[1]] if batch.span else recurrent[batch.source[:rows]]
-    if plan.any_new:
-        state.masked_fill_(~plan.started[:rows, None, None, None], 0)
-    read = torch.stack((key, query), dim=2) @ state
-    update = beta * (value - decay * read[:, :, 0])
-    output = decay * read[:, :, 1] + (key * query).sum(-1, keepdim=True) * update
-    state.mul_(decay[..., None]).addcmul_(key[..., None], update[..., None, :])
-    if not batch.span:
-        recurrent[batch.target[:rows]] = state
-    _emit_singles(recurrent, state, batch)
-    return output
-
-
-def _emit_singles(recurrent: Tensor, state: Tensor, batch: Batch) -> None:
-    """A single-token row can only emit its new state; emits of longer rows are written by their chunks later."""
-    if batch.layout.emits:
-        rows = batch.emit_row.clamp(max=state.shape[0] - 1)
-        recurrent[batch.emit_slot] = state[rows]
-
-
-def _chunked(mixed: Tensor, gates: _Gates, spec: GdnSpec, recurrent: Tensor, batch: Batch, cut: _Chunks) -> Tensor:
-    """The longer rows: [tokens, C] -> [tokens, Hv, Dv]."""
-    heads = [x.index_select(0, cut.gather).unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in _split(mixed, spec)]
-    query, key, value = heads
-    beta, log_decay = (x.index_select(0, cut.gather).unflatten(0, (-1, CHUNK)).transpose(1, 2) * cut.real
-                       for x in (gates.beta, gates.decay))
-    # float64: differences of long cumulative sums of logs lose digits that single decays still have
-    total = log_decay.double().cumsum(-1)
-    between = (total[..., :, None] - total[..., None, :]).tril_().exp_().to(mixed.dtype).tril_()
-    from_start = total.exp().to(mixed.dtype)[..., None]
-    to_end = (total[..., -1:] - total).exp().to(mixed.dtype)[..., None]
-    weighted = key * beta[..., None]
-    system = (weighted @ key.transpose(-1, -2)).mul_(between)
-    identity = torch.eye(CHUNK, dtype=mixed.dtype, device=mixed.device).expand_as(system)
-    inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
-    inner, reads = inverse @ (value * beta[..., None]), inverse @ (weighted * from_start)
-    scores = (query @ key.transpose(-1, -2)).mul_(between)
-    reads = torch.cat((reads, query * from_start), dim=-2)
-    kept_keys = (key * to_end).transpose(-1, -2)
-    rows = torch.tensor(cut.rows, device=mixed.device)
-    state = recurrent[batch.source[rows]]
-    state.masked_fill_((batch.done[rows] == 0)[:, None, None, None], 0)
-    outputs, updates, before, start = [], [], [], 0
-    for active in cut.active:
-        here = slice(start, start + active)
-        current = state[:active]
-        before.append(current.clone() if batch.layout.emits else current)
-        read = reads[here] @ current
-        update = inner[here] - read[..., :CHUNK, :]
-        outputs.append(torch.matmul(scores[here], update).add_(read[..., CHUNK:, :]))
-        current.mul_(from_start[here, :, -1:]).add_(kept_keys[here] @ update)
-        updates.append(update)
-        start += active
-    recurrent[batch.target[rows]] = state
-    if batch.layout.emits:
-        _emit_chunks(recurrent, torch.cat(before), torch.cat(updates), key, total, batch, cut)
-    output = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
-    result = output.new_empty(mixed.shape[0], *output.shape[1:])
-    result[cut.gather.view(-1, CHUNK)[cut.real[:, 0]]] = output.view(-1, CHUNK, *output.shape[1:])[cut.real[:, 0]]
-    return result
-
-
-def _emit_chunks(recurrent: Tensor, before: Tensor, updates: Tensor, key: Tensor, total: Tensor, batch: Batch,
-                 cut: _Chunks) -> None:
-    """States inside or at the end of chunks: the chunk's first state decayed, plus its leading tokens."""
-    long = batch.emit_row >= batch.layout.singles
-    local = batch.emit_length - batch.done[batch.emit_row] - 1
-    rank = torch.zeros(batch.layout.rows, dtype=torch.long, device=local.device)
-    rank[list(cut.rows)] = torch.arange(len(cut.rows), device=local.device)
-    first = torch.tensor((0, *cut.active), device=local.device).cumsum(0)
-    chunk = (first[(local // CHUNK).clamp_(min=0)] + rank[batch.emit_row])[long]
-    within = (local % CHUNK)[long]
-    sums = total[chunk]
-    at = sums.gather(-1, within[:, None, None].expand(-1, sums.shape[1], 1))
-    decay = (at - sums).masked_fill_(torch.arange(CHUNK, device=at.device) > within[:, None, None], -torch.inf)
-    kept = key[chunk] * decay.exp().to(key.dtype)[..., None]
-    states = before[chunk] * at.exp().to(key.dtype)[..., None] + kept.transpose(-1, -2) @ updates[chunk]
-    recurrent[batch.emit_slot[long]] = states
+    return F.silu((outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype), inplace=True)
