@@ -45,6 +45,8 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     batch, warnings = needs.max_batch, []
     if needs.slot_bytes:
         batch = max(1, min(batch, budget // 2 // needs.slot_bytes - 1))
+    if context > needs.model_context:
+        warnings.append(f"max_context {context} is more than the {needs.model_context} that the model is made for")
     if batch < needs.max_batch:
         warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a state slot takes "
                         f"{_mib(needs.slot_bytes)} and the cache has {_mib(budget)} (raise --memory)")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from deltic.errors import ModelError, RequestError
 from deltic.text.deltas import AnswerCall, Delta, join
 from deltic.text.front import Front, Job, bare_job
 from deltic.text.stream import Router
+from deltic.text.tokenizer import Tokenizer
 from deltic.types import Finish, SamplingParams, TokenLogprobs, TokenOut, Usage
+
+log = logging.getLogger("deltic")
+
+ENDS = ("<|im_end|>", "<|endoftext|>")
+"""Tokens of this family's vocabularies that end an answer, if they are there."""
 
 TokenCallback = Callable[[int, int], bool]
 """Called with (row, token id) for each token of a batch; False stops that row alone."""
@@ -105,22 +112,31 @@ class Stream:
     def __iter__(self) -> Iterator[Delta]:
         try:
             while self.output is None and not self._closed:
-                for event in self._next_events():
-                    yield from self._take(event)
+                yield from self.step()
         finally:
             self.close()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._job.request.prompt)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens so far, of all choices."""
+        return sum(len(answer.tokens) for answer in self._answers)
+
+    def step(self) -> list[Delta]:
+        """Run one step of the engine; returns what it brought: nothing while the prompt is still being read."""
+        if not self._events:
+            self._llm._advance()
+        events = list(self._events)
+        self._events.clear()
+        return [delta for event in events for delta in self._take(event)]
 
     def close(self) -> None:
         """Abort what is still running."""
         self._closed = True
         self._llm._withdraw(self._job.request.id)
-
-    def _next_events(self) -> list[TokenOut]:
-        while not self._events:
-            self._llm._advance()
-        events = list(self._events)
-        self._events.clear()
-        return events
 
     def _take(self, event: TokenOut) -> list[Delta]:
         answer = self._answers[event.choice]
@@ -146,11 +162,11 @@ class LLM:
 
     def __init__(self, model: str | RandomModel | None = None, *, revision: str | None = None,
                  chat_template: Path | None = None, progress: LoadProgress | None = None, **options: Any) -> None:
-        self.runtime: Runtime = load(model, engine_config(options), revision, progress)
+        runtime = load(model, engine_config(options), revision, progress)
+        self._front = Front.from_directory(runtime.directory, chat_template) if runtime.directory else None
+        self.runtime = _with_words(runtime, self._front.tokenizer) if self._front else runtime
         self.engine = Engine(self.runtime)
         self._inboxes: dict[str, deque[TokenOut]] = {}
-        directory = self.runtime.directory
-        self._front = Front.from_directory(directory, chat_template) if directory else None
 
     @property
     def front(self) -> Front:
@@ -232,6 +248,16 @@ class LLM:
             inbox = self._inboxes.get(event.request)
             if inbox is not None:
                 inbox.append(event)
+
+
+def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:
+    """Let the tokenizer's ends of text end answers too: some configs name only one of them."""
+    if tokenizer.vocab_size > runtime.config.vocab_size:
+        log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",
+                    tokenizer.vocab_size, runtime.config.vocab_size)
+    ends = [tokenizer.eos_id, *map(tokenizer.token_to_id, ENDS)]
+    found = [end for end in ends if end is not None and end in tokenizer.special]
+    return replace(runtime, generation=runtime.generation.with_eos(found))
 
 
 def _exhaust(stream: Stream) -> Output:

@@ -88,14 +88,13 @@ class Runtime:
         numbers = LayerStatistics(layer, last.numel(), int(last.count_nonzero()), int(last.isnan().sum()),
                                   float(last.min()), float(last.max()), float(last.mean()))
         self.statistics.append(numbers)
-        log.info("layer %d: %s", layer, numbers)
+        log.warning("layer %d: %s", layer, numbers)
 
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None) -> Runtime:
     """Load a model (directory, hub name, "tiny" or None for the embedded one, or random weights) and size its cache."""
     _check_device(options.device)
-    keep_freed_memory()
     if isinstance(model, RandomModel):
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         name, directory, generation = f"random-{model.preset}", None, GenerationDefaults()
@@ -103,11 +102,12 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
         weights = random_weights(config, dtype, model.seed, device=options.device,  # type: ignore[arg-type]
                                  initializer_range=model.initializer_range)
     else:
-        files = open_model(model, revision)
+        files = open_model(model, revision, progress=progress is not None)
         name, directory, config, generation = model or "tiny", files.directory, files.config, files.generation
         dtype = _prepare(config, options)
         weights = load_directory(files.directory, config, dtype, options.device, progress)  # type: ignore[arg-type]
     decoder = build(config, weights, select(options.ops))
+    keep_freed_memory()
     return _finish(name, directory, config, options, generation, decoder, getattr(torch, dtype))
 
 

@@ -1,0 +1,116 @@
+"""deltic alone: how soon it answers, what a step costs beside the model, what it does with the machine's memory.
+
+    python bench/engine.py           # a few minutes
+    python bench/engine.py --quick   # does it work at all
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from itertools import count
+from typing import Any
+
+from common import ROOT, Answer, Worker, environment, record, spread, work
+
+QUESTION = "What is the capital of France?"
+
+
+def main() -> None:
+    args = _arguments()
+    if args.worker:
+        return work(args.worker, _start)
+    wanted = args.only or ("start", "speed", "memory")
+    for name in wanted:
+        {"start": _start_up, "speed": _speed, "memory": _memory}[name](args)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, help="default: what deltic chooses for the model")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
+    parser.add_argument("--only", action="append", choices=("start", "speed", "memory"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.repeat = min(args.repeat, 2) if args.quick else args.repeat
+    return args
+
+
+def _start_up(args: argparse.Namespace) -> None:
+    """Seconds from the start of `deltic run` to the first text and to its end; the very first start is not counted."""
+    _one_start(args.threads)
+    times = [_one_start(args.threads) for _ in range(args.repeat)]
+    record("engine", {"task": "start", "model": "tiny", "unit": "s", "threads": args.threads, "prompt": QUESTION,
+                      "answer": times[-1][2], "first_text": spread([first for first, _, _ in times]),
+                      "exit": spread([end for _, end, _ in times])})
+
+
+def _one_start(threads: int | None) -> tuple[float, float, str]:
+    chosen = ["--threads", str(threads)] if threads else []
+    command = [sys.executable, "-m", "deltic", "run", QUESTION, "--temperature", "0", *chosen]
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(),
+                          cwd=ROOT) as process:
+        assert process.stdout
+        text = process.stdout.read(1)
+        first = time.perf_counter() - started
+        text += process.stdout.read()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with code {process.returncode}")
+    return first, time.perf_counter() - started, text.decode().strip()
+
+
+def _speed(args: argparse.Namespace) -> None:
+    """Tokens per second and step minus forward of the embedded model, for one and for eight requests."""
+    worker = Worker(__file__, {"model": None, "threads": args.threads, "max_batch": 8, "max_context": 1024})
+    sizes = {"prompt_tokens": 64, "new_tokens": 16 if args.quick else 128}
+    for batch in (1, 8):
+        task = {**sizes, "batch": batch}
+        worker.ask(task)
+        runs = [worker.ask(task) for _ in range(args.repeat)]
+        rates = {name: spread([run[name] for run in runs]) for name in runs[0] if name != "peak_mib"}
+        record("engine", {"task": "speed", "model": "tiny", "dtype": "bfloat16", "threads": worker.ready["threads"],
+                          **task, **rates})
+    worker.close()
+
+
+def _memory(args: argparse.Namespace) -> None:
+    """Peak memory of the 0.8b shape with 2,048 tokens of context, beside the size of its weights."""
+    context, new = (256, 4) if args.quick else (2048, 16)
+    settings = {"model": "qwen3.5-0.8b", "layers": 4 if args.quick else None, "threads": args.threads, "max_batch": 1,
+                "max_context": context}
+    worker = Worker(__file__, settings)
+    peak = worker.ask({"prompt_tokens": context - new, "new_tokens": new, "batch": 1})["peak_mib"]
+    weights = worker.ready["weights_mib"]
+    record("engine", {"task": "memory", "unit": "MiB", "dtype": "bfloat16", **settings, **worker.ready,
+                      "peak_mib": peak, "peak_over_weights": round(peak / weights, 4)})
+    worker.close()
+
+
+def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    from dataclasses import asdict
+
+    import torch
+
+    from deltic import LLM, RandomModel
+    from deltic.cli.inspect import weight_bytes
+    from deltic.cli.machine import peak_memory_mib
+    from deltic.cli.measure import Case, trial
+
+    imported, seeds = peak_memory_mib(), count()
+    model = RandomModel(settings["model"], settings["layers"]) if settings["model"] else None
+    llm = LLM(model, dtype="bfloat16", threads=settings["threads"], max_batch=settings["max_batch"],
+              max_context=settings["max_context"])
+
+    def answer(task: dict[str, Any]) -> dict[str, Any]:
+        return {**asdict(trial(llm.engine, Case(**task), next(seeds))), "peak_mib": round(peak_memory_mib(), 1)}
+    return {"weights_mib": round(weight_bytes(llm.runtime.config, "bfloat16") / (1 << 20), 1),
+            "threads": torch.get_num_threads(), "imported_mib": round(imported, 1),
+            "loaded_mib": round(peak_memory_mib(), 1)}, answer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The command line. Each command is a module with `HELP`, `add(parser)` and `run(args)`; only the one that is asked
+for is imported, and torch not before its arguments are known to be good."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+
+from deltic import __version__
+from deltic.cli.parser import Parser
+from deltic.cli.signals import Terminated, termination
+from deltic.errors import DelticError
+
+__all__ = ["COMMANDS", "command_parser", "main", "top_parser"]
+
+COMMANDS = {
+    "run": "answer one prompt",
+    "chat": "hold a conversation in the terminal",
+    "serve": "serve the model over HTTP",
+    "bench": "measure the speed of this machine",
+    "inspect": "show what a model is and how it would run here",
+}
+_INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for a failed answer, 2 for an error that the caller can mend."""
+    _be_lenient()
+    try:
+        with termination():
+            code = _dispatch(sys.argv[1:] if argv is None else argv)
+            sys.stdout.flush()
+            return code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except Terminated:
+        return _TERMINATED
+    except BrokenPipeError:
+        _drop_output()
+        return _BROKEN_PIPE
+    except (DelticError, OSError) as error:
+        print(f"deltic: error: {error}", file=sys.stderr)
+        return 2
+
+
+def top_parser() -> Parser:
+    """The parser of what stands before the command's own arguments."""
+    commands = "\n".join(f"  {name:<9}{text}" for name, text in COMMANDS.items())
+    parser = Parser("deltic", description="Inference for models that mix recurrent and attention layers.",
+                    epilog=f"commands:\n{commands}\n\n`deltic COMMAND --help` explains one of them.",
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"deltic {__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=tuple(COMMANDS), help="see below")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="of the command")
+    return parser
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of one command's arguments."""
+    module = import_module(f"deltic.cli.{name}")
+    parser = Parser(f"deltic {name}", description=module.HELP)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens, to stderr")
+    parser.set_defaults(run=module.run)
+    module.add(parser)
+    return parser
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    from deltic.cli.log import logging_to_stderr
+
+    top = top_parser().parse_args(argv)
+    args = command_parser(top.command).parse_mixed(top.arguments)
+    with logging_to_stderr(args.verbose):
+        code: int = args.run(args)
+        return code
+
+
+def _be_lenient() -> None:
+    """A terminal that cannot show a character is no reason to end an answer."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def _drop_output() -> None:
+    """Nobody reads stdout any more: let what is left in its buffer go nowhere, also at the interpreter's exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

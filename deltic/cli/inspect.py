@@ -1,0 +1,155 @@
+"""`deltic inspect`: what a model is, and how it would run here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+from deltic.cli import options
+from deltic.cli.models import check_source, open_llm
+from deltic.cli.table import table
+from deltic.config import DType, EngineConfig, ModelConfig, available_memory
+from deltic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deltic.cache.policy import MemoryPlan
+    from deltic.ops import Ops
+    from deltic.text.front import Front
+
+HELP = "Show a model's shape, its memory plan, its tokenizer and who serves each operation."
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options.add_template(parser)
+    options.add_random(parser)
+    options.add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_source(args)
+    facts = _shape_facts(args) if args.random else _model_facts(args)
+    print(json.dumps(facts, ensure_ascii=False) if args.json else table(facts))
+    return 0
+
+
+def layer_pattern(config: ModelConfig) -> str:
+    """The layers in short: `6 x (3 linear_attention + 1 full_attention)`."""
+    kinds = config.layer_types
+    period = next(size for size in range(1, len(kinds) + 1)
+                  if len(kinds) % size == 0 and kinds == kinds[:size] * (len(kinds) // size))
+    runs: list[tuple[str, int]] = []
+    for kind in kinds[:period]:
+        if runs and runs[-1][0] == kind:
+            runs[-1] = (kind, runs[-1][1] + 1)
+        else:
+            runs.append((kind, 1))
+    return f"{len(kinds) // period} x ({' + '.join(f'{count} {kind}' for kind, count in runs)})"
+
+
+def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Of a checkpoint, which is loaded: that is the proof that it can be."""
+    llm = open_llm(args)
+    runtime = llm.runtime
+    return {"model": runtime.name, "directory": str(runtime.directory),
+            **_facts(runtime.config, runtime.options, runtime.memory, runtime.decoder.ops),
+            "tokenizer": _text_facts(llm.front, runtime.generation.eos_token_ids),
+            "generation": runtime.generation.sampling()}
+
+
+def _shape_facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Of a preset, without making its weights."""
+    engine, config = EngineConfig(**options.engine_options(args)), ModelConfig.preset(args.random, args.layers)
+    from deltic.ops import select
+
+    return {"model": f"random-{args.random}", **_facts(config, engine, _plan(config, engine), select(engine.ops)),
+            "tokenizer": None}
+
+
+def _plan(config: ModelConfig, engine: EngineConfig) -> MemoryPlan | None:
+    """How the cache would be split beside the weights; None if they leave no room."""
+    from deltic.cache.policy import MemoryNeeds, split_memory
+
+    page, slot = _unit_bytes(config, engine)
+    room = max(available_memory() - weight_bytes(config, _dtype(config, engine)), 0)
+    needs = MemoryNeeds(page, slot, config.max_position_embeddings, engine.max_batch, engine.max_context)
+    try:
+        return split_memory(engine.memory_bytes or room // 2, needs)
+    except ConfigError:
+        if engine.memory:
+            raise
+        return None
+
+
+def weight_bytes(config: ModelConfig, dtype: DType) -> int:
+    from deltic.config import DTYPE_BYTES
+    from deltic.weights.names import expected_tensors, tensor_dtype
+
+    return sum(prod(shape) * DTYPE_BYTES[tensor_dtype(name, dtype)]
+               for name, shape in expected_tensors(config).items())
+
+
+def _facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan | None, ops: Ops) -> dict[str, Any]:
+    from deltic.ops import explain
+
+    return {"config": _config_facts(config), "weights": _weight_facts(config, _dtype(config, engine)),
+            "memory": _memory_facts(config, engine, plan) if plan else None, "ops": explain(ops)}
+
+
+def _config_facts(config: ModelConfig) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "architecture": config.architecture, "layers": config.num_hidden_layers, "pattern": layer_pattern(config),
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "attention_heads": config.num_attention_heads, "key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim, "vocabulary": config.vocab_size, "tied_head": config.tie_word_embeddings,
+        "context": config.max_position_embeddings}
+    if config.linear:
+        linear = config.linear
+        facts |= {"linear_heads": f"{linear.num_key_heads} key, {linear.num_value_heads} value",
+                  "linear_head_dims": f"{linear.key_head_dim} key, {linear.value_head_dim} value",
+                  "conv_kernel": linear.conv_kernel}
+    return facts
+
+
+def _weight_facts(config: ModelConfig, dtype: DType) -> dict[str, Any]:
+    embedding = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    return {"parameters": config.parameter_count, "of_them_embedding_and_head": embedding, "dtype": dtype,
+            "mib": _mib(weight_bytes(config, dtype))}
+
+
+def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan) -> dict[str, Any]:
+    page, slot = _unit_bytes(config, engine)
+    return {"pages": plan.pages, "page_bytes": page, "pages_mib": _mib(plan.pages * page), "slots": plan.slots,
+            "slot_bytes": slot, "slots_mib": _mib(plan.slots * slot), "max_batch": plan.max_batch,
+            "max_context": plan.max_context, "warnings": list(plan.warnings)}
+
+
+def _text_facts(front: Front, eos: tuple[int, ...]) -> dict[str, Any]:
+    tokenizer = front.tokenizer
+    template = tokenizer.chat_template or ""
+    return {"vocabulary": tokenizer.vocab_size, "special_tokens": len(tokenizer.special),
+            "ends_with": [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in eos],
+            "chat_template": bool(template), "template_characters": len(template),
+            "template_knows_tools": "tools" in template, "template_knows_thinking": "enable_thinking" in template,
+            "templates": list(tokenizer.chat_templates)}
+
+
+def _unit_bytes(config: ModelConfig, engine: EngineConfig) -> tuple[int, int]:
+    """Bytes of a K/V page and of a state slot."""
+    import torch
+
+    from deltic.cache.storage import page_bytes, slot_bytes
+
+    dtype: torch.dtype = getattr(torch, _dtype(config, engine))
+    return page_bytes(config, dtype), slot_bytes(config, dtype)
+
+
+def _dtype(config: ModelConfig, engine: EngineConfig) -> DType:
+    return config.dtype if engine.dtype == "auto" else cast("DType", engine.dtype)
+
+
+def _mib(size: int) -> float:
+    return round(size / (1 << 20), 1)

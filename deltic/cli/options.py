@@ -1,0 +1,121 @@
+"""Options that several commands share, and how they become the values that the engine takes.
+
+The engine's options are generated from the fields of EngineConfig.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_args, get_type_hints
+
+from deltic.cli.parser import UsageError, existing_file, text, whole
+from deltic.config import PRESETS, EngineConfig
+from deltic.types import SamplingParams
+
+_SAMPLING: dict[str, tuple[type, str, str]] = {
+    "temperature": (float, "T", "0 always takes the most probable token"),
+    "top_p": (float, "P", "draw from the most probable tokens that together reach P"),
+    "top_k": (int, "K", "draw from the K most probable tokens; 0: from all"),
+    "min_p": (float, "P", "drop tokens less probable than P times the most probable one"),
+    "seed": (int, "N", "make the draws repeatable"),
+    "max_tokens": (int, "N", "most tokens of the answer (default: what the context holds)"),
+    "repetition_penalty": (float, "X", "make tokens of prompt and answer less probable; 1 is neutral"),
+    "presence_penalty": (float, "X", "subtract from tokens that the answer has"),
+    "frequency_penalty": (float, "X", "subtract from tokens as often as the answer has them"),
+}
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", type=text,
+                        help="a directory, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the embedded "
+                             "demo model (default)")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
+
+
+def add_random(parser: argparse.ArgumentParser, hidden: bool = False) -> None:
+    """Random weights; commands that need words have the options only in order to explain why not."""
+    group = parser.add_argument_group("random weights instead of a model")
+    texts = {"--random": f"a public shape, filled with random weights: {', '.join(PRESETS)}",
+             "--layers": "keep only the first N layers", "--random-seed": "seed of the weights (default: 0)"}
+    helps = {name: argparse.SUPPRESS if hidden else line for name, line in texts.items()}
+    group.add_argument("--random", metavar="PRESET", help=helps["--random"])
+    group.add_argument("--layers", type=whole(1), metavar="N", help=helps["--layers"])
+    group.add_argument("--random-seed", type=whole(0), default=0, metavar="N", help=helps["--random-seed"])
+
+
+def add_template(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chat-template", type=existing_file, metavar="FILE",
+                        help="a jinja chat template to use instead of the model's own")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "Where not given, the model's generation_config.json decides.")
+    for name, (kind, metavar, line) in _SAMPLING.items():
+        group.add_argument(_flag(name), type=kind, metavar=metavar, help=line, default=argparse.SUPPRESS)
+    group.add_argument("--stop", action="append", type=text, metavar="TEXT", default=[],
+                       help="end the answer before this text; may be repeated")
+
+
+def add_conversation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", type=text, help="system message")
+    parser.add_argument("--think", action=argparse.BooleanOptionalAction, default=None,
+                        help="ask the model to think first, or not to (default: as its template does)")
+    parser.add_argument("--no-thinking-output", dest="thinking_output", action="store_false",
+                        help="do not show the thinking; otherwise it goes to stderr")
+    add_template(parser)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """An option per field of EngineConfig."""
+    group, kinds = parser.add_argument_group("engine"), get_type_hints(EngineConfig)
+    for field in fields(EngineConfig):
+        group.add_argument(_flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS, help=_help(field),
+                           **_form(kinds[field.name], field))
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, checked."""
+    given = {field.name: getattr(args, _dest(field.name)) for field in fields(EngineConfig)
+             if hasattr(args, _dest(field.name))}
+    EngineConfig(**given)
+    return given
+
+
+def sampling(args: argparse.Namespace) -> SamplingParams:
+    """What the sampling options ask for, checked."""
+    given = {name: getattr(args, name) for name in _SAMPLING if hasattr(args, name)}
+    return SamplingParams(stop=tuple(args.stop), **given)
+
+
+def refuse_random(args: argparse.Namespace) -> None:
+    """For commands that need a tokenizer."""
+    if args.random or args.layers:
+        raise UsageError("random weights have no tokenizer, so they cannot talk: use deltic bench or deltic inspect")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _dest(name: str) -> str:
+    return f"engine_{name}"
+
+
+def _help(field: Field[Any]) -> str:
+    line, default = str(field.metadata["help"]), field.default
+    shown = default not in (MISSING, None, False, ()) and "default" not in line
+    return (f"{line} (default: {default})" if shown else line).replace("%", "%%")
+
+
+def _form(kind: Any, field: Field[Any]) -> dict[str, Any]:
+    """How argparse shall read a value of this type."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if "choices" in field.metadata:
+        return {"choices": field.metadata["choices"]}
+    if kind == tuple[str, ...]:
+        return {"action": "append", "metavar": "X"}
+    if int in (kind, *get_args(kind)):
+        return {"type": int, "metavar": "N"}
+    return {"metavar": "X"}

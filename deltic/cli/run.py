@@ -1,0 +1,120 @@
+"""`deltic run`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from deltic.cli import options
+from deltic.cli.answer import Meter, Screen, call_json, play, statistics_line
+from deltic.cli.models import timed_llm
+from deltic.cli.parser import UsageError, json_file, text
+from deltic.cli.signals import Terminated
+
+if TYPE_CHECKING:
+    from deltic.engine.llm import LLM, Choice, Stream
+    from deltic.types import SamplingParams
+
+HELP = "Answer one prompt. The answer, and nothing else, goes to stdout."
+
+log = logging.getLogger("deltic")
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    parser.add_argument("prompt", metavar="PROMPT", type=text, help="the prompt; - reads it from stdin")
+    options.add_conversation(parser)
+    parser.add_argument("--tools", type=json_file, metavar="FILE",
+                        help="JSON list of tools in OpenAI's form; calls are printed as JSON lines")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it stands, without chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    options.add_sampling(parser)
+    options.add_engine(parser)
+    options.add_random(parser, hidden=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    options.refuse_random(args)
+    _check(args)
+    sampling, prompt = options.sampling(args), _prompt(args.prompt)
+    llm, load_ms = timed_llm(args)
+    screen = Screen(args.thinking_output)
+    try:
+        stream, meter = play(llm, lambda: _ask(llm, args, prompt, sampling),
+                             (lambda delta: None) if args.json else screen.show)
+    except (KeyboardInterrupt, Terminated):
+        if not args.json:
+            screen.close()
+        raise
+    assert stream.output is not None
+    choice = stream.output.choices[0]
+    if args.json:
+        print(json.dumps(_as_json(llm.runtime.name, choice, {"load_ms": load_ms, **meter.timings()}),
+                         ensure_ascii=False))
+    else:
+        _finish_text(screen, choice, meter)
+    return _exit_code(choice)
+
+
+def _check(args: argparse.Namespace) -> None:
+    given = {"--system": args.system, "--tools": args.tools, "--think": args.think,
+             "--chat-template": args.chat_template}
+    useless = [name for name, value in given.items() if args.raw and value is not None]
+    if useless:
+        raise UsageError(f"--raw uses no chat template, so {useless[0]} has no meaning with it")
+    if not args.model and os.path.isfile(os.path.join(args.prompt, "config.json")):
+        raise UsageError(f"the prompt is missing: {args.prompt!r} is a model (write deltic run MODEL PROMPT)")
+    if not args.model and _HUB_NAME.fullmatch(args.prompt):
+        log.warning("%r is taken as the prompt for the embedded model; write deltic run MODEL PROMPT", args.prompt)
+
+
+def _prompt(given: str) -> str:
+    text = _read_stdin() if given == "-" else given
+    if not text:
+        raise UsageError("the prompt is empty" + (": nothing came on stdin" if given == "-" else ""))
+    return text
+
+
+def _read_stdin() -> str:
+    """All of stdin without the newline that ends it."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on stdin is not valid UTF-8 (byte {error.start}): convert it first, for "
+                         "example with iconv") from error
+
+
+def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingParams) -> Stream:
+    if args.raw:
+        return llm.stream(prompt, sampling)
+    system = [{"role": "system", "content": args.system}] if args.system is not None else []
+    return llm.stream([*system, {"role": "user", "content": prompt}], sampling, tools=args.tools, thinking=args.think)
+
+
+def _finish_text(screen: Screen, choice: Choice, meter: Meter) -> None:
+    screen.close(choice.calls)
+    print(statistics_line(choice, meter), file=sys.stderr)
+
+
+def _as_json(model: str, choice: Choice, timings: dict[str, float | None]) -> dict[str, Any]:
+    usage = choice.usage
+    error = {"error": choice.error} if choice.error else {}
+    return {"model": model, "text": choice.text, "reasoning": choice.reasoning,
+            "tool_calls": [call_json(call) for call in choice.calls], "finish_reason": choice.finish, **error,
+            "usage": {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens,
+                      "completion_tokens": usage.completion_tokens},
+            "timings": timings}
+
+
+def _exit_code(choice: Choice) -> int:
+    if choice.finish != "error":
+        return 0
+    print(f"deltic: error: {choice.error}", file=sys.stderr)
+    return 1

@@ -1,0 +1,133 @@
+"""The engine beside the event loop: one thread, one queue each way.
+
+    event loop                                    engine's thread (worker)
+    submit, abort  -- inbox ------------------->  between two steps: add, abort
+    Ticket         <- call_soon_threadsafe -----  the events of a step, in one call
+
+The engine belongs to the thread, tickets belong to the loop; nothing else is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from deltic.engine.engine import Engine
+from deltic.errors import DelticError
+from deltic.server.ticket import Ticket
+from deltic.server.worker import Worker
+from deltic.types import Request, TokenOut
+
+log = logging.getLogger("deltic")
+
+STUCK_AFTER = 60.0
+"""Seconds without a finished step after which the engine counts as stuck: the first big step may well be slow."""
+
+
+class UnavailableError(DelticError):
+    """The engine takes no requests: it is stopping, or has broken down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """fault: why the engine makes no progress, or None if it does. requests: how many are not finished."""
+
+    fault: str | None
+    requests: int
+
+
+class Bridge:
+    """Runs an engine in a thread of its own. Its methods are for the event loop that called `start`."""
+
+    def __init__(self, engine: Engine, stuck_after: float = STUCK_AFTER) -> None:
+        self._worker, self._stuck_after = Worker(engine, self), stuck_after
+        self._tickets: dict[str, Ticket] = {}
+        self._closed: str | None = "the engine has not been started"
+        self._empty = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._loop, self._closed = asyncio.get_running_loop(), None
+        self._worker.start()
+
+    async def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one."""
+        if self._closed:
+            raise UnavailableError(self._closed)
+        ticket = Ticket(requests, self._withdraw)
+        self._tickets |= dict.fromkeys(ticket.requests, ticket)
+        self._worker.ask(partial(self._worker.add, requests, partial(self._post, ticket.admit)))
+        try:
+            await ticket.admitted
+        except BaseException:
+            ticket.close()
+            raise
+        return ticket
+
+    def health(self) -> Health:
+        """How the engine is now; cheap."""
+        return Health(self._closed or self._worker.fault(self._stuck_after), len(self._tickets))
+
+    async def drain(self, grace: float) -> None:
+        """Take no more requests, give the running ones `grace` seconds, then end them."""
+        self._closed = self._closed or "the server is shutting down"
+        if self._tickets:
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), grace)
+            except TimeoutError:
+                log.warning("ending %d requests: the server is shutting down", len(self._tickets))
+        self._fail_all()
+
+    async def stop(self, grace: float = 0.0, patience: float = 5.0) -> None:
+        """Drain, and end the thread; one that is stuck is left behind after `patience` seconds."""
+        await self.drain(grace)
+        if not await asyncio.to_thread(self._worker.stop, patience):
+            log.error("the engine's thread is stuck and is left behind")
+
+    def on_events(self, events: list[TokenOut]) -> None:
+        """The worker has news."""
+        self._post(self._deliver, events)
+
+    def on_end(self) -> None:
+        """The worker has ended."""
+        self._post(self._close)
+
+    def _post(self, call: Callable[..., None], *values: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(call, *values)
+        except RuntimeError:  # the loop is closed, so nobody listens any more
+            log.debug("the event loop ended before the engine's thread")
+
+    def _deliver(self, events: list[TokenOut]) -> None:
+        for event in events:
+            ticket = self._tickets.get(event.request)
+            if ticket is not None:
+                ticket.take(event)
+                if not ticket.open:
+                    self._forget(ticket)
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        if ticket.open:
+            self._worker.ask(partial(self._worker.abort, ticket.requests))
+            self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        for request in ticket.requests:
+            self._tickets.pop(request, None)
+        if not self._tickets:
+            self._empty.set()
+
+    def _close(self) -> None:
+        self._closed = self._closed or self._worker.fault(self._stuck_after) or "the engine has stopped"
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        for ticket in list(dict.fromkeys(self._tickets.values())):
+            ticket.fail(UnavailableError(self._closed or "the engine has stopped"))

@@ -1,0 +1,107 @@
+"""What every wire needs to serve a model: its names, its words, and the engine behind the bridge."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+
+from deltic.engine.llm import LLM
+from deltic.errors import RequestError
+from deltic.server.bridge import Bridge
+from deltic.server.collect import Run
+from deltic.server.wire import Problem, ProblemError, parse, read_body, while_connected
+from deltic.text.front import Job, bare_job
+from deltic.types import SamplingParams
+
+Body = TypeVar("Body", bound=BaseModel)
+Prepared = TypeVar("Prepared")
+
+
+class Words(Protocol):
+    """What tokens look like: all bytes, and those that a reader sees."""
+
+    def token_bytes(self, id: int, /) -> bytes: ...
+
+    def visible_bytes(self, id: int, /) -> bytes: ...
+
+
+class NoWords:
+    """The words of a model without tokenizer: none to be seen, but tokens can be told apart."""
+
+    def token_bytes(self, id: int, /) -> bytes:
+        return f"token_id:{id}".encode()
+
+    def visible_bytes(self, id: int, /) -> bytes:
+        return b""
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """One model behind HTTP. name: what clients see and ask for; they may also say `default`."""
+
+    llm: LLM
+    bridge: Bridge
+    name: str
+    max_body: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, model: str | None) -> None:
+        """A problem with status 404 unless this model is meant."""
+        own = self.llm.runtime.name
+        if model not in (None, self.name, own, Path(own).name, "default"):
+            raise ProblemError(Problem(404, f"the model {model!r} does not exist: this server has {self.name!r}",
+                                       "model", "model_not_found"))
+
+    async def read(self, request: Request, schema: type[Body],
+                   prepare: Callable[[Body], Prepared]) -> tuple[Body, Prepared]:
+        """The body and what `prepare` makes of it, in a thread: big prompts take a while to parse and encode."""
+        raw = await read_body(request, self.max_body)
+
+        def work() -> tuple[Body, Prepared]:
+            body = parse(raw, schema)
+            return body, prepare(body)
+
+        return await asyncio.to_thread(work)
+
+    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str) -> Run:
+        """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from."""
+        try:
+            return await while_connected(request.receive, Run.start(self.bridge, jobs))
+        except RequestError as error:
+            too_long = any(len(job.request.prompt) >= self.llm.engine.max_context for job in jobs)
+            raise ProblemError(Problem(400, str(error), prompt_field if error.field == "prompt" else error.field,
+                                       "context_length_exceeded" if too_long else None)) from error
+
+    def complete(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Job:
+        """A raw continuation; a model without tokenizer takes token ids."""
+        if self._has_words or isinstance(prompt, str):
+            return self.llm.front.complete(prompt, sampling)
+        return bare_job(prompt, sampling)
+
+    @property
+    def words(self) -> Words:
+        """What tokens look like."""
+        return self.llm.front.tokenizer if self._has_words else NoWords()
+
+    def text(self, prompt: str | Sequence[int]) -> str:
+        """A prompt as text."""
+        if isinstance(prompt, str):
+            return prompt
+        return self.llm.front.tokenizer.decode(prompt, skip_special=False) if self._has_words else ""
+
+    @property
+    def _has_words(self) -> bool:
+        return self.llm.runtime.directory is not None
+
+
+def public_name(llm: LLM) -> str:
+    """The name of a model as clients should see it: not where it lies on this machine's disk."""
+    path = Path(llm.runtime.name)
+    return path.resolve().name if path.is_absolute() or path.is_dir() else llm.runtime.name

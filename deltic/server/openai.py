@@ -1,0 +1,124 @@
+"""OpenAI's routes: chat completions, completions, models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from deltic.server.collect import Run
+from deltic.server.desk import Desk
+from deltic.server.forms import ChatForm, Envelope, TextForm, usage_form
+from deltic.server.schema import ChatRequest, CompletionRequest
+from deltic.server.wire import EventStream, Problem, dump, event, json_response, problem_of, while_connected
+from deltic.text.front import Job
+
+_TYPES = {401: "authentication_error", 404: "not_found_error"}
+_DONE = b"data: [DONE]\n\n"
+_WAITING = b": waiting\n\n"
+
+Form = ChatForm | TextForm
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def error_response(problem: Problem, headers: dict[str, str] | None = None) -> Response:
+    """A problem in OpenAI's form."""
+    response = json_response(_error(problem), problem.status)
+    response.headers.update(headers or {})
+    return response
+
+
+def routes(desk: Desk) -> APIRouter:
+    """The paths under /v1."""
+    wire = _Wire(desk)
+    router = APIRouter(prefix="/v1")
+    for path, endpoint, method in (("/chat/completions", wire.chat, "POST"), ("/completions", wire.complete, "POST"),
+                                   ("/models", wire.models, "GET"), ("/models/{model:path}", wire.model, "GET")):
+        router.add_api_route(path, _answering(endpoint), methods=[method], response_model=None)
+    return router
+
+
+def _answering(endpoint: Endpoint) -> Endpoint:
+    """Turns what the endpoint raises into an answer, so that the connection can be used again."""
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except Exception as error:
+            return error_response(problem_of(error))
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    desk: Desk
+
+    async def chat(self, request: Request) -> Response:
+        body, job = await self.desk.read(request, ChatRequest, self._chat_job)
+        run = await self.desk.start(request, [job], "messages")
+        return await self._answer(request, run, ChatForm(self.desk.words, bool(body.logprobs)), body)
+
+    async def complete(self, request: Request) -> Response:
+        body, jobs = await self.desk.read(request, CompletionRequest, self._text_jobs)
+        echoes: Sequence[str] = ()
+        if body.echo:
+            echoes = [self.desk.text(prompt) for prompt in body.prompts() for _ in range(body.n or 1)]
+        run = await self.desk.start(request, jobs, "prompt")
+        return await self._answer(request, run, TextForm(self.desk.words, body.logprobs is not None, echoes), body)
+
+    async def models(self, _: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self.desk.check_model(request.path_params["model"])
+        return json_response(self._model())
+
+    def _chat_job(self, body: ChatRequest) -> Job:
+        self.desk.check_model(body.model)
+        body.refuse_unsupported()
+        return self.desk.llm.front.chat(body.checked_messages(), body.sampling(), tools=body.shown_tools(),
+                                        variables=body.variables())
+
+    def _text_jobs(self, body: CompletionRequest) -> list[Job]:
+        self.desk.check_model(body.model)
+        body.refuse_unsupported()
+        sampling = body.sampling()
+        return [self.desk.complete(prompt, sampling) for prompt in body.prompts()]
+
+    async def _answer(self, request: Request, run: Run, form: Form, body: ChatRequest | CompletionRequest) -> Response:
+        if body.stream:
+            events = _stream(run, form, Envelope(form.piece_kind, self.desk.name, form.prefix), body.wants_usage)
+            return EventStream(events, _error_event, run.close)
+        try:
+            choices = await while_connected(request.receive, run.whole())
+        finally:
+            run.close()
+        envelope = Envelope(form.whole_kind, self.desk.name, form.prefix)
+        return json_response(envelope.wrap([form.whole(choice) for choice in choices], usage=usage_form(run.usage)))
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.desk.name, "object": "model", "created": self.desk.created, "owned_by": "deltic",
+                "max_model_len": self.desk.llm.engine.max_context}
+
+
+async def _stream(run: Run, form: Form, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
+    wrap = partial(envelope.wrap, usage=None) if wants_usage else envelope.wrap
+    async for pieces in run.pieces():
+        chunks = [event(wrap([choice])) for piece in pieces for choice in form.pieces(piece)]
+        if chunks or not pieces:
+            yield b"".join(chunks) or _WAITING
+    if wants_usage:
+        yield event(envelope.wrap([], usage=usage_form(run.usage)))
+    yield _DONE
+
+
+def _error(problem: Problem) -> dict[str, Any]:
+    kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
+
+
+def _error_event(error: Exception) -> bytes:
+    return b"data: " + dump(_error(problem_of(error))) + b"\n\n"

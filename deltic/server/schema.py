@@ -1,0 +1,223 @@
+"""OpenAI's requests, and what the engine makes of them.
+
+Types are checked here; what values mean is decided by the rooms that use them. Where a field cannot be served,
+its neutral values are accepted and all others are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from deltic.errors import RequestError
+from deltic.types import SamplingParams
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+             "seed", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "n")
+_COMPLETION_TOKENS = 16
+_MAX_PROMPTS = 2048
+
+# Values that ask for nothing. null always does.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "moderation": (),
+    "suffix": ("",),
+}
+_INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Common(_Strict):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    stop: Any = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Any = None
+    service_tier: Any = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def refuse_unsupported(self) -> None:
+        """RequestError for a field whose meaning cannot be served."""
+        for field, neutral in _NEUTRAL.items():
+            value = getattr(self, field, None)
+            if value is not None and value not in neutral:
+                raise RequestError(f"{field} is not supported" + (f" with the value {value!r}" if neutral else "")
+                                   + (f": {_INSTEAD[field]}" if field in _INSTEAD else ""), field)
+
+    def _sampling(self, **more: Any) -> SamplingParams:
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        given |= {"stop": _stops(self.stop), "logit_bias": _biases(self.logit_bias or {})} | more
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class ChatRequest(_Common):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Any]
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    response_format: Any = None
+    reasoning_effort: str | None = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+    verbosity: Any = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def sampling(self) -> SamplingParams:
+        """How the answer is to be chosen."""
+        names = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        limits = {"max_tokens": self._max_tokens(), "logprobs": self._logprobs()}
+        with _renamed(names):
+            return self._sampling(**limits)
+
+    def shown_tools(self) -> list[Any] | None:
+        """The tools that the model may call: none if tool_choice says so."""
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RequestError(f"tool_choice {self.tool_choice!r} is not supported yet: use auto or none",
+                               "tool_choice")
+        for index, tool in enumerate(self.tools or ()):
+            kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+            if kind != "function":
+                raise RequestError(f"tools[{index}] has the type {kind!r}: only functions are supported",
+                                   f"tools[{index}].type")
+        return None if self.tool_choice == "none" else self.tools
+
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is told."""
+        given = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+        return (self.chat_template_kwargs or {}) | {key: value for key, value in given.items() if value is not None}
+
+    def checked_messages(self) -> list[Any]:
+        """The messages, of which there must be one."""
+        if not self.messages:
+            raise RequestError("messages must have at least one message", "messages")
+        return self.messages
+
+    def _max_tokens(self) -> int | None:
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise RequestError("max_tokens and max_completion_tokens differ: give one", "max_tokens")
+        return self.max_completion_tokens
+
+    def _logprobs(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        return None
+
+
+class CompletionRequest(_Common):
+    """The body of /v1/completions."""
+
+    prompt: Any
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Any = None
+    best_of: int | None = None
+
+    def sampling(self) -> SamplingParams:
+        """How the answer is to be chosen."""
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError("best_of is not supported: leave it out, or give it the value of n", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo together with logprobs is not supported: the prompt has no logprobs", "echo")
+        tokens = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._sampling(max_tokens=tokens, logprobs=self.logprobs)
+
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt per answer: text or token ids."""
+        if isinstance(self.prompt, str) or _are_ids(self.prompt):
+            return [self.prompt]
+        prompts = self.prompt if isinstance(self.prompt, list) else []
+        if len(prompts) > _MAX_PROMPTS:
+            raise RequestError(f"prompt takes at most {_MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
+        if not prompts or not all(isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts):
+            raise RequestError("prompt must be text, token ids, or a non-empty list of such", "prompt")
+        return prompts
+
+
+@contextmanager
+def _renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about inner fields name the fields of the wire."""
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.field or "")
+        if error.field is None or name is None:
+            raise
+        raise RequestError(str(error).replace(error.field, name, 1), name) from error
+
+
+def _are_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _stops(stop: Any) -> tuple[Any, ...] | None:
+    if stop is None or isinstance(stop, list):
+        return None if stop is None else tuple(stop)
+    return (stop,)
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    for token in biases:
+        if not (token.isascii() and token.isdigit() and len(token) < 12):
+            raise RequestError(f"logit_bias has the key {token!r}: keys must be token ids", "logit_bias")
+    return {int(token): bias for token, bias in biases.items()}

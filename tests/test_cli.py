@@ -1,0 +1,243 @@
+"""The command line as a whole: help without weight, errors with names, a page that is up to date."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from deltic.cli import COMMANDS, command_parser, docs, main
+from deltic.cli.parser import text
+from deltic.config import EngineConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def fails(argv, capsys):
+    """The message of a command that must fail with code 2 and leave stdout alone."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("deltic: error: ") and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize("argv", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_answers_at_once_and_without_torch(argv):
+    code = ("import sys, time; from deltic.cli import main\n"
+            f"try: main({argv!r})\n"
+            "finally: print([n for n in ('torch', 'rich', 'transformers') if n in sys.modules], time.process_time(),"
+            " file=sys.stderr)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    loaded, _, seconds = done.stderr.rpartition(" ")
+    assert done.returncode == 0 and done.stdout.startswith("usage: deltic")
+    assert loaded == "[]"
+    assert float(seconds) < 0.3
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == "deltic 0.1.0\n"
+
+
+def test_the_page_is_up_to_date():
+    found = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert found == docs.page(), "docs/cli.md is stale: run `python -m deltic.cli.docs`"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_engine_option_is_there(command):
+    shown = command_parser(command).format_help()
+    assert all(f"--{field.name.replace('_', '-')}" in shown for field in fields(EngineConfig))
+
+
+def test_engine_options_reach_the_engine():
+    from deltic.cli.options import engine_options
+
+    argv = ["--device", "cpu", "--dtype", "float32", "--threads", "2", "--memory", "1GiB", "--max-context", "9",
+            "--max-batch", "3", "--token-budget", "64", "--ops", "mlp=ref", "--ops", "rope=ref", "--debug-layers"]
+    options = engine_options(command_parser("bench").parse_mixed(argv))
+    assert options == {"device": "cpu", "dtype": "float32", "threads": 2, "memory": "1GiB", "max_context": 9,
+                       "max_batch": 3, "token_budget": 64, "ops": ["mlp=ref", "rope=ref"], "debug_layers": True}
+    assert engine_options(command_parser("bench").parse_mixed([])) == {}
+
+
+BAD = [
+    ([], "required: COMMAND"),
+    (["fly"], "invalid choice: 'fly'"),
+    (["run"], "required: PROMPT"),
+    (["run", ""], "the prompt is empty"),
+    (["run", "hi", "--bogus"], "--bogus"),
+    (["run", "hi", "--temp", "1"], "--temp"),
+    (["run", "hi", "--temperature"], "--temperature: expected one argument"),
+    (["run", "hi", "--temperature", "warm"], "--temperature: invalid float value: 'warm'"),
+    (["run", "hi", "--temperature", "-1"], "temperature must be between 0 and 100"),
+    (["run", "hi", "--temperature", "nan"], "temperature"),
+    (["run", "hi", "--top-p", "1.5"], "top_p"),
+    (["run", "hi", "--top-k", "1.5"], "--top-k"),
+    (["run", "hi", "--min-p", "2"], "min_p"),
+    (["run", "hi", "--max-tokens", "-1"], "max_tokens"),
+    (["run", "hi", "--seed", "x"], "--seed"),
+    (["run", "hi", "--presence-penalty", "3"], "presence_penalty"),
+    (["run", "hi", "--frequency-penalty", "x"], "--frequency-penalty"),
+    (["run", "hi", "--repetition-penalty", "0"], "repetition_penalty"),
+    (["run", "hi", "--stop", ""], "stop"),
+    (["run", "hi", "--threads", "0"], "threads must be from 1"),
+    (["run", "hi", "--threads", "two"], "--threads"),
+    (["run", "hi", "--dtype", "int3"], "--dtype"),
+    (["run", "hi", "--device", "tpu"], "device must be"),
+    (["run", "hi", "--memory", "lots"], "memory must be a size"),
+    (["run", "hi", "--max-batch", "0"], "max_batch"),
+    (["run", "hi", "--ops", "mlp"], "ops"),
+    (["run", "hi", "--ops", "fly=ref"], "fly=ref"),
+    (["run", "hi", "--chat-template", "/nowhere.jinja"], "--chat-template: there is no file '/nowhere.jinja'"),
+    (["run", "hi", "--tools", "/nowhere.json"], "--tools: there is no file"),
+    (["run", "hi", "--random", "qwen3.5-0.8b"], "random weights have no tokenizer"),
+    (["run", "hi", "--raw", "--system", "x"], "--raw uses no chat template, so --system"),
+    (["run", "hi", "--raw", "--no-think"], "--think"),
+    (["run", "/nowhere/at/all", "hi"], "/nowhere/at/all"),
+    (["run", "a", "b", "c"], "unrecognized arguments: c"),
+    (["run", "--", "a", "b", "--c"], "unrecognized arguments: --c"),
+    (["chat", "--random", "qwen3.5-0.8b"], "random weights have no tokenizer"),
+    (["serve", "--port", "99999"], "--port: must be an integer from 0 to 65535"),
+    (["serve", "--host", "not a host"], "host 'not a host' is not known"),
+    (["serve", "--threads", "0"], "threads must be from 1"),
+    (["bench", "--prompt-tokens", "0"], "--prompt-tokens"),
+    (["bench", "--repeat", "many"], "--repeat"),
+    (["bench", "--layers", "2"], "--layers needs --random"),
+    (["bench", "tiny", "--random", "qwen3.5-0.8b"], "exclude each other"),
+    (["bench", "--random", "qwen9"], "no preset 'qwen9'"),
+    (["bench", "--prompt-tokens", "40", "--max-context", "50"], "--prompt-tokens and --new-tokens are 104 together"),
+    (["bench", "--batch", "4", "--max-batch", "2"], "--batch 4"),
+    (["inspect", "--random", "qwen3.5-0.8b", "--layers", "99"], "has 24 layers"),
+    (["inspect", "--random", "qwen3.5-0.8b", "--memory", "1MiB"], "raise --memory"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD, ids=[" ".join(argv) or "nothing" for argv, _ in BAD])
+def test_bad_input_is_named(argv, message, capsys):
+    assert message in fails(argv, capsys)
+
+
+def test_a_model_without_prompt(capsys):
+    assert "the prompt is missing" in fails(["run", str(ROOT / "deltic" / "models" / "tiny")], capsys)
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "cannot be read as JSON"), ('{"a": 1}', "tools"),
+                                                  ("[1]", "tools[0]"), ('[{"function": {}}]', "tools[0]")])
+def test_bad_tools(content, message, tmp_path, capsys):
+    path = tmp_path / "tools.json"
+    path.write_text(content)
+    assert message in fails(["run", "hi", "--tools", str(path)], capsys)
+
+
+def test_a_bad_chat_template(tmp_path, capsys):
+    path = tmp_path / "template.jinja"
+    path.write_text("{% if %}")
+    assert "not valid jinja, line 1" in fails(["run", "hi", "--chat-template", str(path)], capsys)
+
+
+def test_arguments_that_are_not_utf8(capsys):
+    assert "PROMPT: is not valid UTF-8" in fails(["run", "caf\udce9"], capsys)
+
+
+def test_stdin_that_is_not_utf8(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert "stdin is not valid UTF-8 (byte 3)" in fails(["run", "-"], capsys)
+
+
+def test_empty_stdin(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    assert "nothing came on stdin" in fails(["run", "-"], capsys)
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["hi"], (None, "hi")),
+    (["tiny", "hi"], ("tiny", "hi")),
+    (["tiny", "--temperature", "0", "hi"], ("tiny", "hi")),
+    (["-"], (None, "-")),
+    (["-5 plus 3"], (None, "-5 plus 3")),
+    (["--json", "--", "--help"], (None, "--help")),
+    (["--", "tiny", "--"], ("tiny", "--"))])
+def test_where_the_prompt_may_stand(argv, words):
+    args = command_parser("run").parse_mixed(argv)
+    assert (args.model, args.prompt) == words
+
+
+def test_a_long_prompt_is_no_path(capsys):
+    assert "raise --max-context" in fails(["run", "word " * 3000, "--max-context", "64"], capsys)
+
+
+def test_text_keeps_everything_else():
+    assert text(" \u00e9\n") == " \u00e9\n"
+
+
+def test_a_used_port_is_found_before_loading(monkeypatch, capsys):
+    monkeypatch.setattr("deltic.cli.serve.open_llm", lambda args: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        message = fails(["serve", "--port", str(port)], capsys)
+    assert "cannot listen on 127.0.0.1" in message and str(port) in message and "in use" in message
+
+
+def test_serve_hands_over(monkeypatch):
+    calls, server = [], ModuleType("deltic.server.app")
+    server.serve = lambda llm, listener, **options: calls.append((llm.runtime.name, listener.getsockname()[0], options))
+    monkeypatch.setitem(sys.modules, "deltic.server.app", server)
+    monkeypatch.setenv("DELTIC_API_KEY", "secret")
+    argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*"]
+    assert main(argv) == main([*argv, "--api-key", "mine"]) == 0
+    given = {"served_name": "demo", "cors_origins": ["*"], "api_key": "secret"}
+    assert calls == [("tiny", "127.0.0.1", given), ("tiny", "127.0.0.1", {**given, "api_key": "mine"})]
+
+
+def test_inspect(capsys):
+    assert main(["inspect", "--json", "--memory", "64MiB", "--ops", "mlp=ref"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["config"]["pattern"] == "2 x (3 linear_attention + 1 full_attention)"
+    assert facts["weights"]["dtype"] == "bfloat16"
+    assert facts["weights"]["parameters"] == 4548808
+    memory = facts["memory"]
+    assert memory["pages"] * memory["page_bytes"] + memory["slots"] * memory["slot_bytes"] <= 64 << 20
+    assert memory["max_batch"] == 16 and memory["max_context"] == 32768
+    assert facts["tokenizer"]["ends_with"] == ["<|im_end|>", "<|endoftext|>"] and facts["tokenizer"]["chat_template"]
+    assert facts["ops"]["mlp"] == "ref" and len(facts["ops"]) > 5
+
+
+def test_inspect_a_shape_without_its_weights(monkeypatch, capsys):
+    monkeypatch.setattr("deltic.engine.runtime.random_weights", lambda *args, **options: pytest.fail("allocated"))
+    assert main(["inspect", "--random", "qwen3.5-27b", "--memory", "4GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "16 x (3 linear_attention + 1 full_attention)" in shown and "26,895,998,464" in shown
+    assert main(["inspect", "--random", "0.8b", "--layers", "5", "--memory", "4GiB", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["config"]["pattern"] == "1 x (3 linear_attention + 1 full_attention + 1 linear_attention)"
+
+
+def test_bench(capsys):
+    argv = ["bench", "--prompt-tokens", "24", "--new-tokens", "4", "--batch", "2", "--repeat", "2", "--threads", "1"]
+    assert main([*argv, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {"prefill_tokens_per_second", "decode_tokens_per_second", "time_to_first_token_ms", "peak_memory_mib",
+            "machine", "version", "commit", "ops", "model", "dtype", "overhead_ms", "runs"} <= set(result)
+    assert len(result["runs"]) == 2 and result["model"] == "tiny" and result["dtype"] == "bfloat16"
+    assert all(result[name] > 0 for name in ("prefill_tokens_per_second", "decode_tokens_per_second", "overhead_ms",
+                                             "peak_memory_mib"))
+    assert result["machine"]["threads"] == 1
+    assert main(argv) == 0
+    assert "decode tokens per second" in capsys.readouterr().out
+
+
+def test_bench_of_one_token_has_no_decode_rate(capsys):
+    assert main(["bench", "--prompt-tokens", "5", "--new-tokens", "1", "--repeat", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["decode_tokens_per_second"] is None and result["prefill_tokens_per_second"] > 0

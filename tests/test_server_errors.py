@@ -1,0 +1,166 @@
+"""What cannot be served is refused in OpenAI's form, naming the field, and harms nobody else."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from test_server_harness import USER, Scripted, Served, serving, tiny
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(tiny(), max_body=1 << 20) as running:
+        yield running
+        assert running.health()[0] == 200
+        tiny().engine.check()
+
+
+@pytest.fixture(autouse=True)
+def the_engine_goes_on(served: Served) -> Iterator[None]:
+    yield
+    assert served.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+
+
+def user(content: Any) -> list[Any]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"messages": []}, "messages"), ({"messages": "Hi"}, "messages"), ({"messages": None}, "messages"),
+    ({"messages": [5]}, "messages[0]"), ({"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
+    ({"messages": user(5)}, "messages[0].content"), ({"messages": user([IMAGE])}, "messages[0].content[0]"),
+    ({"messages": user([{"type": "input_audio"}])}, "messages[0].content[0]"),
+    ({"messages": user("\ud800")}, "messages[0].content"), ({"messages": user("a " * 9000)}, "messages"),
+    ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"), ({"max_tokens": None, "max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"), ({"temperature": []}, "temperature"),
+    ({"top_p": 2}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"top_k": -1}, "top_k"), ({"n": 0}, "n"), ({"n": 1000}, "n"),
+    ({"presence_penalty": 3}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"seed": 1.5}, "seed"), ({"seed": 1 << 70}, "seed"), ({"stream": "yes"}, "stream"), ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop"), ({"stop": 5}, "stop"), ({"stop": ["x"] * 100}, "stop"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"), ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"logit_bias": {"99999999": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
+    ({"stop_token_ids": [99999999]}, "stop_token_ids"), ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"), ({"stream_options": {"foo": 1}}, "stream_options.foo"),
+    ({"tools": [5]}, "tools[0]"), ({"tools": {}}, "tools"), ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"), ({"tool_choice": "required", "tools": [FUNCTION]}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"), ({"store": True}, "store"),
+    ({"functions": [{"name": "f"}]}, "functions"), ({"function_call": "auto"}, "function_call"),
+    ({"audio": {"voice": "x"}}, "audio"), ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"), ({"service_tier": "flex"}, "service_tier"),
+    ({"prediction": {"type": "content"}}, "prediction"), ({"web_search_options": {}}, "web_search_options"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"enable_thinking": "yes"}, "enable_thinking"), ({"best_of": 2}, "best_of"), ({"foo": 1}, "foo"),
+    ({"user": 5}, "user"),
+])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], param: str, stream: bool) -> None:
+    body = {"messages": USER, "max_tokens": 2, "stream": stream} | fields
+    response = served.http.post("/v1/chat/completions", content=json.dumps(body))
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+    assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) > 10
+
+
+@pytest.mark.parametrize(("body", "said"), [
+    (b"", "not valid JSON"), (b"{", "not valid JSON"), (b"[]", "a JSON object"), (b"null", "a JSON object"),
+    (b'{"prompt": "\xff"}', "UTF-8 at byte 12"), (b'{"temperature": NaN}', "NaN"), (b'{"seed": Infinity}', "Infinity"),
+    (b'{"temperature": 1e999}', "too large"), (b'{"seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    (b"[" * 100_000, "nested too deeply"), (b'{"prompt": "x"} x', "not valid JSON"), (b"\x1f\x8b\x08", "UTF-8"),
+    (b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}", "prompt must be"), (b'{"promt": "x"}', "do you mean 'prompt'"),
+    (b'{"prompt": "\\ud800"}', "surrogate"), (b'{"prompt": "x", "model": "\\ud800"}', "does not exist"),
+])
+def test_a_malformed_body(served: Served, body: bytes, said: str) -> None:
+    response = served.http.post("/v1/completions", content=body)
+    assert response.status_code == (404 if said == "does not exist" else 400)
+    assert said in response.json()["error"]["message"]
+
+
+def test_a_near_miss_is_suggested(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"unknown field 'max_tokns': do you mean 'max_tokens'\?"):
+        served.client.chat.completions.create(model="tiny", messages=USER, extra_body={"max_tokns": 1})
+
+
+def test_a_prompt_that_is_too_long_has_a_code(served: Served) -> None:
+    for create in (lambda text: served.client.completions.create(model="tiny", prompt=text),
+                   lambda text: served.client.chat.completions.create(model="tiny", messages=user(text))):
+        with pytest.raises(openai.BadRequestError, match="context holds 2048") as refusal:
+            create("a " * 5000)
+        assert refusal.value.code == "context_length_exceeded"
+
+
+def test_models_have_names(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-4") as refusal:
+        served.client.chat.completions.create(model="gpt-4", messages=USER)
+    assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("org/other")
+    for name in ("tiny", "default", None):
+        assert served.post("/v1/completions", model=name, prompt="x", max_tokens=1).json()["model"] == "tiny"
+
+
+def test_a_body_that_is_too_large(served: Served) -> None:
+    response = served.post("/v1/completions", prompt="x" * (3 << 20))
+    assert response.status_code == 413 and "larger than" in response.json()["error"]["message"]
+
+
+def test_endless_bodies_are_cut_off(served: Served) -> None:
+    with pytest.raises((openai.APIError, OSError)), OpenAI(
+            base_url=served.url, api_key="x", max_retries=0) as client:
+        client.post("/v1/completions", cast_to=str, body={"prompt": "x" * (9 << 20)})
+
+
+def test_unknown_paths_and_methods(served: Served) -> None:
+    missing, wrong = served.post("/v1/engines"), served.http.get("/v1/completions")
+    assert missing.status_code == 404 and "/v1/engines" in missing.json()["error"]["message"]
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]["param"] is None
+    assert served.http.get("/docs").status_code == 404
+
+
+def test_no_http_at_all(served: Served) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 400") or True
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+
+
+def test_an_internal_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted("x")
+    with serving(engine.model()) as other:
+        monkeypatch.setattr(engine, "add", lambda request: 1 // 0)
+        response = other.post("/v1/completions", prompt="x")
+        assert response.status_code == 500 and "division" not in response.text
+        monkeypatch.undo()
+        assert other.post("/v1/completions", prompt="x").status_code == 200
+
+
+def test_names_keys_and_origins() -> None:
+    options: dict[str, Any] = {"served_name": "our/model", "api_key": "secret", "cors_origins": ["https://page"]}
+    with serving(Scripted("x").model(), **options) as other:
+        assert other.post("/v1/completions", prompt="x").status_code == 401
+        assert other.http.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+        with OpenAI(base_url=f"{other.url}/v1", api_key="secret") as client:
+            assert client.models.retrieve("our/model").id == "our/model"
+            assert client.completions.create(model="tiny", prompt="x").model == "our/model"
+        page = {"origin": "https://page"}
+        assert other.http.get("/health", headers=page).headers["access-control-allow-origin"] == "https://page"
+
+
+def test_web_pages_may_not_use_the_server_by_default(served: Served) -> None:
+    headers = {"origin": "https://page", "access-control-request-method": "POST"}
+    response = served.http.options("/v1/completions", headers=headers)
+    assert response.status_code == 405 and "access-control-allow-origin" not in response.headers

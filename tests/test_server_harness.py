@@ -1,0 +1,150 @@
+"""What the server's tests share: the embedded model, a scripted engine, and a real server in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from deltic import LLM
+from deltic.errors import RequestError
+from deltic.server.app import create_app
+from deltic.server.bridge import Bridge
+from deltic.server.listen import Server, listen, url_of
+from deltic.types import Request, TokenLogprobs, TokenOut, Usage
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@cache
+def tiny() -> LLM:
+    return LLM(max_context=2048, memory="64MiB", max_batch=16, threads=1)
+
+
+class Scripted:
+    """An engine that says the same to everybody, a token per step. text None: it never ends."""
+
+    max_context = 2048
+
+    def __init__(self, text: str | None = None, *, error: str | None = None, pause: float = 0.0) -> None:
+        self.play(text, error=error, pause=pause)
+
+    def play(self, text: str | None, *, error: str | None = None, pause: float = 0.0) -> None:
+        """Another script, for an engine at rest."""
+        tokenizer = tiny().front.tokenizer
+        self.script = [*tokenizer.encode(text), tokenizer.eos_id] if text is not None else tokenizer.encode("na")[:1]
+        self.endless, self.error, self.pause = text is None, error, pause
+        self.stats = SimpleNamespace(steps=0)
+        self.running: dict[str, list[list[Any]]] = {}
+        self.seen: list[Request] = []
+        self.events: list[TokenOut] = []
+        self.before_step: Callable[[], Any] = lambda: None
+        self.check: Callable[[], None] = lambda: None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.events)
+
+    def add(self, request: Request) -> None:
+        if len(request.prompt) >= self.max_context:
+            raise RequestError("the prompt is too long", "prompt")
+        self.seen.append(request)
+        matchers = [request.matcher() if request.matcher else None for _ in range(request.sampling.n)]
+        self.running[request.id] = [[choice, 0, matcher] for choice, matcher in enumerate(matchers)]
+
+    def abort(self, request: str) -> None:
+        for choice, count, _ in self.running.pop(request, ()):
+            self.events.append(TokenOut(request, choice, None, finish="abort", usage=Usage(1, 0, count)))
+
+    def step(self) -> list[TokenOut]:
+        time.sleep(self.pause)
+        self.before_step()
+        self.stats.steps += 1
+        events, self.events = self.events, []
+        for request in [request for request in self.seen if request.id in self.running]:
+            events += [event for choice in self.running[request.id][:] for event in self._advance(request, choice)]
+        return events
+
+    def _advance(self, request: Request, choice: list[Any]) -> list[TokenOut]:
+        index, at, matcher = choice
+        choice[1] += 1
+        if self.error and at == 3:
+            self._end(request, choice)
+            return [TokenOut(request.id, index, None, finish="error", usage=Usage(1, 0, at), error=self.error)]
+        token = self.script[at % len(self.script)]
+        limit = request.sampling.max_tokens or 1 << 30
+        over = (matcher and matcher.push(token)) or (not self.endless and at + 1 == len(self.script))
+        finish = "stop" if over else "length" if at + 1 == limit else None
+        if finish:
+            self._end(request, choice)
+        scored = request.sampling.logprobs is not None
+        scores = TokenLogprobs(-0.5, ((token, -0.5), (1, float("-inf")))) if scored else None
+        usage = Usage(len(request.prompt), 5, at + 1) if finish else None
+        return [TokenOut(request.id, index, token, scores, finish, usage)]
+
+    def _end(self, request: Request, choice: list[Any]) -> None:
+        self.running[request.id].remove(choice)
+        if not self.running[request.id]:
+            del self.running[request.id]
+
+    def model(self) -> Any:
+        """What create_app takes for a model."""
+        return SimpleNamespace(engine=self, front=tiny().front, runtime=tiny().runtime)
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, url: str, server: Server, bridge: Bridge, thread: threading.Thread) -> None:
+        self.url, self.server, self.bridge, self.thread = url, server, bridge, thread
+        self.http = httpx.Client(base_url=url, timeout=30)
+        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        response = self.http.get("/health")
+        return response.status_code, response.json()
+
+    def wait_idle(self, seconds: float = 10.0) -> float:
+        """Wait until nothing runs; returns how long it took."""
+        return wait_until(lambda: self.health()[1]["requests"] == 0, seconds)
+
+    def stop(self, seconds: float = 15.0) -> None:
+        self.http.close()
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join(seconds)
+        assert not self.thread.is_alive(), "the server does not end"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "this takes too long"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+@contextmanager
+def serving(model: Any, grace: float = 0.2, **options: Any) -> Iterator[Served]:
+    app = create_app(model, **options)
+    listener, ready = listen("127.0.0.1", 0), threading.Event()
+    server = Server(app, app.state.bridge, grace, ready.set)
+    thread = threading.Thread(target=server.run_on, args=(listener,))
+    thread.start()
+    assert ready.wait(20)
+    served = Served(url_of(listener), server, app.state.bridge, thread)
+    try:
+        yield served
+    finally:
+        served.stop()
+        listener.close()

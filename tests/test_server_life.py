@@ -1,0 +1,221 @@
+"""Clients that vanish or sleep, and servers that end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from test_server_harness import USER, Scripted, Served, serving, tiny, wait_until
+
+from deltic.errors import ConfigError, DelticError
+from deltic.server.listen import listen
+
+ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
+
+
+async def one_of_many(client: AsyncOpenAI, number: int) -> str:
+    stream = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": f"Number {number}"}], stream=True, max_tokens=16,
+        temperature=2.0, seed=number, extra_body={"ignore_eos": True})
+    text = ""
+    async for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        if number % 3 == 0 and len(text) > number % 7:
+            await stream.close()
+            return "gone"
+    return text
+
+
+def test_64_streams_a_third_of_which_vanish(capsys: pytest.CaptureFixture[str]) -> None:
+    async def all_of_them(url: str) -> list[str]:
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(limits=limits, timeout=60) as http, AsyncOpenAI(
+                base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as client:
+            return await asyncio.gather(*(one_of_many(client, number) for number in range(64)))
+
+    cache = tiny().engine.runtime.cache
+    with serving(tiny()) as served:
+        began = time.monotonic()
+        texts = asyncio.run(all_of_them(served.url))
+        spent = time.monotonic() - began
+        assert sum(text == "gone" for text in texts) == 22 and all(texts)
+        served.wait_idle()
+        wait_until(lambda: served.health()[0] == 200)
+        tiny().engine.check()
+        assert cache.pages.free == cache.pages.size and cache.slots.free == cache.slots.size
+        undisturbed = asyncio.run(all_of_them(served.url))
+    assert undisturbed == texts, "vanishing neighbours change nothing"
+    with capsys.disabled():
+        print(f" [64 streams: {spent:.1f} s]", end="")
+
+
+def test_a_vanished_stream_ends_within_a_step_or_two() -> None:
+    engine = Scripted(pause=0.05)
+    with serving(engine.model()) as served:
+        stream = served.client.chat.completions.create(**ENDLESS)
+        next(iter(stream))
+        steps = engine.stats.steps
+        stream.close()
+        wait_until(lambda: not engine.running, 2)
+        assert engine.stats.steps - steps <= 3
+
+
+def test_a_client_that_waits_for_a_whole_answer_may_vanish_too() -> None:
+    engine = Scripted(pause=0.02)
+    with serving(engine.model()) as served:
+        with pytest.raises(httpx.ReadTimeout):
+            served.http.post("/v1/chat/completions", json={"messages": USER, "n": 3}, timeout=0.5)
+        wait_until(lambda: not engine.running, 2)
+        assert len(engine.seen) == 1 and served.wait_idle() < 2 and served.health()[0] == 200
+
+
+def test_a_client_that_vanishes_before_it_is_admitted() -> None:
+    engine, gate = Scripted(), threading.Event()
+    with serving(engine.model()) as served:
+        engine.before_step = gate.wait
+        first = served.client.chat.completions.create(**ENDLESS | {"max_tokens": 2})
+        with pytest.raises(httpx.ReadTimeout):
+            served.http.post("/v1/chat/completions", json={"messages": USER}, timeout=0.3)
+        wait_until(lambda: served.health()[1]["requests"] == 1)
+        gate.set()
+        assert len(list(first)) > 1
+        wait_until(lambda: not engine.running, 2)
+
+
+def test_a_sleeping_client_stalls_nobody_and_loses_nothing() -> None:
+    count, engine = 8000, Scripted()
+    with serving(engine.model()) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "x", "stream": True, "max_tokens": count, "logprobs": 1}).encode()
+        with socket.socket() as sleeper:
+            sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sleeper.connect((host, int(port)))
+            sleeper.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                            b"content-length: %d\r\n\r\n" % len(body) + body)
+            wait_until(lambda: len(engine.seen) == 1)
+            awake = served.client.chat.completions.create(**ENDLESS | {"max_tokens": 50})
+            assert len(list(awake)) > 2
+            served.wait_idle(20)
+            text = b"".join(iter(lambda: sleeper.recv(1 << 16), b"")).decode()
+    assert "[DONE]" in text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == "n" * count or len(events) < count
+    assert sum(len(event["choices"][0]["logprobs"]["tokens"]) for event in events) == count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_shutdown_ends_running_requests_with_an_error(stream: bool) -> None:
+    engine, said = Scripted(pause=0.01), []
+
+    def talk(served: Served) -> None:
+        with pytest.raises(openai.APIError) as error:
+            list(served.client.chat.completions.create(**ENDLESS | {"stream": stream}))
+        said.append(error.value.message)
+
+    with serving(engine.model(), grace=0.3) as served:
+        thread = threading.Thread(target=talk, args=(served,))
+        thread.start()
+        wait_until(lambda: engine.stats.steps > 5)
+        began = time.monotonic()
+        served.server.should_exit = True
+        served.thread.join(10)
+        thread.join(10)
+        assert time.monotonic() - began < 4 and not engine.running
+    assert "shutting down" in said[0]
+
+
+def test_a_second_signal_takes_the_grace_away() -> None:
+    engine = Scripted(pause=0.01)
+    with serving(engine.model(), grace=30) as served:
+        stream = served.client.chat.completions.create(**ENDLESS)
+        next(iter(stream))
+        served.server.handle_exit(signal.SIGINT, None)
+        time.sleep(0.3)
+        assert engine.running
+        served.server.handle_exit(signal.SIGINT, None)
+        served.thread.join(5)
+        assert not served.thread.is_alive() and not engine.running
+        stream.close()
+
+
+def test_big_prompts_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted("one")
+    with serving(engine.model()) as served:
+        front = tiny().front
+        monkeypatch.setattr(front, "complete", lambda *given: time.sleep(1) or type(front).complete(front, *given))
+        slow = threading.Thread(target=served.post, args=("/v1/completions",), kwargs={"prompt": "x"})
+        slow.start()
+        time.sleep(0.2)
+        began = time.monotonic()
+        assert served.client.chat.completions.create(model="tiny", messages=USER).choices[0].message.content == "one"
+        assert time.monotonic() - began < 0.6
+        slow.join()
+
+
+def test_the_package_does_not_need_the_server() -> None:
+    program = "import deltic, sys; sys.exit('fastapi' in sys.modules or 'uvicorn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_shutdown_lets_short_answers_end() -> None:
+    engine = Scripted("one two three four five six", pause=0.05)
+    with serving(engine.model(), grace=5) as served:
+        stream = served.client.chat.completions.create(**ENDLESS)
+        next(iter(stream))
+        served.server.should_exit = True
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "one two three four five six"
+        served.thread.join(5)
+
+
+def test_addresses_that_cannot_be_had() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}: .*in use"):
+            listen("127.0.0.1", port)
+    for host, port, said in (("no.such.host.invalid", 0, "not known"), ("127.0.0.1", 70000, "port must be"),
+                             ("203.0.113.7", 0, "cannot listen")):
+        with pytest.raises(DelticError, match=said):
+            listen(host, port)
+    listen("::1", 0).close() if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6") else None
+
+
+SERVE_TWICE = """
+import sys; sys.path.insert(0, "tests")
+from test_server_harness import Scripted
+from deltic.server.app import serve
+for _ in range(2):
+    serve(Scripted(pause=0.01).model(), port=0, grace=0.2)
+print("end")
+"""
+
+
+def test_signals_end_the_server_and_not_the_process() -> None:
+    process = subprocess.Popen([sys.executable, "-c", SERVE_TWICE], stdout=subprocess.PIPE, text=True)
+    body = {"prompt": "x", "stream": True, "max_tokens": 99999}
+    try:
+        assert process.stdout
+        for number in (signal.SIGTERM, signal.SIGINT):
+            url = process.stdout.readline().split("is ready: ")[1].split("/v1")[0]
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(number)
+                assert "shutting down" in "".join(lines)
+        assert process.wait(10) == 0 and process.stdout.read() == "end\n"
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,174 @@
+"""Reasoning, tool calls and failures through the real app, with an engine that follows a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from test_server_harness import USER, Scripted, Served, serving
+
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "strict": True, "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}}]
+CALL = ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>")
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+
+
+STAGE: list[tuple[Served, Scripted]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stage() -> Iterator[None]:
+    engine = Scripted("")
+    with serving(engine.model()) as served:
+        STAGE[:] = [(served, engine)]
+        yield
+
+
+@contextmanager
+def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripted]]:
+    served, engine = STAGE[0]
+    served.wait_idle()
+    engine.play(text, **options)
+    yield served, engine
+
+
+def ask(served: Served, **more: Any) -> Any:
+    return served.client.chat.completions.create(**({"model": "tiny", "messages": USER} | more))
+
+
+def test_a_tool_call() -> None:
+    with scripted(THOUGHT + "I look it up.\n" + CALL + "\n" + CALL.replace("Oslo", "Rome")) as (served, _):
+        choice = ask(served, tools=TOOLS).choices[0]
+    calls = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look it up."
+    assert choice.message.reasoning_content == "Let me see."
+    assert [(call.type, call.function.name) for call in calls] == [("function", "weather")] * 2
+    assert [json.loads(call.function.arguments) for call in calls] == [{"city": c, "days": 3} for c in ("Oslo", "Rome")]
+    assert calls[0].id.startswith("call_") and calls[0].id != calls[1].id
+
+
+def test_a_tool_call_alone_has_null_content() -> None:
+    with scripted(CALL) as (served, _):
+        message = ask(served, tools=TOOLS).choices[0].message
+    assert message.content is None and len(message.tool_calls) == 1
+
+
+def test_tool_call_deltas() -> None:
+    with scripted(CALL + "\n" + CALL) as (served, _):
+        chunks = [chunk.choices[0] for chunk in ask(served, tools=TOOLS, stream=True)]
+    pieces = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert chunks[-1].finish_reason == "tool_calls" and [piece.index for piece in pieces] == [0, 0, 1, 1]
+    assert [bool(piece.id) for piece in pieces] == [True, False] * 2, "id, type and name are on the first piece only"
+    assert [piece.type for piece in pieces] == ["function", None] * 2
+    assert [piece.function.name for piece in pieces] == ["weather", None] * 2
+    for index in (0, 1):
+        text = "".join(piece.function.arguments for piece in pieces if piece.index == index)
+        assert json.loads(text) == {"city": "Oslo", "days": 3}
+
+
+def test_the_client_library_assembles_a_streamed_call() -> None:
+    with scripted(CALL) as (served, _), served.client.chat.completions.stream(
+            model="tiny", messages=USER, tools=TOOLS) as stream:  # type: ignore[arg-type]
+        message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls and json.loads(message.tool_calls[0].function.arguments)["city"] == "Oslo"
+
+
+def test_tool_choice_none_neither_shows_tools_nor_reads_calls() -> None:
+    with scripted(CALL) as (served, engine):
+        refused = ask(served, tools=TOOLS, tool_choice="none").choices[0]
+        ask(served)
+        ask(served, tools=TOOLS)
+    assert refused.finish_reason == "stop" and refused.message.content == CALL and refused.message.tool_calls is None
+    without, bare, shown = (request.prompt for request in engine.seen)
+    assert without == bare and len(shown) > len(bare)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, "any", 5])
+def test_other_tool_choices_are_refused(choice: Any) -> None:
+    with scripted(CALL) as (served, _), pytest.raises(openai.BadRequestError, match="not supported yet") as refusal:
+        ask(served, tools=TOOLS, tool_choice=choice)
+    assert refusal.value.param == "tool_choice"
+
+
+def test_reasoning_in_message_and_deltas() -> None:
+    with scripted(THOUGHT + "Yes.") as (served, _):
+        message = ask(served).choices[0].message
+        deltas = [chunk.choices[0].delta for chunk in ask(served, stream=True)]
+    assert (message.reasoning_content, message.content) == ("Let me see.", "Yes.")
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Let me see."
+    assert "".join(delta.content or "" for delta in deltas) == "Yes."
+
+
+def test_thinking_is_a_template_variable_only_if_asked_for() -> None:
+    with scripted("</think>\n\nYes.") as (served, engine):
+        for body in ({}, {"enable_thinking": True}, {"enable_thinking": False},
+                     {"chat_template_kwargs": {"enable_thinking": True}}):
+            ask(served, extra_body=body)
+    default, on, off, same = (request.prompt for request in engine.seen)
+    assert on != off and same == on and default in (on, off)
+
+
+def test_no_think_tags_is_content() -> None:
+    with scripted("Just text.") as (served, _):
+        message = ask(served).choices[0].message
+    assert message.content == "Just text." and message.reasoning_content is None
+
+
+def test_stop_string_across_tokens_in_a_stream() -> None:
+    with scripted("The answer is fortytwo and more") as (served, _):
+        chunks = [chunk.choices[0] for chunk in ask(served, stop=["tytw"], stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "The answer is for"
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_stop_tokens_are_not_part_of_the_answer() -> None:
+    with scripted("one two") as (served, engine):
+        engine.script = engine.script[:-1]
+        last = engine.script[-1]
+        answer = ask(served, extra_body={"stop_token_ids": [last]}, logprobs=True)
+    assert "one two".startswith(answer.choices[0].message.content) and answer.choices[0].message.content != "one two"
+    assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens - 1
+
+
+def test_streamed_logprobs_wait_for_text_but_none_is_lost() -> None:
+    with scripted("a\U0001f642b") as (served, engine):
+        chunks = [chunk.choices[0] for chunk in ask(served, stream=True, logprobs=True, stop=["zzz"])]
+        scores = [score for chunk in chunks if chunk.logprobs for score in chunk.logprobs.content]
+    assert [token for score in scores for token in score.bytes] == list("a\U0001f642b".encode())
+    assert len(scores) == len(engine.script) - 1
+
+
+def test_cached_tokens_and_choices_in_usage() -> None:
+    with scripted("one two") as (served, engine):
+        usage = ask(served, n=3).usage
+    assert usage.prompt_tokens_details.cached_tokens == 5 and usage.prompt_tokens == len(engine.seen[0].prompt)
+    assert usage.completion_tokens == 3 * len(engine.script)
+
+
+def test_an_engine_error_is_a_500_or_an_error_event() -> None:
+    with scripted("one two three four five", error="the logits are NaN") as (served, engine):
+        with pytest.raises(openai.InternalServerError, match="the logits are NaN"):
+            ask(served)
+        with pytest.raises(openai.InternalServerError, match="the logits are NaN"):
+            ask(served, n=3)
+        with pytest.raises(openai.APIError, match="the logits are NaN"):
+            list(ask(served, stream=True))
+        text = served.post("/v1/chat/completions", messages=USER, stream=True).text
+        assert text.rstrip().endswith('"type":"server_error","param":null,"code":null}}') and "[DONE]" not in text
+        engine.error = None
+        assert ask(served).choices[0].message.content == "one two three four five"
+        served.wait_idle()
+        assert not engine.running and served.health()[0] == 200
+
+
+def test_a_long_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.server.ticket.QUIET", 0.05)
+    with scripted("ab", pause=0.3) as (served, _):
+        text = served.post("/v1/chat/completions", messages=USER, stream=True).text
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(served, stream=True)) == "ab"
+    assert text.startswith(": waiting\n\n") and text.endswith("data: [DONE]\n\n")
