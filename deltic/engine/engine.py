@@ -32,7 +32,10 @@ _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, and the seconds of the last step that were not spent in the model's forward."""
+    """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
+
+    prompt_tokens: processed ones, so those of a preempted request count again.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0

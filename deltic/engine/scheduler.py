@@ -98,7 +98,10 @@ class Scheduler:
         if lease is None and self.running:
             return None
         self._forget_origin(sequence)
-        return lease or self.cache.admit()
+        if lease is None:
+            return self.cache.admit()
+        sequence.cached = lease.done
+        return lease
 
     def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:
         """Pages for up to `count` tokens. Rather than stand still it takes them from the prompt ends that waiting

@@ -6,5 +6,5 @@ from deltic.ops.torch.basic import add_norm, copy, embed, head, mlp, pack, rope
 from deltic.ops.torch.gdn import gdn_mixer
 from deltic.ops.torch.sample import sample
 
-OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer, mlp=mlp,
-          head=head, sample=sample, copy_slots=copy, copy_pages=copy)
+OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer,
+          mlp=mlp, head=head, sample=sample, copy_slots=copy, copy_pages=copy)

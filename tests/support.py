@@ -1,0 +1,359 @@
+"""Builders of small models and engines, the one-token-at-a-time reference, and the rule of the same answer (L6)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.policy import MemoryPlan
+from deltic.cache.storage import Storage, allocate
+from deltic.config import EngineConfig, LinearConfig, ModelConfig, RopeConfig
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.session import Session
+from deltic.model.decoder import Stores
+from deltic.ops.noise import gumbel, sample_key
+from deltic.ops.records import Batch, Sampled, Sampling
+from deltic.types import PAGE, Request, SamplingParams, TokenOut
+
+TAU = 1e-3
+"""Largest difference of logits between two paths of one float32 model (random at range 0.1, or embedded)."""
+DECIDED = 0.95
+"""Share of positions of a random model at which the reference's best two logits are more than 2 tau apart."""
+
+
+class Mismatch(AssertionError):
+    """Two paths gave different answers."""
+
+
+# Models
+
+
+def odd_shape(**changes: Any) -> ModelConfig:
+    """A small model in which no two sizes agree: heads, key heads, value heads, their dims, the conv's taps."""
+    kinds = ("linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention",
+             "linear_attention")
+    shape = ModelConfig(
+        architecture="qwen3_5", vocab_size=509, hidden_size=40, intermediate_size=52, num_hidden_layers=len(kinds),
+        layer_types=kinds, num_attention_heads=6, num_key_value_heads=2, head_dim=14, attention_output_gate=True,
+        rope=RopeConfig(1e4, 6, (1, 1, 1)), linear=LinearConfig(2, 6, 10, 12, 4), rms_norm_eps=1e-6,
+        tie_word_embeddings=False, max_position_embeddings=1024, dtype="float32")
+    return replace(shape, **changes)
+
+
+@lru_cache(maxsize=1)
+def odd_runtime() -> Runtime:
+    """The odd shape with random weights of range 0.1, in float32."""
+    model = RandomModel(shape=odd_shape(), initializer_range=0.1)
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1))
+
+
+@lru_cache(maxsize=1)
+def embedded_runtime() -> Runtime:
+    """The model that comes with deltic, in float32."""
+    return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1))
+
+
+RUNTIMES = {"odd": odd_runtime, "embedded": embedded_runtime}
+
+HF_SHAPE: dict[str, Any] = {
+    "vocab_size": 307, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "max_position_embeddings": 1024, "initializer_range": 0.1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                        "mrope_section": [1, 1, 1], "mrope_interleaved": True}}
+
+
+def transformers_model(directory: Path, seed: int = 0, nested: bool = False, **changes: Any) -> Any:
+    """A random Qwen3_5ForCausalLM in float32, saved to the directory; returns the model.
+
+    nested: rewrite the saved config.json as a Qwen3_5ForConditionalGeneration's, weights and all.
+    """
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HF_SHAPE, **changes})).float().eval()
+    _scatter_norms(model, seed)
+    model.save_pretrained(directory)
+    if nested:
+        _nest(directory)
+    return model
+
+
+def _scatter_norms(model: Any, seed: int) -> None:
+    """A fresh model's norms are all zero or one, which hides a missing or doubled + 1."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("norm.weight"):
+                tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
+
+
+def _nest(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    text = json.loads((directory / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+             "tie_word_embeddings": text.pop("tie_word_embeddings"), "text_config": text}
+    (directory / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(directory / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed, directory / "model.safetensors", {"format": "pt"})
+
+
+# Sessions and engines over a loaded model, with pools of their own
+
+
+def pools(runtime: Runtime, pages: int, slots: int) -> Storage:
+    """Fresh pools full of NaN: whoever reads what nobody wrote will show it."""
+    storage = allocate(runtime.config, pages, slots, runtime.cache.storage.keys.dtype)
+    for tensor in (*storage.page_tensors, *storage.slot_tensors):
+        tensor.fill_(float("nan"))
+    return storage
+
+
+def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: int | None = None,
+                  context: int | None = None) -> Runtime:
+    """The same model with a cache of its own: `pages` K/V pages, slots for the batch and one more."""
+    context = context or min(512, runtime.memory.max_context)
+    pages = pages or batch * -(-context // PAGE)
+    storage = pools(runtime, pages, batch + 1)
+    return replace(
+        runtime, options=replace(runtime.options, token_budget=budget, max_batch=batch),
+        memory=MemoryPlan(pages, batch + 1, batch, min(context, pages * PAGE)),
+        cache=HybridCache(storage, runtime.decoder.ops), stores=Stores(storage.kv_views(), storage.state_views()))
+
+
+def session_over(runtime: Runtime, **limits: Any) -> Session:
+    """A Session over an already loaded model."""
+    with patch("deltic.engine.session.load", lambda *_: small_runtime(runtime, **limits)):
+        return Session()
+
+
+def with_sample(runtime: Runtime, sample: Any) -> Runtime:
+    """The runtime with another `sample` op."""
+    ops = replace(runtime.decoder.ops, sample=sample)
+    return replace(runtime, decoder=replace(runtime.decoder, ops=ops))
+
+
+# The reference: one token at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What one request answers, computed token by token. logits [n, V]: row i chose token i of the answer."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: Tensor
+
+
+def stepwise_logits(session: Session, tokens: Iterable[int]) -> Tensor:
+    """The logits after each of the tokens, fed one by one: [n, V]."""
+    return torch.stack([session.step(token) for token in tokens])
+
+
+def reference(runtime: Runtime, prompt: Sequence[int], count: int, params: SamplingParams | None = None,
+              choice: int = 0) -> Reference:
+    """Greedy or keyed-draw answer of `count` tokens, one token at a time through a Session."""
+    session = session_over(runtime, batch=1)
+    logits = stepwise_logits(session, prompt)[-1]
+    rows, tokens = [logits], [drawn(logits, params, choice, len(prompt))]
+    while len(tokens) < count:
+        logits = session.step(tokens[-1])
+        tokens.append(drawn(logits, params, choice, len(prompt) + len(tokens)))
+        rows.append(logits)
+    return Reference(tuple(prompt), tuple(tokens), torch.stack(rows))
+
+
+def drawn(logits: Tensor, params: SamplingParams | None, choice: int, position: int) -> int:
+    """The token that plain temperature sampling takes here."""
+    return int(perturbed(logits, params, choice, position).argmax())
+
+
+def perturbed(logits: Tensor, params: SamplingParams | None, choice: int, position: int) -> Tensor:
+    """What the draw takes the maximum of: logits, or logits / temperature + keyed noise."""
+    if params is None or params.temperature == 0:
+        return logits
+    assert params.seed is not None and params.temperature is not None
+    key = torch.tensor([sample_key(params.seed, choice, position)])
+    return logits.double() / params.temperature + gumbel(key, torch.arange(len(logits)))[0]
+
+
+# The rule
+
+
+def margins(logits: Tensor) -> Tensor:
+    """Distance of the best two: [n, V] -> [n]."""
+    best = logits.topk(2, dim=-1).values
+    return best[..., 0] - best[..., 1]
+
+
+def same_logits(expected: Tensor, found: Tensor, tau: float = TAU, decided: float = 0.0) -> float:
+    """Raise Mismatch unless |difference| <= tau everywhere and the best token agrees wherever the reference's margin
+    exceeds 2 tau, which must be so at a share `decided` of the positions. Returns the largest difference."""
+    if expected.shape != found.shape:
+        raise Mismatch(f"logits of shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+    if not bool(found.isfinite().all()):
+        raise Mismatch("logits are not finite")
+    clear = margins(expected) > 2 * tau
+    wrong = (expected.argmax(-1) != found.argmax(-1)) & clear
+    if bool(wrong.any()):
+        raise Mismatch(f"another best token at positions {wrong.nonzero().flatten().tolist()[:8]}")
+    worst = float((expected - found).abs().max())
+    if not worst <= tau:
+        position = int((expected - found).abs().amax(-1).argmax())
+        raise Mismatch(f"logits differ by {worst:.3g} at position {position}, more than {tau:g}")
+    share = float(clear.float().mean())
+    if share < decided:
+        raise Mismatch(f"only {share:.1%} of the reference's positions are decided: the test could not fail")
+    return worst
+
+
+def same_tokens(expected: Reference, found: Sequence[int], params: SamplingParams | None = None, choice: int = 0,
+                tau: float = TAU) -> None:
+    """Raise Mismatch unless the tokens agree up to the first position that rounding may decide."""
+    for index, (token, wanted) in enumerate(zip(found, expected.tokens, strict=False)):
+        if token == wanted:
+            continue
+        scores = perturbed(expected.logits[index], params, choice, len(expected.prompt) + index)
+        margin, scale = float(margins(scores)), params.temperature if params and params.temperature else 1.0
+        if margin > 2 * tau / scale:
+            raise Mismatch(f"token {index} of the answer is {token} instead of {wanted}, by a margin of {margin:.3g}")
+        return
+    if len(found) != len(expected.tokens):
+        raise Mismatch(f"{len(found)} tokens instead of {len(expected.tokens)}")
+
+
+def lively(tokens: Sequence[int]) -> None:
+    """Raise Mismatch if the answer repeats itself so much that a broken path would go unseen."""
+    distinct = len(set(tokens))
+    if distinct < len(tokens) / 2:
+        raise Mismatch(f"only {distinct} distinct tokens in {len(tokens)}: the test could not fail")
+
+
+# Engines
+
+
+@dataclass(slots=True)
+class Answer:
+    """The events of one choice."""
+
+    events: list[TokenOut] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self.events if event.token is not None]
+
+    @property
+    def last(self) -> TokenOut:
+        return self.events[-1]
+
+
+Answers = dict[tuple[str, int], Answer]
+
+
+def take(answers: Answers, events: Iterable[TokenOut]) -> None:
+    for event in events:
+        answer = answers.setdefault((event.request, event.choice), Answer())
+        assert not answer.events or answer.last.finish is None, "an event after the end"
+        answer.events.append(event)
+
+
+def drain(engine: Engine, answers: Answers | None = None, limit: int = 20_000) -> Answers:
+    """Step until nothing is left to do; then nothing may be held either."""
+    answers = {} if answers is None else answers
+    for _ in range(limit):
+        if not engine.has_work:
+            break
+        take(answers, engine.step())
+        engine.check()
+    assert not engine.has_work, f"still at work after {limit} steps"
+    assert all(answer.last.finish for answer in answers.values()), "an answer without an end"
+    engine.check()
+    return answers
+
+
+def serve(runtime: Runtime, requests: Iterable[Request]) -> Answers:
+    """The answers of these requests, all added at once."""
+    engine = Engine(runtime)
+    for request in requests:
+        engine.add(request)
+    return drain(engine)
+
+
+@dataclass(slots=True)
+class Forcing:
+    """A `sample` op that records the logits of every draw and dictates the tokens of known requests.
+
+    Draws are known by their keys, so every forced request needs temperature > 0 and a seed of its own.
+    """
+
+    runtime: Runtime
+    script: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    logits: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+
+    def force(self, seed: int, answer: Reference) -> None:
+        """Make the request with this seed give the reference's tokens."""
+        self.logits[seed] = {}
+        for index, token in enumerate(answer.tokens):
+            self.script[sample_key(seed, 0, len(answer.prompt) + index)] = (seed, index, token)
+
+    def recorded(self, seed: int) -> Tensor:
+        """The logits [n, V] that the request's tokens were drawn from, each drawn exactly once."""
+        rows = self.logits[seed]
+        assert sorted(rows) == list(range(len(rows)))
+        return torch.stack([rows[index] for index in range(len(rows))])
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+        raw = logits.clone()
+        sampled = self.runtime.decoder.ops.sample(logits, sampling)
+        tokens = sampled.tokens.clone()
+        for row, key in enumerate(sampling.key.tolist()):
+            if key in self.script:
+                seed, index, token = self.script[key]
+                assert index not in self.logits[seed], f"token {index} of request {seed} is drawn twice"
+                self.logits[seed][index] = raw[row]
+                tokens[row] = token
+        return replace(sampled, tokens=tokens)
+
+
+@dataclass(slots=True)
+class Watch:
+    """Stands before `Runtime.run` and keeps what each step was made of."""
+
+    runtime: Runtime
+    chunks: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runtime, name)
+
+    def run(self, batch: Batch) -> Tensor:
+        self.chunks.append(batch.layout.chunks)
+        return self.runtime.run(batch)
+
+
+def numbers(seed: int, count: int, vocabulary: int) -> tuple[int, ...]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, vocabulary, (count,), generator=generator).tolist())
+
+
+def greedy(prompt: Sequence[int], count: int, name: str = "a", **params: Any) -> Request:
+    """A request for exactly `count` greedy tokens."""
+    settings: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **params}
+    return Request(name, tuple(prompt), SamplingParams(**settings))

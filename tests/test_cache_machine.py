@@ -1,0 +1,599 @@
+"""The hybrid cache against a dictionary that copies everything (laws L1 to L4), and its pure parts by brute force.
+
+A toy model stands in for the network: the recurrent state is a running hash of all tokens, and each token's K/V
+depends on that hash. Whatever reads, keeps or returns to anything but the very history of one sequence shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from deltic.cache.hybrid import Checkpoint, HybridCache, Lease
+from deltic.cache.ledger import Ledger
+from deltic.cache.policy import MemoryNeeds, split_memory
+from deltic.cache.storage import Storage
+from deltic.errors import ConfigError, DelticError
+from deltic.ops import backends
+from deltic.types import PAGE
+
+MODULUS = 2_147_483_647
+NAN = float("nan")
+PHASES = (Phase.generate,)
+
+
+def toy_storage(pages: int, slots: int) -> Storage:
+    """Two attention and three recurrent layers of toy size, in float64 so that hashes are exact; all NaN."""
+    def full(*shape: int) -> torch.Tensor:
+        return torch.full(shape, NAN, dtype=torch.float64)
+
+    return Storage(keys=full(2, pages, PAGE, 1, 1), values=full(2, pages, PAGE, 1, 2),
+                   recurrent=full(3, slots, 1, 1, 2), conv=full(3, slots, 4, 1))
+
+
+def toy_cache(pages: int, slots: int, kind: type[HybridCache] = HybridCache) -> HybridCache:
+    return kind(toy_storage(pages, slots), backends()["torch"])
+
+
+def advance(state: int, token: int) -> int:
+    return (state * 31 + token + 7) % MODULUS
+
+
+def hashes(tokens: list[int]) -> list[int]:
+    """The toy state after each token."""
+    found = [0]
+    for token in tokens:
+        found.append(advance(found[-1], token))
+    return found[1:]
+
+
+def read_state(cache: HybridCache, slot: int) -> int:
+    """The hash in a slot, which every layer and part of it must agree on."""
+    values = torch.cat([cache.storage.recurrent[:, slot].flatten(), cache.storage.conv[:, slot].flatten()]).unique()
+    assert len(values) == 1, f"slot {slot} is mixed from several states: {values.tolist()}"
+    return int(values[0])
+
+
+def read_kv(cache: HybridCache, pages: tuple[int, ...] | list[int], count: int) -> list[int]:
+    """The first `count` K/V values of these pages, on which all layers must agree."""
+    index = [pages[i // PAGE] * PAGE + i % PAGE for i in range(count)]
+    pools = [pool.flatten(3).flatten(1, 2)[:, index] for pool in cache.storage.page_tensors]
+    values = torch.cat([pool.transpose(1, 2).flatten(0, 1) for pool in pools])
+    assert bool((values == values[:1]).all()), "layers hold different K/V"
+    return [int(value) for value in values[0].tolist()]
+
+
+def write_kv(cache: HybridCache, pages: list[int], start: int, values: list[float]) -> None:
+    index = [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, start + len(values))]
+    for pool in cache.storage.page_tensors:
+        flat = pool.flatten(1, 2)
+        flat[:, index] = torch.tensor(values, dtype=pool.dtype)[None, :, None, None].expand_as(flat[:, index])
+
+
+def write_state(cache: HybridCache, slot: int, value: float) -> None:
+    for pool in cache.storage.slot_tensors:
+        pool[:, slot] = value
+
+
+def step(cache: HybridCache, lease: Lease, tokens: list[int]) -> None:
+    """What a step of the engine does: read the state, write K/V and state, commit."""
+    state = read_state(cache, lease.slot) if lease.done else 0
+    values = []
+    for token in tokens:
+        state = advance(state, token)
+        values.append(state)
+    write_kv(cache, lease.pages, lease.done, [float(value) for value in values])
+    write_state(cache, lease.slot, float(state))
+    cache.commit(lease, tokens)
+
+
+@dataclass(eq=False)
+class Naive:
+    """A holder in the dictionary cache: its whole history, copied, and the identities of the pages it must own."""
+
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random programs over leases and checkpoints, in pools so small that most of them meet a shortage."""
+
+    kind: type[HybridCache] = HybridCache
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: dict[Lease, Naive] = {}
+        self.kept: dict[Checkpoint, Naive] = {}
+        self.fresh = iter(range(1 << 30))
+
+    @initialize(pages=st.sampled_from((6, 4, 3, 9, 2, 1)), slots=st.sampled_from((4, 3, 5, 2, 4, 1)))
+    def start(self, pages: int, slots: int) -> None:
+        self.cache = toy_cache(pages, slots, self.kind)
+
+    # The dictionary's own account
+
+    @property
+    def free_pages(self) -> int:
+        held = {page for naive in self.holders() for page in naive.pages}
+        return self.cache.pages.size - len(held)
+
+    @property
+    def free_slots(self) -> int:
+        return self.cache.slots.size - len(self.leases) - len(self.kept)
+
+    def holders(self) -> Iterator[Naive]:
+        yield from self.leases.values()
+        yield from self.kept.values()
+
+    def copied(self, source: Naive) -> Naive:
+        """Share full pages, own a new partial one."""
+        full, rest = divmod(len(source.tokens), PAGE)
+        return Naive(list(source.tokens), source.pages[:full] + [next(self.fresh)] * bool(rest))
+
+    def fits(self, source: Naive) -> bool:
+        return self.free_slots > 0 and self.free_pages >= bool(len(source.tokens) % PAGE)
+
+    def lease(self, pick: int) -> tuple[Lease, Naive]:
+        return list(self.leases.items())[pick % len(self.leases)]
+
+    def checkpoint(self, pick: int) -> tuple[Checkpoint, Naive]:
+        return list(self.kept.items())[pick % len(self.kept)]
+
+    # Programs
+
+    @rule()
+    def admit(self) -> None:
+        """L4: a lease is granted exactly while a slot is free."""
+        expected, lease = self.free_slots > 0, self.cache.admit()
+        assert (lease is not None) == expected
+        if lease is not None:
+            assert lease.done == 0 and not lease.pages
+            self.leases[lease] = Naive()
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9), count=st.integers(1, 45))
+    def reserve(self, pick: int, count: int) -> None:
+        """L4: room is granted for as much as the free pages hold, and no more."""
+        lease, naive = self.lease(pick)
+        wanted = max(0, -(-(len(naive.tokens) + count) // PAGE) - len(naive.pages))
+        naive.pages += [next(self.fresh) for _ in range(min(wanted, self.free_pages))]
+        granted = min(count, len(naive.pages) * PAGE - len(naive.tokens))
+        assert self.cache.reserve(lease, count) == granted
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9), tokens=st.lists(st.integers(0, 999), min_size=1, max_size=45))
+    def run(self, pick: int, tokens: list[int]) -> None:
+        """L1: a step writes what was granted and moves the cursor over it, once."""
+        lease, naive = self.lease(pick)
+        room = lease.covered - lease.done
+        if room:
+            step(self.cache, lease, tokens[:room])
+            naive.tokens += tokens[:room]
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9), tokens=st.lists(st.integers(0, 999), min_size=1, max_size=45))
+    def grow(self, pick: int, tokens: list[int]) -> None:
+        """L1, L4: a whole step as the engine does it."""
+        self.reserve(pick, len(tokens))
+        self.run(pick, tokens)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9))
+    def scribble(self, pick: int) -> None:
+        """L3: K/V written past the cursor and never committed leaves no trace."""
+        lease, _ = self.lease(pick)
+        write_kv(self.cache, lease.pages, lease.done, [NAN] * (lease.covered - lease.done))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9))
+    def fork(self, pick: int) -> None:
+        """L2: a fork has the K/V and the state of one and the same position."""
+        self.forked(*self.lease(pick))
+
+    @precondition(lambda self: self.kept)
+    @rule(pick=st.integers(0, 9))
+    def fork_checkpoint(self, pick: int) -> None:
+        """L2: so has a fork of a checkpoint."""
+        self.forked(*self.checkpoint(pick))
+
+    def forked(self, source: Lease | Checkpoint, naive: Naive) -> None:
+        expected = self.fits(naive)
+        lease = self.cache.fork(source)
+        assert (lease is not None) == expected
+        if lease is not None:
+            self.leases[lease] = self.copied(naive)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9))
+    def keep(self, pick: int) -> None:
+        """L2: a checkpoint keeps pages and state of the lease's position."""
+        lease, naive = self.lease(pick)
+        expected = self.fits(naive)
+        kept = self.cache.checkpoint(lease)
+        assert (kept is not None) == expected
+        if kept is not None:
+            self.kept[kept] = self.copied(naive)
+
+    @precondition(lambda self: self.leases and self.kept)
+    @rule(pick=st.integers(0, 9), which=st.integers(0, 9))
+    def restore(self, pick: int, which: int) -> None:
+        """L2: recurrent state cannot be cut, only restored, together with its K/V."""
+        self.restored(pick, *self.checkpoint(which))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9))
+    def restart(self, pick: int) -> None:
+        """L2: restoring nothing is the start."""
+        self.restored(pick, None, Naive())
+
+    def restored(self, pick: int, kept: Checkpoint | None, naive: Naive) -> None:
+        lease, own = self.lease(pick)
+        others = {page for holder in self.holders() if holder is not own for page in holder.pages}
+        room = self.cache.pages.size > len(others) or not len(naive.tokens) % PAGE
+        pages = list(lease.pages)
+        assert self.cache.restore(lease, kept) == room, "the lease's own pages are room too"
+        if room:
+            self.leases[lease] = self.copied(naive)
+        else:
+            assert lease.pages == pages
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9))
+    def release(self, pick: int) -> None:
+        """L3: what is released leaves no trace in the accounts."""
+        lease, _ = self.lease(pick)
+        self.cache.release(lease)
+        del self.leases[lease]
+
+    @precondition(lambda self: self.kept)
+    @rule(pick=st.integers(0, 9))
+    def drop(self, pick: int) -> None:
+        kept, _ = self.checkpoint(pick)
+        self.cache.drop(kept)
+        del self.kept[kept]
+
+    # What must hold after each of them
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        self.cache.check()
+        assert self.cache.pages.free == self.free_pages
+        assert self.cache.slots.free == self.free_slots
+
+    @invariant()
+    def every_holder_has_its_own_history(self) -> None:
+        """L1, L2, L3: cursor, tokens, state and every committed K/V value are those of the copied history."""
+        holders: dict[Any, Naive] = {**self.leases, **self.kept}
+        for holder, naive in holders.items():
+            assert list(holder.tokens) == naive.tokens and holder.done == len(naive.tokens)
+            assert len(holder.pages) == len(naive.pages)
+            expected = hashes(naive.tokens)
+            assert read_kv(self.cache, holder.pages, holder.done) == expected
+            assert not expected or read_state(self.cache, holder.slot) == expected[-1]
+
+
+def programs(count: int, kind: type[HybridCache] = HybridCache, **options: Any) -> None:
+    machine = type("Machine", (CacheMachine,), {"kind": kind})
+    run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=40, **options))
+
+
+def test_cache_equals_a_dictionary_that_copies_everything() -> None:
+    programs(120)
+
+
+@pytest.mark.slow
+def test_cache_equals_a_dictionary_in_thousands_of_programs() -> None:
+    programs(2500, derandomize=False)
+
+
+class SharesPartialPages(HybridCache):
+    def _share_pages(self, pages: Any, done: int) -> list[int]:
+        self.pages.share(pages[:-(-done // PAGE)])
+        return list(pages[:-(-done // PAGE)])
+
+
+class ForgetsToCopyState(HybridCache):
+    def _copy_slot(self, source: int, target: int) -> None:
+        self.storage.recurrent[:, target] = self.storage.recurrent[:, source]
+
+
+class CopiesOneLayer(HybridCache):
+    def _copy_page(self, source: int, target: int) -> None:
+        for pool in self.storage.page_tensors:
+            pool[0, target] = pool[0, source]
+
+
+class CommitsTwice(HybridCache):
+    def commit(self, lease: Lease, tokens: Any) -> None:
+        super().commit(lease, [*tokens, *tokens[-1:]] if lease.covered - lease.done > len(tokens) else tokens)
+
+
+class PromisesMore(HybridCache):
+    def reserve(self, lease: Lease, tokens: int) -> int:
+        super().reserve(lease, tokens)
+        return tokens
+
+
+class LeaksPages(HybridCache):
+    def drop(self, checkpoint: Checkpoint) -> None:
+        del self._checkpoints[checkpoint.slot]
+        self.slots.release([checkpoint.slot])
+
+
+class CutsState(HybridCache):
+    def restore(self, lease: Lease, checkpoint: Checkpoint | None) -> bool:
+        slot = lease.slot
+        before = [pool[:, slot].clone() for pool in self.storage.slot_tensors]
+        done = super().restore(lease, checkpoint)
+        for pool, old in zip(self.storage.slot_tensors, before, strict=True):
+            pool[:, slot] = old
+        return done
+
+
+@pytest.mark.parametrize("kind", [SharesPartialPages, ForgetsToCopyState, CopiesOneLayer, CommitsTwice, PromisesMore,
+                                  LeaksPages, CutsState])
+def test_the_machine_notices_a_broken_cache(kind: type[HybridCache]) -> None:
+    with pytest.raises((AssertionError, IndexError)):
+        programs(600, kind, report_multiple_bugs=False, phases=PHASES)
+
+
+# Directly
+
+
+def leased(cache: HybridCache, tokens: list[int]) -> Lease:
+    lease = cache.admit()
+    assert lease is not None and cache.reserve(lease, len(tokens)) == len(tokens)
+    step(cache, lease, tokens)
+    return lease
+
+
+@pytest.mark.parametrize("done", [0, 1, 15, 16, 17, 31, 32, 33])
+def test_l2_a_fork_shares_full_pages_and_copies_the_partial_one(done: int) -> None:
+    cache = toy_cache(8, 3)
+    lease = leased(cache, list(range(done)))
+    fork = cache.fork(lease)
+    assert fork is not None and fork.slot != lease.slot
+    full = done // PAGE
+    assert fork.pages[:full] == lease.pages[:full]
+    assert not set(fork.pages[full:]) & set(lease.pages)
+    assert len(fork.pages) == -(-done // PAGE)
+    cache.check()
+
+
+def test_l2_a_fork_does_not_take_pages_that_were_granted_but_not_written() -> None:
+    cache = toy_cache(8, 3)
+    lease = leased(cache, list(range(20)))
+    assert cache.reserve(lease, 60) == 60
+    fork = cache.fork(lease)
+    assert fork is not None and len(fork.pages) == 2 and cache.pages.free == 8 - 5 - 1
+
+
+def test_l2_branches_grow_apart_without_touching_each_other() -> None:
+    cache = toy_cache(8, 3)
+    lease = leased(cache, list(range(20)))
+    fork = cache.fork(lease)
+    assert fork is not None and cache.reserve(fork, 9) == 9 and cache.reserve(lease, 9) == 9
+    step(cache, fork, [500] * 9)
+    step(cache, lease, [600] * 9)
+    for holder, tail in ((lease, 600), (fork, 500)):
+        expected = hashes([*range(20), *[tail] * 9])
+        assert read_kv(cache, holder.pages, 29) == expected and read_state(cache, holder.slot) == expected[-1]
+
+
+@pytest.mark.parametrize("action", ["fork", "checkpoint"])
+@pytest.mark.parametrize(("pages", "slots"), [(2, 5), (5, 1)])
+def test_l4_shortage_returns_none_and_changes_nothing(action: str, pages: int, slots: int) -> None:
+    cache = toy_cache(pages, slots)
+    lease = leased(cache, list(range(20)))
+    before = (cache.pages.free, cache.slots.free, list(lease.pages), lease.slot)
+    assert getattr(cache, action)(lease) is None
+    assert (cache.pages.free, cache.slots.free, lease.pages, lease.slot) == before
+    cache.check()
+    assert read_kv(cache, lease.pages, 20) == hashes(list(range(20)))
+
+
+def test_l4_a_checkpoint_at_the_end_of_a_page_costs_no_page() -> None:
+    cache = toy_cache(2, 2)
+    lease = leased(cache, list(range(32)))
+    assert cache.pages.free == 0 and cache.checkpoint(lease) is not None
+    cache.check()
+
+
+def test_l4_reserve_grants_what_there_is() -> None:
+    cache = toy_cache(3, 2)
+    first, second = cache.admit(), cache.admit()
+    assert first and second
+    assert cache.reserve(first, 20) == 20 and cache.reserve(second, 100) == 16 and cache.reserve(first, 33) == 32
+    assert cache.reserve(second, 1) == 1 and cache.reserve(first, 5) == 5
+    cache.check()
+
+
+def test_l1_commit_past_the_granted_pages_is_refused() -> None:
+    cache = toy_cache(3, 2)
+    lease = leased(cache, list(range(10)))
+    with pytest.raises(AssertionError, match="past the granted pages"):
+        cache.commit(lease, list(range(7)))
+
+
+def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
+    cache = toy_cache(6, 2)
+    lease = leased(cache, list(range(20)))
+    kept = cache.checkpoint(lease)
+    assert kept is not None
+    for tail in (700, 800):
+        assert cache.reserve(lease, 30) == 30
+        step(cache, lease, [tail] * 30)
+        assert cache.restore(lease, kept) and lease.done == 20
+        assert read_state(cache, lease.slot) == hashes(list(range(20)))[-1]
+    assert cache.restore(lease, None) and (lease.done, lease.pages) == (0, [])
+    cache.drop(kept)
+    cache.check()
+    assert cache.pages.free == 6
+
+
+def test_restore_may_use_the_pages_that_the_lease_gives_back() -> None:
+    cache = toy_cache(3, 2)
+    lease = leased(cache, list(range(5)))
+    kept = cache.checkpoint(lease)
+    assert kept is not None and cache.reserve(lease, 27) == 27
+    step(cache, lease, [1] * 27)
+    assert cache.pages.free == 0
+    assert cache.restore(lease, kept), "the lease's own two pages are more than enough"
+    assert read_kv(cache, lease.pages, 5) == hashes(list(range(5)))
+    cache.check()
+
+
+def test_l8_a_holder_that_is_gone_cannot_be_used_again() -> None:
+    cache = toy_cache(6, 4)
+    lease = leased(cache, list(range(5)))
+    kept = cache.checkpoint(lease)
+    assert kept is not None
+    cache.drop(kept)
+    again = cache.checkpoint(lease)
+    assert again is not None and again.slot == kept.slot
+    for use in (lambda: cache.drop(kept), lambda: cache.restore(lease, kept), lambda: cache.fork(kept)):
+        with pytest.raises((AssertionError, KeyError, DelticError)):
+            use()
+        cache.check()
+    cache.release(lease)
+    other = cache.admit()
+    assert other is not None and other.slot == lease.slot
+    with pytest.raises((AssertionError, KeyError)):
+        cache.release(lease)
+    cache.check()
+
+
+def test_check_notices_a_partial_page_with_two_owners() -> None:
+    cache = toy_cache(6, 3)
+    lease = leased(cache, list(range(5)))
+    other = cache.admit()
+    assert other is not None
+    cache.pages.share(lease.pages)
+    other.pages = list(lease.pages)
+    other.tokens = list(lease.tokens)
+    with pytest.raises(AssertionError, match="shared"):
+        cache.check()
+
+
+@pytest.mark.parametrize("wreck", [
+    lambda cache, lease: cache.pages.take(1),
+    lambda cache, lease: cache.slots.take(1),
+    lambda cache, lease: lease.pages.pop(),
+    lambda cache, lease: lease.tokens.extend([0] * 99),
+])
+def test_check_notices_wrong_accounts(wreck: Any) -> None:
+    cache = toy_cache(6, 3)
+    lease = leased(cache, list(range(20)))
+    cache.check()
+    wreck(cache, lease)
+    with pytest.raises(AssertionError):
+        cache.check()
+
+
+# Ledger
+
+
+def test_ledger_takes_the_lowest_and_all_or_nothing() -> None:
+    ledger = Ledger("unit", 4)
+    assert ledger.take(3) == [0, 1, 2] and ledger.take(2) is None and ledger.free == 1
+    ledger.release([1])
+    assert ledger.take(2) == [1, 3] and ledger.take(0) == [] and ledger.take() is None
+
+
+def test_ledger_frees_a_unit_with_its_last_owner() -> None:
+    ledger = Ledger("unit", 2)
+    assert ledger.take(1) == [0]
+    ledger.share([0, 0])
+    ledger.release([0, 0])
+    assert ledger.free == 1
+    ledger.check([0])
+    ledger.release([0])
+    assert ledger.free == 2
+    ledger.check([])
+
+
+def test_ledger_refuses_units_that_nobody_owns() -> None:
+    ledger = Ledger("page", 2)
+    with pytest.raises(AssertionError, match="page 1 is released"):
+        ledger.release([1])
+    with pytest.raises(AssertionError, match="page 0 is shared"):
+        ledger.share([0])
+
+
+def test_ledger_check_names_the_unit() -> None:
+    ledger = Ledger("page", 3)
+    ledger.take(2)
+    with pytest.raises(AssertionError, match="1: 0 found, 1 booked"):
+        ledger.check([0])
+    with pytest.raises(AssertionError, match="0: 2 found, 1 booked"):
+        ledger.check([0, 0, 1])
+
+
+# Memory split
+
+
+def splits() -> Iterator[tuple[int, MemoryNeeds]]:
+    for page in (0, 1, 3, 64, 1000):
+        for slot in (0, 1, 7, 500):
+            for batch in (1, 2, 5, 16):
+                for context in (1, 15, 16, 17, 100, 5000):
+                    for limit in (None, 1, 40):
+                        for budget in (1, 2, 3, 9, 50, 333, 1001, 2064, 9999, 40000, 10**6):
+                            yield budget, MemoryNeeds(page, slot, context, batch, limit)
+
+
+def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
+    held = refused = 0
+    for budget, needs in splits():
+        smallest = needs.page_bytes + 2 * needs.slot_bytes
+        if budget < smallest:
+            with pytest.raises(ConfigError, match="memory") as caught:
+                split_memory(budget, needs)
+            assert caught.value.option == "memory"
+            refused += 1
+            continue
+        plan, asked = split_memory(budget, needs), needs.max_context or needs.model_context
+        held += 1
+        assert plan.pages * needs.page_bytes + plan.slots * needs.slot_bytes <= budget
+        assert plan.pages >= 1 and 1 <= plan.max_batch <= needs.max_batch and plan.slots == plan.max_batch + 1
+        assert 1 <= plan.max_context <= asked and plan.max_context <= plan.pages * PAGE
+        clamped = (plan.max_batch < needs.max_batch) + (plan.max_context < asked)
+        assert len(plan.warnings) == clamped and all("--memory" in warning for warning in plan.warnings)
+        # One sequence more would take more than half of the budget, a page more would not fit or not be used.
+        assert plan.max_batch == needs.max_batch or (plan.slots + 1) * needs.slot_bytes > budget // 2
+        spare = budget - plan.pages * needs.page_bytes - plan.slots * needs.slot_bytes
+        assert plan.pages == plan.max_batch * -(-plan.max_context // PAGE) or spare < needs.page_bytes
+    assert held > 1000 and refused > 1000
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 24), st.integers(0, 1 << 26), st.integers(1, 1 << 18),
+       st.integers(1, 256))
+def test_l4_memory_split_holds_one_whole_sequence(budget: int, page: int, slot: int, context: int, batch: int) -> None:
+    try:
+        plan = split_memory(budget, MemoryNeeds(page, slot, context, batch))
+    except ConfigError:
+        assert budget < page + 2 * slot
+        return
+    assert plan.pages * page + plan.slots * slot <= budget
+    assert plan.pages * PAGE >= plan.max_context >= 1
+
+
+def test_clamps_are_told_with_their_cause() -> None:
+    plan = split_memory(1000, MemoryNeeds(page_bytes=100, slot_bytes=100, model_context=4096, max_batch=16))
+    assert (plan.max_batch, plan.slots, plan.pages, plan.max_context) == (4, 5, 5, 80)
+    assert "max_batch is 4 instead of 16" in plan.warnings[0]
+    assert "max_context is 80 instead of 4096" in plan.warnings[1]

@@ -1,0 +1,244 @@
+"""The embedded demo model: its made-up conversations, its chat template, its tokenizer, its files."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "deltic" / "models" / "tiny"
+EXAMPLE = ROOT / "examples" / "tiny"
+
+sys.path.insert(0, str(EXAMPLE))
+import data  # noqa: E402
+import fast  # noqa: E402
+import phrases  # noqa: E402
+from phrases import HELDOUT, PHRASES, TRAIN  # noqa: E402
+
+sys.path.remove(str(EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(MODEL)
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+# Conversations
+
+
+def test_every_intent_has_phrasings_of_both_kinds():
+    assert len(PHRASES) > 50
+    assert all(section[TRAIN] and section[HELDOUT] for section in PHRASES.values())
+
+
+def test_no_heldout_phrasing_is_a_training_phrasing():
+    assert len(phrases.HELDOUT_FORMS) > 250
+    assert [form for form in phrases.HELDOUT_FORMS if phrases.trained_as(form)] == []
+
+
+def test_normal_forms_ignore_case_punctuation_and_slots():
+    assert phrases.normal("What's  {country's} Capital, please?!") == phrases.normal("whats {city} capital please")
+
+
+def test_slips_and_frames_never_make_a_heldout_phrasing(monkeypatch):
+    monkeypatch.setattr(data, "_filled", lambda form, slots: form)
+    rng = random.Random(0)
+    asked = {phrases.normal(data.ask(rng.choice(list(PHRASES)), {}, rng, TRAIN)) for _ in range(20000)}
+    assert asked.isdisjoint(phrases.HELDOUT_FORMS)
+
+
+def test_seed_and_number_decide_a_sample():
+    first = [data.make_sample(3, i, TRAIN) for i in range(50)]
+    again = [data.make_sample(3, i, TRAIN) for i in reversed(range(50))][::-1]
+    assert first == again
+    assert first != [data.make_sample(4, i, TRAIN) for i in range(50)]
+
+
+def test_heldout_set_has_equally_many_samples_of_each_category():
+    heldout = data.heldout_set(0, 4)
+    counts = {s.category: sum(o.category == s.category for o in heldout) for s in heldout}
+    assert set(counts.values()) == {4}
+    assert len(counts) > 30
+
+
+def test_training_text_is_what_inference_renders(tokenizer):
+    for i in range(200):
+        sample = data.make_sample(5, i, TRAIN)
+        *given, (target, spoken) = data.pieces(data.render(tokenizer, sample))
+        prompt = render(
+            tokenizer,
+            sample.messages,
+            tools=sample.tools,
+            add_generation_prompt=True,
+            enable_thinking=sample.thinking,
+        )
+        assert "".join(text for text, _ in given) == prompt
+        assert spoken and target.endswith("<|im_end|>")
+
+
+# The chat template
+
+
+def test_template_file_is_the_one_in_the_checkpoint():
+    config = json.loads((MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert config["chat_template"] == (EXAMPLE / "chat_template.jinja").read_text(encoding="utf-8")
+
+
+def test_generation_prompt_thinks_only_when_asked(tokenizer):
+    head = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    closed = head + "<think>\n\n</think>\n\n"
+    assert render(tokenizer, [user(" Hi\n")], add_generation_prompt=True) == closed
+    assert render(tokenizer, [user("Hi")], add_generation_prompt=True, enable_thinking=False) == closed
+    assert render(tokenizer, [user("Hi")], add_generation_prompt=True, enable_thinking=True) == head + "<think>\n"
+
+
+def test_content_may_be_parts_or_nothing(tokenizer):
+    parts = [{"type": "text", "text": " a"}, {"type": "text", "text": "b "}]
+    messages = [{"role": "system"}, user(parts), assistant(None)]
+    assert render(tokenizer, messages) == (
+        "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n<|im_end|>\n"
+    )
+
+
+def test_only_turns_after_the_last_query_keep_their_thinking(tokenizer):
+    messages = [
+        user("1"),
+        assistant("one", reasoning_content="r1"),
+        user("2"),
+        assistant("<think>\nr2\n</think>\n\ntwo"),
+        user("<tool_response>\nx\n</tool_response>"),
+        assistant("three", reasoning_content=" r3 "),
+    ]
+    assert render(tokenizer, messages) == (
+        "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
+        "<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n<think>\nr2\n</think>\n\ntwo<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nr3\n</think>\n\nthree<|im_end|>\n"
+    )
+
+
+def test_tools_come_first_and_the_system_message_after_them(tokenizer):
+    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "é"}}]
+    text = render(tokenizer, [{"role": "system", "content": " Be kind. "}, user("Hi")], tools=tools)
+    assert text.startswith(
+        "<|im_start|>system\n# Tools\n\nYou may call these functions:\n\n<tools>\n"
+        '{"type": "function", "function": {"name": "f"}}\n{"type": "function", "function": {"name": "é"}}\n</tools>\n\n'
+    )
+    assert text.endswith("\n\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n")
+
+
+def test_calls_and_results(tokenizer):
+    arguments = {"s": "a b", "i": 3, "x": 1.5, "t": True, "n": None, "l": [1, "é"], "o": {"k": 2}}
+    calls = [{"function": {"name": "f", "arguments": arguments}}, {"name": "g", "arguments": {}}]
+    messages = [
+        user("go"),
+        assistant("Wait.", reasoning_content="r", tool_calls=calls),
+        {"role": "tool", "content": " 1 "},
+        {"role": "tool", "content": "2"},
+    ]
+    values = {"s": "a b", "i": "3", "x": "1.5", "t": "True", "n": "None", "l": '[1, "é"]', "o": '{"k": 2}'}
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    assert render(tokenizer, messages, add_generation_prompt=True) == (
+        "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n<think>\nr\n</think>\n\nWait.\n\n"
+        f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n</function>\n</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([{"role": "system", "content": "x"}], "no user message"),
+        ([user("<tool_response>x</tool_response>")], "no user message"),
+        ([user("a"), {"role": "system", "content": "x"}], "must be the first"),
+        ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "text only"),
+        ([{"role": "system", "content": [{"type": "image"}]}, user("a")], "text only"),
+        ([user([{"type": "sound"}])], "content part"),
+        ([user(3)], "must be a string"),
+        ([user("a"), {"role": "robot", "content": "x"}], "Unknown message role"),
+        ([user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{}"}])], "must be an object"),
+    ],
+)
+def test_template_refuses(tokenizer, messages, complaint):
+    with pytest.raises(Exception, match=complaint):
+        render(tokenizer, messages)
+
+
+def test_template_refuses_an_empty_conversation(tokenizer):
+    with pytest.raises(ValueError, match="empty conversation"):
+        render(tokenizer, [])
+
+
+# The tokenizer and the files
+
+
+def test_tokenizer_round_trips_any_text(tokenizer):
+    rng = random.Random(0)
+    for _ in range(300):
+        limit = rng.choice([0x80, 0x800, 0xD7FF, 0x110000])
+        points = [rng.randrange(limit) for _ in range(rng.randint(0, 60))]
+        text = "".join(chr(p) for p in points if not 0xD800 <= p < 0xE000)
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_markup_is_one_token_each_and_digits_stand_alone(tokenizer):
+    markup = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert [len(tokenizer.encode(token)) for token in markup + control] == [1] * 9
+    assert set(tokenizer.all_special_tokens).isdisjoint(markup)
+    assert len(tokenizer.encode("2025")) == 4
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_files_are_small_and_of_the_family():
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) < 12e6
+    config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert config["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * 2
+    assert config["linear_num_key_heads"] != config["linear_num_value_heads"]
+    rope = config["rope_parameters"]
+    assert sum(rope["mrope_section"]) == config["head_dim"] * rope["partial_rotary_factor"] / 2
+    assert json.loads((MODEL / "generation_config.json").read_text(encoding="utf-8"))["do_sample"] is False
+
+
+# Training
+
+
+def test_fast_delta_rule_equals_transformers():
+    modeling = transformers.models.qwen3_5.modeling_qwen3_5
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 128, heads, 32, generator=generator) for heads in (3, 3, 6)]
+    inputs += [-torch.rand(2, 128, 6, generator=generator), torch.rand(2, 128, 6, generator=generator)]
+    for x in inputs:
+        x.requires_grad_()
+    weight = torch.randn(2, 128, 6, 32, generator=generator)
+    outputs = [
+        modeling.torch_chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)[0],
+        fast.chunk_gated_delta_rule(*inputs)[0],
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-6)
+    grads = [torch.autograd.grad((out * weight).sum(), inputs) for out in outputs]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
