@@ -56,6 +56,12 @@ def test_no_heldout_phrasing_is_a_training_phrasing():
     assert [form for form in phrases.HELDOUT_FORMS if phrases.trained_as(form)] == []
 
 
+def test_no_fresh_phrasing_is_a_training_or_heldout_phrasing():
+    fresh = [phrases.normal(pattern) for patterns in phrases.FRESH.values() for pattern in patterns]
+    assert phrases.FRESH.keys() == PHRASES.keys()
+    assert [form for form in fresh if phrases.trained_as(form) or form in phrases.HELDOUT_FORMS] == []
+
+
 def test_normal_forms_ignore_case_punctuation_and_slots():
     assert phrases.normal("What's  {country's} Capital, please?!") == phrases.normal("whats {city} capital please")
 

@@ -1,0 +1,96 @@
+"""How people ask: phrasings for training and, apart from them, phrasings for evaluation.
+
+`phrases.txt` has one phrasing a line; `(a|b|)` chooses one of its alternatives, `{slot}` is filled in
+by the generator. Lines below `--` are held out: the model never sees them in training. The frames are
+what may stand before any request, before a question (what, which, who, how, where), or after either.
+
+`fresh.txt` holds phrasings for evaluation that were written after the last training run.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+TRAIN, HELDOUT = "train", "heldout"
+
+_GROUP = re.compile(r"\(([^()]*)\)")
+
+
+def _sections(text: str) -> dict[str, dict[str, list[str]]]:
+    """The lines of each `# name` section, split at its `--`."""
+    sections: dict[str, dict[str, list[str]]] = {}
+    for line in text.strip().splitlines():
+        if line.startswith("# "):
+            section = sections.setdefault(line[2:].strip(), {TRAIN: [], HELDOUT: []})
+            split = TRAIN
+        elif line == "--":
+            split = HELDOUT
+        elif line.strip():
+            section[split].append(line)
+    return sections
+
+
+def _read(name: str) -> str:
+    return (Path(__file__).resolve().parent / name).read_text(encoding="utf-8")
+
+
+_ALL = _sections(_read("phrases.txt"))
+FRAMES = {name: section for name, section in _ALL.items() if name.startswith("frame ")}
+PHRASES = {name: section for name, section in _ALL.items() if name not in FRAMES}
+
+
+def choose(pattern: str, rng: random.Random) -> str:
+    """One of the surface forms of a pattern, its slots left in place."""
+    while group := _GROUP.search(pattern):
+        choice = rng.choice(group[1].split("|"))
+        pattern = pattern[: group.start()] + choice + pattern[group.end() :]
+    return " ".join(pattern.split())
+
+
+def expand(pattern: str) -> list[str]:
+    """All surface forms of a pattern."""
+    group = _GROUP.search(pattern)
+    if group is None:
+        return [pattern]
+    before, after = pattern[: group.start()], pattern[group.end() :]
+    return [form for choice in group[1].split("|") for form in expand(before + choice + after)]
+
+
+def normal(form: str) -> str:
+    """A form without case, punctuation and the names of its slots: what makes two phrasings equal."""
+    form = re.sub(r"\{[^}]*\}", " 0 ", form.lower())
+    form = re.sub(r"[^\w+*-]|_", " ", form.replace("'", ""))
+    return " ".join(form.split())
+
+
+def normal_forms(section: dict[str, list[str]], split: str) -> set[str]:
+    return {normal(form) for pattern in section[split] for form in expand(pattern)}
+
+
+def _all_forms(sections: dict[str, dict[str, list[str]]], names: Iterable[str], split: str) -> set[str]:
+    return set().union(*(normal_forms(sections[name], split) for name in names))
+
+
+def trained_as(text: str) -> bool:
+    """Whether a normal form is a training phrasing, with or without a training frame around it."""
+    words = text.split()
+    cuts = range(len(words) + 1)
+    heads = [i for i in cuts if i == 0 or " ".join(words[:i]) in _BEFORE]
+    tails = [i for i in cuts if i == len(words) or " ".join(words[i:]) in _AFTER]
+    return any(" ".join(words[i:j]) in _TRAINED for i in heads for j in tails if i < j)
+
+
+_BEFORE = _all_forms(FRAMES, ("frame before", "frame before question"), TRAIN)
+_AFTER = _all_forms(FRAMES, ("frame after",), TRAIN)
+_TRAINED = _all_forms(PHRASES, PHRASES, TRAIN)
+HELDOUT_FORMS = _all_forms(PHRASES, PHRASES, HELDOUT)
+FRESH = {name: section[TRAIN] for name, section in _sections(_read("fresh.txt")).items()}
+
+
+def evaluate_on_fresh() -> None:
+    """Let the held-out split ask in the fresh phrasings from now on."""
+    for name, patterns in FRESH.items():
+        PHRASES[name][HELDOUT] = patterns
