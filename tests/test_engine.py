@@ -438,6 +438,14 @@ def test_l8_a_step_that_raises_ends_its_requests_and_the_engine_goes_on() -> Non
     assert found[("n2", 0)].tokens == expected[("n2", 0)].tokens
 
 
+def test_l8_a_prompt_that_fails_ends_all_its_choices() -> None:
+    engine = Engine(scripted(chain(1, 2, 3)))
+    engine.add(ask(n=3))
+    engine.abort("a")
+    assert [(event.choice, event.finish) for event in engine.step()] == [(0, "abort"), (1, "abort"), (2, "abort")]
+    engine.check()
+
+
 # The door
 
 

@@ -177,8 +177,12 @@ class Engine:
 
     def _end(self, sequence: Sequence, error: str | None = None) -> None:
         """Finish a sequence without a token."""
-        self._events.append(TokenOut(sequence.request.id, sequence.choice, None, None, sequence.finish,
-                                     sequence.usage, error))
+        request, choices = sequence.request, [sequence.choice]
+        if not sequence.generated and len(self._sequences[request.id]) == 1:
+            # the other choices, which would have forked the end of this prompt, end with it
+            choices = list(range(sequence.choice, request.sampling.n))
+        for choice in choices:
+            self._events.append(TokenOut(request.id, choice, None, None, sequence.finish, sequence.usage, error))
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
