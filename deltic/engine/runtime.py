@@ -106,7 +106,7 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
         name, directory, config, generation = model or "tiny", files.directory, files.config, files.generation
         dtype = _prepare(config, options)
         weights = load_directory(files.directory, config, dtype, options.device, progress)  # type: ignore[arg-type]
-    decoder = build(config, weights, select(options.ops))
+    decoder = build(config, weights, select(options.ops, options.device))
     keep_freed_memory()
     return _finish(name, directory, config, options, generation, decoder, getattr(torch, dtype))
 

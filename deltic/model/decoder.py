@@ -126,7 +126,7 @@ def build(config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> Decoder:
     embedding = top.plain("model.embed_tokens.weight")
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section)
     return Decoder(config, ops, embedding, tuple(layers), top.norm("model.norm"),
-                   embedding if config.tie_word_embeddings else top.linear("lm_head"), rope)
+                   embedding if config.tie_word_embeddings else top.plain("lm_head.weight"), rope)
 
 
 class _Taker:

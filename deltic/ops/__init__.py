@@ -64,16 +64,17 @@ class Ops:
 
 
 def backends() -> dict[str, Ops]:
-    """Every backend that can run here, by name."""
-    from deltic.ops import ref, torch
+    """Every backend that can run here, by name; `cpu`, the fastest on one, only where its kernels were compiled."""
+    from deltic.ops import cpu, ref, torch
 
-    return {"ref": ref.OPS, "torch": torch.OPS}
+    known = {"ref": ref.OPS, "torch": torch.OPS}
+    return known if cpu.unavailable() else {**known, "cpu": cpu.overlay()}
 
 
-def select(overrides: tuple[str, ...] = (), default: str = "torch") -> Ops:
-    """The default backend with single ops replaced: `attention_mixer=ref`, or all of them: `ref`."""
+def select(overrides: tuple[str, ...] = (), device: str = "cpu") -> Ops:
+    """The best backend for a device with single ops replaced: `attention_mixer=ref`, or all of them: `ref`."""
     known = backends()
-    ops = known[default]
+    ops = known.get("cpu" if device == "cpu" else "torch", known["torch"])
     names = {f.name for f in fields(Ops)}
     for override in overrides:
         op, _, backend = override.rpartition("=")

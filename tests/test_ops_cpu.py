@@ -1,0 +1,79 @@
+"""The compiled kernels keep every promise of the torch ops, and some of their own (L5)."""
+
+from __future__ import annotations
+
+import pytest
+import test_ops_torch as promises
+import torch
+from op_cases import Row, assert_close, build_batch, gdn_weights, hidden_states, state_errors, state_view
+from test_ops_ref import clone_state
+from test_ops_torch import *  # noqa: F403  (its tests run here too, on the compiled backend)
+
+from deltic.ops import backends, explain, ref, select
+from deltic.ops import cpu as compiled
+from deltic.ops.cpu.kernels import head
+
+pytestmark = pytest.mark.skipif(compiled.unavailable() is not None, reason=str(compiled.unavailable()))
+
+
+@pytest.fixture(autouse=True)
+def _compiled_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promises, "FAST", backends()["cpu"])
+
+
+def test_the_compiled_backend_serves_a_cpu_by_default() -> None:
+    assert explain(select())["gdn_mixer"] == "cpu" and explain(select(("torch",)))["gdn_mixer"] == "torch"
+    assert explain(select((), "cuda"))["gdn_mixer"] == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dones", [(0,), (1,), (2,), (3,), (4,), (5, 64), (0, 7, 100), (3, 0, 1, 2, 17, 31, 200, 6)])
+def test_single_tokens_in_place(dones: tuple[int, ...], dtype: torch.dtype) -> None:
+    case = build_batch([Row(done=done, chunk=1) for done in dones])
+    x, weights, before = hidden_states(case, dtype), gdn_weights(1, dtype), state_view(case, dtype)
+    slow, fast = clone_state(before), clone_state(before)
+    wanted = ref.gdn_mixer(x, weights, slow, case.fresh())
+    tolerance = promises.TOLERANCE[dtype]
+    assert_close(backends()["cpu"].gdn_mixer(x, weights, fast, case.fresh()), wanted, tolerance)
+    assert max(state_errors(case, fast, slow, before).values()) <= tolerance
+
+
+@pytest.mark.parametrize("width", [64, 192, 1024])
+@pytest.mark.parametrize("rows", [1, 3, 65, 4097])
+def test_head_of_few_tokens(rows: int, width: int) -> None:
+    """Close to float64, and bit for bit the same alone, in a batch and with more threads."""
+    torch.manual_seed(rows)
+    x, weight = torch.randn(19, width).bfloat16(), torch.randn(rows, width).bfloat16()
+    exact = x.double() @ weight.double().t()
+    whole = head(x, weight)
+    assert whole.dtype == torch.float32 and (whole - exact).norm() <= 1e-5 * exact.norm()
+    for tokens in range(1, 20):
+        assert torch.equal(head(x[:tokens], weight), whole[:tokens])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(head(x, weight), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_head_passes_nan_on() -> None:
+    x, weight = torch.zeros(2, 64).bfloat16(), torch.ones(5, 64).bfloat16()
+    x[1, 3] = torch.nan
+    logits = head(x, weight)
+    assert not logits[0].isnan().any() and logits[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_gates_and_norms(dtype: torch.dtype) -> None:
+    """Gates far beyond the range of exp, NaN in one token, zeros: as torch does it."""
+    cpu, torch_ops = backends()["cpu"], backends()["torch"]
+    residual = torch.tensor([[0.0] * 40, [1e4] * 40, [1e-6] * 40]).to(dtype)
+    scale = torch.linspace(-2, 2, 40)
+    for delta in (None, torch.full_like(residual, 0.5)):
+        for fast, slow in zip(cpu.add_norm(residual.clone(), delta, scale, 1e-6),
+                              torch_ops.add_norm(residual.clone(), delta, scale, 1e-6), strict=True):
+            assert torch.allclose(fast, slow, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    residual[1, 3] = torch.nan
+    normed = cpu.add_norm(residual, None, scale, 1e-6)[1]
+    assert normed[1].isnan().all() and not normed[[0, 2]].isnan().any()
