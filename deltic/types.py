@@ -18,13 +18,13 @@ RING = 16
 Finish = Literal["stop", "length", "abort", "error"]
 
 _RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
+    "temperature": (0, 100),
     "top_k": (0, 1 << 31),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
     "seed": (-(1 << 63), (1 << 64) - 1),
     "min_tokens": (0, 1 << 31),
     "max_tokens": (0, 1 << 31),
@@ -32,7 +32,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 128),
 }
 _INTEGERS = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n"})
-MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS = 100
 MAX_STOPS = 64
 
 
@@ -103,7 +103,7 @@ def _check_number(name: str, value: Any, low: float, high: float, integer: bool 
         expected = "an integer" if kind == (int,) else "a number"
         raise RequestError(f"{name} must be {expected}, not {value!r}", name)
     if not low <= float(value) <= high:  # type: ignore[arg-type]
-        raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value!r}", name)
+        raise RequestError(f"{name} must be between {low:,} and {high:,}, not {value!r}", name)
 
 
 def _check_stops(stops: tuple[Any, ...]) -> None:

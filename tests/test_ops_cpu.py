@@ -10,10 +10,10 @@ from test_ops_ref import clone_state
 from test_ops_torch import *  # noqa: F403  (its tests run here too, on the compiled backend)
 
 from deltic.ops import backends, explain, ref, select
-from deltic.ops import cpu as compiled
+from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import head
 
-pytestmark = pytest.mark.skipif(compiled.unavailable() is not None, reason=str(compiled.unavailable()))
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +77,9 @@ def test_extreme_gates_and_norms(dtype: torch.dtype) -> None:
     residual[1, 3] = torch.nan
     normed = cpu.add_norm(residual, None, scale, 1e-6)[1]
     assert normed[1].isnan().all() and not normed[[0, 2]].isnan().any()
+
+
+def test_what_is_missing_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.ops.cpu.load", lambda: "install g++")
+    assert missing() == dict.fromkeys(("add_norm", "gdn_mixer", "mlp", "head"), "install g++")
+    assert explain(select())["gdn_mixer"] == "torch (install g++)" and explain(select())["rope"] == "torch"

@@ -64,17 +64,16 @@ class Ops:
 
 
 def backends() -> dict[str, Ops]:
-    """Every backend that can run here, by name; `cpu`, the fastest on one, only where its kernels were compiled."""
+    """Every backend, by name; `cpu`, the fastest on one, is `torch` where its kernels were not compiled."""
     from deltic.ops import cpu, ref, torch
 
-    known = {"ref": ref.OPS, "torch": torch.OPS}
-    return known if cpu.unavailable() else {**known, "cpu": cpu.overlay()}
+    return {"ref": ref.OPS, "torch": torch.OPS, "cpu": cpu.overlay()}
 
 
 def select(overrides: tuple[str, ...] = (), device: str = "cpu") -> Ops:
     """The best backend for a device with single ops replaced: `attention_mixer=ref`, or all of them: `ref`."""
     known = backends()
-    ops = known.get("cpu" if device == "cpu" else "torch", known["torch"])
+    ops = known["cpu" if device == "cpu" else "torch"]
     names = {f.name for f in fields(Ops)}
     for override in overrides:
         op, _, backend = override.rpartition("=")
@@ -87,5 +86,8 @@ def select(overrides: tuple[str, ...] = (), device: str = "cpu") -> Ops:
 
 
 def explain(ops: Ops) -> dict[str, str]:
-    """Who serves each op: `{"gdn_mixer": "torch", ...}`."""
-    return {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}
+    """Who serves each op, and why nobody faster: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`."""
+    from deltic.ops import cpu
+
+    served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}
+    return served | {name: f"torch ({why})" for name, why in cpu.missing().items() if served[name] == "torch"}
