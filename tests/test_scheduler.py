@@ -103,6 +103,10 @@ class Toy:
             assert state == self._hash(past), "L2: K/V and state have different histories"
             storage.recurrent[0, batch.target[row]] = state
             storage.conv[0, batch.target[row]] = context
+            for index in (batch.emit_row == row).nonzero().flatten().tolist():
+                length, slot = int(batch.emit_length[index]), batch.emit_slot[index]
+                assert done[row] < length <= context, "a state is wanted that this step does not pass"
+                storage.recurrent[0, slot], storage.conv[0, slot] = self._hash(past[:length]), length
         self.fed += len(batch.ids)
         if not len(batch.logit_tokens):
             return torch.empty(0, VOCABULARY)
@@ -226,6 +230,7 @@ def run_program(shape: dict[str, int], program: list[tuple[Any, ...]]) -> Checke
             engine.check()
     drain(engine, answers, limit=4000)
     check_answers(requests, answers, engine)
+    toy.cache.clear()
     assert toy.cache.pages.free == toy.pages and toy.cache.slots.free == toy.cache.slots.size
     return engine
 
@@ -356,6 +361,7 @@ def test_abort_of_all_leaves_nothing() -> None:
     for item in requests:
         engine.abort(item.id)
     engine.check()
+    engine.toy.cache.clear()
     assert engine.toy.cache.pages.free == 8
     events = engine.step()
     assert {event.request for event in events if event.finish == "abort"} == {item.id for item in requests}

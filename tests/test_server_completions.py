@@ -24,7 +24,9 @@ def test_text_and_token_ids_are_the_same_prompt(served: Served) -> None:
     text = served.client.completions.create(**LIMITS, prompt="Once upon")
     ids = served.client.completions.create(**LIMITS, prompt=tiny().front.tokenizer.encode("Once upon"))
     assert text.object == "text_completion" and text.choices[0].text == ids.choices[0].text
-    assert text.choices[0].finish_reason == "length" and text.usage == ids.usage
+    assert text.choices[0].finish_reason == "length" and text.usage and ids.usage
+    assert text.usage.total_tokens == ids.usage.total_tokens and ids.usage.prompt_tokens_details
+    assert ids.usage.prompt_tokens_details.cached_tokens == ids.usage.prompt_tokens, "the same prompt again is reused"
 
 
 def test_several_prompts_and_choices_are_numbered_through(served: Served) -> None:

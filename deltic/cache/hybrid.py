@@ -9,10 +9,14 @@ many tokens both contain. Only `commit` moves a cursor forward and only `restore
 
 Full pages hold committed tokens, never change again and may have many owners. A partial page has exactly one
 owner: whoever forks or checkpoints in the middle of a page copies it. State slots are never shared.
+
+What a finished sequence leaves, and the states emitted while prompts are read, go to the prefix tree; a new sequence
+resumes there at the deepest state that its prompt begins with. The tree gives way whenever a sequence needs a unit.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +24,7 @@ import torch
 
 from deltic.cache.ledger import Ledger
 from deltic.cache.storage import Storage
+from deltic.cache.tree import Mark, Match, PrefixTree
 from deltic.ops import Ops
 from deltic.ops.records import PAGE
 
@@ -29,11 +34,16 @@ class Lease:
     """What one running sequence owns. Read it freely; only HybridCache changes it.
 
     tokens: the ids that the committed K/V and state stand for; `done` is their count. pages cover `covered` tokens.
+    origin: the mark of the prefix tree that it started from, which may be gone. shared: tokens of K/V that the tree
+    knew of its prompt. emitting: slots that steps write the state at a position to, to be kept by `keep_emitted`.
     """
 
     slot: int
     pages: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    origin: Mark | None = None
+    shared: int = 0
+    emitting: dict[int, int] = field(default_factory=dict)
 
     @property
     def done(self) -> int:
@@ -60,10 +70,12 @@ class Checkpoint:
 class HybridCache:
     """Grants pages and slots, moves cursors, forks and restores. `check()` proves the accounts."""
 
-    def __init__(self, storage: Storage, ops: Ops) -> None:
-        self.storage, self.ops = storage, ops
+    def __init__(self, storage: Storage, ops: Ops, reuse: bool = True) -> None:
+        """reuse: keep prefixes of finished sequences for following ones."""
+        self.storage, self.ops, self.reuse = storage, ops, reuse
         self.pages = Ledger("page", storage.keys.shape[1])
         self.slots = Ledger("slot", storage.recurrent.shape[1])
+        self.tree = PrefixTree(self.pages, self.slots, storage.slot_tokens)
         self._leases: dict[int, Lease] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
 
@@ -72,17 +84,99 @@ class HybridCache:
         """Tokens of K/V that all pages together hold."""
         return self.pages.size * PAGE
 
-    def admit(self) -> Lease | None:
-        """A lease with an empty past, or None if no slot is free."""
-        slot = self.slots.take()
-        return None if slot is None else self._book(Lease(slot[0]))
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is leased or kept outside of the tree."""
+        return not self._leases and not self._checkpoints
+
+    def admit(self, prompt: Sequence[int] = (), room: int = 0) -> Lease | None:
+        """A lease at the deepest kept position that `prompt` begins with, or at its start.
+
+        None, and nothing is given up for it, if no pages for `room` tokens in all could be had; None if no slot could.
+        Without `room`, for a sequence that is alone, a start from nothing comes before none: the kept position itself
+        may be what stands in the way.
+        """
+        match = self.tree.match(prompt) if self.reuse else Match(None, 0)
+        mark = match.mark
+        pages = -(-room // PAGE)
+        lease = self._resume(mark, pages) if mark else None
+        if lease is None and not (mark and room) and pages <= self._attainable(pages) and self.make_room(pages):
+            slot = self._take_slot()
+            lease = None if slot is None else self._book(Lease(slot))
+        if lease:
+            lease.shared = match.shared
+        return lease
+
+    def _resume(self, mark: Mark, room: int) -> Lease | None:
+        """A lease at a mark; it owns a copy of the state and of the partial page, so the mark may go at once."""
+        path = self.tree.path(mark)
+        missing = room - mark.done // PAGE
+        if missing > self._attainable(missing, path):
+            return None
+        mark.locks += 1
+        lease = self._copy_mark(mark, path) if self.make_room(missing) else None
+        mark.locks -= 1
+        return lease
+
+    def _copy_mark(self, mark: Mark, path: Sequence[int]) -> Lease | None:
+        slot = self._take_slot()
+        if slot is None:
+            return None
+        pages = self._share_pages(path, mark.done)
+        if pages is None:
+            self.slots.release([slot])
+            return None
+        self.tree.use(mark)
+        self._copy_slot(mark.slot, slot)
+        return self._book(Lease(slot, pages, self.tree.tokens(mark), mark))
+
+    def known(self, prompt: Sequence[int]) -> int:
+        """Tokens that `admit` would find done."""
+        mark = self.tree.match(prompt).mark if self.reuse else None
+        return mark.done if mark else 0
+
+    def make_room(self, pages: int) -> bool:
+        """Have the tree give up prefixes until so many pages are free, or as many as can be; True if all are."""
+        wanted = min(pages, self._attainable(pages))
+        while self.pages.free < wanted and self.tree.evict():
+            pass
+        return self.pages.free >= pages
+
+    def _attainable(self, pages: int, spared: Sequence[int] = ()) -> int:
+        """How many pages would be free without the tree, but for the `spared` ones; only so far as `pages` asks."""
+        if self.pages.free >= pages:
+            return self.pages.free
+        holders: list[Lease | Checkpoint] = [*self._leases.values(), *self._checkpoints.values()]
+        return self.pages.size - len({*spared, *(page for holder in holders for page in holder.pages)})
 
     def reserve(self, lease: Lease, tokens: int) -> int:
         """Grant pages for up to `tokens` tokens after the cursor; returns for how many there is room now (L4)."""
         missing = -(-(lease.done + tokens) // PAGE) - len(lease.pages)
+        self.make_room(missing)
         pages = self.pages.take(max(0, min(missing, self.pages.free)))
         lease.pages += pages or []
         return min(tokens, lease.covered - lease.done)
+
+    def emit(self, lease: Lease, position: int) -> int | None:
+        """A slot for a step to write the lease's state at `position` to; None if none can be had."""
+        if not self.reuse or position in lease.emitting:
+            return None
+        slot = self._take_slot()
+        if slot is not None:
+            lease.emitting[position] = slot
+        return slot
+
+    def keep_emitted(self, lease: Lease, logits: object = None) -> None:
+        """Put the states emitted so far into the tree. logits: of the last committed token, kept with its state."""
+        emitting, lease.emitting = lease.emitting, {}
+        for position, slot in emitting.items():
+            tail = position % PAGE
+            page = self._own_page(lease.pages[position // PAGE]) if tail and position <= lease.done else None
+            if position > lease.done or (tail and page is None):
+                self.slots.release([slot])
+                continue
+            self.tree.insert(lease.tokens[:position], lease.pages, slot, page,
+                             logits if position == lease.done else None)
 
     def commit(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1)."""
@@ -97,15 +191,15 @@ class HybridCache:
     def fork(self, source: Lease | Checkpoint) -> Lease | None:
         """A new lease at the source's position, or None if pages or slots are short."""
         self._expect(source)
-        slot = self.slots.take()
+        slot = self._take_slot()
         if slot is None:
             return None
         pages = self._share_pages(source.pages, source.done)
         if pages is None:
-            self.slots.release(slot)
+            self.slots.release([slot])
             return None
-        self._copy_slot(source.slot, slot[0])
-        return self._book(Lease(slot[0], pages, list(source.tokens)))
+        self._copy_slot(source.slot, slot)
+        return self._book(Lease(slot, pages, list(source.tokens)))
 
     def checkpoint(self, lease: Lease) -> Checkpoint | None:
         """Keep the lease's present position, or None if pages or slots are short."""
@@ -125,7 +219,7 @@ class HybridCache:
             lease.pages, lease.tokens = [], []
             return True
         self._expect(checkpoint)
-        if checkpoint.done % PAGE and not self.pages.free + self.pages.sole(lease.pages):
+        if checkpoint.done % PAGE and not self.pages.sole(lease.pages) and not self.make_room(1):
             return False
         self.pages.release(lease.pages)
         pages = self._share_pages(checkpoint.pages, checkpoint.done)
@@ -134,12 +228,23 @@ class HybridCache:
         self._copy_slot(checkpoint.slot, lease.slot)
         return True
 
-    def release(self, lease: Lease) -> None:
-        """Give back all that the lease owns."""
+    def clear(self) -> None:
+        """Give up all prefixes that no running sequence started from."""
+        while self.tree.evict():
+            pass
+
+    def release(self, lease: Lease, keep: bool = False) -> None:
+        """Give back all that the lease owns; keep: the tree takes over its state and pages."""
         self._expect(lease)
         del self._leases[lease.slot]
-        self.pages.release(lease.pages)
-        self.slots.release([lease.slot])
+        self.slots.release(lease.emitting.values())
+        full, rest = divmod(lease.done, PAGE)
+        if keep and self.reuse and lease.done:
+            self.tree.insert(lease.tokens, lease.pages, lease.slot, lease.pages[full] if rest else None)
+            self.pages.release([*lease.pages[:full], *lease.pages[full + bool(rest):]])
+        else:
+            self.pages.release(lease.pages)
+            self.slots.release([lease.slot])
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """Give back all that the checkpoint owns."""
@@ -151,13 +256,14 @@ class HybridCache:
     def check(self) -> None:
         """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
         holders: list[Lease | Checkpoint] = [*self._leases.values(), *self._checkpoints.values()]
-        self.slots.check(holder.slot for holder in holders)
-        self.pages.check(page for holder in holders for page in holder.pages)
-        owners: dict[int, int] = {}
+        emitting = [slot for lease in self._leases.values() for slot in lease.emitting.values()]
+        self.slots.check([*(holder.slot for holder in holders), *emitting, *self.tree.owned_slots()])
+        self.pages.check([*(page for holder in holders for page in holder.pages), *self.tree.owned_pages()])
+        self.tree.check()
+        owners = Counter(self.tree.owned_pages())
         for holder in holders:
             assert len(holder.pages) * PAGE >= holder.done, "a cursor stands past its pages"
-            for page in holder.pages:
-                owners[page] = owners.get(page, 0) + 1
+            owners.update(holder.pages)
         for holder in holders:
             changing = holder.pages[holder.done // PAGE:]
             assert all(owners[page] == 1 for page in changing), "a page that is not full is shared"
@@ -176,13 +282,27 @@ class HybridCache:
     def _share_pages(self, pages: Sequence[int], done: int) -> list[int] | None:
         """Own the full pages below `done` too, and a copy of the partial one."""
         full, rest = divmod(done, PAGE)
-        own = self.pages.take(1 if rest else 0)
+        self.pages.share(pages[:full])
+        own = self._own_page(pages[full]) if rest else None
+        if rest and own is None:
+            self.pages.release(pages[:full])
+            return None
+        return [*pages[:full]] if own is None else [*pages[:full], own]
+
+    def _own_page(self, page: int) -> int | None:
+        """A copy of a page."""
+        self.make_room(1)
+        own = self.pages.take()
         if own is None:
             return None
-        self.pages.share(pages[:full])
-        if own:
-            self._copy_page(pages[full], own[0])
-        return [*pages[:full], *own]
+        self._copy_page(page, own[0])
+        return own[0]
+
+    def _take_slot(self) -> int | None:
+        while not self.slots.free and self.tree.evict():
+            pass
+        slot = self.slots.take()
+        return None if slot is None else slot[0]
 
     def _copy_slot(self, source: int, target: int) -> None:
         self.ops.copy_slots(self.storage.slot_tensors, self._index(source), self._index(target))

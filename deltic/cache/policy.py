@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deltic.errors import ConfigError
 from deltic.types import PAGE
+
+_MIN_SPACING = 1024
+_MAX_KEPT = 1024
+"""States that the prefix tree may keep: beyond that, looking for the one to give up takes longer than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     """Split a budget in bytes between K/V pages and state slots.
 
     The batch is clamped so that slots take at most half of the budget, then the context to the pages that remain;
-    both with a warning instead of a refusal to start. One slot beyond the batch is kept for checkpoints.
+    both with a warning instead of a refusal to start. One slot beyond the batch is for the prompt end that several
+    choices fork; of what is left beside one whole context, half goes to slots for states worth keeping.
     """
     context = needs.max_context or needs.model_context
     smallest = needs.page_bytes + 2 * needs.slot_bytes
@@ -50,7 +56,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     if batch < needs.max_batch:
         warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a state slot takes "
                         f"{_mib(needs.slot_bytes)} and the cache has {_mib(budget)} (raise --memory)")
-    slots = batch + 1
+    slots = batch + 1 + _kept_slots(budget, needs, batch + 1, context)
     pages = (budget - slots * needs.slot_bytes) // needs.page_bytes if needs.page_bytes else 1 << 20
     wanted = -(-context // PAGE)
     if pages < wanted:
@@ -58,6 +64,26 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
         warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
                         f"what {_mib(budget)} of cache hold (raise --memory)")
     return MemoryPlan(min(pages, batch * wanted), slots, batch, context, tuple(warnings))
+
+
+def _kept_slots(budget: int, needs: MemoryNeeds, slots: int, context: int) -> int:
+    left = budget - slots * needs.slot_bytes - -(-context // PAGE) * needs.page_bytes
+    return max(0, min(_MAX_KEPT, left // 2 // needs.slot_bytes)) if needs.slot_bytes else _MAX_KEPT
+
+
+def kept_positions(prompt: int, boundaries: Iterable[int], spacing: int) -> tuple[int, ...]:
+    """Where the state is worth keeping while a prompt of so many tokens is read, ascending.
+
+    Its boundaries, which following prompts are expected to share; its end, for the same prompt again; and, so that an
+    edit in the middle of a long text does not cost all of it, a sparse grid of `spacing` tokens.
+    """
+    grid = range(spacing, prompt - spacing // 2, spacing)
+    return tuple(sorted({position for position in (*boundaries, *grid, prompt) if 0 < position <= prompt}))
+
+
+def grid_spacing(slot_tokens: float) -> int:
+    """Tokens between grid positions: a state then costs about as much memory as the K/V that it lies in."""
+    return max(_MIN_SPACING, round(slot_tokens / PAGE) * PAGE)
 
 
 def _mib(size: int) -> str:

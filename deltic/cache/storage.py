@@ -48,6 +48,13 @@ class Storage:
         return self.recurrent, self.conv
 
     @property
+    def slot_tokens(self) -> float:
+        """What a slot costs, in tokens of K/V."""
+        slot = sum(t[:, :1].numel() * t.itemsize for t in self.slot_tensors)
+        page = sum(t[:, :1].numel() * t.itemsize for t in self.page_tensors)
+        return PAGE * slot / max(page, 1)
+
+    @property
     def device(self) -> torch.device:
         return self.keys.device
 

@@ -111,7 +111,7 @@ def _help(field: Field[Any]) -> str:
 def _form(kind: Any, field: Field[Any]) -> dict[str, Any]:
     """How argparse shall read a value of this type."""
     if kind is bool:
-        return {"action": "store_true"}
+        return {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
     if "choices" in field.metadata:
         return {"choices": field.metadata["choices"]}
     if kind == tuple[str, ...]:

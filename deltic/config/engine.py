@@ -35,6 +35,7 @@ class EngineConfig:
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(512, "tokens that one step aims at; longer prompts are read in chunks")
+    prefix_cache: bool = _option(True, "keep the states of prompts and answers, and resume where a prompt repeats them")
     ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
     debug_layers: bool = _option(False, "log statistics of every layer's output in every step (slow)")
 
@@ -58,7 +59,8 @@ class EngineConfig:
             optional = name in ("threads", "max_context")
             if type(value) is not int and not (optional and value is None):
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
-        for name, kinds in {"device": str, "dtype": str, "memory": str | None, "debug_layers": bool}.items():
+        for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
+                            "debug_layers": bool}.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
 

@@ -32,16 +32,20 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False) -> Batch:
                      pages=[page for row in rows for page in (*row.pages, *(0,) * (width - len(row.pages)))],
                      store=[_flat(row, index) for row, chunk in zip(rows, chunks, strict=True)
                             for index in range(row.done, row.done + chunk)],
-                     sources=sources, targets=targets, logit_tokens=wanted)
-    nothing = fields["ids"][:0]
+                     sources=sources, targets=targets, logit_tokens=wanted,
+                     emit_row=[index for index, row in enumerate(rows) for _ in row.emits],
+                     emit_length=[position for row in rows for position, _ in row.emits],
+                     emit_slot=[slot for row in rows for _, slot in row.emits])
     singles = sum(chunk == 1 for chunk in chunks)
-    layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted))
+    layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted),
+                    len(fields["emit_row"]))
     return Batch(
         layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
         done=fields["done"], pages=fields["pages"].view(len(rows), width), store=fields["store"],
         source=fields["sources"], target=fields["targets"], base=fields["done"],
         append=torch.zeros(len(rows), dtype=torch.bool, device=device),
-        emit_row=nothing, emit_length=nothing, emit_slot=nothing, logit_tokens=fields["logit_tokens"],
+        emit_row=fields["emit_row"], emit_length=fields["emit_length"], emit_slot=fields["emit_slot"],
+        logit_tokens=fields["logit_tokens"],
         span=_span(sources[:singles], targets[:singles]))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltic.cache.policy import grid_spacing, kept_positions
 from deltic.engine.batch import build
 from deltic.engine.runtime import Runtime
 from deltic.engine.sampler import logprobs_of, sampling_of
@@ -51,6 +52,7 @@ class Engine:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.stats = runtime, EngineStats()
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget)
+        self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[TokenOut] = []
 
@@ -83,12 +85,13 @@ class Engine:
         """Admit, plan, run, choose, commit, emit."""
         began = time.perf_counter()
         plan, sequences = self.scheduler.plan()
-        if plan.rows:
+        known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
+        if plan.rows or known:
             try:
-                began += self._advance(plan, sequences)
+                began += self._advance(plan, sequences, known)
             except Exception as error:
                 log.exception("a step failed; its requests end with an error")
-                for sequence in [s for request in {s.request.id for s in sequences}
+                for sequence in [s for request in {s.request.id for s in (*sequences, *known)}
                                  for s in self._sequences.get(request, ())]:
                     self._fail(sequence, f"internal error: {error}")
             self.stats.steps += 1
@@ -97,28 +100,33 @@ class Engine:
         return events
 
     def check(self) -> None:
-        """Assert the cache's accounts, and that they are empty when nothing is running."""
+        """Assert the cache's accounts, and that nothing is leased when nothing is running."""
         self.runtime.cache.check()
         if not self._sequences:
-            cache = self.runtime.cache
             assert not self.scheduler.running and not self.scheduler.waiting, "the queues hold finished sequences"
-            assert cache.pages.free == cache.pages.size and cache.slots.free == cache.slots.size, "cache units leak"
+            assert self.runtime.cache.at_rest, "a finished sequence still has a lease"
 
-    def _advance(self, plan: Plan, sequences: list[Sequence]) -> float:
-        """Run the plan; returns the seconds spent in the model's forward."""
-        batch = build(plan, self.runtime.cache.storage.device)
-        started = time.perf_counter()
-        logits = self.runtime.run(batch)
-        spent = time.perf_counter() - started
-        ready = []
+    def _advance(self, plan: Plan, sequences: list[Sequence], known: list[Sequence]) -> float:
+        """Run the plan, and let the sequences whose logits the cache knew draw with it; returns the seconds spent in
+        the model's forward."""
+        ready, spent, rows = [], 0.0, []
+        if plan.rows:
+            batch = build(plan, self.runtime.cache.storage.device)
+            started = time.perf_counter()
+            rows.append(self.runtime.run(batch))
+            spent = time.perf_counter() - started
         for row, sequence in zip(plan.rows, sequences, strict=True):
             assert sequence.lease is not None
             self.runtime.cache.commit(sequence.lease, row.tokens)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
             if row.logits:
                 ready.append(sequence)
+        for sequence in known:
+            rows.append(sequence.logits[None])
+            sequence.logits = None
+            ready.append(sequence)
         if ready:
-            self._choose(ready, logits)
+            self._choose(ready, rows[0] if len(rows) == 1 else torch.cat(rows))
         return spent
 
     @torch.inference_mode()
@@ -129,6 +137,8 @@ class Engine:
             choices = [sequence, *self._siblings(sequence)]
             drawing += choices
             rows += [row] * len(choices)
+        # a draw may write into the logits
+        ends = {sequence: logits[row].clone() for row, sequence in enumerate(ready) if sequence.emits_end}
         if len(drawing) > len(ready):
             logits = logits[rows]
         sampled = self.runtime.decoder.ops.sample(logits, sampling_of(drawing, logits.device))
@@ -138,6 +148,8 @@ class Engine:
                 self._fail(sequence, _SICK)
                 continue
             try:
+                if sequence.lease and sequence.lease.emitting:
+                    self.runtime.cache.keep_emitted(sequence.lease, ends.get(sequence))
                 self._take(sequence, tokens[index], sampled, index)
             except Exception as error:
                 log.exception("a request's own matcher failed; the request ends with an error")
@@ -186,7 +198,8 @@ class Engine:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        self.scheduler.remove(sequence)
+        # the state of a sequence that has drawn a token is known to be sound
+        self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
         self.stats.finished += 1
         group = self._sequences[sequence.request.id]
         group.remove(sequence)
@@ -199,8 +212,9 @@ class Engine:
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos())
+        wanted = kept_positions(len(prompt), request.boundaries, self._spacing) if not choice else ()
         return Sequence(request, choice, params, seed, eos, limit, list(prompt),
-                        request.matcher() if request.matcher else None, origin=origin)
+                        request.matcher() if request.matcher else None, origin=origin, wanted=wanted)
 
     def _eos(self) -> frozenset[int]:
         return frozenset(self.runtime.generation.eos_token_ids) | frozenset(self.runtime.config.eos_token_ids)

@@ -119,8 +119,10 @@ def _finish(name: str, directory: Path | None, config: ModelConfig, options: Eng
     for warning in memory.warnings:
         log.warning(warning)
     storage = allocate(config, memory.pages, memory.slots, dtype, options.device)
-    return Runtime(name, directory, config, options, generation, memory, decoder, HybridCache(storage, decoder.ops),
+    cache = HybridCache(storage, decoder.ops, options.prefix_cache)
+    return Runtime(name, directory, config, options, generation, memory, decoder, cache,
                    Stores(storage.kv_views(), storage.state_views()))
+
 
 
 def _prepare(config: ModelConfig, options: EngineConfig) -> str:

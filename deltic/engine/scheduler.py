@@ -7,18 +7,26 @@ out, the youngest running sequence is sent back to wait and later processed agai
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from deltic.cache.hybrid import HybridCache, Lease
 from deltic.engine.sequence import Sequence
 from deltic.types import PAGE
 
+log = logging.getLogger("deltic")
+
+_WORTH_WAITING = 64
+"""Tokens in common with a prompt that is just being read from which on it pays to wait for its state."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read
-    the state from `slot` and write it to `target` (None: in place), give the logits of the last token if `logits`."""
+    the state from `slot` and write it to `target` (None: in place), give the logits of the last token if `logits`.
+    emits: (position, slot) pairs: also write the state after `position` tokens to this slot."""
 
     tokens: tuple[int, ...]
     done: int
@@ -26,6 +34,7 @@ class Row:
     slot: int
     logits: bool
     target: int | None = None
+    emits: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +62,9 @@ class Scheduler:
         shares: list[tuple[Sequence, int]] = []
         prompts: list[Sequence] = []
         for sequence in list(self.running):
-            if sequence.pending > 1:
+            if sequence.pending > 1 or sequence.reading:
                 prompts.append(sequence)
-            elif sequence.lease and self._grant(sequence, 1, shares):
+            elif sequence.pending and sequence.lease and self._grant(sequence, 1, shares):
                 shares.append((sequence, 1))
         budget = max(self.token_budget - len(shares), 1)
         for sequence in prompts:
@@ -64,43 +73,65 @@ class Scheduler:
                 shares.append((sequence, count))
                 budget -= count
         shares.sort(key=_order)
-        return Plan(tuple(_row(sequence, count) for sequence, count in shares)), [s for s, _ in shares]
+        return Plan(tuple(self._row(sequence, count) for sequence, count in shares)), [s for s, _ in shares]
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and give back what it owns."""
+    def remove(self, sequence: Sequence, keep: bool = False) -> None:
+        """Take a sequence out, wherever it is, and give back what it owns. keep: its state is good for others."""
         self._forget_origin(sequence)
         if sequence.lease is None:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
-        self.cache.release(sequence.lease)
+        self.cache.release(sequence.lease, keep)
         sequence.lease = None
 
     def _admit(self) -> None:
+        """Start waiting sequences in order, except those that would read what a running one is just reading."""
+        held = []
         while self.waiting and len(self.running) < self.max_batch:
-            sequence = self.waiting[0]
-            if self.running and not self._fits(sequence):
-                return
+            sequence = self.waiting.popleft()
+            if self._await_prefix(sequence):
+                held.append(sequence)
+                continue
             sequence.lease = self._lease(sequence)
             if sequence.lease is None:
-                return
-            self.running.append(self.waiting.popleft())
+                self.waiting.appendleft(sequence)
+                break
+            self.running.append(sequence)
+        self.waiting.extendleft(reversed(held))
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether its tokens and the next one have free pages: else it would only push others out, or be pushed."""
-        shared = sequence.origin.checkpoint.done // PAGE if sequence.origin else 0
-        return self.cache.pages.free > len(sequence.tokens) // PAGE - shared
+    def _await_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is reading a prefix of this one, and will keep a state at its end."""
+        if not self.cache.reuse or sequence.origin:
+            return False
+        known = None
+        for other in self.running:
+            if not other.reading:
+                continue
+            known = self.cache.known(sequence.tokens) if known is None else known
+            common = common_prefix(sequence.tokens, other.tokens)
+            if common >= known + _WORTH_WAITING and other.done < common and common not in other.wanted:
+                other.wanted = tuple(sorted({*other.wanted, min(common, len(sequence.tokens) - 1)}))
+            if any(known + PAGE < position <= common for position in other.wanted if position > other.started):
+                return True
+        return False
 
     def _lease(self, sequence: Sequence) -> Lease | None:
-        if sequence.origin is None:
-            return self.cache.admit()
-        lease = self.cache.fork(sequence.origin.checkpoint)
-        if lease is None and self.running:
-            return None
-        self._forget_origin(sequence)
-        if lease is None:
-            return self.cache.admit()
-        sequence.cached = lease.done
+        # beside others it must fit with its next token: else it would only push them out, or be pushed
+        room = len(sequence.tokens) + 1 if self.running else 0
+        origin, lease = sequence.origin, None
+        if origin is not None:
+            if self.cache.make_room(-(-room // PAGE) - origin.checkpoint.done // PAGE):
+                lease = self.cache.fork(origin.checkpoint)
+            if lease is None and self.running:
+                return None
+            self._forget_origin(sequence)
+            sequence.cached = lease.done if lease else 0
+        lease = lease or self.cache.admit(sequence.tokens, room)
+        if lease is not None:
+            sequence.start(lease)
+            log.debug("%s: of %d tokens %d are known, resumed at %d", sequence.request.id, len(sequence.tokens),
+                      max(lease.shared, lease.done), lease.done)
         return lease
 
     def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:
@@ -128,10 +159,21 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
         self.running.remove(sequence)
-        self.cache.release(sequence.lease)
+        self.cache.release(sequence.lease, keep=sequence.generated > 0)
         sequence.lease = None
         self.waiting.appendleft(sequence)
         self.preemptions += 1
+
+    def _row(self, sequence: Sequence, count: int) -> Row:
+        lease = sequence.lease
+        assert lease is not None
+        done, end = lease.done, lease.done + count
+        emits = []
+        for position in sequence.wanted:
+            if done < position <= end and (slot := self.cache.emit(lease, position)) is not None:
+                emits.append((position, slot))
+        return Row(tuple(sequence.tokens[done:end]), done, tuple(lease.pages), lease.slot,
+                   end == len(sequence.tokens), emits=tuple(emits))
 
     def _forget_origin(self, sequence: Sequence) -> None:
         origin, sequence.origin = sequence.origin, None
@@ -147,9 +189,10 @@ def _order(share: tuple[Sequence, int]) -> tuple[bool, int]:
     return count > 1, sequence.lease.slot
 
 
-def _row(sequence: Sequence, count: int) -> Row:
-    lease = sequence.lease
-    assert lease is not None
-    done = lease.done
-    tokens = tuple(sequence.tokens[done:done + count])
-    return Row(tokens, done, tuple(lease.pages), lease.slot, done + count == len(sequence.tokens))
+def common_prefix(left: List[int], right: List[int]) -> int:
+    """How many tokens two lists begin with in common."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
+    return low

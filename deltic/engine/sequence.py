@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from deltic.cache.hybrid import Checkpoint, Lease
-from deltic.types import Finish, Matcher, Request, SamplingParams, Usage
+from deltic.types import PAGE, Finish, Matcher, Request, SamplingParams, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +24,8 @@ class Sequence:
 
     tokens: prompt and answer; those after `lease.done` are still to be processed. lease: None while waiting.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length". counts: occurrences of the
-    answer's tokens. origin: where to fork from instead of processing the prompt.
+    answer's tokens. origin: where to fork from instead of processing the prompt. wanted: prompt positions whose state
+    is worth keeping. started: where its lease began. logits [V]: those of the prompt's end, if known.
     """
 
     request: Request
@@ -36,7 +38,10 @@ class Sequence:
     matcher: Matcher | None = None
     lease: Lease | None = None
     origin: Origin | None = None
+    wanted: tuple[int, ...] = ()
+    logits: Any = None
     cached: int = 0
+    started: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     finish: Finish | None = None
 
@@ -56,6 +61,27 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt), self.cached, self.generated)
+
+    @property
+    def reading(self) -> bool:
+        """Whether the prompt is still being processed for the first time."""
+        return self.lease is not None and not self.generated and self.pending > 0
+
+    @property
+    def emits_end(self) -> bool:
+        """Whether the state at the end of the prompt is about to be kept."""
+        return self.lease is not None and self.lease.done in self.lease.emitting
+
+    def start(self, lease: Lease) -> None:
+        """Run on this lease, which may hold the beginning of the tokens already."""
+        self.lease, self.started = lease, lease.done
+        if not self.generated:
+            self.cached = lease.done
+        exact = lease.done == len(self.tokens)
+        self.logits = lease.origin.logits if exact and lease.origin else None
+        if lease.shared > lease.done + 2 * PAGE:
+            # another prompt went on differently here: the third one shall not read this again
+            self.wanted = tuple(sorted({*self.wanted, lease.shared}))
 
     def append(self, token: int) -> Finish | None:
         """Take the token that was chosen; returns why the answer ends with it, if it does."""

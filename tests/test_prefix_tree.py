@@ -1,0 +1,603 @@
+"""The prefix tree against a dictionary of prefixes, and the hybrid cache over it with the toy model (L1 to L4)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from test_cache_machine import PHASES, hashes, read_kv, read_state, step, toy_cache
+
+from deltic.cache.hybrid import Checkpoint, HybridCache, Lease
+from deltic.cache.ledger import Ledger
+from deltic.cache.tree import Mark, PrefixTree
+from deltic.types import PAGE
+
+Prefix = tuple[int, ...]
+PAGES, SLOTS = 400, 100
+
+# Few tokens and few distinct pages, so that prefixes collide and part in the middle of pages
+BLOCKS = [(0,) * PAGE, (1,) * PAGE, (*[0] * (PAGE - 1), 1)]
+TAILS = st.lists(st.integers(0, 1), max_size=PAGE - 1).map(tuple)
+PROMPTS = st.builds(lambda blocks, tail: (*sum(blocks, ()), *tail),
+                    st.lists(st.sampled_from(BLOCKS), max_size=4), TAILS)
+KEPT = PROMPTS.filter(bool)
+
+
+@dataclass
+class Kept:
+    """What the dictionary knows of a mark."""
+
+    slot: int
+    page: int | None
+    logits: Any = None
+    locks: int = 0
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Random programs over a tree and two dictionaries: prefix -> mark, full pages' tokens -> page."""
+
+    kind: type[PrefixTree] = PrefixTree
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages, self.slots = Ledger("page", PAGES), Ledger("slot", SLOTS)
+        self.tree = self.kind(self.pages, self.slots, 30.0)
+        self.marks: dict[Prefix, Kept] = {}
+        self.nodes: dict[Prefix, int] = {}
+        self.locked: list[tuple[Prefix, Mark]] = []
+
+    def needed(self) -> set[Prefix]:
+        """Every full page below some mark."""
+        return {prefix[:end] for prefix in self.marks for end in range(PAGE, len(prefix) + 1, PAGE)}
+
+    @rule(prompt=KEPT, logits=st.sampled_from((None, "logits")))
+    def insert(self, prompt: Prefix, logits: Any) -> None:
+        taken = self.slots.take(), self.pages.take(-(-len(prompt) // PAGE))
+        assert taken[0] and taken[1]
+        (slot,), pages = taken
+        full, rest = divmod(len(prompt), PAGE)
+        page = pages[full] if rest else None
+        free = self.slots.free, self.pages.free
+        self.tree.insert(prompt, pages, slot, page, logits)
+        if prompt in self.marks:
+            known = self.marks[prompt]
+            known.logits = known.logits or logits
+            assert (self.slots.free, self.pages.free) == (free[0] + 1, free[1] + bool(rest)), "a duplicate is kept"
+        else:
+            self.marks[prompt] = Kept(slot, page, logits)
+        for index in range(full):
+            self.nodes.setdefault(prompt[:(index + 1) * PAGE], pages[index])
+        self.pages.release(pages[:full])
+
+    def deepest(self, prompt: Prefix) -> Prefix | None:
+        fits = [prefix for prefix, kept in self.marks.items()
+                if prompt[:len(prefix)] == prefix and (len(prefix) < len(prompt) or kept.logits)]
+        return max(fits, key=len, default=None)
+
+    @rule(prompt=PROMPTS)
+    def match(self, prompt: Prefix) -> None:
+        """L2: the deepest kept position, with exactly the pages and the slot of its own tokens."""
+        found, expected = self.tree.match(prompt), self.deepest(prompt)
+        shared = 0
+        while shared + PAGE <= len(prompt) and prompt[:shared + PAGE] in self.nodes:
+            shared += PAGE
+        assert found.shared == shared
+        assert (found.mark is None) == (expected is None)
+        if found.mark and expected is not None:
+            self.is_mark(found.mark, expected)
+
+    def is_mark(self, mark: Mark, prefix: Prefix) -> None:
+        kept = self.marks[prefix]
+        assert (mark.done, mark.slot, mark.page, mark.logits) == (len(prefix), kept.slot, kept.page, kept.logits)
+        assert tuple(self.tree.tokens(mark)) == prefix
+        full = [self.nodes[prefix[:end]] for end in range(PAGE, len(prefix) + 1, PAGE)]
+        assert self.tree.path(mark) == full + ([] if kept.page is None else [kept.page])
+
+    @precondition(lambda self: self.marks)
+    @rule(pick=st.integers(0, 99), longer=TAILS)
+    def match_a_longer_prompt(self, pick: int, longer: Prefix) -> None:
+        self.match((*list(self.marks)[pick % len(self.marks)], *longer))
+
+    @precondition(lambda self: self.marks)
+    @rule(pick=st.integers(0, 99), lock=st.booleans())
+    def use(self, pick: int, lock: bool) -> None:
+        prefix = list(self.marks)[pick % len(self.marks)]
+        mark = self.tree.match((*prefix, 7)).mark
+        assert mark
+        self.is_mark(mark, prefix)
+        self.tree.use(mark)
+        if lock:
+            mark.locks += 1
+            self.marks[prefix].locks += 1
+            self.locked.append((prefix, mark))
+
+    @precondition(lambda self: self.locked)
+    @rule(pick=st.integers(0, 99))
+    def unlock(self, pick: int) -> None:
+        prefix, mark = self.locked.pop(pick % len(self.locked))
+        mark.locks -= 1
+        self.marks[prefix].locks -= 1
+
+    @rule()
+    def evict(self) -> None:
+        """Exactly one mark goes, never a locked one, and with it the pages that only it needed."""
+        loose = {kept.slot for kept in self.marks.values() if not kept.locks}
+        assert self.tree.evict() == bool(loose)
+        if not loose:
+            return
+        gone, = {kept.slot for kept in self.marks.values()} - set(self.tree.owned_slots())
+        assert gone in loose
+        del self.marks[next(prefix for prefix, kept in self.marks.items() if kept.slot == gone)]
+        self.nodes = {prefix: page for prefix, page in self.nodes.items() if prefix in self.needed()}
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        self.tree.check()
+        owned = sorted(self.tree.owned_pages())
+        tails = [kept.page for kept in self.marks.values() if kept.page is not None]
+        assert owned == sorted([*self.nodes.values(), *tails]), "a page is not owned once per node and tail"
+        assert set(self.nodes) == self.needed()
+        assert sorted(self.tree.owned_slots()) == sorted(kept.slot for kept in self.marks.values())
+        self.pages.check(owned)
+        self.slots.check(self.tree.owned_slots())
+        assert len(self.tree) == len(self.marks)
+
+    def teardown(self) -> None:
+        """L3: everything is free after all is evicted."""
+        while self.locked:
+            self.unlock(0)
+        while self.tree.evict():
+            pass
+        assert (self.pages.free, self.slots.free, len(self.tree)) == (PAGES, SLOTS, 0)
+
+
+def run_programs(machine: type[RuleBasedStateMachine], count: int, steps: int = 30, **options: Any) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=steps, deadline=None,
+                                                         **options))
+
+
+def test_l2_tree_equals_a_dictionary_of_prefixes() -> None:
+    run_programs(TreeMachine, 120)
+
+
+@pytest.mark.slow
+def test_l2_tree_equals_a_dictionary_in_thousands_of_programs() -> None:
+    run_programs(TreeMachine, 2500, 50, derandomize=False)
+
+
+class MatchesAnyEnd(PrefixTree):
+    """An exact end without logits is handed out."""
+
+    def _deepest(self, node: Any, keys: bytes, length: int) -> Mark | None:
+        return super()._deepest(node, keys, length + 1)
+
+
+class SharesAgain(PrefixTree):
+    def _child(self, node: Any, key: bytes, page: int) -> Any:
+        self._pages.share([page])
+        return super()._child(node, key, page)
+
+
+class KeepsStranded(PrefixTree):
+    def _remove(self, mark: Mark) -> None:
+        del self._marks[mark]
+        del mark.node.marks[mark.tail]
+        self._slots.release([mark.slot])
+        self._pages.release([] if mark.page is None else [mark.page])
+
+
+class EvictsLocked(PrefixTree):
+    def evict(self) -> bool:
+        if self._marks:
+            self._remove(min(self._marks, key=lambda mark: mark.slot))
+            return True
+        return False
+
+
+@pytest.mark.parametrize("kind", [MatchesAnyEnd, SharesAgain, KeepsStranded, EvictsLocked])
+def test_the_machine_notices_a_broken_tree(kind: type[PrefixTree]) -> None:
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run_programs(type("Machine", (TreeMachine,), {"kind": kind}), 300, report_multiple_bugs=False, phases=PHASES)
+
+
+# Directly
+
+
+def filled(prompts: list[Prefix], pages: int = PAGES, slot_tokens: float = 30.0) -> PrefixTree:
+    page_ledger, slot_ledger = Ledger("page", pages), Ledger("slot", len(prompts))
+    tree = PrefixTree(page_ledger, slot_ledger, slot_tokens)
+    for prompt in prompts:
+        slot, own = slot_ledger.take(), page_ledger.take(-(-len(prompt) // PAGE))
+        assert slot and own is not None
+        full, rest = divmod(len(prompt), PAGE)
+        tree.insert(prompt, own, slot[0], own[full] if rest else None)
+        page_ledger.release(own[:full])
+    return tree
+
+
+def page_of(*tokens: int) -> Prefix:
+    return (tokens * PAGE)[:PAGE]
+
+
+@pytest.mark.parametrize("length", range(71))
+def test_match_at_every_length_around_page_borders(length: int) -> None:
+    """Kept after 1, 15, 16, 17, 48 and 64 tokens of one prompt: each length resumes at the deepest one below it."""
+    prompt, kept = tuple(range(100)), (1, 15, 16, 17, 48, 64)
+    match = filled([prompt[:end] for end in kept]).match(prompt[:length])
+    assert (match.mark.done if match.mark else 0) == max((end for end in kept if end < length), default=0)
+    assert match.shared == length // PAGE * PAGE
+
+
+def test_an_exact_end_serves_only_with_its_logits() -> None:
+    tree = filled([tuple(range(20))])
+    assert tree.match(range(20)).mark is None
+    slot, page = tree._slots, tree._pages.take()
+    slot.size += 1
+    slot._free.append(1)
+    slot._owners.append(0)
+    taken = slot.take()
+    assert taken and page
+    tree.insert(range(20), tree.path(next(iter(tree._marks))), taken[0], page[0], "logits")
+    mark = tree.match(range(20)).mark
+    assert mark and mark.logits == "logits" and len(tree) == 1
+
+
+def test_what_serves_stays_longer_than_what_does_not() -> None:
+    tree = filled([page_of(1), page_of(2), page_of(3)])
+    while tree.evictions < 20:
+        mark = tree.match((*page_of(1), 9)).mark
+        assert mark, "the prefix in use was given up"
+        tree.use(mark)
+        if len(tree) > 1:
+            assert tree.evict()
+        else:
+            break
+    assert tree.match((*page_of(1), 9)).mark
+
+
+def test_deep_positions_are_worth_more_than_shallow_ones() -> None:
+    tree = filled([tuple(range(10)), tuple(range(100, 600))])
+    assert tree.evict() and tree.match((*range(100, 600), 1)).mark
+
+
+@pytest.mark.parametrize("prompts", [[(1, 2, 3, 4, 5), (1, 2, 3)], [(1, 2, 3), (4, 5, 6)],
+                                     [(*page_of(1), 2), (*page_of(1), 3)], [(*page_of(1), 2), (*page_of(1), 3, 4)],
+                                     [(1,) * 5, (*[1] * 4, 2, *range(30))]])
+@pytest.mark.parametrize("slot_tokens", [0.0, 2.0, 30.0])
+def test_saved_is_counted_from_the_prefixes_only(prompts: list[Prefix], slot_tokens: float) -> None:
+    """None of these begins with another one, or only the later one does: all of its tokens are saved."""
+    tree = filled(prompts, slot_tokens=slot_tokens)
+    for prompt in prompts:
+        mark = tree.match((*prompt, 9)).mark
+        assert mark and mark.saved == len(prompt)
+
+
+def test_match_reads_long_prompts_in_large_trees_once() -> None:
+    """100,000 tokens against 1,000 conversations of 100 pages that share their first half."""
+    first = [token for index in range(50) for token in page_of(index)]
+    prompts = [(*first, *range(1000 * i, 1000 * i + 50 * PAGE)) for i in range(1000)]
+    tree = filled(prompts, pages=101_000)
+    for i, long in enumerate([(*prompts[500], *range(98_400)), tuple(range(100_000)), (*first, *[5] * 99_200)]):
+        began = time.process_time()
+        found = tree.match(long)
+        assert time.process_time() - began < 0.5
+        assert found.shared == (1600, 0, 800)[i]
+    assert tree.match((*prompts[500], 1)).mark
+
+
+def test_long_conversations_grow_and_shrink_without_recursion() -> None:
+    tree = filled([tuple(range(100_003))], pages=7000)
+    tree.check()
+    assert tree.evict() and tree._pages.free == 7000
+
+
+# The hybrid cache over the tree
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A lease's history and the positions that it emits."""
+
+    tokens: list[int] = field(default_factory=list)
+    emitting: set[int] = field(default_factory=set)
+
+
+class ReuseMachine(RuleBasedStateMachine):
+    """Random programs over a cache with a tree, in pools so small that eviction and shortage are common."""
+
+    kind: type[HybridCache] = HybridCache
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: dict[Lease, Wanted] = {}
+        self.kept: dict[Checkpoint, list[int]] = {}
+
+    @initialize(pages=st.sampled_from((12, 6, 4, 9, 2, 20)), slots=st.sampled_from((6, 4, 3, 8, 2)))
+    def start(self, pages: int, slots: int) -> None:
+        self.cache = toy_cache(pages, slots, self.kind)
+
+    def lease(self, pick: int) -> tuple[Lease, Wanted]:
+        return list(self.leases.items())[pick % len(self.leases)]
+
+    def loose_slots(self) -> int:
+        held = len(self.leases) + len(self.kept) + sum(len(naive.emitting) for naive in self.leases.values())
+        return self.cache.slots.size - held
+
+    @rule(prompt=PROMPTS, room=st.integers(0, 80))
+    def admit(self, prompt: Prefix, room: int) -> None:
+        """L2: what is resumed is a prefix of the prompt, at the deepest kept position."""
+        match = self.cache.tree.match(prompt)
+        known = self.cache.known(prompt)
+        lease = self.cache.admit(prompt, room)
+        if lease is None:
+            assert room or self.loose_slots() <= 1 or self.leases or self.kept, "an empty cache refuses"
+            return
+        self.leases[lease] = Wanted(list(prompt[:lease.done]))
+        given_up = self.cache.known(prompt) < known
+        assert known == (match.mark.done if match.mark else 0)
+        assert lease.done == known or (given_up and lease.done < known), "a kept position is there and not used"
+        assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= known and lease.shared <= match.shared
+        assert self.cache.pages.free * PAGE + lease.covered >= room
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9), tokens=KEPT, data=st.data())
+    def grow(self, pick: int, tokens: Prefix, data: st.DataObject) -> None:
+        """L1, L4: a step as the engine does it, with positions whose state is emitted."""
+        lease, naive = self.lease(pick)
+        room = self.cache.reserve(lease, len(tokens))
+        assert room <= len(tokens)
+        if not room:
+            return
+        for offset in data.draw(st.lists(st.integers(1, room), max_size=2)):
+            self.emit(lease, naive, lease.done + offset, list(tokens[:offset]))
+        step(self.cache, lease, list(tokens[:room]))
+        naive.tokens += tokens[:room]
+
+    def emit(self, lease: Lease, naive: Wanted, position: int, fresh: list[int]) -> None:
+        slot = self.cache.emit(lease, position)
+        assert slot is None or position not in naive.emitting
+        if slot is not None:
+            naive.emitting.add(position)
+            state = float(hashes([*naive.tokens, *fresh])[-1])
+            for pool in self.cache.storage.slot_tensors:
+                pool[:, slot] = state
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9), logits=st.sampled_from((None, "logits")))
+    def keep_emitted(self, pick: int, logits: Any) -> None:
+        lease, naive = self.lease(pick)
+        self.cache.keep_emitted(lease, logits)
+        naive.emitting.clear()
+        assert not lease.emitting
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9), keep=st.booleans())
+    def release(self, pick: int, keep: bool) -> None:
+        lease, naive = self.lease(pick)
+        marks = len(self.cache.tree)
+        self.cache.release(lease, keep)
+        del self.leases[lease]
+        assert len(self.cache.tree) - marks <= bool(keep and naive.tokens)
+        if keep and naive.tokens:
+            assert self.cache.known([*naive.tokens, 9]) == len(naive.tokens), "what was just kept is not known"
+
+    @precondition(lambda self: self.leases or self.kept)
+    @rule(pick=st.integers(0, 9))
+    def fork(self, pick: int) -> None:
+        source = [*self.leases, *self.kept][pick % (len(self.leases) + len(self.kept))]
+        lease = self.cache.fork(source)
+        if lease is not None:
+            self.leases[lease] = Wanted(list(source.tokens))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 9))
+    def checkpoint(self, pick: int) -> None:
+        lease, naive = self.lease(pick)
+        kept = self.cache.checkpoint(lease)
+        if kept is not None:
+            self.kept[kept] = list(naive.tokens)
+
+    @precondition(lambda self: self.leases and self.kept)
+    @rule(pick=st.integers(0, 9), which=st.integers(0, 9))
+    def restore(self, pick: int, which: int) -> None:
+        lease, naive = self.lease(pick)
+        if naive.emitting:
+            self.keep_emitted(pick, None)
+        kept = list(self.kept)[which % len(self.kept)]
+        room = self.room_for_a_page(lease)
+        restored = self.cache.restore(lease, kept)
+        assert restored or not room, "restore fails although the tree, or the lease itself, could give a page"
+        if restored:
+            naive.tokens = list(self.kept[kept])
+
+    def room_for_a_page(self, lease: Lease) -> bool:
+        """Whether holders other than this lease leave a page. (Marks may be locked: count only without any.)"""
+        if any(mark.locks for mark in self.cache.tree._marks):
+            return False
+        others = {page for holder in (*self.leases, *self.kept) if holder is not lease for page in holder.pages}
+        return len(others) < self.cache.pages.size
+
+    @precondition(lambda self: self.kept)
+    @rule(pick=st.integers(0, 9))
+    def drop(self, pick: int) -> None:
+        kept = list(self.kept)[pick % len(self.kept)]
+        self.cache.drop(kept)
+        del self.kept[kept]
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        self.cache.check()
+
+    @invariant()
+    def all_hold_their_own_history(self) -> None:
+        """L1, L2, L3: cursor, tokens, state and K/V of each holder are the naive model's."""
+        histories: dict[Any, list[int]] = {lease: naive.tokens for lease, naive in self.leases.items()} | self.kept
+        for holder, tokens in histories.items():
+            assert list(holder.tokens) == tokens
+            expected = hashes(tokens)
+            assert read_kv(self.cache, holder.pages, holder.done) == expected
+            assert not expected or read_state(self.cache, holder.slot) == expected[-1]
+
+    @invariant()
+    def the_tree_holds_sound_states(self) -> None:
+        """L2: each mark's slot and pages hold the state and the K/V of its very tokens."""
+        tree = self.cache.tree
+        for mark in tree._marks:
+            expected = hashes(tree.tokens(mark))
+            assert read_kv(self.cache, tree.path(mark), mark.done) == expected
+            assert read_state(self.cache, mark.slot) == expected[-1]
+
+    def teardown(self) -> None:
+        for lease in [*self.leases]:
+            self.cache.release(lease)
+        for kept in [*self.kept]:
+            self.cache.drop(kept)
+        while self.cache.tree.evict():
+            pass
+        self.cache.check()
+        assert self.cache.at_rest
+        assert (self.cache.pages.free, self.cache.slots.free) == (self.cache.pages.size, self.cache.slots.size)
+
+
+def reuse_programs(kind: type[HybridCache], count: int, **options: Any) -> None:
+    run_programs(type("Machine", (ReuseMachine,), {"kind": kind}), count, 40, **options)
+
+
+def test_l2_a_cache_with_a_tree_equals_the_naive_model() -> None:
+    reuse_programs(HybridCache, 120)
+
+
+@pytest.mark.slow
+def test_l2_a_cache_with_a_tree_equals_the_naive_model_in_thousands_of_programs() -> None:
+    reuse_programs(HybridCache, 2000, derandomize=False)
+
+
+class SharesTails(HybridCache):
+    """A mark's partial page is handed out instead of copied."""
+
+    def _own_page(self, page: int) -> int | None:
+        self.pages.share([page])
+        return page
+
+
+class ForgetsState(HybridCache):
+    def _copy_slot(self, source: int, target: int) -> None:
+        pass
+
+
+class KeepsWrongPosition(HybridCache):
+    """K/V without its state: the end's state is kept for an earlier position."""
+
+    def release(self, lease: Lease, keep: bool = False) -> None:
+        if keep and lease.done > PAGE:
+            lease.tokens = lease.tokens[:-1]
+        super().release(lease, keep)
+
+
+@pytest.mark.parametrize("kind", [SharesTails, ForgetsState, KeepsWrongPosition])
+def test_the_machine_notices_a_cache_that_breaks_l2(kind: type[HybridCache]) -> None:
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        reuse_programs(kind, 300, report_multiple_bugs=False, phases=PHASES)
+
+
+def lease_of(cache: HybridCache, tokens: list[int]) -> Lease:
+    lease = cache.admit(tokens)
+    assert lease is not None
+    rest = tokens[lease.done:]
+    assert cache.reserve(lease, len(rest)) == len(rest)
+    step(cache, lease, rest)
+    return lease
+
+
+@pytest.mark.parametrize("done", [1, 15, 16, 17, 32, 33])
+def test_l2_a_kept_prefix_is_resumed_where_it_ended(done: int) -> None:
+    cache = toy_cache(12, 4)
+    cache.release(lease_of(cache, list(range(done))), keep=True)
+    lease = cache.admit(range(done + 5))
+    assert lease is not None and lease.done == done
+    assert read_kv(cache, lease.pages, done) == hashes(list(range(done)))
+    assert read_state(cache, lease.slot) == hashes(list(range(done)))[-1]
+    cache.check()
+
+
+def test_l4_a_kept_prefix_never_costs_a_lone_sequence_its_room() -> None:
+    """A pool of one context, and a prompt that extends a kept prefix and needs every page of it."""
+    cache = toy_cache(4, 2)
+    cache.release(lease_of(cache, list(range(20))), keep=True)
+    lease = cache.admit(range(64))
+    assert lease is not None
+    assert cache.reserve(lease, 64 - lease.done) == 64 - lease.done
+
+
+def test_a_refused_admission_leaves_the_tree_alone() -> None:
+    """What cannot be had in any case is no reason to forget what is kept."""
+    cache = toy_cache(8, 4)
+    cache.release(lease_of(cache, list(range(100, 130))), keep=True)
+    held = lease_of(cache, list(range(60)))
+    assert cache.admit(range(500, 505), room=128) is None
+    assert cache.known(range(100, 131)) == 30, "the tree was emptied for nothing"
+    cache.release(held)
+
+
+def test_an_admission_that_is_refused_for_its_own_prefix_leaves_the_others() -> None:
+    """The pages of the prefix to resume at cannot be given up for it."""
+    cache = toy_cache(8, 6)
+    cache.release(lease_of(cache, list(range(100, 116))), keep=True)
+    cache.release(lease_of(cache, list(range(64))), keep=True)
+    held = lease_of(cache, list(range(200, 232)))
+    assert cache.admit(range(70), room=128) is None
+    assert cache.known(range(100, 117)) == 16, "the tree was emptied for nothing"
+    cache.release(held)
+
+
+@pytest.mark.parametrize("slots", [2, 6])
+@pytest.mark.parametrize("done", [49, 60, 63, 64])
+def test_l4_a_lone_sequence_starts_even_if_its_own_prefix_fills_the_pool(done: int, slots: int) -> None:
+    cache = toy_cache(4, slots)
+    cache.release(lease_of(cache, list(range(done))), keep=True)
+    lease = cache.admit(range(done + 1))
+    assert lease is not None, "nothing runs, and nothing ever will"
+    assert read_kv(cache, lease.pages, lease.done) == hashes(list(range(lease.done)))
+    cache.check()
+
+
+def test_l2_restore_may_use_the_pages_of_the_tree() -> None:
+    cache = toy_cache(4, 4)
+    lease = lease_of(cache, list(range(5)))
+    kept = cache.checkpoint(lease)
+    assert kept is not None and cache.restore(lease, None)
+    cache.release(lease_of(cache, list(range(100, 145))), keep=True)
+    assert cache.pages.free == 0
+    assert cache.restore(lease, kept), "the tree did not give way"
+    cache.check()
+
+
+def test_l3_positions_emitted_past_the_cursor_leave_no_trace() -> None:
+    cache = toy_cache(8, 6)
+    lease = lease_of(cache, list(range(5)))
+    assert cache.reserve(lease, 30) == 30
+    assert cache.emit(lease, 20) is not None and cache.emit(lease, 7) is not None
+    cache.keep_emitted(lease)
+    cache.check()
+    assert len(cache.tree) == 0
+
+
+def test_without_reuse_nothing_is_kept_or_found() -> None:
+    cache = toy_cache(8, 4)
+    cache.reuse = False
+    lease = lease_of(cache, list(range(20)))
+    assert cache.emit(lease, 25) is None
+    cache.release(lease, keep=True)
+    assert len(cache.tree) == 0 and cache.known(range(30)) == 0 and cache.pages.free == 8
