@@ -80,11 +80,6 @@ class HybridCache:
         self._checkpoints: dict[int, Checkpoint] = {}
 
     @property
-    def capacity(self) -> int:
-        """Tokens of K/V that all pages together hold."""
-        return self.pages.size * PAGE
-
-    @property
     def at_rest(self) -> bool:
         """Whether nothing is leased or kept outside of the tree."""
         return not self._leases and not self._checkpoints
