@@ -164,7 +164,7 @@ def check_reuse(case: Case, answers: Answers) -> None:
     """The earlier request's tokens are reused, or more from the neighbour, and forks have the whole prompt."""
     cached = usage_of(answers, "seen").cached_tokens
     assert cached >= STORIES[case.story] if case.batch > 1 else cached == STORIES[case.story]
-    if case.batch > 1 and not case.aborted and STORIES[case.story] < 60:
+    if case.batch > 1 and not case.aborted and 70 - STORIES[case.story] >= 64:  # it pays to wait for so many
         assert cached == 70, "the neighbour's prefix is read twice"
     for choice in range(1, case.choices):
         assert usage_of(answers, "seen", choice).cached_tokens == PROMPT

@@ -141,8 +141,7 @@ class HybridCache:
         """How many pages would be free without the tree, but for the `spared` ones; only so far as `pages` asks."""
         if self.pages.free >= pages:
             return self.pages.free
-        holders: list[Lease | Checkpoint] = [*self._leases.values(), *self._checkpoints.values()]
-        return self.pages.size - len({*spared, *(page for holder in holders for page in holder.pages)})
+        return self.pages.size - len({*spared, *(page for holder in self._holders() for page in holder.pages)})
 
     def reserve(self, lease: Lease, tokens: int) -> int:
         """Grant pages for up to `tokens` tokens after the cursor; returns for how many there is room now (L4)."""
@@ -214,9 +213,11 @@ class HybridCache:
             lease.pages, lease.tokens = [], []
             return True
         self._expect(checkpoint)
-        if checkpoint.done % PAGE and not self.pages.sole(lease.pages) and not self.make_room(1):
+        others = {page for holder in self._holders() if holder is not lease for page in holder.pages}
+        if checkpoint.done % PAGE and len(others) == self.pages.size:
             return False
         self.pages.release(lease.pages)
+        lease.pages = []
         pages = self._share_pages(checkpoint.pages, checkpoint.done)
         assert pages is not None
         lease.pages, lease.tokens = pages, list(checkpoint.tokens)
@@ -250,7 +251,7 @@ class HybridCache:
 
     def check(self) -> None:
         """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
-        holders: list[Lease | Checkpoint] = [*self._leases.values(), *self._checkpoints.values()]
+        holders = self._holders()
         emitting = [slot for lease in self._leases.values() for slot in lease.emitting.values()]
         self.slots.check([*(holder.slot for holder in holders), *emitting, *self.tree.owned_slots()])
         self.pages.check([*(page for holder in holders for page in holder.pages), *self.tree.owned_pages()])
@@ -266,6 +267,9 @@ class HybridCache:
     def owns(self, holder: Lease | Checkpoint) -> bool:
         """Whether the lease or checkpoint is one of this cache and still stands."""
         return self._leases.get(holder.slot) is holder or self._checkpoints.get(holder.slot) is holder
+
+    def _holders(self) -> list[Lease | Checkpoint]:
+        return [*self._leases.values(), *self._checkpoints.values()]
 
     def _expect(self, holder: Lease | Checkpoint) -> None:
         assert self.owns(holder), "a lease or checkpoint was given back before, or belongs to another cache"

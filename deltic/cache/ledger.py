@@ -29,10 +29,6 @@ class Ledger:
             self._owners[unit] = 1
         return units
 
-    def sole(self, units: Iterable[int]) -> int:
-        """How many of these units would be free if one owner of each let go."""
-        return sum(self._owners[unit] == 1 for unit in units)
-
     def share(self, units: Iterable[int]) -> None:
         """Add an owner to each unit."""
         for unit in units:
