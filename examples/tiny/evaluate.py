@@ -130,7 +130,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="ask in the phrasings of fresh.txt")
     parser.add_argument("--limit", type=int, help="evaluate this many samples only, taken evenly")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32",
+                        help="float32 measures the model; bfloat16, its own, adds rounding that flips near ties")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--errors", type=int, default=20, help="wrong answers to print")
     return parser.parse_args()
