@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -169,3 +169,12 @@ class TokenOut:
     finish: Finish | None = None
     usage: Usage | None = None
     error: str | None = None
+
+
+def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many items two sequences begin with in common."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
+    return low

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -357,3 +358,20 @@ def greedy(prompt: Sequence[int], count: int, name: str = "a", **params: Any) ->
     """A request for exactly `count` greedy tokens."""
     settings: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **params}
     return Request(name, tuple(prompt), SamplingParams(**settings))
+
+
+T = TypeVar("T")
+
+
+def pairs(values: tuple[object, ...]) -> set[tuple[int, object, int, object]]:
+    """All pairs of two axes' values in one case."""
+    return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
+
+
+def pairwise(grid: list[T], axes: Callable[[T], tuple[object, ...]]) -> Iterator[T]:
+    """Few cases that hold every pair of two axes' values that the grid holds."""
+    missing = set().union(*(pairs(axes(case)) for case in grid))
+    while missing:
+        best = max(grid, key=lambda case: len(pairs(axes(case)) & missing))
+        missing -= pairs(axes(best))
+        yield best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,6 +21,7 @@ from support import (
     greedy,
     numbers,
     odd_runtime,
+    pairwise,
     pools,
     reference,
     same_logits,
@@ -104,20 +105,11 @@ GRID = [Case(*values) for values in itertools.product(RUNTIMES, STORIES, BUDGETS
         if values[3] > 1 or not values[4]]
 
 
-def pairs(case: Case) -> set[tuple[int, object, int, object]]:
-    values = (case.model, case.story, case.budget, case.batch, case.aborted)
-    return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
+def axes(case: Case) -> tuple[object, ...]:
+    return case.model, case.story, case.budget, case.batch, case.aborted
 
 
-def pairwise(grid: list[Case]) -> Iterator[Case]:
-    missing = set().union(*map(pairs, grid))
-    while missing:
-        best = max(grid, key=lambda case: len(pairs(case) & missing))
-        missing -= pairs(best)
-        yield best
-
-
-FEW = list(pairwise(GRID))
+FEW = list(pairwise(GRID, axes))
 CASES = [pytest.param(case, marks=() if case in FEW else pytest.mark.slow, id=str(case)) for case in GRID]
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from deltic.cache.hybrid import HybridCache, Lease
 from deltic.engine.sequence import Sequence
-from deltic.types import PAGE
+from deltic.types import PAGE, common_length
 
 log = logging.getLogger("deltic")
 
@@ -109,7 +108,7 @@ class Scheduler:
             if not other.reading:
                 continue
             known = self.cache.known(sequence.tokens) if known is None else known
-            common = common_prefix(sequence.tokens, other.tokens)
+            common = common_length(sequence.tokens, other.tokens)
             if common >= known + _WORTH_WAITING and other.done < common and common not in other.wanted:
                 other.wanted = tuple(sorted({*other.wanted, min(common, len(sequence.tokens) - 1)}))
             if any(known + PAGE < position <= common for position in other.wanted if position > other.started):
@@ -187,12 +186,3 @@ def _order(share: tuple[Sequence, int]) -> tuple[bool, int]:
     sequence, count = share
     assert sequence.lease is not None
     return count > 1, sequence.lease.slot
-
-
-def common_prefix(left: List[int], right: List[int]) -> int:
-    """How many tokens two lists begin with in common."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
-    return low

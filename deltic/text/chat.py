@@ -12,6 +12,7 @@ from deltic.text.markers import start_mode
 from deltic.text.messages import normalise_messages, normalise_tools, plain
 from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
+from deltic.types import common_length
 
 __all__ = ["ChatTemplate", "Prompt", "build_prompt", "load_template", "normalise_messages", "normalise_tools",
            "stable_boundaries", "start_mode"]
@@ -120,18 +121,10 @@ class _Probe:
 
     def _shared(self, text: str) -> int:
         """Tokens shared with one text; encodes only from the last special token before they part."""
-        characters = _common_length(self.text, text)
+        characters = common_length(self.text, text)
         index = max(bisect_right(self._starts, characters) - 2, 0)
         while index and self.ids[index] not in self._tokenizer.special:
             index -= 1
         start = self._starts[index] if index else 0
         tail = self._tokenizer.encode(text[start:characters + _SLACK])
-        return index + _common_length(self.ids[index:], tail)
-
-
-def _common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
-    return low
+        return index + common_length(self.ids[index:], tail)
