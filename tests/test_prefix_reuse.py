@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -38,7 +39,10 @@ from test_scheduler import answer as toy_answer
 from torch import Tensor
 
 from deltic import LLM
+from deltic.cache.disk import Disk
+from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
+from deltic.cache.shelf import Shelf
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.model.decoder import Stores
@@ -51,11 +55,11 @@ DRAWN = replace(FREE, temperature=1.0, seed=SEED)
 
 
 def runtime_of(runtime: Runtime, *, reuse: bool = True, slots: int = 24, batch: int = 8, budget: int = 64,
-               pages: int | None = None, context: int | None = None) -> Runtime:
+               pages: int | None = None, context: int | None = None, tiers: Sequence[Shelf] = ()) -> Runtime:
     """The same model with pools of its own, with slots for the prefix tree too."""
     small = small_runtime(runtime, batch=batch, budget=budget, pages=pages or 24 * 16, context=context)
     storage = pools(runtime, pages or 24 * 16, slots)
-    return replace(small, cache=HybridCache(storage, runtime.decoder.ops, reuse),
+    return replace(small, cache=HybridCache(storage, runtime.decoder.ops, reuse, tiers),
                    stores=Stores(storage.kv_views(), storage.state_views()))
 
 
@@ -78,8 +82,10 @@ def tree_of(engine: Engine) -> Any:
 # The grid: what the cache knows, how the prompt is cut, who else is there
 
 
-STORIES = {"cold": 0, "warm": 64, "exact": PROMPT, "forked": 0, "exact and forked": PROMPT, "resumed mid-page": 53}
-"""Tokens of the prompt that an earlier request had."""
+STORIES = {"cold": 0, "warm": 64, "exact": PROMPT, "forked": 0, "exact and forked": PROMPT, "resumed mid-page": 53,
+           "from host": 64, "from host, exact": PROMPT, "from host, mid-page": 53,
+           "from disk": 64, "from disk, exact and forked": PROMPT, "from disk, mid-page": 53}
+"""Tokens of the prompt that an earlier request had. Those from the disk were read by a process before this one."""
 BUDGETS = (1, 7, 64, WHOLE)
 
 
@@ -101,7 +107,7 @@ class Case:
         return 2 if "forked" in self.story else 1
 
 
-GRID = [Case(*values) for values in itertools.product(RUNTIMES, STORIES, BUDGETS, (1, 3), (False, True))
+GRID = [Case(*values) for values in itertools.product(RUNTIMES, STORIES, BUDGETS, (1, 3, 8), (False, True))
         if values[3] > 1 or not values[4]]
 
 
@@ -124,20 +130,35 @@ def expected(model: str, drawn: bool, choice: int = 0) -> Reference:
 
 
 def neighbours(runtime: Runtime) -> list[Request]:
-    """One that begins like the observed prompt, and a stranger."""
-    shared = (*prompt_of(runtime)[:70], *numbers(6, 60, runtime.config.vocab_size))
-    return [greedy(shared, 20, "n0"), greedy(numbers(7, 30, runtime.config.vocab_size), 40, "n1")]
+    """One that begins like the observed prompt, and strangers."""
+    vocabulary = runtime.config.vocab_size
+    shared = (*prompt_of(runtime)[:70], *numbers(6, 60, vocabulary))
+    strangers = [greedy(numbers(6 + i, 25 + 5 * i, vocabulary), 44 - 4 * i, f"n{i}") for i in range(1, 7)]
+    return [greedy(shared, 20, "n0"), *strangers]
 
 
-def told(case: Case, runtime: Runtime, params: SamplingParams) -> Engine:
+def tiers_of(case: Case, directory: Path) -> list[Shelf]:
+    if "host" in case.story:
+        return [Shelf(Host(1 << 26), threads=False)]
+    return [Shelf(Disk(directory, "model", 1 << 26), threads=True)] if "disk" in case.story else []
+
+
+def told(case: Case, runtime: Runtime, params: SamplingParams, directory: Path) -> Engine:
     """Run the case's story; the observed request is named "seen"."""
-    engine = Engine(runtime_of(runtime, batch=4, budget=case.budget, context=256))
+    def engine_over(tiers: Sequence[Shelf]) -> Engine:
+        return Engine(runtime_of(runtime, batch=8, budget=case.budget, context=256, tiers=tiers))
+
+    engine = engine_over(tiers_of(case, directory))
     prompt, earlier = prompt_of(runtime), STORIES[case.story]
     if earlier:
         serve(engine, greedy(prompt[:earlier], 0, "earlier"))
-    if case.batch > 1:
-        for request in neighbours(runtime):
-            engine.add(request)
+    if "host" in case.story:
+        engine.runtime.cache.clear()
+    if "disk" in case.story:
+        engine.close()
+        engine = engine_over(tiers_of(case, directory))
+    for request in neighbours(runtime)[:case.batch - 1]:
+        engine.add(request)
     engine.add(Request("seen", prompt, replace(params, n=case.choices)))
     return engine
 
@@ -145,7 +166,7 @@ def told(case: Case, runtime: Runtime, params: SamplingParams) -> Engine:
 def run(case: Case, engine: Engine) -> Answers:
     answers: Answers = {}
     if case.aborted:
-        while not any(s.request.id == "n0" and s.done for s in engine.scheduler.running):
+        while not any(s.request.id == "n0" and s.done > s.started for s in engine.scheduler.running):
             take(answers, engine.step())
             engine.check()
         engine.abort("n0")
@@ -163,11 +184,11 @@ def check_reuse(case: Case, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_l6_same_logits_whatever_the_cache_knows(case: Case) -> None:
+def test_l6_same_logits_whatever_the_cache_knows(case: Case, tmp_path: Path) -> None:
     runtime, answer = RUNTIMES[case.model](), expected(case.model, drawn=False)
     forcing = Forcing(runtime)
     forcing.force(SEED, answer)
-    answers = run(case, told(case, with_sample(runtime, forcing.sample), DRAWN))
+    answers = run(case, told(case, with_sample(runtime, forcing.sample), DRAWN, tmp_path))
     check_reuse(case, answers)
     assert answers[("seen", 0)].tokens == list(answer.tokens)
     same_logits(answer.logits, forcing.recorded(SEED), decided=0.9 if case.model == "odd" else 0.0)
@@ -175,9 +196,9 @@ def test_l6_same_logits_whatever_the_cache_knows(case: Case) -> None:
 
 @pytest.mark.parametrize("params", [FREE, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("case", CASES)
-def test_l6_same_tokens_whatever_the_cache_knows(case: Case, params: SamplingParams) -> None:
+def test_l6_same_tokens_whatever_the_cache_knows(case: Case, params: SamplingParams, tmp_path: Path) -> None:
     runtime, drawn = RUNTIMES[case.model](), params is DRAWN
-    answers = run(case, told(case, runtime, params))
+    answers = run(case, told(case, runtime, params, tmp_path))
     check_reuse(case, answers)
     for choice in range(case.choices):
         same_tokens(expected(case.model, drawn, choice), answers[("seen", choice)].tokens, params, choice)
@@ -225,6 +246,25 @@ def test_l6_resuming_at_every_border(model: str, kept: int) -> None:
         before = length
         same_logits(stepwise(model)[length - 1:length], recorder.rows[-1])
     assert engine.stats.prompt_tokens == before, "a token was read twice"
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("kept", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in BORDERS])
+def test_l6_coming_back_from_a_tier_at_every_border(tier: str, kept: int, tmp_path: Path) -> None:
+    """As above, but nothing is left in the pools: at most a page is read again, as no state is kept for so little."""
+    runtime = odd_runtime()
+    recorder, before = Recorder(runtime), 0
+    case = Case("odd", f"from {tier}", 50, 1, False)
+    tiers = tiers_of(case, tmp_path)
+    for length in (kept, kept, kept + 1, kept + 16, kept + 64):
+        engine = Engine(runtime_of(with_sample(runtime, recorder.sample), budget=50, batch=1, tiers=tiers))
+        cached = usage_of(serve(engine, greedy(text("odd")[:length], 0))).cached_tokens
+        assert before - PAGE <= cached <= before, f"{length} tokens after {before}"
+        before = length
+        same_logits(stepwise("odd")[length - 1:length], recorder.rows[-1])
+        if tier == "disk":
+            engine.close()
+            tiers = tiers_of(case, tmp_path)
 
 
 @pytest.mark.parametrize("model", RUNTIMES)
@@ -364,6 +404,85 @@ def test_chat_answers_are_the_same_without_reuse() -> None:
         return [message["content"] for message in messages]
 
     assert answers(True) == answers(False)
+
+
+# What is expected stays
+
+
+def turn(name: str, prompt: Sequence[int], *boundaries: int, count: int = 4) -> Request:
+    return replace(greedy(tuple(prompt), count, name), boundaries=boundaries)
+
+
+def conversation(engine: Engine, turns: int, first: int = 60) -> tuple[int, ...]:
+    """Turns as a template gives them that drops the thinking: each prompt parts 4 tokens before its end. Returns what
+    the next prompt begins with."""
+    stable = numbers(1, first, 400)
+    for number in range(turns):
+        prompt = (*stable, *numbers(50 + number, 4, 400))
+        serve(engine, turn("main", prompt, 30, len(stable)))
+        stable = (*stable, *numbers(100 + number, 25, 400))
+    return stable[:-25]
+
+
+def side_request(engine: Engine, seed: int) -> None:
+    prompt = numbers(seed, 120, 400)
+    serve(engine, turn("side", prompt, 100))
+
+
+@pytest.mark.parametrize("slots", [6, 7, 8])
+def test_side_requests_take_the_place_of_what_no_prompt_will_repeat(slots: int) -> None:
+    """A long conversation, and after each turn a title: its last boundary survives in a pool for few states."""
+    engine = engine_for(slots=slots, batch=1)
+    for number in range(3, 9):
+        last = conversation(engine, number)
+        side_request(engine, 900 + number)
+        assert engine.runtime.cache.known((*last, 9)) == len(last), "the conversation's last checkpoint is gone"
+
+
+def test_side_requests_beside_a_running_conversation_do_not_take_its_last_checkpoint() -> None:
+    """While it runs, as many as there may be."""
+    engine = engine_for(slots=7, batch=2)
+    last = conversation(engine, 3)
+    prompt = (*last, *numbers(70, 20, 400))
+    engine.add(turn("main", prompt, 30, len(last), count=300))
+    for seed in range(12):
+        engine.add(turn(f"side{seed}", numbers(900 + seed, 120, 400), 100))
+    while any(name.startswith("side") for name in engine._sequences):
+        engine.step()
+        engine.check()
+        assert engine.runtime.cache.known((*last, 9)) == len(last)
+    engine.abort("main")
+    drain(engine)
+    assert engine.runtime.cache.known((*last, 9)) == len(last)
+
+
+def test_positions_that_a_conversation_has_passed_go_first() -> None:
+    engine = engine_for(slots=24, batch=1)
+    last = conversation(engine, 4)
+    marks = {mark.done: mark.expected for mark in tree_of(engine)._marks if mark.done <= len(last)}
+    expected = [done for done, is_expected in marks.items() if is_expected]
+    assert expected == [30, len(last)], "the opening, and where the next prompt will part"
+    assert {60, 85, 110} <= set(marks), "others stay as long as there is room: an edit may return to them"
+
+
+def test_pinned_prompts_outlive_everything_else() -> None:
+    engine = engine_for(slots=5, batch=1)
+    prompt = numbers(3, 90, 400)
+    serve(engine, turn("pin", prompt, 90, count=0))
+    assert engine.runtime.cache.pin(prompt) and not engine.runtime.cache.pin(prompt[:50])
+    for seed in range(20):
+        side_request(engine, 900 + seed)
+    assert engine.runtime.cache.known((*prompt, 1)) == 90
+
+
+def test_a_pinned_prompt_gives_way_rather_than_stop_everything(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_for(pages=8, slots=4, batch=1, context=8 * PAGE)
+    prompt = numbers(3, 60, 400)
+    serve(engine, greedy(prompt, 0))
+    assert engine.runtime.cache.pin(prompt)
+    found = serve(engine, greedy(numbers(4, 100, 400), 20))
+    assert found[("a", 0)].last.finish == "length"
+    assert "the pinned prompt of 60 tokens gives way" in caplog.text
 
 
 # What is not kept, and what is given up
@@ -604,8 +723,8 @@ class WrongPage(HybridCache):
 
 
 @pytest.mark.parametrize("kind", [WrongState, WrongPage])
-def test_l6_the_comparison_notices(kind: type[HybridCache], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l6_the_comparison_notices(kind: type[HybridCache], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     case = Case("odd", "resumed mid-page", 64, 1, False)
     monkeypatch.setitem(globals(), "HybridCache", kind)
     with pytest.raises(AssertionError):
-        test_l6_same_logits_whatever_the_cache_knows(case)
+        test_l6_same_logits_whatever_the_cache_knows(case, tmp_path)

@@ -11,7 +11,8 @@ Full pages hold committed tokens, never change again and may have many owners. A
 owner: whoever forks or checkpoints in the middle of a page copies it. State slots are never shared.
 
 What a finished sequence leaves, and the states emitted while prompts are read, go to the prefix tree; a new sequence
-resumes there at the deepest state that its prompt begins with. The tree gives way whenever a sequence needs a unit.
+resumes there at the deepest state that its prompt begins with. The tree gives way whenever a sequence needs a unit;
+what it has been given lies in the tiers too (host memory, disk), and comes back from there.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from deltic.cache.ledger import Ledger
+from deltic.cache.shelf import Shelf
 from deltic.cache.storage import Storage
+from deltic.cache.tiers import NOTHING, Fetch, Kept, fits, restore, source_of
 from deltic.cache.tree import Mark, Match, PrefixTree
 from deltic.ops import Ops
 from deltic.ops.records import PAGE
@@ -34,16 +38,21 @@ class Lease:
     """What one running sequence owns. Read it freely; only HybridCache changes it.
 
     tokens: the ids that the committed K/V and state stand for; `done` is their count. pages cover `covered` tokens.
-    origin: the mark of the prefix tree that it started from, which may be gone. shared: tokens of K/V that the tree
-    knew of its prompt. emitting: slots that steps write the state at a position to, to be kept by `keep_emitted`.
+    logits: those of the last token where it started, if known. source: the tier that it came from, if any. shared:
+    tokens of K/V that the tree knew of its prompt. emitting: slots that steps write the state at a position to, to be
+    kept by `keep_emitted`. expected: positions where following prompts are expected to part. guarded: the marks to
+    which the sequence would return.
     """
 
     slot: int
     pages: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    origin: Mark | None = None
+    logits: Any = None
+    source: str = ""
     shared: int = 0
     emitting: dict[int, int] = field(default_factory=dict)
+    expected: set[int] = field(default_factory=set)
+    guarded: list[Mark] = field(default_factory=list)
 
     @property
     def done(self) -> int:
@@ -70,9 +79,11 @@ class Checkpoint:
 class HybridCache:
     """Grants pages and slots, moves cursors, forks and restores. `check()` proves the accounts."""
 
-    def __init__(self, storage: Storage, ops: Ops, reuse: bool = True) -> None:
-        """reuse: keep prefixes of finished sequences for following ones."""
+    def __init__(self, storage: Storage, ops: Ops, reuse: bool = True, tiers: Sequence[Shelf] = ()) -> None:
+        """reuse: keep prefixes of finished sequences for following ones. tiers: where to keep them too, fastest
+        first."""
         self.storage, self.ops, self.reuse = storage, ops, reuse
+        self.tiers = tuple(tiers) if reuse else ()
         self.pages = Ledger("page", storage.keys.shape[1])
         self.slots = Ledger("slot", storage.recurrent.shape[1])
         self.tree = PrefixTree(self.pages, self.slots, storage.slot_tokens)
@@ -84,23 +95,58 @@ class HybridCache:
         """Whether nothing is leased or kept outside of the tree."""
         return not self._leases and not self._checkpoints
 
-    def admit(self, prompt: Sequence[int] = (), room: int = 0) -> Lease | None:
+    def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING) -> Lease | None:
         """A lease at the deepest kept position that `prompt` begins with, or at its start.
 
         None, and nothing is given up for it, if no pages for `room` tokens in all could be had; None if no slot could.
         Without `room`, for a sequence that is alone, a start from nothing comes before none: the kept position itself
-        may be what stands in the way.
+        may be what stands in the way. fetch: what `fetch` brought for this prompt.
         """
         match = self.tree.match(prompt) if self.reuse else Match(None, 0)
         mark = match.mark
         pages = -(-room // PAGE)
-        lease = self._resume(mark, pages) if mark else None
+        lease = self._arrive(fetch, pages, mark.done if mark else 0)
+        if lease is None and mark:
+            lease = self._resume(mark, pages)
         if lease is None and not (mark and room) and pages <= self._attainable(pages) and self.make_room(pages):
             slot = self._take_slot()
             lease = None if slot is None else self._book(Lease(slot))
         if lease:
             lease.shared = match.shared
         return lease
+
+    def fetch(self, prompt: Sequence[int]) -> Fetch:
+        """Have the tiers look for a deeper position than `known` ones; to be polled, then given to `admit`."""
+        return Fetch(prompt, self.known(prompt), self.tiers) if self.tiers else NOTHING
+
+    def _arrive(self, fetch: Fetch, room: int, known: int) -> Lease | None:
+        """A lease at a position that came from a tier."""
+        loaded = fetch.loaded
+        if loaded is None or fetch.shelf is None or loaded.done <= known or not fits(self.storage, loaded):
+            return None
+        full = self.tree.shared(loaded.tokens)
+        missing = max(room, -(-loaded.done // PAGE)) - len(full)
+        if missing > self._attainable(missing, full):
+            return None
+        self.pages.share(full)
+        slot = self._take_slot() if self.make_room(missing) else None
+        fresh = None if slot is None else self.pages.take(-(-loaded.done // PAGE) - len(full))
+        if slot is None or fresh is None:
+            self.pages.release(full)
+            self.slots.release([] if slot is None else [slot])
+            return None
+        lease = self._book(Lease(slot, [*full, *fresh], list(loaded.tokens), loaded.logits, fetch.shelf.name))
+        restore(self.storage, loaded, lease.pages, len(full) * PAGE, slot)
+        fetch.shelf.hits += 1
+        fetch.shelf.hit_tokens += loaded.done - known
+        self._emit_here(lease)
+        return lease
+
+    def _emit_here(self, lease: Lease) -> None:
+        """Have the present position kept, for other sequences."""
+        slot = self.emit(lease, lease.done)
+        if slot is not None:
+            self._copy_slot(lease.slot, slot)
 
     def _resume(self, mark: Mark, room: int) -> Lease | None:
         """A lease at a mark; it owns a copy of the state and of the partial page, so the mark may go at once."""
@@ -123,7 +169,9 @@ class HybridCache:
             return None
         self.tree.use(mark)
         self._copy_slot(mark.slot, slot)
-        return self._book(Lease(slot, pages, self.tree.tokens(mark), mark))
+        lease = self._book(Lease(slot, pages, self.tree.tokens(mark), mark.logits))
+        _guard(lease, mark)
+        return lease
 
     def known(self, prompt: Sequence[int]) -> int:
         """Tokens that `admit` would find done."""
@@ -169,8 +217,18 @@ class HybridCache:
             if position > lease.done or (tail and page is None):
                 self.slots.release([slot])
                 continue
-            self.tree.insert(lease.tokens[:position], lease.pages, slot, page,
-                             logits if position == lease.done else None)
+            mark = self._keep(lease, position, slot, page, logits if position == lease.done else None)
+            if position in lease.expected:
+                mark.expected = True
+                _guard(lease, mark)
+
+    def _keep(self, lease: Lease, done: int, slot: int, page: int | None, logits: Any = None) -> Mark:
+        """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers."""
+        tokens = lease.tokens[:done]
+        mark = self.tree.insert(tokens, lease.pages, slot, page, logits)
+        for tier in self.tiers:
+            tier.offer(source_of(self.storage, Kept(tokens, lease.pages, mark.slot, mark.logits)))
+        return mark
 
     def commit(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1)."""
@@ -225,9 +283,22 @@ class HybridCache:
         return True
 
     def clear(self) -> None:
-        """Give up all prefixes that no running sequence started from."""
+        """Give up all prefixes in the pools. The tiers keep theirs."""
         while self.tree.evict():
             pass
+
+    def pin(self, tokens: Sequence[int]) -> bool:
+        """Keep the state at the end of these tokens for as long as anything can be kept; False if there is none."""
+        mark = self.tree.at(tokens)
+        if mark is None:
+            return False
+        mark.pinned = True
+        return True
+
+    def close(self) -> None:
+        """Wait until the tiers have written what they were given."""
+        for tier in self.tiers:
+            tier.close()
 
     def release(self, lease: Lease, keep: bool = False) -> None:
         """Give back all that the lease owns; keep: the tree takes over its state and pages."""
@@ -235,8 +306,13 @@ class HybridCache:
         del self._leases[lease.slot]
         self.slots.release(lease.emitting.values())
         full, rest = divmod(lease.done, PAGE)
+        for mark in lease.guarded:
+            mark.guards -= 1
         if keep and self.reuse and lease.done:
-            self.tree.insert(lease.tokens, lease.pages, lease.slot, lease.pages[full] if rest else None)
+            passed = self.tree.supersede(lease.tokens, lease.expected)
+            end = self._keep(lease, lease.done, lease.slot, lease.pages[full] if rest else None)
+            end.expected = True
+            _succeed(passed, end, lease.expected)
             self.pages.release([*lease.pages[:full], *lease.pages[full + bool(rest):]])
         else:
             self.pages.release(lease.pages)
@@ -256,6 +332,10 @@ class HybridCache:
         self.slots.check([*(holder.slot for holder in holders), *emitting, *self.tree.owned_slots()])
         self.pages.check([*(page for holder in holders for page in holder.pages), *self.tree.owned_pages()])
         self.tree.check()
+        guards = Counter(mark for lease in self._leases.values() for mark in lease.guarded)
+        assert all(mark.guards == count for mark, count in guards.items()), "a mark's guards are miscounted"
+        for tier in self.tiers:
+            tier.check()
         owners = Counter(self.tree.owned_pages())
         for holder in holders:
             assert len(holder.pages) * PAGE >= holder.done, "a cursor stands past its pages"
@@ -311,3 +391,16 @@ class HybridCache:
 
     def _index(self, unit: int) -> torch.Tensor:
         return torch.tensor([unit], device=self.storage.device)
+
+
+def _guard(lease: Lease, mark: Mark) -> None:
+    lease.guarded.append(mark)
+    mark.guards += 1
+
+
+def _succeed(passed: Sequence[Mark], end: Mark, expected: set[int]) -> None:
+    """A prompt that resumes where the conversation's next turn was expected leaves what came after. It is another
+    conversation that resumes at the first of several positions, the end of the opening."""
+    turns = [mark for mark in passed if mark is not end and (len(expected) == 1 or mark.done > min(expected))]
+    for index, mark in enumerate(turns):
+        mark.later = [*turns[index + 1:], end]

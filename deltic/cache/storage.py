@@ -10,6 +10,9 @@ from torch import Tensor
 from deltic.config import ModelConfig
 from deltic.ops.records import PAGE, KvView, StateView
 
+STATE_LAYOUT = 1
+"""Grows when the meaning of what lies in pages or slots changes, so that older files are not taken for new ones."""
+
 
 def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one page: K and V of PAGE tokens in every attention layer."""

@@ -14,13 +14,16 @@ Pure accounting: the tree owns units of the ledgers and touches no tensors.
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.ledger import Ledger
-from deltic.types import PAGE
+from deltic.types import PAGE, common_length
+
+log = logging.getLogger("deltic")
 
 _BYTES = 8 * PAGE
 
@@ -41,8 +44,10 @@ class Node:
 class Mark:
     """A kept position of `done` tokens: a state slot and, with a tail, the partial page.
 
-    logits: those of the last token, if a prompt ended here. saved: tokens that it spares over the next mark above.
-    worth: when it goes (the least first). locks: how many are just starting here.
+    logits: those of the last token, if a prompt ended here. above: the next kept position on the way to the root.
+    expected: a following prompt is likely to resume here. guards: how many running sequences would return here.
+    pinned: to be kept for as long as anything can be. uses: how many resumed here. locks: how many are just doing so.
+    later: marks of the same conversation that nobody will need who resumes here. age: of the tree at the last use.
     """
 
     node: Node
@@ -50,10 +55,20 @@ class Mark:
     slot: int
     page: int | None
     done: int
-    saved: int
+    above: Mark | None
     logits: Any = None
-    worth: float = 0.0
+    expected: bool = False
+    pinned: bool = False
+    guards: int = 0
+    uses: int = 0
     locks: int = 0
+    later: list[Mark] = field(default_factory=list)
+    age: float = 0.0
+
+    @property
+    def saved(self) -> int:
+        """Tokens that it spares over the next mark above."""
+        return self.done - (self.above.done if self.above else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,12 @@ class Match:
 
 
 class PrefixTree:
-    """Prefixes by their tokens. Worth is greedy-dual: the age of the last use plus tokens saved per token held."""
+    """Prefixes by their tokens.
+
+    What goes first is neither pinned, nor what a running sequence would return to, nor where a following prompt is
+    expected; among equals, worth decides. It is greedy-dual: the age of the last use plus tokens saved per token held.
+    changes: grows with every mark that comes or goes.
+    """
 
     def __init__(self, pages: Ledger, slots: Ledger, slot_tokens: float) -> None:
         """slot_tokens: what a slot costs, in tokens of K/V."""
@@ -74,7 +94,7 @@ class PrefixTree:
         self._root = Node(None, b"", -1, 0)
         self._marks: dict[Mark, None] = {}
         self._age = 0.0
-        self.evictions = 0
+        self.evictions = self.changes = 0
 
     def __len__(self) -> int:
         """Marks that are kept."""
@@ -91,11 +111,54 @@ class PrefixTree:
                 return Match(best, node.depth * PAGE)
             node = child
 
+    def shared(self, tokens: Sequence[int]) -> list[int]:
+        """The full pages here that hold the beginning of `tokens`."""
+        keys, node, pages = _keys(tokens), self._root, []
+        while child := node.children.get(keys[node.depth * _BYTES:(node.depth + 1) * _BYTES]):
+            pages.append(child.page)
+            node = child
+        return pages
+
+    def diverged(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens some kept prefix begins with, to the token."""
+        keys, node = _keys(tokens), self._root
+        while child := node.children.get(keys[node.depth * _BYTES:(node.depth + 1) * _BYTES]):
+            node = child
+        rest = keys[node.depth * _BYTES:(node.depth + 1) * _BYTES]
+        return node.depth * PAGE + max((common_length(rest, other) // 8 for other in (*node.children, *node.marks)),
+                                       default=0)
+
+    def at(self, tokens: Sequence[int]) -> Mark | None:
+        """The mark at the very end of `tokens`."""
+        keys, node = _keys(tokens), self._root
+        while child := node.children.get(keys[node.depth * _BYTES:(node.depth + 1) * _BYTES]):
+            node = child
+        return node.marks.get(keys[node.depth * _BYTES:])
+
     def use(self, mark: Mark) -> None:
         """Note that a mark has served: among equals it goes last."""
         self._marks.pop(mark, None)
         self._marks[mark] = None
-        mark.worth = self._age + mark.saved / (self._slot_tokens + mark.saved)
+        mark.uses += 1
+        mark.age = self._age
+        for later in mark.later:
+            later.expected = later.uses > 0
+        mark.later = []
+
+    def supersede(self, tokens: Sequence[int], expected: Collection[int]) -> list[Mark]:
+        """A conversation has come to the end of `tokens`: on the way there, following prompts are expected at these
+        positions only, and where several had resumed. Returns the marks at these positions."""
+        keys, node, found = _keys(tokens), self._root, []
+        while True:
+            start = node.depth * _BYTES
+            on_the_way = [mark for mark in node.marks.values() if keys.startswith(mark.tail, start)]
+            found += [mark for mark in on_the_way if mark.done in expected]
+            for mark in on_the_way:
+                mark.expected = mark.expected and (mark.done in expected or mark.uses > 1)
+            child = node.children.get(keys[start:start + _BYTES])
+            if child is None:
+                return sorted(found, key=lambda mark: mark.done)
+            node = child
 
     def path(self, mark: Mark) -> list[int]:
         """The pages that hold the mark's tokens, the partial one last."""
@@ -115,29 +178,36 @@ class PrefixTree:
         return array("q", b"".join(reversed(keys))).tolist()
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, page: int | None,
-               logits: Any = None) -> None:
+               logits: Any = None) -> Mark:
         """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`."""
-        keys, node, above = _keys(tokens), self._root, 0
+        keys, node, above = _keys(tokens), self._root, None
         for index in range(len(tokens) // PAGE):
-            above = max(above, _above(node, keys, len(tokens)))
+            above = _above(node, keys, len(tokens)) or above
             node = self._child(node, keys[index * _BYTES:(index + 1) * _BYTES], pages[index])
-        above = max(above, _above(node, keys, len(tokens)))
+        above = _above(node, keys, len(tokens)) or above
         tail = keys[node.depth * _BYTES:]
-        known = node.marks.get(tail)
-        if known is None:
-            known = node.marks[tail] = Mark(node, tail, slot, page, len(tokens), len(tokens) - above)
+        mark = node.marks.get(tail)
+        if mark is None:
+            mark = node.marks[tail] = Mark(node, tail, slot, page, len(tokens), above)
+            mark.age = self._age
+            self._marks[mark] = None
+            self.changes += 1
         else:
             self._slots.release([slot])
             self._pages.release([] if page is None else [page])
-        known.logits = logits if known.logits is None else known.logits
-        self.use(known)
+            self._marks[mark] = self._marks.pop(mark)
+            mark.age = self._age
+        mark.logits = logits if mark.logits is None else mark.logits
+        return mark
 
     def evict(self) -> bool:
         """Give up the mark that is worth least, and the pages that only it needed; False if all are locked."""
-        victim = min((mark for mark in self._marks if not mark.locks), key=lambda mark: mark.worth, default=None)
+        victim = min((mark for mark in self._marks if not mark.locks), key=self._order, default=None)
         if victim is None:
             return False
-        self._age = max(self._age, victim.worth)
+        if victim.pinned:
+            log.warning("the pinned prompt of %d tokens gives way to a running request: raise --memory", victim.done)
+        self._age = max(self._age, self._worth(victim))
         self.evictions += 1
         self._remove(victim)
         return True
@@ -160,6 +230,13 @@ class PrefixTree:
             assert node.children or node.marks, "a page is kept that no mark needs"
             assert node.parent and node.parent.children.get(node.key) is node, "a node hangs at the wrong parent"
 
+    def _order(self, mark: Mark) -> tuple[bool, bool, bool, float]:
+        return mark.pinned, mark.guards > 0, mark.expected, self._worth(mark)
+
+    def _worth(self, mark: Mark) -> float:
+        saved = mark.saved
+        return mark.age + saved / (self._slot_tokens + saved)
+
     def _deepest(self, node: Node, keys: bytes, length: int) -> Mark | None:
         start = node.depth * _BYTES
         fits = [mark for mark in node.marks.values() if keys.startswith(mark.tail, start)
@@ -176,6 +253,11 @@ class PrefixTree:
     def _remove(self, mark: Mark) -> None:
         del self._marks[mark]
         del mark.node.marks[mark.tail]
+        mark.logits, mark.later = None, []
+        self.changes += 1
+        for other in self._marks:
+            if other.above is mark:
+                other.above = mark.above
         self._slots.release([mark.slot])
         self._pages.release([] if mark.page is None else [mark.page])
         node = mark.node
@@ -192,11 +274,11 @@ class PrefixTree:
             yield node
 
 
-def _above(node: Node, keys: bytes, length: int) -> int:
+def _above(node: Node, keys: bytes, length: int) -> Mark | None:
     """The deepest mark of a node that `keys` pass before their end."""
     start = node.depth * _BYTES
-    return max((mark.done for mark in node.marks.values() if mark.done < length and keys.startswith(mark.tail, start)),
-               default=0)
+    return max((mark for mark in node.marks.values() if mark.done < length and keys.startswith(mark.tail, start)),
+               key=lambda mark: mark.done, default=None)
 
 
 def _keys(tokens: Sequence[int]) -> bytes:

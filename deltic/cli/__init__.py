@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "serve the model over HTTP",
     "bench": "measure the speed of this machine",
     "inspect": "show what a model is and how it would run here",
+    "cache": "show or clear what a cache directory keeps",
 }
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
 

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from deltic import __version__
-from deltic.cli import options
-from deltic.cli.machine import commit, machine_facts, peak_memory_mib
-from deltic.cli.measure import Case, Run, measure
+from deltic.cli import options, stage
+from deltic.cli.machine import peak_memory_mib
+from deltic.cli.measure import Case, Run, check_room, measure, model_facts, origin_facts
 from deltic.cli.models import open_llm
 from deltic.cli.parser import UsageError, whole
+from deltic.cli.scenarios import SCENARIOS
 from deltic.cli.table import table
 
 if TYPE_CHECKING:
@@ -26,57 +26,66 @@ _MEASURES = {"prefill_tokens_per_second": "prompt tokens over the time until eve
              "decode_tokens_per_second": "tokens per second while all sequences write, summed over the batch",
              "time_to_first_token_ms": "median over the batch",
              "overhead_ms": "a decode step without the model's forward pass"}
+_PROMPT, _NEW, _REPEAT = 512, 64, 3
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
-    parser.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N",
-                        help="tokens of each prompt (default: 512)")
-    parser.add_argument("--new-tokens", type=whole(1), default=64, metavar="N",
-                        help="tokens of each answer (default: 64)")
-    parser.add_argument("--batch", type=whole(1, 4096), default=1, metavar="N",
-                        help="sequences that run together (default: 1)")
-    parser.add_argument("--repeat", type=whole(1, 1000), default=3, metavar="N",
-                        help="measured runs, after one to warm up (default: 3)")
+    parser.add_argument("--prompt-tokens", type=whole(1), metavar="N",
+                        help=f"tokens of each prompt (default: {_PROMPT}); in a scenario, of the system message and "
+                             "tools (default: its own)")
+    parser.add_argument("--new-tokens", type=whole(1), metavar="N",
+                        help=f"tokens of each answer (default: {_NEW}, or the scenario's own)")
+    parser.add_argument("--batch", type=whole(1, 4096), metavar="N",
+                        help="sequences that run together (default: 1, or the scenario's own)")
+    parser.add_argument("--repeat", type=whole(1, 1000), metavar="N",
+                        help=f"measured runs, after one to warm up (default: {_REPEAT}; of a scenario 1)")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
+                        help="seed of the prompts' token ids (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    _add_scenario(parser)
     options.add_random(parser)
     options.add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    case = Case(args.prompt_tokens, args.new_tokens, args.batch)
+    _check(args)
+    if args.scenario:
+        print(stage.run(args, args.scenario))
+        return 0
+    case = Case(args.prompt_tokens or _PROMPT, args.new_tokens or _NEW, args.batch or 1)
     llm = open_llm(args, max_batch=case.batch, max_context=case.prompt_tokens + case.new_tokens)
-    _check_room(llm, case)
-    result = report(llm, case, measure(llm.engine, case, args.repeat))
+    check_room(llm, case)
+    result = report(llm, case, measure(llm.engine, case, args.repeat or _REPEAT, args.seed))
     print(json.dumps(result) if args.json else table(_for_people(result)))
     return 0
 
 
 def report(llm: LLM, case: Case, runs: Sequence[Run]) -> dict[str, Any]:
     """Medians and runs, with all that is needed to understand them."""
-    from deltic.ops import explain
-
-    runtime = llm.runtime
-    return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype_of(llm),
-            "device": runtime.options.device, **asdict(case), "repeat": len(runs),
+    return {**model_facts(llm), **asdict(case), "repeat": len(runs),
             **{name: _median([getattr(run, name) for run in runs]) for name in _MEASURES},
-            "peak_memory_mib": round(peak_memory_mib(), 1), "runs": [asdict(run) for run in runs],
-            "machine": machine_facts(), "version": __version__, "commit": commit(), "ops": explain(runtime.decoder.ops)}
+            "peak_memory_mib": round(peak_memory_mib(), 1), "runs": [asdict(run) for run in runs], **origin_facts(llm)}
 
 
-def dtype_of(llm: LLM) -> str:
-    wanted = llm.runtime.options.dtype
-    return llm.runtime.config.dtype if wanted == "auto" else wanted
+def _add_scenario(parser: argparse.ArgumentParser) -> None:
+    lines = "; ".join(f"{name}: {scenario.line}" for name, scenario in SCENARIOS.items())
+    group = parser.add_argument_group("scenario")
+    group.add_argument("--scenario", choices=tuple(SCENARIOS),
+                       help=f"send requests as programs send them, and show what is reused of their prompts. {lines}")
+    group.add_argument("--turns", type=whole(1, 10000), metavar="N",
+                       help="user messages, steps of an agent, or waves (default: the scenario's own)")
+    group.add_argument("--turn-tokens", type=whole(1), metavar="N",
+                       help="tokens that each of them brings (default: the scenario's own)")
 
 
-def _check_room(llm: LLM, case: Case) -> None:
-    tokens, memory = case.prompt_tokens + case.new_tokens, llm.runtime.memory
-    if tokens > memory.max_context:
-        raise UsageError(f"--prompt-tokens and --new-tokens are {tokens} together and the context holds "
-                         f"{memory.max_context}: ask for fewer, or raise --max-context or --memory")
-    if case.batch > memory.max_batch:
-        raise UsageError(f"--batch {case.batch} is more than the {memory.max_batch} sequences that can run at the same "
-                         "time: ask for fewer, or raise --max-batch or --memory")
+def _check(args: argparse.Namespace) -> None:
+    for name in ("turns", "turn_tokens"):
+        if getattr(args, name) and not args.scenario:
+            raise UsageError(f"--{name.replace('_', '-')} needs --scenario")
+    if args.batch and args.scenario and SCENARIOS[args.scenario].sizes.batch == 1:
+        raise UsageError(f"--batch {args.batch}: the requests of {args.scenario} come one after the other; leave it "
+                         "out, or take --scenario shared-system")
 
 
 def _median(values: Sequence[float | None]) -> float | None:

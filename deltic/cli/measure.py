@@ -6,13 +6,17 @@ import random
 import time
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from deltic import __version__
+from deltic.cli.machine import commit, machine_facts
+from deltic.cli.parser import UsageError
 from deltic.errors import DelticError
 from deltic.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
+    from deltic.engine.llm import LLM
 
 _WARM_UP_TOKENS = 16
 
@@ -56,6 +60,33 @@ def measure(engine: Engine, case: Case, repeat: int, seed: int = 0) -> list[Run]
 def trial(engine: Engine, case: Case, seed: int = 0) -> Run:
     """Run the case once; prompts are a function of the seed."""
     return _summary(_trace(engine, case, random.Random(seed)), case)
+
+
+def check_room(llm: LLM, case: Case, asked: str = "--prompt-tokens and --new-tokens") -> None:
+    """UsageError if the case does not fit into the model's context or batch. asked: what its tokens come from."""
+    tokens, memory = case.prompt_tokens + case.new_tokens, llm.runtime.memory
+    if tokens > memory.max_context:
+        raise UsageError(f"{asked} are {tokens} together and the context holds "
+                         f"{memory.max_context}: ask for fewer, or raise --max-context or --memory")
+    if case.batch > memory.max_batch:
+        raise UsageError(f"--batch {case.batch} is more than the {memory.max_batch} sequences that can run at the same "
+                         "time: ask for fewer, or raise --max-batch or --memory")
+
+
+def model_facts(llm: LLM) -> dict[str, Any]:
+    """Which model was measured."""
+    runtime = llm.runtime
+    dtype = runtime.config.dtype if runtime.options.dtype == "auto" else runtime.options.dtype
+    return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype,
+            "device": runtime.options.device}
+
+
+def origin_facts(llm: LLM) -> dict[str, Any]:
+    """On what machine it was, and by which code."""
+    from deltic.ops import explain
+
+    return {"machine": machine_facts(), "version": __version__, "commit": commit(),
+            "ops": explain(llm.runtime.decoder.ops)}
 
 
 def _trace(engine: Engine, case: Case, draw: random.Random) -> _Trace:

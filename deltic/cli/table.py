@@ -1,14 +1,24 @@
-"""Facts as aligned lines."""
+"""Facts as aligned lines, and rows as columns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def table(facts: Mapping[str, Any]) -> str:
     """A line per fact; a mapping becomes an indented block under its name."""
     return "\n".join(_lines(facts, ""))
+
+
+def grid(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line per row, which all have the keys of the first; text stands left, numbers right."""
+    names = list(rows[0])
+    cells = [[name.replace("_", " ") for name in names], *([_show(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    left = [isinstance(rows[0][name], str) for name in names]
+    return "\n".join("  ".join(cell.ljust(width) if is_left else cell.rjust(width) for cell, width, is_left
+                               in zip(line, widths, left, strict=True)).rstrip() for line in cells)
 
 
 def _lines(facts: Mapping[str, Any], indent: str) -> list[str]:

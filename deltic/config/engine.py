@@ -36,6 +36,11 @@ class EngineConfig:
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(512, "tokens that one step aims at; longer prompts are read in chunks")
     prefix_cache: bool = _option(True, "keep the states of prompts and answers, and resume where a prompt repeats them")
+    host_memory: str | None = _option(None, "host memory for prefixes for which the device has no room, such as 16GiB "
+                                            "(default: with a GPU a quarter of what is free, else none)")
+    cache_dir: str | None = _option(None, "directory in which to keep conversations, so that they are known after a "
+                                          "restart (default: none)")
+    cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
     ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
     debug_layers: bool = _option(False, "log statistics of every layer's output in every step (slow)")
 
@@ -51,7 +56,18 @@ class EngineConfig:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}", "dtype")
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
+        self._check_tiers()
         self._check_ops()
+
+    def _check_tiers(self) -> None:
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory, "host_memory")
+        size = self.cache_disk_gb
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size <= 1e6:
+            raise ConfigError(f"cache_disk_gb must be a number above 0 and at most 1,000,000, not {size!r}",
+                              "cache_disk_gb")
+        if self.cache_dir is not None and not self.prefix_cache:
+            raise ConfigError("cache_dir needs the prefix cache: leave out --no-prefix-cache", "cache_dir")
 
     def _check_types(self) -> None:
         for name in _RANGES:
@@ -60,6 +76,7 @@ class EngineConfig:
             if type(value) is not int and not (optional and value is None):
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
+                            "host_memory": str | None, "cache_dir": str | None,
                             "debug_layers": bool}.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
@@ -81,6 +98,11 @@ class EngineConfig:
     def memory_bytes(self) -> int | None:
         """The cache budget in bytes, `None` when it is to be chosen."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """The budget of the tier in host memory in bytes, `None` when it is to be chosen."""
+        return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
 
     def threads_for(self, parameters: int) -> int:
         """`threads`, or else the physical cores that this process may use; for a model of so few parameters that

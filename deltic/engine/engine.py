@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deltic.cache.policy import grid_spacing, kept_positions
 from deltic.engine.batch import build
+from deltic.engine.metrics import Meter
 from deltic.engine.runtime import Runtime
 from deltic.engine.sampler import logprobs_of, sampling_of
 from deltic.engine.scheduler import Plan, Scheduler
@@ -35,11 +36,13 @@ _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a
 class EngineStats:
     """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
 
-    prompt_tokens: processed ones, so those of a preempted request count again.
+    prompt_tokens: processed ones, so those of a preempted request count again. reused_tokens: prompt tokens of
+    finished requests that the cache knew.
     """
 
     steps: int = 0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
     failed: int = 0
@@ -50,7 +53,7 @@ class Engine:
     """Continuous batching over one `Runtime`."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime, self.stats = runtime, EngineStats()
+        self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget)
         self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
@@ -105,6 +108,10 @@ class Engine:
         if not self._sequences:
             assert not self.scheduler.running and not self.scheduler.waiting, "the queues hold finished sequences"
             assert self.runtime.cache.at_rest, "a finished sequence still has a lease"
+
+    def close(self) -> None:
+        """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
+        self.runtime.cache.close()
 
     def _advance(self, plan: Plan, sequences: list[Sequence], known: list[Sequence]) -> float:
         """Run the plan, and let the sequences whose logits the cache knew draw with it; returns the seconds spent in
@@ -176,6 +183,7 @@ class Engine:
             return
         finish = sequence.append(token)
         self.stats.generated_tokens += 1
+        self.meter.token(sequence)
         self._events.append(TokenOut(sequence.request.id, sequence.choice, token,
                                      logprobs_of(sampled, row, sequence.sampling.logprobs), finish,
                                      sequence.usage if finish else None))
@@ -201,6 +209,7 @@ class Engine:
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
         self.stats.finished += 1
+        self.stats.reused_tokens += sequence.cached
         group = self._sequences[sequence.request.id]
         group.remove(sequence)
         if not group:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from deltic.cache.disk import Disk, DiskNotes
+from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
-from deltic.cache.storage import allocate, page_bytes, slot_bytes
+from deltic.cache.shelf import Shelf
+from deltic.cache.storage import STATE_LAYOUT, allocate, page_bytes, slot_bytes
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.engine.heap import keep_freed_memory
 from deltic.errors import ConfigError
 from deltic.model.decoder import Decoder, Observer, Stores, build
 from deltic.ops import select
 from deltic.ops.records import Batch
+from deltic.weights.fingerprint import fingerprint
 from deltic.weights.hub import open_model
 from deltic.weights.random import random_weights
 from deltic.weights.safetensors import load_directory
@@ -58,7 +62,8 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runtime:
-    """Everything a step needs. `statistics` holds the last step's layer outputs if `options.debug_layers`."""
+    """Everything a step needs. `statistics` holds the last step's layer outputs if `options.debug_layers`; `notes`,
+    small texts that shall outlive the process, if there is a cache directory."""
 
     name: str
     directory: Path | None
@@ -69,6 +74,7 @@ class Runtime:
     decoder: Decoder
     cache: HybridCache
     stores: Stores
+    notes: DiskNotes | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
 
     @torch.inference_mode()
@@ -106,9 +112,11 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
         name, directory, config, generation = model or "tiny", files.directory, files.config, files.generation
         dtype = _prepare(config, options)
         weights = load_directory(files.directory, config, dtype, options.device, progress)  # type: ignore[arg-type]
+    identity = fingerprint(weights, (config, dtype, STATE_LAYOUT)) if options.cache_dir else ""
     decoder = build(config, weights, select(options.ops, options.device))
     keep_freed_memory()
-    return _finish(name, directory, config, options, generation, decoder, getattr(torch, dtype))
+    runtime = _finish(name, directory, config, options, generation, decoder, getattr(torch, dtype))
+    return _with_tiers(runtime, identity)
 
 
 def _finish(name: str, directory: Path | None, config: ModelConfig, options: EngineConfig,
@@ -123,6 +131,25 @@ def _finish(name: str, directory: Path | None, config: ModelConfig, options: Eng
     return Runtime(name, directory, config, options, generation, memory, decoder, cache,
                    Stores(storage.kv_views(), storage.state_views()))
 
+
+def _with_tiers(runtime: Runtime, identity: str) -> Runtime:
+    """The runtime with the tiers of its cache that the options ask for."""
+    options, tiers, notes = runtime.options, [], None
+    host = options.host_memory_bytes
+    if host is None and options.device.startswith("cuda"):
+        host = available_memory() // 4
+    if host:
+        tiers.append(Shelf(Host(host), threads=False))
+    if options.cache_dir:
+        budget = int(options.cache_disk_gb * 1e9)
+        try:
+            disk = Disk(options.cache_dir, identity, budget, label=runtime.name)
+            notes = DiskNotes(options.cache_dir, identity)
+            tiers.append(Shelf(disk, threads=True))
+        except (ConfigError, OSError) as error:
+            log.warning("nothing is kept on disk: %s", error)
+    cache = HybridCache(runtime.cache.storage, runtime.decoder.ops, options.prefix_cache, tiers)
+    return replace(runtime, cache=cache, notes=notes)
 
 
 def _prepare(config: ModelConfig, options: EngineConfig) -> str:

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from deltic.cache.hybrid import HybridCache, Lease
+from deltic.cache.tiers import NOTHING
 from deltic.engine.sequence import Sequence
 from deltic.types import PAGE, common_length
 
@@ -19,6 +20,10 @@ log = logging.getLogger("deltic")
 
 _WORTH_WAITING = 64
 """Tokens in common with a prompt that is just being read from which on it pays to wait for its state."""
+_FETCHES = 4
+"""Prompts for which tiers may be reading at the same time: what they bring waits in memory."""
+_PATIENCE = 0.01
+"""Seconds to sleep at a time while there is nothing to do but to wait for a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +90,14 @@ class Scheduler:
         sequence.lease = None
 
     def _admit(self) -> None:
-        """Start waiting sequences in order, except those that would read what a running one is just reading."""
-        held = []
+        """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading."""
+        held: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_batch:
             sequence = self.waiting.popleft()
-            if self._await_prefix(sequence):
+            if self._await_prefix(sequence) or self._await_fetch(sequence):
                 held.append(sequence)
+                if sum(other.fetch is not None for other in held) == _FETCHES:
+                    break
                 continue
             sequence.lease = self._lease(sequence)
             if sequence.lease is None:
@@ -98,16 +105,32 @@ class Scheduler:
                 break
             self.running.append(sequence)
         self.waiting.extendleft(reversed(held))
+        if held and not self.running and held[0].fetch:
+            held[0].fetch.wait(_PATIENCE)
+
+    def _await_fetch(self, sequence: Sequence) -> bool:
+        """Whether a tier is still bringing more of this sequence's prompt than the tree knows."""
+        if sequence.origin or not self.cache.tiers:
+            return False
+        sequence.fetch = sequence.fetch or self.cache.fetch(sequence.tokens)
+        return not sequence.fetch.poll()
+
+    def _known(self, sequence: Sequence) -> int:
+        """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""
+        known, changes = sequence.known
+        if changes != self.cache.tree.changes:
+            known = self.cache.known(sequence.tokens)
+            sequence.known = known, self.cache.tree.changes
+        return known
 
     def _await_prefix(self, sequence: Sequence) -> bool:
         """Whether a running sequence is reading a prefix of this one, and will keep a state at its end."""
         if not self.cache.reuse or sequence.origin:
             return False
-        known = None
         for other in self.running:
             if not other.reading:
                 continue
-            known = self.cache.known(sequence.tokens) if known is None else known
+            known = self._known(sequence)
             common = common_length(sequence.tokens, other.tokens)
             if common >= known + _WORTH_WAITING and other.done < common and common not in other.wanted:
                 other.wanted = tuple(sorted({*other.wanted, min(common, len(sequence.tokens) - 1)}))
@@ -126,11 +149,13 @@ class Scheduler:
                 return None
             self._forget_origin(sequence)
             sequence.cached = lease.done if lease else 0
-        lease = lease or self.cache.admit(sequence.tokens, room)
+        if lease is None:
+            diverged = self.cache.tree.diverged(sequence.tokens) if log.isEnabledFor(logging.DEBUG) else 0
+            lease = self.cache.admit(sequence.tokens, room, sequence.fetch or NOTHING)
+            if lease is not None:
+                log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
         if lease is not None:
             sequence.start(lease)
-            log.debug("%s: of %d tokens %d are known, resumed at %d", sequence.request.id, len(sequence.tokens),
-                      max(lease.shared, lease.done), lease.done)
         return lease
 
     def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:
@@ -180,6 +205,17 @@ class Scheduler:
             origin.waiting -= 1
             if not origin.waiting:
                 self.cache.drop(origin.checkpoint)
+
+
+def _reuse(tokens: int, diverged: int, lease: Lease) -> str:
+    """Why so much of a prompt was reused, and no more."""
+    source = f" of the {lease.source} tier" if lease.source else ""
+    resumed = f"resumed at checkpoint {lease.done:,}{source}" if lease.done else "no checkpoint before that: read anew"
+    if lease.done == tokens:
+        return f"all of {tokens:,} tokens known{source}"
+    if diverged <= lease.done:
+        return f"{resumed} of {tokens:,} tokens" if lease.done else f"{tokens:,} tokens, none known"
+    return f"diverged at token {diverged:,} of {tokens:,}; {resumed}"
 
 
 def _order(share: tuple[Sequence, int]) -> tuple[bool, int]:

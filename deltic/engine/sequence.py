@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.hybrid import Checkpoint, Lease
+from deltic.cache.tiers import Fetch
 from deltic.types import PAGE, Finish, Matcher, Request, SamplingParams, Usage
 
 
@@ -25,7 +27,9 @@ class Sequence:
     tokens: prompt and answer; those after `lease.done` are still to be processed. lease: None while waiting.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length". counts: occurrences of the
     answer's tokens. origin: where to fork from instead of processing the prompt. wanted: prompt positions whose state
-    is worth keeping. started: where its lease began. logits [V]: those of the prompt's end, if known.
+    is worth keeping. fetch: what the tiers bring for it. known: tokens that the tree knows of it, and as of which of
+    the tree's changes. started: where its lease began. arrived, admitted: when it came and when it first got a lease,
+    in seconds of time.perf_counter. logits [V]: those of the prompt's end, if known.
     """
 
     request: Request
@@ -39,9 +43,13 @@ class Sequence:
     lease: Lease | None = None
     origin: Origin | None = None
     wanted: tuple[int, ...] = ()
+    fetch: Fetch | None = None
+    known: tuple[int, int] = (0, -1)
     logits: Any = None
     cached: int = 0
     started: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
     counts: Counter[int] = field(default_factory=Counter)
     finish: Finish | None = None
 
@@ -74,14 +82,16 @@ class Sequence:
 
     def start(self, lease: Lease) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
-        self.lease, self.started = lease, lease.done
+        self.lease, self.started, self.fetch = lease, lease.done, None
+        self.admitted = self.admitted or time.perf_counter()
         if not self.generated:
             self.cached = lease.done
-        exact = lease.done == len(self.tokens)
-        self.logits = lease.origin.logits if exact and lease.origin else None
+        self.logits = lease.logits if lease.done == len(self.tokens) else None
+        lease.expected.update(self.request.boundaries)
         if lease.shared > lease.done + 2 * PAGE:
             # another prompt went on differently here: the third one shall not read this again
             self.wanted = tuple(sorted({*self.wanted, lease.shared}))
+            lease.expected.add(lease.shared)
 
     def append(self, token: int) -> Finish | None:
         """Take the token that was chosen; returns why the answer ends with it, if it does."""

@@ -14,10 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from deltic.engine.llm import LLM
+from deltic.engine.metrics import snapshot
 from deltic.server import openai
 from deltic.server.bridge import STUCK_AFTER, Bridge
 from deltic.server.desk import Desk, public_name
 from deltic.server.listen import Server, listen, url_of
+from deltic.server.metrics import CONTENT_TYPE, exposition
 from deltic.server.wire import MAX_BODY, Problem, ProblemError, json_response, problem_of
 
 __all__ = ["AppOptions", "create_app", "listen", "serve"]
@@ -46,7 +48,9 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None 
     app = FastAPI(title="deltic", lifespan=_lifespan(bridge), docs_url=None, redoc_url=None, openapi_url=None,
                   redirect_slashes=False)
     app.state.bridge = bridge
-    app.include_router(openai.routes(desk), dependencies=[Depends(_key_check(api_key))] if api_key else [])
+    locks = [Depends(_key_check(api_key))] if api_key else []
+    app.include_router(openai.routes(desk), dependencies=locks)
+    app.add_api_route("/metrics", _metrics(desk), methods=["GET", "HEAD"], response_model=None, dependencies=locks)
     app.add_api_route("/health", _health(bridge), methods=["GET", "HEAD"], response_model=None)
     for kind in (ProblemError, HTTPException):
         app.add_exception_handler(kind, _on_error)
@@ -96,6 +100,12 @@ def _health(bridge: Bridge) -> Callable[[], Awaitable[Response]]:
             return json_response({"status": "error", "reason": now.fault, "requests": now.requests}, 503)
         return json_response({"status": "ok", "requests": now.requests})
     return health
+
+
+def _metrics(desk: Desk) -> Callable[[], Awaitable[Response]]:
+    async def metrics() -> Response:
+        return Response(exposition(snapshot(desk.llm.engine), desk.name), media_type=CONTENT_TYPE)
+    return metrics
 
 
 def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:

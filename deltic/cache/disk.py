@@ -1,0 +1,187 @@
+"""Prefixes in a directory, so that they outlive the process; and small notes beside them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from zlib import crc32
+
+from torch import Tensor
+
+from deltic.cache import folder as layout
+from deltic.cache.itemfile import decode, encode
+from deltic.cache.medium import Item, MediumError
+
+_CHECKSUM_BYTES, _BLOCK = 4, 4096
+
+logger = logging.getLogger(__name__)
+
+
+def fingerprint(parts: Iterable[bytes | str]) -> str:
+    """32 hexadecimal characters for what items must agree on to be exchangeable. Where one part ends counts."""
+    digest = sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:32]
+
+
+class Disk:
+    """A Medium in `directory`, for the model that `fingerprint` (lower-case letters and digits) stands for.
+
+    Several processes may use a directory at the same time. Files are for this user alone. `label` is the model's
+    name, for people. budget: bytes, which the caller keeps to. Raises ConfigError if the directory cannot be used.
+    """
+
+    name = "disk"
+
+    def __init__(self, directory: str | Path, fingerprint: str, budget: int, label: str = "") -> None:
+        self.budget = budget
+        self._folder = layout.open_folder(directory, fingerprint)
+        self._root, self._label = self._folder.parent, label
+        self._warned = (0, 0)
+        layout.write_label(self._folder, label)
+
+    def scan(self) -> Iterator[Item]:
+        """The items of this model, by their names alone."""
+        return (file.item for file in layout.files(self._folder) if file.item)
+
+    def others(self) -> list[Item]:
+        """What else takes room: of other models and versions, and what was left unfinished or is not ours. Items
+        with `path`; what their other fields say holds for other models. The first look at many of them warns."""
+        found = [file for folder in layout.folders(self._root) for file in layout.files(folder)
+                 if not file.live and not self._owns(file)]
+        self._warn(len(found), sum(file.size for file in found))
+        return [replace(file.item or Item("kv", "", "", 0, 0), size=file.size, used=file.used,
+                        path=f"{file.folder}/{file.path}") for file in found]
+
+    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+        """Keep an item; returns the size of its file. Tensors are float32, bfloat16, float16 or int64.
+
+        Raises OSError, with nothing left behind, if the disk is full, nearly full (ENOSPC), or refuses.
+        """
+        return _write(self._folder / layout.item_name(item), encode(item, tensors), self._restore)
+
+    def read(self, item: Item) -> dict[str, Tensor]:
+        """New tensors on the CPU. Everything is checked; MediumError says what is wrong."""
+        path = self._folder / layout.item_name(item)
+        try:
+            with layout.open_regular(path) as file:
+                return decode(file, item)
+        except OSError as error:
+            raise MediumError(f"{path} cannot be read: {error.strerror}") from error
+        except MediumError as error:
+            raise MediumError(f"{path} {error}") from error
+
+    def delete(self, item: Item) -> None:
+        """Unlink a file, and the folder of another model if this empties it. Never fails: what the disk does not
+        give up is found again by the next scan."""
+        name, _, path = (item.path or f"{self._folder.name}/{layout.item_name(item)}").partition("/")
+        try:
+            layout.remove(self._root / name, path)
+        except OSError as error:
+            logger.debug("%s stays: %s", self._root / name / path, error.strerror)
+        if name != self._folder.name:
+            layout.prune(self._root / name)
+
+    def touch(self, item: Item) -> None:
+        with suppress(OSError):
+            os.utime(self._folder / layout.item_name(item), follow_symlinks=False)
+
+    def _owns(self, file: layout.Found) -> bool:
+        return file.folder == self._folder.name and (file.item is not None or file.note)
+
+    def _restore(self) -> None:
+        layout.make_folder(self._folder)
+        layout.write_label(self._folder, self._label)
+
+    def _warn(self, count: int, size: int) -> None:
+        if count and self._warned != (count, size):
+            logger.warning("%d files of other models or versions in %s count towards the budget (%.1f MiB) and go "
+                           "first", count, self._root, size / (1 << 20))
+        self._warned = count, size
+
+
+class DiskNotes:
+    """Small values by hexadecimal key beside a model's items, at most `budget` bytes of disk in all; those unused
+    for longest go first. Writing is for the caller's thread. Raises ConfigError if the directory cannot be used,
+    and nothing later: what cannot be kept is not kept."""
+
+    def __init__(self, directory: str | Path, fingerprint: str, budget: int = 64 << 20) -> None:
+        self._model = layout.open_folder(directory, fingerprint)
+        self._folder = self._model / layout.NOTES
+        self._slack = budget // 8
+        self._limit = budget - 2 * self._slack
+        self._unseen = self._slack
+        self._warned = False
+
+    def get(self, key: str) -> bytes | None:
+        """What was put there last; None if nothing, or if it is damaged."""
+        if not layout.is_note(key):
+            return None
+        path = self._folder / key
+        with suppress(OSError), layout.open_regular(path) as file:
+            checksum, data = file.read(_CHECKSUM_BYTES), file.read(self._limit)
+            if checksum == _note_checksum(key, data):
+                with suppress(OSError):
+                    os.utime(path)
+                return data
+        return None
+
+    def put(self, key: str, data: bytes) -> None:
+        """Keep a value of at most three quarters of the budget."""
+        cost = _disk_bytes(_CHECKSUM_BYTES + len(data))
+        if not layout.is_note(key) or cost > self._limit:
+            return
+        try:
+            if self._unseen + cost > self._slack:
+                self._make_room(cost)
+            _write(self._folder / key, [_note_checksum(key, data), data], self._restore)
+            self._unseen += cost
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                logger.warning("notes in %s cannot be written now: %s", self._folder, error.strerror)
+            self._warned = True
+
+    def _make_room(self, cost: int) -> None:
+        """Look how much there is by now, of all processes; each may add an eighth of the budget between two looks."""
+        notes = sorted((file for file in layout.files(self._model) if file.note), key=lambda file: file.used)
+        excess = sum(_disk_bytes(file.size) for file in notes) + cost - self._limit
+        for file in notes:
+            if excess <= 0:
+                break
+            layout.remove(self._model, file.path)
+            excess -= _disk_bytes(file.size)
+        self._unseen = 0
+
+    def _restore(self) -> None:
+        layout.make_folder(self._model)
+        layout.make_private(self._folder)
+
+
+def _note_checksum(key: str, data: bytes) -> bytes:
+    return crc32(data, crc32(key.encode())).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+def _disk_bytes(size: int) -> int:
+    """What a file takes on most disks."""
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _write(path: Path, pieces: Sequence[bytes | memoryview], restore: Callable[[], None]) -> int:
+    """Write a file and return its size; `restore` is called if somebody removed its folder."""
+    size = sum(map(len, pieces))
+    try:
+        layout.check_room(path.parent, size)
+        layout.write_whole(path, pieces)
+    except FileNotFoundError:
+        restore()
+        layout.check_room(path.parent, size)
+        layout.write_whole(path, pieces)
+    return size

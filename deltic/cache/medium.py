@@ -1,0 +1,85 @@
+"""What a tier below the pools keeps prefixes in: host memory, or a directory.
+
+A prefix lies there in items. An item of kind "kv" has the K/V of a run of tokens, those of positions `start` to
+`done`; an item of kind "state" the recurrent state after `done` tokens; one of kind "final" also the logits of the
+last of them. `key` is a hash of all tokens up to `done`, `parent` the key of the prefix up to `start` (empty for
+0), whose own items hold what comes before. Items never change: equal names have equal content, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["kv", "state", "final"]
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One stored piece. key, parent: hexadecimal. size: bytes that it takes; used: time of the last use in seconds
+    since the epoch. Both come with what is found in a medium, and are no part of the item's name. path: where a medium
+    finds what is among its `others`."""
+
+    kind: Kind
+    key: str
+    parent: str
+    start: int
+    done: int
+    size: int = 0
+    used: float = 0.0
+    path: str = ""
+
+
+class Medium(Protocol):
+    """Holds items. `scan`, `others`, `read` and `write` are also called from threads of their own.
+
+    Errors that harm one item only are MediumError; OSError means that the medium itself takes no more at present.
+    """
+
+    name: str
+    budget: int
+
+    def scan(self) -> Iterable[Item]:
+        """All items that are there, with size and last use."""
+
+    def others(self) -> Iterable[Item]:
+        """What else lies in the budget (of other models or versions): only `delete` may be called with these."""
+
+    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+        """Keep an item, whole or not at all; returns its size in bytes."""
+
+    def read(self, item: Item) -> dict[str, Tensor]:
+        """The tensors of an item; MediumError if it is missing, damaged or not what its name says."""
+
+    def delete(self, item: Item) -> None:
+        """Forget an item; it is no error if it is gone already."""
+
+    def touch(self, item: Item) -> None:
+        """Note that an item was used now; never fails."""
+
+
+class MediumError(Exception):
+    """An item cannot be read."""
+
+
+class PrefixHash:
+    """Keys of ever longer prefixes of one token sequence."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._bytes = np.asarray(tokens, dtype="<i8").tobytes()
+        self._hash, self._done = blake2b(digest_size=KEY_BYTES), 0
+
+    def key(self, done: int) -> str:
+        """The key of the first `done` tokens; `done` must not fall."""
+        assert done >= self._done
+        self._hash.update(self._bytes[8 * self._done:8 * done])
+        self._done = done
+        return self._hash.hexdigest()

@@ -1,0 +1,455 @@
+"""One tier below the pools: which prefixes a medium holds, and what goes when its budget is full.
+
+    root ── kv 0..812 ── kv 812..1,650 ── kv 1,650..1,702
+             state        state            state
+
+An entry is a prefix by the hash of its tokens. It has the K/V since its parent entry, and most have the state at its
+end. States go by last use; the K/V of an entry stays as long as an entry below needs it, and goes with the last.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from deltic.cache.medium import Item, Kind, Medium, PrefixHash
+from deltic.types import PAGE
+
+log = logging.getLogger("deltic")
+
+_BACKLOG = 512 << 20
+"""Bytes that may wait to be written; beyond that, prefixes are skipped rather than held in memory."""
+_PAUSE = 60.0
+"""Seconds for which a medium that takes nothing is left alone, and between two looks at what others wrote there."""
+
+Tensors = Mapping[str, Tensor]
+Keys = set[str]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A prefix of `done` tokens. kv, state: the items of it, None where there is none. lengths: the entries that
+    continue this one, by where they end. writing: what has not been written yet."""
+
+    key: str
+    done: int
+    parent: Entry | None
+    kv: Item | None = None
+    state: Item | None = None
+    used: float = 0.0
+    lengths: dict[int, Keys] = field(default_factory=dict)
+    writing: list[Future[int]] = field(default_factory=list)
+
+    @property
+    def needed(self) -> bool:
+        return self.state is not None or bool(self.lengths)
+
+    @property
+    def path(self) -> list[Entry]:
+        """The entries from the first tokens to this one."""
+        path, entry = [], self
+        while entry.parent is not None:
+            path.append(entry)
+            entry = entry.parent
+        return path[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A prefix as it came from a tier. runs: K/V tensors, each with the position of its first token, in order.
+    state: the tensors of the recurrent state. logits [V] of the last token, if known."""
+
+    tokens: tuple[int, ...]
+    runs: tuple[tuple[int, Tensors], ...]
+    state: Tensors
+    logits: Tensor | None
+
+    @property
+    def done(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the tensors of a prefix can be had: K/V of the tokens from a position on, and the state at its end with,
+    perhaps, the last token's logits."""
+
+    tokens: Sequence[int]
+    kv: Callable[[int], dict[str, Tensor]]
+    state: Callable[[], dict[str, Tensor]]
+    logits: Tensor | None = None
+
+
+class LostError(Exception):
+    """An item could not be read."""
+
+    def __init__(self, item: Item, reason: object) -> None:
+        super().__init__(f"a kept prefix of {item.done:,} tokens cannot be used, and is read anew: {reason}")
+        self.item = item
+
+
+class _Inline(Executor):
+    """Does the work at once."""
+
+    def submit(self, fn: Callable[..., int], /, *args: object, **kwargs: object) -> Future[int]:  # type: ignore[override]
+        future: Future[int] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Shelf:
+    """The index of a medium. For one thread; what takes long happens in two of its own, if `threads`.
+
+    hits: prefixes that came from here, hit_tokens: how many tokens they spared.
+    """
+
+    def __init__(self, medium: Medium, threads: bool) -> None:
+        self.medium, self.name, self.budget = medium, medium.name, medium.budget
+        self.bytes = self.evictions = self.hits = self.hit_tokens = self.prefixes = 0
+        self._entries: dict[str, Entry] = {}
+        self._root = Entry("", 0, None)
+        self._others: list[Item] = []
+        self._writer: Executor = ThreadPoolExecutor(1, "deltic-cache-write") if threads else _Inline()
+        self._reader: Executor = ThreadPoolExecutor(1, "deltic-cache-read") if threads else _Inline()
+        self._pending: deque[tuple[Entry, Item, Future[int]]] = deque()
+        self._backlog, self._paused_until, self._complained = 0, 0.0, False
+        self._scan: tuple[float, Future[tuple[list[Item], list[Item]]]] | None = None
+        self._looked = time.monotonic()
+        self._deleted: set[tuple[str, str]] = set()  # since that scan began
+        self._merge(*_scan(medium), 0.0)
+
+    def find(self, tokens: Sequence[int], above: int = 0) -> Entry | None:
+        """The deepest entry with a state that `tokens` begin with, if deeper than `above`; at their very end only one
+        with logits."""
+        self._settle()
+        found = [entry for entry in self._matching(tokens) if entry.state and above < entry.done
+                 and (entry.done < len(tokens) or entry.state.kind == "final")]
+        return found[-1] if found else None
+
+    def offer(self, source: Source) -> None:
+        """Keep a prefix, if it is worth it; returns at once."""
+        self._settle()
+        self._look()
+        done, now = len(source.tokens), time.monotonic()
+        path = list(self._matching(source.tokens))
+        parent = path[-1] if path else self._root
+        kind: Kind = "state" if source.logits is None else "final"
+        stated = [entry for entry in path if entry.state]
+        if parent.done == done and parent.state and (parent.state.kind == kind or kind == "state"):
+            self._use(parent)
+        elif (stated and done - PAGE <= stated[-1].done < done) or now < self._paused_until:
+            pass  # what lies there already spares all but a page
+        else:
+            self._keep(source, parent, kind)
+            self._settle()
+
+    def fetch(self, entry: Entry) -> Future[Loaded]:
+        """Read a prefix; its result may be a LostError."""
+        path = entry.path
+        writing = [future for part in path for future in part.writing]
+        items = [part.kv for part in path if part.kv]
+        assert entry.state and len(items) == len(path)
+        self._use(entry)
+        reading: Future[Loaded] = self._reader.submit(_read, self.medium, items, entry.state, writing)
+        return reading
+
+    def lose(self, item: Item) -> None:
+        """Forget an item that cannot be read, and what depends on it."""
+        entry = self._entries.get(item.key)
+        if entry and item.kind == "kv":
+            self._drop(entry)
+        elif entry and entry.state and entry.state.kind == item.kind:
+            self._drop_state(entry)
+
+    def close(self) -> None:
+        """Wait until everything that was taken is written."""
+        self._writer.shutdown()
+        self._reader.shutdown()
+        self._settle()
+
+    def check(self) -> None:
+        """Assert that the index is sound and within the budget."""
+        items = [item for entry in self._entries.values() for item in (entry.kv, entry.state) if item]
+        assert self.bytes == sum(item.size for item in items) + sum(item.size for item in self._others), "bytes are off"
+        assert self.bytes <= self.budget, f"the {self.name} tier holds more than its budget"
+        states = sum(entry.state is not None for entry in self._entries.values())
+        assert self.prefixes == states, "a state is miscounted"
+        for entry in self._entries.values():
+            assert entry.kv and entry.needed, "K/V is kept that no state needs"
+            assert entry.parent and entry.key in entry.parent.lengths[entry.done], "an entry hangs at the wrong parent"
+            assert entry.parent is self._root or self._entries[entry.parent.key] is entry.parent, "a parent is gone"
+
+    # matching
+
+    def _matching(self, tokens: Sequence[int]) -> Iterator[Entry]:
+        """The entries that `tokens` begin with, ascending."""
+        prefix, lengths, seen = PrefixHash(tokens), list(self._root.lengths), 0
+        heapq.heapify(lengths)
+        while lengths and lengths[0] <= len(tokens):
+            done = heapq.heappop(lengths)
+            entry = self._entries.get(prefix.key(done)) if done > seen else None
+            seen = done
+            if entry is not None:
+                yield entry
+                for further in entry.lengths:
+                    heapq.heappush(lengths, further)
+
+    # keeping
+
+    def _keep(self, source: Source, parent: Entry, kind: Kind) -> None:
+        done = len(source.tokens)
+        key = PrefixHash(source.tokens).key(done)
+        run = {}
+        if parent.done < done:
+            run = {"tokens": torch.tensor(source.tokens[parent.done:], dtype=torch.int64), **source.kv(parent.done)}
+        state = source.state() | ({} if source.logits is None else {"logits": source.logits.cpu()})
+        size = _size(run) + _size(state)
+        if self._backlog and self._backlog + size > _BACKLOG:
+            log.debug("the %s tier is behind with writing: a prefix of %d tokens is skipped", self.name, done)
+            return
+        if parent.done == done:
+            entry = parent
+            self._drop_state(entry, prune=False)
+        else:
+            entry = self._add(key, done, parent)
+        if not self._make_room(size, entry):
+            self._prune(entry)
+            return
+        if run:
+            entry.kv = self._write(entry, Item("kv", key, parent.key, parent.done, done), run)
+        entry.state = self._write(entry, Item(kind, key, parent.key, parent.done, done), state)
+        self.prefixes += 1
+        self._use(entry, stored=False)
+
+    def _write(self, entry: Entry, item: Item, tensors: dict[str, Tensor]) -> Item:
+        item = replace(item, size=_size(tensors))
+        future: Future[int] = self._writer.submit(self.medium.write, item, tensors)
+        entry.writing.append(future)
+        self._pending.append((entry, item, future))
+        self._backlog += item.size
+        self.bytes += item.size
+        return item
+
+    def _settle(self) -> None:
+        """Take note of what has been written since, and what has not."""
+        while self._pending and self._pending[0][2].done():
+            entry, item, future = self._pending.popleft()
+            entry.writing.remove(future)
+            self._backlog -= item.size
+            error = future.exception()
+            if error is not None:
+                self._paused_until = time.monotonic() + _PAUSE
+                self._complain(f"it takes no more for now: {error}")
+                self.lose(item)
+            elif self._entries.get(entry.key) is not entry or item not in (entry.kv, entry.state):
+                self.medium.delete(item)  # given up before it was written
+            else:
+                self._complained = False
+                self._resize(entry, item, future.result())
+        if self._scan and self._scan[1].done():
+            (began, found), self._scan = self._scan, None
+            if not found.exception():
+                self._merge(*found.result(), began)
+
+    def _resize(self, entry: Entry, item: Item, size: int) -> None:
+        exact = replace(item, size=size)
+        entry.kv, entry.state = (exact, entry.state) if item.kind == "kv" else (entry.kv, exact)
+        entry.used = max(time.time(), entry.used)  # a scan that began before this may have missed it
+        self.bytes += size - item.size
+        while self.bytes > self.budget and self._evict(entry):
+            pass
+
+    def _complain(self, reason: str) -> None:
+        """Once per streak: answers are not affected."""
+        if not self._complained:
+            log.warning("the %s tier of the prefix cache misses something: %s", self.name, reason)
+        self._complained = True
+
+    # giving up
+
+    def _make_room(self, size: int, spared: Entry) -> bool:
+        if size > self.budget:
+            self._complain(f"a prefix of {size:,} bytes is larger than the budget of {self.budget:,}")
+            return False
+        while self.bytes + size > self.budget:
+            if not self._evict(spared):
+                return False
+        return True
+
+    def _evict(self, spared: Entry) -> bool:
+        """Give up what has not been used for longest."""
+        candidates = [entry for entry in self._entries.values() if entry.state and entry is not spared]
+        oldest = min(candidates, key=lambda entry: entry.used, default=None)
+        if self._others and (oldest is None or self._others[0].used <= oldest.used):
+            self._delete(self._others.pop(0))
+        elif oldest is not None:
+            self._drop_state(oldest)
+            self.evictions += 1
+        else:
+            return False
+        return True
+
+    def _drop_state(self, entry: Entry, prune: bool = True) -> None:
+        if entry.state:
+            self._delete(entry.state)
+            entry.state = None
+            self.prefixes -= 1
+        if prune:
+            self._prune(entry)
+
+    def _prune(self, entry: Entry) -> None:
+        """Give up K/V that no state needs any more."""
+        while entry.parent is not None and not entry.needed and entry.key in self._entries:
+            parent = entry.parent
+            self._remove(entry)
+            entry = parent
+
+    def _drop(self, entry: Entry) -> None:
+        """Give up an entry and all that continue it."""
+        stack, doomed = [entry], []
+        while stack:
+            entry = stack.pop()
+            doomed.append(entry)
+            stack += [self._entries[key] for keys in entry.lengths.values() for key in keys]
+        for entry in reversed(doomed):
+            self._drop_state(entry, prune=False)
+            self._remove(entry)
+        if doomed[0].parent:
+            self._prune(doomed[0].parent)
+
+    def _remove(self, entry: Entry) -> None:
+        assert entry.parent is not None
+        if entry.kv:
+            self._delete(entry.kv)
+        keys = entry.parent.lengths[entry.done]
+        keys.discard(entry.key)
+        if not keys:
+            del entry.parent.lengths[entry.done]
+        del self._entries[entry.key]
+
+    def _delete(self, item: Item) -> None:
+        self._deleted.add((item.kind, item.key))
+        self.medium.delete(item)
+        self.bytes -= item.size
+
+    # what is there
+
+    def _add(self, key: str, done: int, parent: Entry) -> Entry:
+        entry = self._entries[key] = Entry(key, done, parent)
+        parent.lengths.setdefault(done, set()).add(key)
+        return entry
+
+    def _use(self, entry: Entry, stored: bool = True) -> None:
+        entry.used = max(time.time(), entry.used)
+        if stored and entry.state:
+            self.medium.touch(entry.state)
+
+    def _look(self) -> None:
+        """Now and then, see what other processes have written or deleted there."""
+        now = time.monotonic()
+        if self._scan is None and now > self._looked + _PAUSE:
+            self._looked = now
+            self._deleted.clear()
+            self._scan = time.time(), self._reader.submit(_scan, self.medium)
+
+    def _merge(self, items: list[Item], others: list[Item], began: float) -> None:
+        """Bring the index in line with what lay in the medium at a time."""
+        items = [item for item in items if (item.kind, item.key) not in self._deleted]
+        there = {(item.kind, item.key) for item in items}
+        for entry in list(self._entries.values()):
+            if entry.used >= began or entry.writing or self._entries.get(entry.key) is not entry:
+                continue
+            assert entry.kv is not None
+            for item in (entry.kv, entry.state):
+                if item and (item.kind, item.key) not in there:
+                    self.lose(item)
+        self._others = list(others)
+        self._take_up([item for item in items if item.kind == "kv"], [item for item in items if item.kind != "kv"])
+        self._account()
+
+    def _take_up(self, runs: list[Item], states: list[Item]) -> None:
+        """Index what is new and of use."""
+        for item in sorted(runs, key=lambda item: item.done):
+            parent = self._entries.get(item.parent) if item.parent else self._root
+            known = self._entries.get(item.key)
+            if known is None and parent is not None and parent.done == item.start < item.done:
+                self._add(item.key, item.done, parent).kv = item
+            elif known is None or not _same(known.kv, item):
+                self._set_aside(item)
+        for item in sorted(states, key=lambda item: item.kind):  # "final" comes first
+            entry = self._entries.get(item.key)
+            if entry and entry.done == item.done and not entry.state:
+                entry.state, entry.used = item, min(item.used, time.time())
+            elif entry is None or not _same(entry.state, item):
+                self._set_aside(item)
+        for entry in sorted(self._entries.values(), key=lambda entry: -entry.done):
+            if entry.kv and not entry.needed:
+                self._set_aside(entry.kv)
+                entry.kv = None
+                self._prune(entry)
+
+    def _set_aside(self, item: Item) -> None:
+        """What cannot be used, as something that belongs to it is missing, goes, unless somebody may just be writing
+        that."""
+        if abs(time.time() - item.used) > _PAUSE:
+            self.medium.delete(item)
+        else:
+            self._others.append(item)
+
+    def _account(self) -> None:
+        self._others.sort(key=lambda item: item.used)
+        items = [item for entry in self._entries.values() for item in (entry.kv, entry.state) if item]
+        self.bytes = sum(item.size for item in (*items, *self._others))
+        self.prefixes = sum(entry.state is not None for entry in self._entries.values())
+        while self.bytes > self.budget and self._evict(self._root):
+            pass
+
+
+def _scan(medium: Medium) -> tuple[list[Item], list[Item]]:
+    return list(medium.scan()), list(medium.others())
+
+
+def _same(known: Item | None, item: Item) -> bool:
+    return known is not None and (known.kind, known.start, known.parent) == (item.kind, item.start, item.parent)
+
+
+def _read(medium: Medium, items: Sequence[Item], state: Item, writing: Sequence[Future[int]]) -> Loaded:
+    """Runs in the reader's thread."""
+    tokens: list[int] = []
+    runs: list[tuple[int, Tensors]] = []
+    for future in writing:
+        future.exception()  # wait until it is there
+    for item in items:
+        tensors = _read_item(medium, item)
+        fresh = tensors.pop("tokens", None)
+        if fresh is None or fresh.numel() != item.done - item.start:
+            raise LostError(item, "its tokens do not fit")
+        tokens += fresh.tolist()
+        runs.append((item.start, tensors))
+    tensors = _read_item(medium, state)
+    logits = tensors.pop("logits", None)
+    if PrefixHash(tokens).key(len(tokens)) != state.key:
+        raise LostError(state, "its tokens are others than it says")
+    return Loaded(tuple(tokens), tuple(runs), tensors, logits)
+
+
+def _read_item(medium: Medium, item: Item) -> dict[str, Tensor]:
+    try:
+        return dict(medium.read(item))
+    except Exception as error:
+        raise LostError(item, error) from error
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())

@@ -1,0 +1,167 @@
+"""What an engine has done and holds, as numbers that another thread may read while it runs.
+
+The engine's thread writes, others read: every figure is an int, a length or a list of fixed length, so that no reader
+can meet a collection that is just changing. A reading is not a moment in time: its figures may be a step apart.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deltic.cache.hybrid import HybridCache
+    from deltic.cache.ledger import Ledger
+    from deltic.cache.shelf import Shelf
+    from deltic.engine.engine import Engine
+    from deltic.engine.sequence import Sequence
+
+BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of a histogram's buckets in seconds; a last bucket has what is above."""
+WINDOW = 10
+"""Seconds that a `Pace` looks back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram as it was read. counts: observations per bucket, one more than `bounds`; sum: in seconds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+
+class Histogram:
+    """Counts durations by size. One thread observes, any may read."""
+
+    def __init__(self, bounds: tuple[float, ...] = BOUNDS) -> None:
+        """bounds: ascending; an observation counts in the first bucket whose bound it does not exceed."""
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def read(self) -> Distribution:
+        return Distribution(self._bounds, tuple(self._counts), self._sum)
+
+
+class Pace:
+    """How many events a second there were lately. One thread counts, any may read. Times are in seconds."""
+
+    def __init__(self) -> None:
+        # a place per second, taken over when its turn comes round again; two more than are summed, for a reader
+        # whose clock was read before the writer's
+        self._seconds = [(-1, 0)] * (WINDOW + 2)
+
+    def count(self, now: float) -> None:
+        second = int(now)
+        place = second % len(self._seconds)
+        known, events = self._seconds[place]
+        self._seconds[place] = (second, events + 1 if known == second else 1)
+
+    def read(self, now: float) -> float:
+        """Events per second over the last WINDOW whole seconds."""
+        second = int(now)
+        return sum(events for known, events in tuple(self._seconds) if second - WINDOW <= known < second) / WINDOW
+
+
+class Meter:
+    """What the engine's thread notes at every token.
+
+    first_token: from a request's arrival to its first token. queued: from its arrival to the first pages it got.
+    """
+
+    def __init__(self) -> None:
+        self.first_token, self.queued, self.pace = Histogram(), Histogram(), Pace()
+
+    def token(self, sequence: Sequence) -> None:
+        """A sequence has drawn a token; only a request's first choice tells how long the request waited."""
+        now = time.perf_counter()
+        self.pace.count(now)
+        if sequence.generated == 1 and not sequence.choice:
+            self.first_token.observe(now - sequence.arrived)
+            self.queued.observe((sequence.admitted or now) - sequence.arrived)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Equal units of the device's memory: in use by running sequences or kept prefixes, and all there are."""
+
+    used: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Where prefixes are kept. bytes: in use (on the device, by running sequences too), of `budget`.
+
+    checkpoints: kept states. evictions: states given up. restored, restored_tokens: prefixes brought back from here to
+    the device, and their tokens; None for the device itself.
+    """
+
+    name: str
+    bytes: int
+    budget: int
+    checkpoints: int
+    evictions: int
+    restored: int | None = None
+    restored_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of an engine's figures. Sequences are choices: a request with n = 3 counts three times.
+
+    finished: for whatever reason; failed: those of them that ended with an error. prompt_tokens: computed ones, those
+    of a preempted sequence again; reused_tokens: prompt tokens that the cache knew. pace: generated tokens per second.
+    """
+
+    running: int
+    waiting: int
+    finished: int
+    failed: int
+    prompt_tokens: int
+    reused_tokens: int
+    generated_tokens: int
+    pace: float
+    steps: int
+    preemptions: int
+    pages: Pool
+    slots: Pool
+    tiers: tuple[Tier, ...]
+    first_token: Distribution
+    queued: Distribution
+
+
+def snapshot(engine: Engine) -> Snapshot:
+    """The engine's figures now. Cheap and safe in any thread; changes nothing."""
+    stats, scheduler, cache, meter = engine.stats, engine.scheduler, engine.runtime.cache, engine.meter
+    return Snapshot(
+        running=len(scheduler.running), waiting=len(scheduler.waiting),
+        finished=stats.finished, failed=stats.failed,
+        prompt_tokens=stats.prompt_tokens, reused_tokens=stats.reused_tokens,
+        generated_tokens=stats.generated_tokens, pace=meter.pace.read(time.perf_counter()),
+        steps=stats.steps, preemptions=scheduler.preemptions,
+        pages=_pool(cache.pages), slots=_pool(cache.slots),
+        tiers=(_device(cache), *map(_tier, cache.tiers)),
+        first_token=meter.first_token.read(), queued=meter.queued.read())
+
+
+def _pool(ledger: Ledger) -> Pool:
+    return Pool(ledger.size - ledger.free, ledger.size)
+
+
+def _device(cache: HybridCache) -> Tier:
+    storage = cache.storage
+    page = sum(tensor.nbytes for tensor in storage.page_tensors) // cache.pages.size
+    slot = sum(tensor.nbytes for tensor in storage.slot_tensors) // cache.slots.size
+    pages, slots = _pool(cache.pages), _pool(cache.slots)
+    return Tier("device", pages.used * page + slots.used * slot, pages.size * page + slots.size * slot,
+                len(cache.tree), cache.tree.evictions)
+
+
+def _tier(tier: Shelf) -> Tier:
+    return Tier(tier.name, tier.bytes, tier.budget, tier.prefixes, tier.evictions, tier.hits, tier.hit_tokens)

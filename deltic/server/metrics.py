@@ -1,0 +1,100 @@
+"""/metrics: an engine's figures in Prometheus' text format, version 0.0.4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from deltic.engine.metrics import WINDOW, Distribution, Snapshot, Tier
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Number = int | float
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """All samples of one metric, as (suffix of the name, labels, value)."""
+
+    name: str
+    kind: str
+    help: str
+    samples: tuple[tuple[str, Labels, Number], ...]
+
+
+def exposition(now: Snapshot, model: str) -> str:
+    """The page. model: what clients call the model; the label of every sample."""
+    families = (*_requests(now), *_tokens(now), *_durations(now), *_pools(now), *_tiers(now.tiers))
+    return "".join(line + "\n" for family in families for line in _lines(family, model))
+
+
+def _requests(now: Snapshot) -> Iterator[_Family]:
+    yield _one("requests_running", "gauge", "Answers being made (each of a request's n choices is one).", now.running)
+    yield _one("requests_waiting", "gauge", "Answers that wait for a place in the batch, or for memory.", now.waiting)
+    yield _one("requests_finished_total", "counter", "Answers that ended, for whatever reason.", now.finished)
+    yield _one("requests_failed_total", "counter", "Answers that ended with an error.", now.failed)
+    yield _one("preemptions_total", "counter", "Times that an answer was sent back to wait for lack of memory.",
+               now.preemptions)
+    yield _one("steps_total", "counter", "Steps of the engine, each a run of the model over one batch.", now.steps)
+
+
+def _tokens(now: Snapshot) -> Iterator[_Family]:
+    yield _one("prompt_tokens_computed_total", "counter", "Prompt tokens that the model has read.", now.prompt_tokens)
+    yield _one("prompt_tokens_reused_total", "counter", "Prompt tokens of ended answers that the cache knew.",
+               now.reused_tokens)
+    yield _one("generated_tokens_total", "counter", "Tokens of answers.", now.generated_tokens)
+    yield _one("generated_tokens_per_second", "gauge",
+               f"Tokens of answers per second, over the last {WINDOW} seconds.", now.pace)
+
+
+def _durations(now: Snapshot) -> Iterator[_Family]:
+    yield _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", now.first_token)
+    yield _histogram("queue_time_seconds", "From a request's arrival to its place in the batch.", now.queued)
+
+
+def _pools(now: Snapshot) -> Iterator[_Family]:
+    for name, pool, unit in (("pages", now.pages, "K/V pages"), ("slots", now.slots, "Slots for recurrent states")):
+        yield _one(f"cache_{name}_used", "gauge", f"{unit} in use, by running answers and kept prefixes.", pool.used)
+        yield _one(f"cache_{name}", "gauge", f"{unit} on the device.", pool.size)
+
+
+def _tiers(tiers: Iterable[Tier]) -> Iterator[_Family]:
+    tiers = tuple(tiers)
+    for name, kind, line, field in (
+            ("cache_bytes", "gauge", "Bytes in use.", "bytes"),
+            ("cache_budget_bytes", "gauge", "Bytes that may be used.", "budget"),
+            ("cache_checkpoints", "gauge", "Kept states that a prompt can resume at.", "checkpoints"),
+            ("cache_evictions_total", "counter", "Kept states that were given up.", "evictions"),
+            ("cache_restored_prefixes_total", "counter", "Prefixes brought back to the device.", "restored"),
+            ("cache_restored_tokens_total", "counter", "Tokens of these prefixes.", "restored_tokens")):
+        values = ((tier.name, getattr(tier, field)) for tier in tiers)
+        yield _Family(name, kind, line, tuple(("", {"tier": tier}, value) for tier, value in values
+                                              if value is not None))
+
+
+def _one(name: str, kind: str, line: str, value: Number) -> _Family:
+    return _Family(name, kind, line, (("", {}, value),))
+
+
+def _histogram(name: str, line: str, found: Distribution) -> _Family:
+    """Buckets are cumulative; the last one and the count are both the sum of what was read, so they always agree."""
+    counts, bounds = tuple(accumulate(found.counts)), (*map(str, found.bounds), "+Inf")
+    buckets = tuple(("_bucket", {"le": bound}, count) for bound, count in zip(bounds, counts, strict=True))
+    return _Family(name, "histogram", line, (*buckets, ("_sum", {}, found.sum), ("_count", {}, counts[-1])))
+
+
+def _lines(family: _Family, model: str) -> Iterator[str]:
+    if not family.samples:
+        return
+    name = f"deltic_{family.name}"
+    yield f"# HELP {name} {family.help}"
+    yield f"# TYPE {name} {family.kind}"
+    for suffix, labels, value in family.samples:
+        shown = ",".join(f'{key}="{_escape(text)}"' for key, text in {"model": model, **labels}.items())
+        yield f"{name}{suffix}{{{shown}}} {value}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,630 @@
+"""Prefixes in a directory: whole or refused, private, shared by processes, and never more than what is ours."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from deltic.cache import folder as layout
+from deltic.cache.disk import Disk, DiskNotes, fingerprint
+from deltic.cache.itemfile import encode
+from deltic.cache.medium import Item, MediumError
+from deltic.errors import ConfigError
+
+MODEL, OTHER = "ab" * 16, "cd" * 16
+KEY, PARENT = "0f" * 16, "1e" * 16
+ITEM = Item("final", KEY, PARENT, 16, 37)
+OLD = time.time() - 30 * 86400
+IS_ROOT = os.geteuid() == 0
+
+KEYS = st.text("0123456789abcdef", min_size=1, max_size=64)
+ITEMS = st.builds(lambda kind, key, parent, start, length: Item(kind, key, parent, start, start + length),
+                  st.sampled_from(("kv", "state", "final")), KEYS, KEYS | st.just(""),
+                  st.integers(0, 1 << 50), st.integers(0, 1 << 50))
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    """All dtypes; odd, empty and no dimensions; a view that is not contiguous; values that are not numbers."""
+    draw = torch.Generator().manual_seed(7)
+    return {"tokens": torch.arange(5), "recurrent": torch.randn(2, 3, 5, generator=draw).transpose(0, 2),
+            "conv": torch.randn(3, 7, generator=draw).bfloat16(), "half": torch.randn(1, generator=draw).half(),
+            "scalar": torch.tensor(float("nan")), "empty": torch.zeros(3, 0, 2).bfloat16(), "Ω \"\n": torch.zeros(2)}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Also where values are not numbers."""
+    def plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {name: (tensor.dtype, tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).tolist())
+                for name, tensor in tensors.items()}
+    return plain(left) == plain(right)
+
+
+def named(item: Item) -> tuple[Any, ...]:
+    return item.kind, item.key, item.parent, item.start, item.done
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path, MODEL, 1 << 30, "a model")
+
+
+def home(tmp_path: Path, model: str = MODEL) -> Path:
+    return tmp_path / "deltic-prefixes" / f"v1-{model}"
+
+
+def file_of(tmp_path: Path, item: Item = ITEM) -> Path:
+    return home(tmp_path) / layout.item_name(item)
+
+
+def put(path: Path, data: bytes = b"x", used: float | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    if used is not None:
+        os.utime(path, (used, used))
+    return path
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# Items
+
+
+def test_round_trip(disk, tmp_path):
+    tensors = some_tensors()
+    size = disk.write(ITEM, tensors)
+    found = disk.read(ITEM)
+    assert same(found, tensors)
+    assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in found.values())
+    (item,) = disk.scan()
+    assert named(item) == named(ITEM) and item.size == size == file_of(tmp_path).stat().st_size
+    assert abs(item.used - time.time()) < 60
+    assert disk.others() == []
+    disk.write(ITEM, tensors)
+    assert len(list(disk.scan())) == 1
+
+
+def test_an_item_without_tensors(disk):
+    disk.write(ITEM, {})
+    assert disk.read(ITEM) == {}
+
+
+def test_the_files_are_safetensors(disk, tmp_path):
+    tensors = some_tensors()
+    disk.write(ITEM, tensors)
+    assert same(load_file(file_of(tmp_path)), tensors)
+    with safe_open(file_of(tmp_path), "pt") as file:
+        metadata = file.metadata()
+    assert metadata.pop("crc32") != "00000000"
+    assert metadata == {"format": "deltic-prefix", "version": "1", "kind": "final", "key": KEY, "parent": PARENT,
+                        "start": "16", "done": "37"}
+
+
+@given(ITEMS)
+def test_a_name_carries_the_item(item):
+    assert layout.parse_item(layout.item_name(item)) == item
+
+
+@given(st.text(max_size=80) | st.from_regex(r"[0-9]{1,3}-[0-9]{1,3}-[0-9a-fA-F]{1,5}-(root|[0-9a-f]{1,5})\.\w{1,6}"))
+def test_other_names_carry_none(name):
+    item = layout.parse_item(name)
+    assert item is None or layout.item_name(item) == name
+
+
+def test_delete_and_touch(disk, tmp_path):
+    disk.write(ITEM, {})
+    os.utime(file_of(tmp_path), (OLD, OLD))
+    disk.touch(ITEM)
+    assert next(iter(disk.scan())).used > time.time() - 60
+    disk.delete(ITEM)
+    disk.delete(ITEM)
+    disk.touch(ITEM)
+    assert not list(disk.scan())
+    with pytest.raises(MediumError, match=r"\.final cannot be read: No such file"):
+        disk.read(ITEM)
+
+
+def test_a_restart_finds_what_was_kept(tmp_path):
+    Disk(tmp_path, MODEL, 1).write(ITEM, some_tensors())
+    again = Disk(tmp_path, MODEL, 1)
+    assert [named(item) for item in again.scan()] == [named(ITEM)]
+    assert same(again.read(ITEM), some_tensors())
+    assert not list(Disk(tmp_path, OTHER, 1).scan()), "what another model kept is none of ours"
+
+
+# Damage
+
+
+def small() -> bytes:
+    return b"".join(encode(ITEM, {"tokens": torch.arange(2), "conv": torch.ones(3).bfloat16()}))
+
+
+def test_truncated_at_every_byte(disk, tmp_path):
+    whole = small()
+    put(file_of(tmp_path), whole)
+    assert set(disk.read(ITEM)) == {"tokens", "conv"}
+    for length in range(len(whole)):
+        put(file_of(tmp_path), whole[:length])
+        with pytest.raises(MediumError):
+            disk.read(ITEM)
+    put(file_of(tmp_path), whole + b"\0")
+    with pytest.raises(MediumError, match="wrong length"):
+        disk.read(ITEM)
+
+
+def test_every_flipped_bit_is_seen(disk, tmp_path):
+    whole = small()
+    put(file_of(tmp_path), whole)
+    with file_of(tmp_path).open("r+b", buffering=0) as file:
+        for place, byte in enumerate(whole):
+            for bit in range(8):
+                os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), place)
+                with pytest.raises(MediumError):
+                    disk.read(ITEM)
+            os.pwrite(file.fileno(), bytes([byte]), place)
+    disk.read(ITEM)
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_random_damage_is_seen(tmp_path_factory, data):
+    """Pieces overwritten, removed, doubled: refused, or the very same bytes."""
+    directory = tmp_path_factory.getbasetemp() / "damage"
+    disk, whole = Disk(directory, MODEL, 1), small()
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, len(whole)))
+    damaged = whole[:start] + data.draw(st.binary(max_size=40) | st.just(2 * whole[start:end])) + whole[end:]
+    put(file_of(directory), damaged)
+    if damaged != whole:
+        with pytest.raises(MediumError):
+            disk.read(ITEM)
+
+
+def test_an_item_under_another_name(disk, tmp_path):
+    disk.write(ITEM, some_tensors())
+    others = [Item("state", KEY, PARENT, 16, 37), Item("final", PARENT, PARENT, 16, 37),
+              Item("final", KEY, "", 16, 37), Item("final", KEY, PARENT, 15, 37), Item("final", KEY, PARENT, 16, 38)]
+    for other in others:
+        shutil.copy(file_of(tmp_path), file_of(tmp_path, other))
+        with pytest.raises(MediumError, match="is not what its name says"):
+            disk.read(other)
+
+
+def framed(header: Any, tail: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
+    return len(text).to_bytes(8, "little") + text + tail
+
+
+def hostile() -> dict[str, bytes]:
+    metadata = {"format": "deltic-prefix", "version": "1", "kind": "final", "key": KEY, "parent": PARENT,
+                "start": "16", "done": "37", "crc32": "00000000"}
+
+    def tensor(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **more: Any) -> bytes:
+        entry = {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
+        return framed({"__metadata__": metadata, "x": entry}, bytes(4))
+
+    return {
+        "nothing": b"", "length only": (1 << 63).to_bytes(8, "little"), "all ones": b"\xff" * 64,
+        "longer than the file": (100).to_bytes(8, "little") + b"{}", "no json": framed(b"{" * 10),
+        "deep json": framed(b"[" * 500_000), "huge number": framed(b'{"__metadata__":' + b"9" * 5000 + b"}"),
+        "not utf-8": framed(b'{"\xff":1}'), "a list": framed([]), "no metadata": framed({}),
+        "metadata is text": framed({"__metadata__": "crc32"}),
+        "metadata is a list": framed({"__metadata__": ["crc32"]}),
+        "checksum is a number": framed({"__metadata__": {**metadata, "crc32": 5}}),
+        "checksum is a list": framed({"__metadata__": {**metadata, "crc32": [5]}}),
+        "more metadata": framed({"__metadata__": {**metadata, "more": "1"}}),
+        "unknown dtype": tensor("F8"), "dtype is a list": tensor(["F32"]), "dtype is none": tensor(None),
+        "huge shape": tensor(shape=[1 << 40], offsets=[0, 1 << 42]), "beyond 64 bits": tensor(shape=[1 << 70]),
+        "empty but huge": tensor(shape=[1 << 62, 1 << 62, 0], offsets=[0, 0])[:-4],
+        "huge product": tensor(shape=[1 << 32, 1 << 32, 1 << 32], offsets=[0, 1 << 98]),
+        "negative": tensor(shape=[-1, -1]), "shape is a number": tensor(shape=1), "shape is text": tensor(shape="1"),
+        "shape of truth": tensor(shape=[True]), "shape of fractions": tensor(shape=[1.0]),
+        "many dimensions": tensor(shape=[1] * 5000), "negative offset": tensor(offsets=[-4, 0]),
+        "hole": tensor(offsets=[4, 8]), "unknown field": tensor(more=1), "no field": framed({"__metadata__": metadata,
+                                                                                           "x": {}}, bytes(4)),
+    }
+
+
+@pytest.mark.parametrize("name", hostile())
+def test_hostile_files(name, disk, tmp_path):
+    put(file_of(tmp_path), hostile()[name])
+    with pytest.raises(MediumError):
+        disk.read(ITEM)
+
+
+def test_what_is_not_a_plain_file(disk, tmp_path):
+    path = file_of(tmp_path)
+    secret = put(tmp_path / "secret", small())
+    for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to(secret)):
+        make()
+        assert not list(disk.scan())
+        with pytest.raises(MediumError, match="cannot be read"):
+            disk.read(ITEM)
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+# Permissions and the directory
+
+
+@pytest.fixture(params=[0o000, 0o777], ids=["umask 000", "umask 777"])
+def umask(request):
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def test_only_the_user_can_look(tmp_path, umask):
+    disk, notes = Disk(tmp_path, MODEL, 1, "a model"), DiskNotes(tmp_path, MODEL)
+    disk.write(ITEM, some_tensors())
+    notes.put("ab", b"text")
+    seen = {path: path.stat().st_mode & 0o7777 for path in (tmp_path / "deltic-prefixes", *tmp_path.rglob("*"))}
+    assert {mode for path, mode in seen.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in seen.items() if path.is_file()} == {0o600}
+    assert len(seen) == 7
+
+
+def test_open_folders_are_closed(tmp_path):
+    home(tmp_path).mkdir(parents=True)
+    for path in (home(tmp_path), home(tmp_path).parent):
+        path.chmod(0o777)
+    Disk(tmp_path, MODEL, 1)
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in (home(tmp_path), home(tmp_path).parent))
+
+
+@pytest.mark.parametrize("kind", ["file", "file above", "link", "file as folder", "link as folder", "nul"])
+def test_directories_that_cannot_be(kind, tmp_path):
+    directory, root = tmp_path / "d", tmp_path / "d" / "deltic-prefixes"
+    (tmp_path / "elsewhere").mkdir()
+    if kind.startswith("file"):
+        put({"file": directory, "file above": tmp_path / "d", "file as folder": root}[kind])
+    elif kind.startswith("link"):
+        path = root if kind == "link" else root / f"v1-{MODEL}"
+        path.parent.mkdir(parents=True)
+        path.symlink_to(tmp_path / "elsewhere")
+    given = {"file above": directory / "below", "nul": Path("a\0b")}.get(kind, directory)
+    with pytest.raises(ConfigError, match=r"cache_dir .* cannot be used .* name a directory") as caught:
+        Disk(given, MODEL, 1)
+    assert caught.value.option == "cache_dir"
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.skipif(IS_ROOT, reason="root may write anywhere")
+def test_a_directory_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        Disk(tmp_path, MODEL, 1)
+    tmp_path.chmod(0o700)
+
+
+def test_a_read_only_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="not writable"):
+        Disk(tmp_path, MODEL, 1)
+
+
+def test_somebody_elses_folder(tmp_path, monkeypatch):
+    """In a place where all may write, another user may have made the folder in advance, to look into it."""
+    home(tmp_path).parent.mkdir(mode=0o755)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(ConfigError, match="owned by another user"):
+        Disk(tmp_path, MODEL, 1)
+
+
+def test_a_disk_without_permissions_warns(tmp_path, monkeypatch, caplog):
+    home(tmp_path).parent.mkdir(mode=0o755)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(Path, "chmod", refuse)
+    Disk(tmp_path, MODEL, 1).write(ITEM, {})
+    assert "keeps no permissions" in caplog.text
+
+
+def test_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Disk("~/cache", MODEL, 1)
+    assert home(tmp_path / "cache").is_dir()
+
+
+def test_the_tag_and_the_label(disk, tmp_path):
+    root = home(tmp_path).parent
+    assert (root / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55\n")
+    assert layout.read_label(home(tmp_path)) == "a model"
+    Disk(tmp_path, MODEL, 1)
+    assert layout.read_label(home(tmp_path)) == "a model", "no name is no reason to forget one"
+    Disk(tmp_path, MODEL, 1, "Größe\x1b[31m\n")
+    assert layout.read_label(home(tmp_path)) == "Größe[31m"
+    for damage in (b"", b"[]", b"{", b"\xff", b'{"model":5}', b"[" * 60_000):
+        put(home(tmp_path) / "model.json", damage)
+        assert layout.read_label(home(tmp_path)) == ""
+
+
+# Foreign and left-over files
+
+
+def test_others(disk, tmp_path, caplog):
+    root = home(tmp_path).parent
+    disk.write(ITEM, {})
+    DiskNotes(tmp_path, MODEL).put("ab", b"text")
+    Disk(tmp_path, OTHER, 1, "other").write(ITEM, {})
+    strange = {put(home(tmp_path) / "README"), put(home(tmp_path) / "notes" / "no note"),
+               put(home(tmp_path) / "deep" / "er" / f"1-0-{KEY}-root.kv"),
+               home(tmp_path, OTHER) / file_of(tmp_path).name,
+               put(root / "v2-zz" / "future.bin"), put(root / f"v2-{MODEL}" / f"1-0-{KEY}-root.kv"),
+               put(home(tmp_path) / ".tmp-1-a", used=OLD), put(home(tmp_path, OTHER) / ".tmp-2-b", used=OLD),
+               put(home(tmp_path) / ".tmp-3-c", used=time.time() + 3600)}
+    (home(tmp_path) / "link").symlink_to(tmp_path)
+    strange.add(home(tmp_path) / "link")
+    kept = {put(home(tmp_path) / ".tmp-4-d"), put(root / "mine.txt"), put(root / "v1" / "x"),
+            put(tmp_path / "user.txt")}
+    found = disk.others()
+    assert {root / item.path for item in found} == strange
+    assert len(list(disk.scan())) == 1
+    assert len([record for record in caplog.records if "10 files of other models" in record.message]) == 1
+    caplog.clear()
+    disk.others()
+    assert not caplog.records
+    for item in found:
+        disk.delete(item)
+        disk.delete(item)
+    assert disk.others() == [] and len(list(disk.scan())) == 1 and all(path.exists() for path in kept)
+    assert not any(path.exists() for path in (home(tmp_path, OTHER), root / "v2-zz", home(tmp_path) / "deep"))
+    assert DiskNotes(tmp_path, MODEL).get("ab") == b"text"
+
+
+def test_an_item_of_others_tells_its_age_and_size(disk, tmp_path):
+    put(home(tmp_path, OTHER) / file_of(tmp_path).name, b"12345", OLD)
+    (item,) = disk.others()
+    assert (item.size, item.used, item.key) == (5, pytest.approx(OLD), KEY)
+
+
+def test_time_of_the_future(disk, tmp_path):
+    disk.write(ITEM, {})
+    os.utime(file_of(tmp_path), (1 << 33, 1 << 33))
+    (item,) = disk.scan()
+    assert item.used == 1 << 33 and disk.read(ITEM) == {}
+
+
+def test_paths_never_lead_out(disk):
+    for path in (f"v1-{MODEL}/../../x", f"v1-{MODEL}//etc/passwd"):
+        with pytest.raises(AssertionError):
+            disk.delete(Item("kv", "", "", 0, 0, path=path))
+
+
+# Full disks
+
+
+def test_the_reserve(disk, tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "RESERVE", 1 << 60)
+    monkeypatch.setattr(layout, "RESERVE_SHARE", 1.0)
+    with pytest.raises(OSError) as caught:
+        disk.write(ITEM, some_tensors())
+    assert caught.value.errno == errno.ENOSPC
+    assert names(home(tmp_path)) == {"model.json"}
+
+
+def test_a_small_disk_keeps_a_small_reserve(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10_000, 0, 200))
+    layout.check_room(tmp_path, 100)
+    with pytest.raises(OSError):
+        layout.check_room(tmp_path, 101)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["replace", "open"])
+def test_errors_leave_nothing(code, call, disk, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(OSError) as caught:
+        disk.write(ITEM, some_tensors())
+    monkeypatch.undo()
+    assert caught.value.errno == code and names(home(tmp_path)) == {"model.json"}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
+def test_a_write_that_fails_half_way(tmp_path):
+    path = put(tmp_path / "x", b"old")
+
+    def pieces():
+        yield b"1" * 100_000
+        assert len(list(tmp_path.iterdir())) == 2
+        raise OSError(errno.ENOSPC, "full")
+    with pytest.raises(OSError):
+        layout.write_whole(path, pieces())
+    assert path.read_bytes() == b"old" and names(tmp_path) == {"x"}
+
+
+def test_a_folder_that_was_removed_comes_back(disk, tmp_path):
+    notes = DiskNotes(tmp_path, MODEL)
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "deltic-prefixes")
+        assert not list(disk.scan()) and disk.others() == []
+        disk.write(ITEM, some_tensors())
+        notes.put("ab", b"text")
+        assert same(disk.read(ITEM), some_tensors()) and notes.get("ab") == b"text"
+    assert layout.read_label(home(tmp_path)) == "a model"
+
+
+# Processes
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from deltic.cache.disk import Disk, DiskNotes
+from deltic.cache.medium import Item
+torch.set_num_threads(1)
+directory, chance = Path(sys.argv[1]), random.Random(5)
+for life in range(40):
+    child = os.fork()
+    if not child:
+        disk, notes = Disk(directory, sys.argv[2], 1), DiskNotes(directory, sys.argv[2])
+        for step in range(life, 10_000):
+            disk.write(Item("kv", f"{step % 7:032x}", "", 0, step % 7), {"x": torch.full((1_000_000,), step % 7.0)})
+            notes.put(f"{step % 7:x}", bytes([step % 7]) * 9000)
+    time.sleep(chance.uniform(0.001, 0.04))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+def test_killed_while_writing(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), MODEL], check=True)
+    disk, notes = Disk(tmp_path, MODEL, 1), DiskNotes(tmp_path, MODEL)
+    items = list(disk.scan())
+    assert items
+    for item in items:
+        assert disk.read(item)["x"].unique().tolist() == [item.done]
+    assert disk.others() == [], "what was cut off is young"
+    for path in home(tmp_path).rglob(".tmp-*"):
+        os.utime(path, (OLD, OLD))
+    for item in disk.others():
+        disk.delete(item)
+    assert not list(home(tmp_path).rglob(".tmp-*"))
+    found = [notes.get(f"{number:x}") for number in range(7)]
+    assert all(data in (None, bytes([number]) * 9000) for number, data in enumerate(found)) and any(found)
+
+
+CROWD = """
+import random, sys, time
+from pathlib import Path
+import torch
+from deltic.cache.disk import Disk, DiskNotes
+from deltic.cache.medium import Item, MediumError
+torch.set_num_threads(1)
+disk, notes = Disk(Path(sys.argv[1]), sys.argv[2], 1), DiskNotes(Path(sys.argv[1]), sys.argv[2], 1 << 20)
+chance, end, read = random.Random(int(sys.argv[3])), time.monotonic() + 1.5, 0
+while time.monotonic() < end:
+    number = chance.randrange(6)
+    item = Item("state", f"{number:032x}", "", 0, number)
+    match chance.randrange(5):
+        case 0: disk.write(item, {"x": torch.full((3000,), float(number))})
+        case 1: disk.delete(item)
+        case 2: disk.touch(item); list(disk.scan()); assert not disk.others()
+        case 3:
+            notes.put(f"{number:x}", bytes([number]) * 5000)
+            assert notes.get(f"{number:x}") in (None, bytes([number]) * 5000)
+        case 4:
+            try: assert disk.read(item)["x"].unique().tolist() == [number]; read += 1
+            except MediumError as error: assert "cannot be read" in str(error), error
+assert read > 5
+"""
+
+
+def test_two_processes_share_a_directory(tmp_path):
+    workers = [subprocess.Popen([sys.executable, "-c", CROWD, str(tmp_path), MODEL, str(seed)]) for seed in range(2)]
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+# Notes
+
+
+def test_notes(tmp_path):
+    notes = DiskNotes(tmp_path, MODEL)
+    for data in (b"", b"text", bytes(range(256)) * 100, b"new"):
+        notes.put(KEY, data)
+        assert notes.get(KEY) == DiskNotes(tmp_path, MODEL).get(KEY) == data
+    assert notes.get(PARENT) is DiskNotes(tmp_path, OTHER).get(KEY) is None
+
+
+@pytest.mark.parametrize("key", ["", "../x", "a/b", "AB", "xy", "a" * 65, "ab\n", "ab\0", "ä", "."])
+def test_keys_of_notes_are_hexadecimal(key, tmp_path):
+    notes, before = DiskNotes(tmp_path, MODEL), names(tmp_path)
+    notes.put(key, b"text")
+    assert notes.get(key) is None and names(tmp_path) == before
+
+
+def test_damaged_notes(tmp_path):
+    notes, path = DiskNotes(tmp_path, MODEL), home(tmp_path) / "notes" / "ab"
+    notes.put("ab", b"some text")
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        put(path, whole[:place])
+        assert notes.get("ab") is None
+        put(path, whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1:])
+        assert notes.get("ab") is None
+    put(path, whole)
+    shutil.copy(path, path.with_name("cd"))
+    assert notes.get("ab") == b"some text" and notes.get("cd") is None, "it belongs to its key"
+    path.unlink()
+    path.mkdir()
+    notes.put("ab", b"text")
+    assert notes.get("ab") is None
+
+
+def taken(tmp_path: Path) -> int:
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in (home(tmp_path) / "notes").iterdir())
+
+
+def test_notes_keep_to_their_budget(tmp_path):
+    budget = 64 * 4096
+    both = [DiskNotes(tmp_path, MODEL, budget) for _ in range(2)]
+    for number in range(300):
+        both[number % 2].put(f"{number:x}", b"x" * (100 if number % 3 else 6000))
+        path = home(tmp_path) / "notes" / f"{number:x}"
+        os.utime(path, (OLD + number, OLD + number))
+        assert taken(tmp_path) <= budget
+    assert taken(tmp_path) > budget // 2
+    kept = sorted(int(path.name, 16) for path in (home(tmp_path) / "notes").iterdir())
+    assert kept == list(range(kept[0], 300)), "the oldest go"
+    both[0].put("aaaa", bytes(budget))
+    assert both[0].get("aaaa") is None, "too large"
+
+
+def test_reading_keeps_a_note(tmp_path):
+    notes = DiskNotes(tmp_path, MODEL, 16 * 4096)
+    for number in range(60):
+        notes.put(f"{number:x}", b"x")
+        os.utime(home(tmp_path) / "notes" / f"{number:x}", (OLD + number, OLD + number))
+        assert notes.get("0") == b"x"
+
+
+def test_a_note_that_cannot_be_touched_is_read(tmp_path, monkeypatch):
+    notes = DiskNotes(tmp_path, MODEL)
+    notes.put("ab", b"text")
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(os, "utime", refuse)
+    assert notes.get("ab") == b"text"
+
+
+def test_a_full_disk_stops_notes_with_one_warning(tmp_path, monkeypatch, caplog):
+    notes = DiskNotes(tmp_path, MODEL)
+    notes.put("ab", b"old")
+    monkeypatch.setattr(layout, "RESERVE", 1 << 60)
+    monkeypatch.setattr(layout, "RESERVE_SHARE", 1.0)
+    for _ in range(3):
+        notes.put("ab", b"new")
+    assert notes.get("ab") == b"old" and len(caplog.records) == 1 and "nearly full" in caplog.text
+    monkeypatch.undo()
+    notes.put("ab", b"new")
+    assert notes.get("ab") == b"new"
+
+
+def test_fingerprint():
+    assert len(fingerprint([b"a"])) == 32 and fingerprint(["ab"]) == fingerprint([b"ab"])
+    assert len({fingerprint(parts) for parts in ([], [""], ["a", "b"], ["ab"], ["", "ab"], ["ab", ""])}) == 6
+    layout.folder_name(fingerprint([]))

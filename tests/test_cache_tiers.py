@@ -1,0 +1,440 @@
+"""Tiers: what a shelf holds against a dictionary, faults of its medium, and the hybrid cache over them (L1 to L3)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import greedy, numbers, odd_runtime, reference, same_tokens
+from test_cache_machine import hashes, toy_cache
+from test_prefix_reuse import runtime_of, serve, usage_of
+from test_prefix_tree import PHASES, PROMPTS, Prefix, ReuseMachine, Wanted, run_programs
+from torch import Tensor
+
+from deltic.cache import shelf as shelf_module
+from deltic.cache.disk import Disk
+from deltic.cache.host import Host
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.medium import Item, MediumError, PrefixHash
+from deltic.cache.shelf import Loaded, LostError, Shelf, Source
+from deltic.cache.tiers import Fetch
+from deltic.engine.engine import Engine
+from deltic.types import PAGE
+
+
+@pytest.fixture(autouse=True)
+def only_what_matters(caplog: pytest.LogCaptureFixture) -> None:
+    """Thousands of refusals are not worth a line each."""
+    caplog.set_level(logging.ERROR, "deltic")
+
+
+def source_of(tokens: Sequence[int], logits: bool = False) -> Source:
+    """A prefix whose K/V are running hashes, and whose state is the last of them."""
+    found = hashes(list(tokens))
+
+    def kv(start: int) -> dict[str, Tensor]:
+        return {"keys": torch.tensor(found[start:], dtype=torch.float32)}
+
+    def state() -> dict[str, Tensor]:
+        return {"recurrent": torch.full((25,), float(found[-1]))}
+    return Source(tokens, kv, state, torch.ones(3) if logits else None)
+
+
+def check_loaded(loaded: Loaded, tokens: Sequence[int]) -> None:
+    found = torch.tensor(hashes(list(tokens)), dtype=torch.float32)
+    assert loaded.tokens == tuple(tokens)
+    assert torch.equal(torch.cat([run["keys"] for _, run in loaded.runs]), found)
+    assert bool((loaded.state["recurrent"] == found[-1]).all())
+
+
+class Flaky(Host):
+    """A medium that refuses, forgets and corrupts."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.full, self.now = False, 1.0
+
+    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(item, tensors)
+        return item.size + 7  # a header
+
+    def scan(self) -> Iterable[Item]:
+        self.now += 1
+        return [replace(self.names[key], size=sum(t.numel() * t.itemsize for t in tensors.values()) + 7, used=self.now)
+                for key, tensors in self._items.items()]
+
+    @property
+    def names(self) -> dict[tuple[str, str], Item]:
+        return {key: item for key, item in self.known.items() if key in self._items}
+
+    known: dict[tuple[str, str], Item]
+
+
+class Recording(Flaky):
+    """Also remembers the items' names, as a directory does."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.known = {}
+
+    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+        size = super().write(item, tensors)
+        self.known[item.kind, item.key] = item
+        return size
+
+
+class ShelfMachine(RuleBasedStateMachine):
+    """Random programs over a shelf and the set of prefixes that were offered to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offered: dict[Prefix, bool] = {}
+
+    @initialize(budget=st.sampled_from((600, 1500, 4000, 100_000)))
+    def start(self, budget: int) -> None:
+        self.medium = Recording(budget)
+        self.shelf = Shelf(self.medium, threads=False)
+
+    @rule(tokens=PROMPTS.filter(bool), logits=st.booleans())
+    def offer(self, tokens: Prefix, logits: bool) -> None:
+        self.shelf.offer(source_of(tokens, logits))
+        self.offered[tokens] = logits or self.offered.get(tokens, False)
+        if self.medium.budget == 100_000 and not self.medium.full:
+            longer = (*tokens, 9)
+            entry = self.shelf.find(longer)
+            assert entry and len(tokens) - PAGE <= entry.done <= len(tokens), "what was offered is not known"
+
+    @rule(tokens=PROMPTS, above=st.integers(0, 40))
+    def fetch(self, tokens: Prefix, above: int) -> None:
+        """What is found is a prefix that was offered, deeper than asked, and comes back as it was."""
+        entry = self.shelf.find(tokens, above)
+        if entry is None:
+            return
+        assert above < entry.done <= len(tokens)
+        assert tokens[:entry.done] in self.offered
+        assert entry.done < len(tokens) or self.offered[tokens], "an exact end without logits"
+        check_loaded(self.shelf.fetch(entry).result(), tokens[:entry.done])
+
+    @rule()
+    def restart(self) -> None:
+        known = self.shelf.prefixes
+        self.shelf.close()
+        self.medium.full = False
+        self.shelf = Shelf(self.medium, threads=False)
+        assert self.shelf.prefixes == known
+
+    @rule(full=st.booleans())
+    def fill(self, full: bool) -> None:
+        self.medium.full = full
+        self.shelf._paused_until = 0.0
+
+    @precondition(lambda self: self.medium._items)
+    @rule(pick=st.integers(0, 99))
+    def forget(self, pick: int) -> None:
+        """Another process deletes a file; the next that would use it is told."""
+        key = list(self.medium._items)[pick % len(self.medium._items)]
+        item = self.medium.known[key]
+        self.medium.delete(item)
+        self.shelf.lose(item)
+
+    @precondition(lambda self: self.medium._items)
+    @rule(pick=st.integers(0, 99))
+    def vanish(self, pick: int) -> None:
+        """Another process deletes a file, and a look at the medium shows it."""
+        self.medium.delete(self.medium.known[list(self.medium._items)[pick % len(self.medium._items)]])
+        for entry in self.shelf._entries.values():
+            entry.used = min(entry.used, 1.0)
+        self.shelf._merge(list(self.medium.scan()), [], self.medium.now + 1e9)
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        """Budget, index and medium agree."""
+        self.shelf.check()
+        held = [item for entry in self.shelf._entries.values() for item in (entry.kv, entry.state) if item]
+        assert {(item.kind, item.key) for item in held} == set(self.medium._items)
+
+
+def test_a_shelf_equals_the_prefixes_that_were_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
+    run_programs(ShelfMachine, 150, 40)
+
+
+@pytest.mark.slow
+def test_a_shelf_equals_the_prefixes_in_thousands_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
+    run_programs(ShelfMachine, 2000, 50, derandomize=False)
+
+
+# The hybrid cache over a tier
+
+
+class TierMachine(ReuseMachine):
+    """The cache's programs, in which prefixes also come back from a tier that is smaller or larger than the pools."""
+
+    @initialize(pages=st.sampled_from((12, 6, 4, 9, 20)), slots=st.sampled_from((6, 4, 3, 8, 2)),
+                budget=st.sampled_from((1 << 12, 1 << 14, 1 << 20)))
+    def start(self, pages: int, slots: int, budget: int) -> None:  # type: ignore[override]
+        self.cache = toy_cache(pages, slots, self.kind)
+        self.cache.tiers = (Shelf(Host(budget), threads=False),)
+
+    @rule(prompt=PROMPTS, room=st.integers(0, 80))
+    def admit(self, prompt: Prefix, room: int) -> None:  # type: ignore[override]
+        known = self.cache.known(prompt)
+        fetch = self.cache.fetch(prompt)
+        assert fetch.poll()
+        loaded = fetch.loaded.done if fetch.loaded else 0
+        assert not loaded or loaded > known
+        lease = self.cache.admit(prompt, room, fetch)
+        if lease is None:
+            assert room or self.loose_slots() <= 1 or self.leases or self.kept, "an empty cache refuses"
+            return
+        self.leases[lease] = Wanted(list(prompt[:lease.done]))
+        self.leases[lease].emitting |= set(lease.emitting)
+        assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= max(known, loaded)
+        assert lease.source == ("host" if lease.done > known else "")
+
+    @rule()
+    def forget_the_pools(self) -> None:
+        self.cache.clear()
+
+
+def test_l2_a_cache_over_a_tier_equals_the_naive_model() -> None:
+    run_programs(TierMachine, 120, 40)
+
+
+@pytest.mark.slow
+def test_l2_a_cache_over_a_tier_equals_the_naive_model_in_thousands_of_programs() -> None:
+    run_programs(TierMachine, 2000, 40, derandomize=False)
+
+
+class RestoresNoState(HybridCache):
+    def _arrive(self, fetch: Fetch, room: int, known: int) -> Any:
+        if fetch.loaded:
+            wrong = {name: tensor * 0 for name, tensor in fetch.loaded.state.items()}
+            fetch.loaded = replace(fetch.loaded, state=wrong)
+        return super()._arrive(fetch, room, known)
+
+
+class RestoresWrongRun(HybridCache):
+    """The K/V of a run is that of the run before."""
+
+    def _arrive(self, fetch: Fetch, room: int, known: int) -> Any:
+        if fetch.loaded and len(fetch.loaded.runs) > 1:
+            runs = [(start, {name: tensor.roll(1, 1) for name, tensor in run.items()})
+                    for start, run in fetch.loaded.runs]
+            fetch.loaded = replace(fetch.loaded, runs=tuple(runs))
+        return super()._arrive(fetch, room, known)
+
+
+@pytest.mark.parametrize("kind", [RestoresNoState, RestoresWrongRun])
+def test_the_machine_notices_a_cache_that_restores_wrongly(kind: type[HybridCache]) -> None:
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        run_programs(type("Machine", (TierMachine,), {"kind": kind}), 300, 40, report_multiple_bugs=False,
+                     phases=PHASES)
+
+
+# Faults of a disk, seen from the engine
+
+
+PROMPT = numbers(1, 100, 500)
+OPENING = replace(greedy(PROMPT, 8), boundaries=(40,))
+
+
+def disk_engine(directory: Path, model: str = "model", budget: int = 1 << 24) -> Engine:
+    """A process's engine over a directory."""
+    tiers = [Shelf(Disk(directory, model, budget), threads=True)]
+    return Engine(runtime_of(odd_runtime(), batch=2, tiers=tiers))
+
+
+def check_answer(engine: Engine, cached: int | None = None) -> int:
+    """The answer is right whatever came from the disk; returns how much did."""
+    found = serve(engine, OPENING)
+    same_tokens(reference(odd_runtime(), PROMPT, 8), found[("a", 0)].tokens)
+    used = usage_of(found).cached_tokens
+    assert cached is None or used == cached
+    engine.close()
+    return used
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.suffix in (".kv", ".state", ".final"))
+
+
+def test_a_restarted_engine_reads_nothing_again(tmp_path: Path) -> None:
+    assert [check_answer(disk_engine(tmp_path)) for _ in range(3)] == [0, 100, 100]
+
+
+def test_another_model_uses_nothing_and_harms_nothing(tmp_path: Path) -> None:
+    check_answer(disk_engine(tmp_path))
+    check_answer(disk_engine(tmp_path, "other"), cached=0)
+    check_answer(disk_engine(tmp_path), cached=100)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "swap", "empty"])
+@pytest.mark.parametrize("pick", range(4))
+def test_l6_damaged_files_are_read_anew_and_replaced(damage: str, pick: int, tmp_path: Path,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deltic")
+    check_answer(disk_engine(tmp_path))
+    files = files_of(tmp_path)
+    assert [path.suffix for path in files] == [".final", ".kv", ".kv", ".state"]
+    data = files[pick].read_bytes()
+    match damage:
+        case "truncate":
+            files[pick].write_bytes(data[:-3])
+        case "flip":
+            files[pick].write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        case "remove":
+            files[pick].unlink()
+        case "swap":
+            files[pick].write_bytes(files[pick - 1].read_bytes())
+        case "empty":
+            files[pick].write_bytes(b"")
+    assert check_answer(disk_engine(tmp_path)) in (0, 40, 100)
+    assert damage == "remove" or any("read anew" in record.message for record in caplog.records) or pick == 3
+    check_answer(disk_engine(tmp_path), cached=100)
+
+
+def test_a_full_disk_only_stops_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                        caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deltic")
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "write", full)
+        engine = disk_engine(tmp_path)
+        for seed in range(5):
+            serve(engine, greedy(numbers(20 + seed, 60, 500), 5))
+        check_answer(engine, cached=0)
+    assert len([record for record in caplog.records if "No space left" in record.message]) == 1
+    check_answer(disk_engine(tmp_path), cached=0)
+    check_answer(disk_engine(tmp_path), cached=100)
+
+
+def test_a_medium_that_was_full_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    medium = Recording(100_000)
+    shelf = Shelf(medium, threads=False)
+    medium.full = True
+    for tokens in ((1, 2, 3), (4, 5, 6)):
+        shelf.offer(source_of(tokens))
+    medium.full = False
+    shelf.offer(source_of((7, 8, 9)))
+    assert shelf.prefixes == 0, "a full medium is asked again and again"
+    monkeypatch.setattr(shelf_module, "_PAUSE", 0.0)
+    shelf._paused_until = 0.0
+    shelf.offer(source_of((7, 8, 9)))
+    assert shelf.prefixes == 1
+
+
+def test_two_engines_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf_module, "_PAUSE", 0.0)
+    first, second = disk_engine(tmp_path), disk_engine(tmp_path)
+    serve(first, OPENING)
+    first.close()
+    serve(second, greedy(numbers(9, 50, 500), 3))  # looks around while it keeps this
+    second.runtime.cache.tiers[0]._reader.submit(int).result()  # type: ignore[arg-type]
+    serve(second, greedy(numbers(8, 50, 500), 3))
+    check_answer(second, cached=100)
+
+
+def test_two_engines_that_write_the_same_at_the_same_time(tmp_path: Path) -> None:
+    engines = [disk_engine(tmp_path) for _ in range(2)]
+    for engine in engines:
+        engine.add(OPENING)
+    while any(engine.has_work for engine in engines):
+        for engine in engines:
+            engine.step()
+    for engine in engines:
+        engine.close()
+    check_answer(disk_engine(tmp_path), cached=100)
+
+
+@pytest.mark.parametrize("shift", [-1e9, 1e9])
+def test_a_clock_that_jumps_changes_no_answer(shift: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_answer(disk_engine(tmp_path))
+    with monkeypatch.context() as patched:
+        real = shelf_module.time.time
+        patched.setattr(shelf_module.time, "time", lambda: real() + shift)
+        check_answer(disk_engine(tmp_path), cached=100)
+    check_answer(disk_engine(tmp_path), cached=100)
+
+
+def test_the_budget_holds_across_restarts_and_models(tmp_path: Path) -> None:
+    for round in range(4):
+        engine = disk_engine(tmp_path, f"m{round % 2}", budget=400_000)
+        for seed in range(6):
+            serve(engine, greedy(numbers(10 * round + seed, 70, 500), 3))
+            engine.check()
+        engine.close()
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 401_000
+    assert engine.runtime.cache.tiers[0].evictions
+
+
+def test_prompts_that_arrive_together_after_a_restart_all_come_from_the_disk(tmp_path: Path) -> None:
+    check_answer(disk_engine(tmp_path))
+    engine = disk_engine(tmp_path)
+    found = serve(engine, *(greedy((*PROMPT, *numbers(i, 9, 400)), 4, f"r{i}") for i in range(6)))
+    assert [usage_of(found, f"r{i}").cached_tokens for i in range(6)] == [100] * 6
+    engine.close()
+
+
+def test_an_abort_while_a_tier_is_read_leaves_nothing(tmp_path: Path) -> None:
+    check_answer(disk_engine(tmp_path))
+    engine = disk_engine(tmp_path)
+    engine.add(OPENING)
+    engine.scheduler._admit()
+    engine.abort("a")
+    engine.step()
+    engine.check()
+    check_answer(engine, cached=100)
+
+
+# Hostile content
+
+
+def test_tensors_of_other_shapes_are_not_used() -> None:
+    cache = toy_cache(8, 4)
+    shelf = Shelf(Host(1 << 20), threads=False)
+    cache.tiers = (shelf,)
+    good = torch.zeros((2, 20, 1, 1), dtype=torch.float64)
+    state = {"recurrent": torch.zeros((3, 1, 1, 2), dtype=torch.float64),
+             "conv": torch.zeros((3, 4, 1), dtype=torch.float64)}
+    runs = {"short": good[:, :19], "other dtype": good.float(), "more heads": good.expand(2, 20, 3, 1)}
+    for index, (name, keys) in enumerate(runs.items()):
+        tokens = tuple(range(index * 100, index * 100 + 20))
+        kv = {"keys": keys, "values": torch.zeros((2, 20, 1, 2), dtype=torch.float64)}
+        shelf.offer(Source(tokens, lambda _, kv=kv: dict(kv), lambda: dict(state)))
+        fetch = cache.fetch((*tokens, 1))
+        assert fetch.poll()
+        lease = cache.admit((*tokens, 1), 0, fetch)
+        assert lease is not None and lease.done == 0, name
+        cache.release(lease)
+
+
+def test_an_item_of_other_tokens_is_not_used() -> None:
+    medium = Recording(100_000)
+    shelf = Shelf(medium, threads=False)
+    shelf.offer(source_of((1, 2, 3)))
+    key = PrefixHash((1, 2, 3)).key(3)
+    medium._items["kv", key]["tokens"] = torch.tensor([1, 2, 4])
+    entry = shelf.find((1, 2, 3, 4))
+    assert entry is not None
+    with pytest.raises(LostError, match="others than it says"):
+        shelf.fetch(entry).result()
+
+
+def test_a_missing_item_is_named() -> None:
+    with pytest.raises(MediumError, match="not there"):
+        Host(100).read(Item("kv", "00", "", 0, 1))

@@ -1,0 +1,152 @@
+"""`deltic cache` shows what a directory keeps, and deletes that and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+from test_cache_disk import KEY, MODEL, OLD, OTHER, file_of, home, names, put
+
+from deltic.cache.disk import Disk, DiskNotes
+from deltic.cache.medium import Item, PrefixHash
+from deltic.cli import main
+
+
+@pytest.fixture
+def filled(tmp_path):
+    (tmp_path / "user").mkdir()
+    put(tmp_path / "user" / "v1-ab" / "letter.txt")
+    put(tmp_path / "photo.jpg")
+    tokens = PrefixHash(range(40))
+    first, last = tokens.key(16), tokens.key(40)
+    disk = Disk(tmp_path, MODEL, 1, "some/model")
+    for item in (Item("kv", first, "", 0, 16), Item("kv", last, first, 16, 40), Item("state", first, first, 16, 16),
+                 Item("final", last, last, 40, 40)):
+        disk.write(item, {"x": torch.zeros(1000)})
+    for item in disk.scan():
+        if item.key == first:
+            os.utime(file_of(tmp_path, item), (OLD, OLD))
+    Disk(tmp_path, OTHER, 1).write(Item("state", KEY, "", 0, 5), {})
+    os.utime(home(tmp_path, OTHER) / f"5-0-{KEY}-root.state", (OLD - 1, OLD - 1))
+    DiskNotes(tmp_path, MODEL).put("ab", b"text")
+    return tmp_path
+
+
+def command(capsys, *argv: object) -> str:
+    assert main(["cache", *map(str, argv)]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def test_ls(filled, capsys):
+    head, *lines = command(capsys, "ls", filled).splitlines()
+    assert head.split() == ["key", "tokens", "kind", "mib", "last", "used", "model"]
+    assert [line.split()[1:3] for line in lines] == [["40", "final+kv"], ["16", "kv+state"], ["5", "state"]]
+    assert lines[0].endswith("some/model (abababababab)") and lines[2].endswith("? (cdcdcdcdcdcd)")
+    listed = json.loads(command(capsys, "ls", "--json", filled))
+    assert listed["directory"] == str(filled)
+    prefix = listed["prefixes"][1]
+    assert prefix | {"bytes": 0} == {
+        "key": PrefixHash(range(40)).key(16), "tokens": 16, "kinds": ["kv", "state"], "bytes": 0,
+        "used": pytest.approx(OLD), "model": "some/model", "fingerprint": MODEL, "version": 1}
+    assert prefix["bytes"] > 8000 and listed["prefixes"][2]["model"] is None
+
+
+def test_stats(filled, capsys):
+    shown = command(capsys, "stats", filled)
+    assert "some/model (abababababab, version 1)" in shown and "disk free" in shown
+    stats = json.loads(command(capsys, "stats", "--json", filled))
+    first, second = stats["models"]
+    assert stats["bytes"] == first["bytes"] + second["bytes"] and stats["disk_free"] > 0
+    counts = [first[name] for name in ("items", "prefixes", "tokens", "notes", "other_files")]
+    assert counts == [4, 2, 40, 1, 0]
+    assert (second["items"], second["oldest"], second["newest"]) == (1, pytest.approx(OLD - 1), pytest.approx(OLD - 1))
+
+
+def test_clear_leaves_the_users_files(filled, capsys):
+    put(home(filled) / "stray")
+    Disk(filled, "ef", 1)
+    (home(filled) / "link").symlink_to(filled / "user")
+    assert "deleted 8 files" in command(capsys, "clear", filled, "--yes")
+    assert names(filled) == {"photo.jpg", "user", "user/v1-ab", "user/v1-ab/letter.txt"}
+    assert "nothing kept" in command(capsys, "clear", filled, "--yes")
+
+
+def test_clear_leaves_what_is_not_ours(filled, capsys):
+    root = home(filled).parent
+    put(root / "mine.txt")
+    put(root / "v1-UPPER" / "x")
+    command(capsys, "clear", filled, "--yes")
+    assert names(root) == {"mine.txt", "v1-UPPER", "v1-UPPER/x", "CACHEDIR.TAG"}
+
+
+def test_clear_the_old(filled, capsys):
+    assert "nothing kept" in command(capsys, "clear", filled, "--yes", "--older-than", 31)
+    assert "deleted 3 files" in command(capsys, "clear", filled, "--yes", "--older-than", 29)
+    assert [item.done for item in Disk(filled, MODEL, 1).scan()] == [40, 40]
+    assert not home(filled, OTHER).exists()
+
+
+def test_clear_asks(filled, capsys, monkeypatch):
+    before = names(filled)
+    assert main(["cache", "clear", str(filled)]) == 2
+    assert "give --yes" in capsys.readouterr().err and names(filled) == before
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+    def ended(question: str) -> str:
+        raise EOFError
+    for answer in (lambda question: "", lambda question: "no", ended):
+        monkeypatch.setattr("builtins.input", answer)
+        assert main(["cache", "clear", str(filled)]) == 1 and names(filled) == before
+    monkeypatch.setattr("builtins.input", lambda question: "Y")
+    assert main(["cache", "clear", str(filled)]) == 0 and not home(filled).exists()
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["ls", "--yes", "."], "--yes is for clear, not for ls"), (["clear", "--json", "."], "--json is for ls and stats"),
+    (["stats", "--older-than", "0", "."], "--older-than is for clear"), (["ls"], "DIR"), (["rm", "."], "'rm'"),
+    (["ls", "/nowhere/at/all"], "there is no directory '/nowhere/at/all'"),
+    (["clear", "--older-than", "-1", "."], "0 to"),
+])
+def test_bad_commands(argv, words, capsys):
+    assert main(["cache", *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_empty_directory(tmp_path, capsys):
+    for action in ("ls", "stats"):
+        assert command(capsys, action, tmp_path) == f"nothing kept in {tmp_path}\n"
+    assert json.loads(command(capsys, "ls", tmp_path, "--json"))["prefixes"] == []
+    assert json.loads(command(capsys, "stats", tmp_path, "--json"))["models"] == []
+    assert not names(tmp_path)
+
+
+def test_a_link_is_not_followed(filled, tmp_path_factory, capsys):
+    other = tmp_path_factory.mktemp("other")
+    (other / "deltic-prefixes").symlink_to(filled / "deltic-prefixes")
+    assert main(["cache", "clear", "--yes", str(other)]) == 2
+    assert "is a link" in capsys.readouterr().err and home(filled).exists()
+
+
+def test_strange_times_can_be_shown(filled, capsys):
+    path = next(home(filled).glob("*.final"))
+    with suppress(OSError, OverflowError):
+        os.utime(path, (1 << 62, 1 << 62))
+    os.utime(path, (-5, -5))
+    command(capsys, "ls", filled)
+    command(capsys, "stats", filled)
+
+
+def test_the_command_needs_no_torch(filled):
+    code = ("import sys; from deltic.cli import main; main(sys.argv[1:]);"
+            "assert not {'torch', 'safetensors'} & set(sys.modules)")
+    for action in ("ls", "stats", "clear"):
+        argv = ["cache", action, str(filled), *(["--yes"] if action == "clear" else [])]
+        subprocess.run([sys.executable, "-c", code, *argv], check=True, stdout=subprocess.DEVNULL)

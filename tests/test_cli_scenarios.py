@@ -1,0 +1,287 @@
+"""`deltic bench --scenario`: scripts that are as they say, and promised numbers of reused tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support import numbers, odd_runtime, pools, small_runtime
+
+from deltic.cache.hybrid import HybridCache
+from deltic.cli import main
+from deltic.cli.play import Played, Stage, Summary, Timed, medians, play, serve
+from deltic.cli.scenarios import SCENARIOS, Ask, Group, Scenario, Script, Sizes, advance, drawing, rehearse
+from deltic.cli.table import grid
+from deltic.engine.engine import Engine
+from deltic.errors import DelticError
+from deltic.model.decoder import Stores
+
+SYSTEM, TURN, NEW = 70, 21, 20
+SMALL = ["--prompt-tokens", str(SYSTEM), "--turn-tokens", str(TURN), "--new-tokens", str(NEW), "--dtype", "float32",
+         "--threads", "1", "--memory", "32MiB", "--json"]
+
+
+def bench(capsys: Any, *argv: str) -> dict[str, Any]:
+    assert main(["bench", *SMALL, *argv]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    result = json.loads(out)
+    check(result)
+    return dict(result)
+
+
+def check(result: dict[str, Any]) -> None:
+    """What holds in every report."""
+    summary, requests = result["summary"], result["requests"]
+    assert summary["prompt_tokens"] == sum(request["prompt_tokens"] for request in requests)
+    cached = sum(request["cached_tokens"] for request in requests)
+    assert summary["computed_tokens"] == summary["prompt_tokens"] - cached
+    assert summary["reuse_share"] == pytest.approx(cached / summary["prompt_tokens"], abs=1e-4)
+    assert all(0 < request["time_to_first_token_ms"] < request["total_ms"] for request in requests)
+    assert summary["last_cold_ms"] > 0 and summary["last_warm_ms"] > 0 and summary["cold_over_warm"] > 0
+
+
+def cached(result: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(r["request"], r["prompt_tokens"], r["cached_tokens"]) for r in result["requests"]]
+
+
+def chat(turns: int) -> list[tuple[str, int, int]]:
+    """A chat in which all is reused but the last token of the last answer, which the model has not read."""
+    first = SYSTEM + TURN
+    lengths = [first + (NEW + TURN) * turn for turn in range(turns)]
+    return [(f"turn {turn + 1}", length, length - TURN - 1 if turn else 0) for turn, length in enumerate(lengths)]
+
+
+def test_multi_turn(capsys: Any) -> None:
+    result = bench(capsys, "--scenario", "multi-turn", "--turns", "4")
+    assert cached(result) == chat(4)
+    assert result["summary"]["evictions"] == 0
+
+
+def test_edit(capsys: Any) -> None:
+    """The edited turn resumes at the end of the answer before it, like the turn that it replaces."""
+    turns = chat(5)
+    again = [(f"{name} again", *lengths) for name, *lengths in turns[2:]]
+    assert cached(bench(capsys, "--scenario", "edit", "--turns", "5")) == [*turns, *again]
+
+
+def test_restart(capsys: Any, tmp_path: Any) -> None:
+    turns = chat(4)
+    result = bench(capsys, "--scenario", "restart", "--turns", "3")
+    assert cached(result) == [*turns[:3], ("after the restart", *turns[3][1:])]
+    assert "loading" in result["note"]
+    bench(capsys, "--scenario", "restart", "--turns", "1", "--cache-dir", str(tmp_path / "own"))
+    assert any((tmp_path / "own").rglob("*")), "a directory that was given is used, and kept"
+
+
+def test_agent(capsys: Any) -> None:
+    """Ten steps: a user message at each fourth, which resumes where the message before it ended."""
+    opening, short = 4, NEW // 2
+    expected, settled, before = [], SYSTEM, 0
+    for start in (0, 4, 8):
+        settled += TURN
+        length, known = settled + opening, before
+        for step in range(start, min(start + 4, 10)):
+            expected.append((f"step {step + 1}", length, known))
+            if step == start:
+                expected.append(("title", 2 * TURN, TURN if start else 0))
+            length, known = length + NEW + TURN, length + NEW - 1
+        before, settled = settled, settled + short
+    assert cached(bench(capsys, "--scenario", "agent", "--turns", "10")) == expected
+
+
+def test_shared_system(capsys: Any) -> None:
+    result = bench(capsys, "--scenario", "shared-system", "--turns", "2", "--batch", "3")
+    known = [0, SYSTEM, SYSTEM, SYSTEM, SYSTEM, SYSTEM]
+    assert cached(result) == [(f"wave {1 + index // 3} request {1 + index % 3}", SYSTEM + TURN, tokens)
+                              for index, tokens in enumerate(known)]
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "restart"])
+def test_without_the_cache_nothing_is_reused(capsys: Any, name: str) -> None:
+    result = bench(capsys, "--scenario", name, "--turns", "2", "--no-prefix-cache")
+    assert not any(tokens for *_, tokens in cached(result))
+    assert result["summary"]["time_to_first_token_warm_ms"] is None
+
+
+def test_the_report_says_what_was_measured(capsys: Any) -> None:
+    result = bench(capsys, "--scenario", "multi-turn", "--turns", "2", "--repeat", "3")
+    facts = {"model", "layers", "dtype", "device", "machine", "version", "commit", "ops", "peak_memory_mib"}
+    assert facts < set(result) and result["model"] == "tiny" and result["dtype"] == "float32"
+    sizes = {"scenario": "multi-turn", "prompt_tokens": SYSTEM, "turn_tokens": TURN, "new_tokens": NEW, "turns": 2,
+             "repeat": 3}
+    assert sizes.items() <= result.items()
+    assert len(result["runs"]) == 3 and all(cached(run) == chat(2) for run in result["runs"])
+    for run in result["runs"]:
+        check(run)
+    first = sorted(run["requests"][0]["total_ms"] for run in result["runs"])
+    assert result["requests"][0]["total_ms"] == pytest.approx(first[1], abs=1e-3)
+
+
+def test_people_get_a_table_and_a_sentence(capsys: Any) -> None:
+    argv = [argument for argument in SMALL if argument != "--json"]
+    assert main(["bench", *argv, "--scenario", "multi-turn", "--turns", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.splitlines()[0].split("  ")[0] == "request"
+    assert out.splitlines()[2].split()[:4] == ["turn", "2", "132", "110"]
+    assert "\nmodel            tiny\n" in out
+    assert "multi-turn: 113 of 223 prompt tokens were computed, 49.3% reused." in out and "no figure" in out
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--scenario", "fly"], "invalid choice: 'fly'"),
+    (["--turns", "3"], "--turns needs --scenario"),
+    (["--turn-tokens", "3"], "--turn-tokens needs --scenario"),
+    (["--scenario", "edit", "--turns", "0"], "--turns: must be an integer from 1"),
+    (["--scenario", "edit", "--turn-tokens", "none"], "--turn-tokens"),
+    (["--scenario", "edit", "--seed", "-1"], "--seed"),
+    (["--scenario", "edit", "--batch", "2"], "the requests of edit come one after the other"),
+    (["--scenario", "multi-turn", "--max-context", "100"], "the longest prompt and --new-tokens are"),
+    (["--scenario", "shared-system", "--batch", "4", "--max-batch", "2"], "--batch 4"),
+    (["--scenario", "restart", "--no-prefix-cache"], "needs the prefix cache"),
+])
+def test_bad_options(argv: list[str], message: str, capsys: Any) -> None:
+    assert main(["bench", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("deltic: error: ") and message in err
+
+
+# Scripts
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("turns", [1, 2, 3, 7])
+def test_a_rehearsal_is_like_the_play(name: str, turns: int) -> None:
+    sizes, scenario = Sizes(9, 5, 3, turns, 2), SCENARIOS[name]
+    planned, played, draw = rehearse(scenario, sizes), [], drawing(3, 1000)
+    script, answers = scenario.script(sizes, draw), None
+    while group := advance(script, answers):
+        played.append(group)
+        answers = [draw(3) for _ in group.asks]
+    assert shape(planned) == shape(played)
+    for group in played:
+        assert len({ask.name for ask in group.asks}) == len(group.asks)
+        for ask in group.asks:
+            assert all(0 < position <= len(ask.prompt) for position in ask.boundaries)
+    assert [group.restarted for group in played].count(True) == (name == "restart")
+
+
+def shape(groups: list[Group]) -> list[Any]:
+    return [[(ask.name, len(ask.prompt), ask.boundaries) for ask in group.asks] for group in groups]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_defaults_fit_into_4096_tokens(name: str) -> None:
+    scenario = SCENARIOS[name]
+    assert max(group.longest for group in rehearse(scenario, scenario.sizes)) + scenario.sizes.new_tokens < 4096
+
+
+def test_equal_seeds_draw_equal_tokens() -> None:
+    same, other = drawing(1, 50), drawing(2, 50)
+    drawn = same(200)
+    assert drawn == drawing(1, 50)(200) != other(200)
+    assert set(drawn) <= set(range(50)) and len(set(drawn)) > 30 and same(200) != drawn
+
+
+def test_a_message_drops_the_thinking_of_the_steps_before() -> None:
+    script = SCENARIOS["agent"].script(Sizes(30, 5, 8, 5), drawing(0, 1000))
+    group, prompts = advance(script, None), []
+    while group:
+        prompts.append(group.asks[0].prompt)
+        group = advance(script, [tuple(range(2000, 2008))] * len(group.asks))
+    assert prompts[4][:35] == prompts[0][:35], "up to the end of the first message"
+    assert prompts[4][35:39] == (2004, 2005, 2006, 2007), "then what remains of the last answer"
+    assert all(prompts[step][:len(prompts[step - 1])] == prompts[step - 1] for step in (1, 2, 3))
+
+
+# The play
+
+
+class Fixed:
+    """A stage over one runtime; a restart leaves nothing."""
+
+    def __init__(self, pages: int = 200, slots: int = 24) -> None:
+        self.pages, self.slots, self.restarts = pages, slots, 0
+        self.engine = self.fresh()
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.engine = self.fresh()
+
+    def fresh(self) -> Engine:
+        storage = pools(odd_runtime(), self.pages, self.slots)
+        runtime = small_runtime(odd_runtime(), batch=4, budget=64, pages=self.pages)
+        return Engine(replace(runtime, cache=HybridCache(storage, runtime.decoder.ops),
+                              stores=Stores(storage.kv_views(), storage.state_views())))
+
+
+def test_a_restart_that_leaves_nothing_is_told_from_one_that_does() -> None:
+    stage = Fixed()
+    played = play(stage, SCENARIOS["restart"], Sizes(30, 10, 5, 2))
+    assert stage.restarts == 1 and [timed.cached_tokens for timed in played.requests] == [0, 44, 0]
+    assert played.summary.computed_tokens == 40 + 11 + 70
+
+
+def test_a_play_starts_from_nothing_and_leaves_the_engine_in_order() -> None:
+    stage, ticks = Fixed(), []
+    first = play(stage, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3), progress=lambda: ticks.append(1))
+    assert len(ticks) == 4
+    stage.engine.check()
+    again = play(stage, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
+    assert [t.cached_tokens for t in first.requests] == [t.cached_tokens for t in again.requests] == [0, 44, 59]
+    assert len(stage.engine.runtime.cache.tree) == 0
+
+
+def test_states_without_room_are_counted() -> None:
+    played = play(Fixed(slots=3), SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
+    assert played.summary.evictions > 0
+
+
+def test_all_requests_of_a_group_are_answered_in_order() -> None:
+    stage = Fixed()
+    asks = tuple(Ask(name, numbers(index, 20 + index, 500), ()) for index, name in enumerate("abc"))
+    timed, answers = serve(stage.engine, Group(asks), 6)
+    assert [(t.request, t.prompt_tokens) for t in timed] == [("a", 20), ("b", 21), ("c", 22)]
+    alone = [serve(Fixed().engine, Group((ask,)), 6)[1][0] for ask in asks]
+    assert answers == alone and all(len(answer) == 6 for answer in answers)
+
+
+def test_a_failed_request_ends_the_play() -> None:
+    stage = Fixed()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("kernel exploded")
+
+    stage.engine._advance = broken  # type: ignore[method-assign]
+    with pytest.raises(DelticError, match=r"the measurement failed: turn 1: .*kernel exploded"):
+        play(stage, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
+
+
+def test_medians_are_taken_number_by_number() -> None:
+    def run(cached: int, first: float, warm: float | None) -> Played:
+        return Played((Timed("a", 10, cached, first, 9.0),), Summary(10, 5, 0.5, 1, warm, 1.0, 2.0, first))
+
+    found = medians([run(1, 5.0, None), run(3, 1.0, 4.0), run(2, 3.0, 6.0)])
+    assert found.requests == (Timed("a", 10, 2, 3.0, 9.0),)
+    assert found.summary == Summary(10, 5, 0.5, 1, 5.0, 1.0, 2.0, 3.0)
+    assert medians([run(1, 5.0, None)]) == run(1, 5.0, None)
+
+
+def test_a_grid_has_words_left_and_numbers_right() -> None:
+    rows = [{"request": "turn 1", "prompt_tokens": 1200, "share": None},
+            {"request": "x", "prompt_tokens": 7, "share": 0.5}]
+    assert grid(rows).splitlines() == ["request  prompt tokens  share", "turn 1           1,200      -",
+                                       "x                    7    0.5"]
+
+
+def test_types_fit() -> None:
+    """What a script and a stage must be."""
+    stage: Stage = Fixed()
+
+    def script(sizes: Sizes, draw: Any) -> Script:
+        yield Group((Ask("only", draw(sizes.prompt_tokens), ()),))
+
+    played = play(stage, Scenario("one request", Sizes(20, 1, 2, 1), script), Sizes(20, 1, 2, 1))
+    assert played.summary.prompt_tokens == played.summary.computed_tokens == 20

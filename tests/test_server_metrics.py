@@ -1,0 +1,323 @@
+"""/metrics can be read by Prometheus at any time, and its figures are those of the requests that were made."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_server_harness import Served, serving, tiny, wait_until
+
+from deltic import LLM, SamplingParams
+from deltic.engine.engine import Engine
+from deltic.engine.metrics import WINDOW, Distribution, Histogram, Meter, Pace, Tier, snapshot
+from deltic.server.metrics import exposition
+
+SAMPLE = re.compile(r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)')
+LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"(,|$)')
+PARTS = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass
+class Page:
+    """A page of metrics: kind of each family, value of each sample."""
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    samples: dict[tuple[str, Labels], float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.of(name)
+
+    def of(self, name: str, **labels: str) -> float:
+        """The one sample of this name that has these labels."""
+        [value] = [value for (found, given), value in self.samples.items()
+                   if found == f"deltic_{name}" and labels.items() <= dict(given).items()]
+        return value
+
+    def counters(self) -> dict[tuple[str, Labels], float]:
+        """All that must never fall."""
+        families = {f"{name}{part}" for name, kind in self.kinds.items() if kind != "gauge" for part in PARTS[kind]}
+        return {key: value for key, value in self.samples.items() if key[0] in families}
+
+
+def parse(text: str) -> Page:
+    """Read a page as strictly as the format is written: a family is HELP, TYPE, then its samples, all in one place."""
+    assert text.endswith("\n") and "\r" not in text
+    page, family, helped = Page(), "", ""
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            helped = line.split(" ", 3)[2]
+            assert helped not in page.kinds and line.split(" ", 3)[3]
+        elif line.startswith("# TYPE "):
+            _, _, family, kind = line.split(" ")
+            assert family == helped and kind in PARTS
+            assert (kind == "counter") == family.endswith("_total")
+            page.kinds[family] = kind
+        else:
+            name, labels, value = sample(line)
+            assert name in [family + part for part in PARTS[page.kinds[family]]], line
+            assert (name, labels) not in page.samples, line
+            page.samples[name, labels] = value
+    check_families(page)
+    return page
+
+
+def sample(line: str) -> tuple[str, Labels, float]:
+    found = SAMPLE.fullmatch(line)
+    assert found, line
+    labels, at = [], 0
+    text = found["labels"] or ""
+    while at < len(text):
+        label = LABEL.match(text, at)
+        assert label and (label[3] or label.end() == len(text)), line
+        labels.append((label[1], re.sub(r"\\(.)", lambda escaped: escaped[1].replace("n", "\n"), label[2])))
+        at = label.end()
+    assert len({name for name, _ in labels}) == len(labels)
+    return found["name"], tuple(labels), float(found["value"])
+
+
+def check_families(page: Page) -> None:
+    for family, kind in page.kinds.items():
+        own = {key: value for key, value in page.samples.items() if key[0] in [family + part for part in PARTS[kind]]}
+        assert own, f"{family} has no sample"
+        assert all(value >= 0 for value in own.values())
+        if kind == "histogram":
+            buckets = [(float(dict(labels)["le"]), value) for (name, labels), value in own.items()
+                       if name.endswith("_bucket")]
+            assert buckets == sorted(buckets) and [v for _, v in buckets] == sorted(v for _, v in buckets)
+            [count] = [value for (name, _), value in own.items() if name.endswith("_count")]
+            assert buckets[-1] == (float("inf"), count)
+
+
+def scrape(served: Served, **headers: str) -> Page:
+    answer = served.http.get("/metrics", headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return parse(answer.text)
+
+
+def complete(served: Served, prompt: list[int], tokens: int, **more: Any) -> Any:
+    answer = served.post("/v1/completions", prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True, **more)
+    assert answer.status_code == 200, answer.text
+    served.wait_idle()
+    return answer.json()["usage"]
+
+
+def gained(before: Page, after: Page) -> dict[str, float]:
+    """How far the counters rose, those that did."""
+    falls = {key for key, value in before.counters().items() if after.counters()[key] < value}
+    assert not falls
+    return {key[0].removeprefix("deltic_"): value - before.counters()[key]
+            for key, value in after.counters().items() if value != before.counters()[key]}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    tiny().engine.runtime.cache.clear()
+    with serving(tiny()) as running:
+        yield running
+        running.wait_idle()
+        tiny().engine.check()
+
+
+def test_every_sample_names_the_model(served: Served) -> None:
+    page = scrape(served)
+    assert len(page.kinds) > 18
+    assert all(name.startswith("deltic_") and dict(labels)["model"] == "tiny" for name, labels in page.samples)
+    assert served.http.head("/metrics").status_code == 200
+
+
+def test_the_figures_are_those_of_the_requests(served: Served) -> None:
+    before = scrape(served)
+    assert before["requests_running"] == before["requests_waiting"] == 0
+    usage = complete(served, [*range(100, 150)], 8)
+    cold = scrape(served)
+    rose = gained(before, cold)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert rose["prompt_tokens_computed_total"] == 50 and rose["generated_tokens_total"] == 8
+    assert "prompt_tokens_reused_total" not in rose
+    assert rose["time_to_first_token_seconds_count"] == rose["queue_time_seconds_count"] == 1
+    assert 0 < rose["queue_time_seconds_sum"] < rose["time_to_first_token_seconds_sum"] < 60
+    assert rose["requests_finished_total"] == 1 and rose["steps_total"] == 8
+    assert cold.of("cache_checkpoints", tier="device") == before.of("cache_checkpoints", tier="device") + 2
+    usage = complete(served, [*range(100, 150), 7, 8, 9], 5)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 50
+    rose = gained(cold, scrape(served))
+    assert rose["prompt_tokens_computed_total"] == 3 and rose["generated_tokens_total"] == 5
+    assert rose["prompt_tokens_reused_total"] == 50
+
+
+def test_each_choice_counts(served: Served) -> None:
+    before = scrape(served)
+    complete(served, [*range(200, 230)], 4, n=3)
+    rose = gained(before, scrape(served))
+    assert rose["prompt_tokens_computed_total"] == 30 and rose["generated_tokens_total"] == 12
+    assert rose["requests_finished_total"] == 3 and "requests_failed_total" not in rose
+    assert rose["time_to_first_token_seconds_count"] == 1, "one request, however many answers"
+
+
+def test_memory_in_use_is_what_the_ledgers_say(served: Served) -> None:
+    complete(served, [*range(300, 340)], 3)
+    page, cache = scrape(served), tiny().engine.runtime.cache
+    assert page["cache_pages_used"] == cache.pages.size - cache.pages.free > 0
+    assert page["cache_slots_used"] == cache.slots.size - cache.slots.free > 0
+    storage = cache.storage
+    assert page.of("cache_budget_bytes", tier="device") == sum(
+        tensor.nbytes for tensor in (*storage.page_tensors, *storage.slot_tensors))
+    page_bytes = sum(tensor[:, 0].nbytes for tensor in storage.page_tensors)
+    slot_bytes = sum(tensor[:, 0].nbytes for tensor in storage.slot_tensors)
+    assert page.of("cache_bytes", tier="device") == (page["cache_pages_used"] * page_bytes
+                                                    + page["cache_slots_used"] * slot_bytes)
+
+
+def test_scraping_amid_16_streams_never_fails(served: Served) -> None:
+    before, busy = scrape(served), []
+    body = {"max_tokens": 60, "stream": True, "ignore_eos": True}
+
+    def stream(number: int) -> None:
+        with served.http.stream("POST", "/v1/completions", json=body | {"prompt": [number, *range(40)]}) as answer:
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    last = before
+    while any(thread.is_alive() for thread in threads):
+        page = scrape(served)
+        gained(last, page)
+        busy.append(page["requests_running"] + page["requests_waiting"])
+        last = page
+    served.wait_idle()
+    after = scrape(served)
+    rose = gained(before, after)
+    assert max(busy) > 8 and len(busy) > 5
+    assert rose["requests_finished_total"] == 16 and rose["generated_tokens_total"] == 960
+    assert rose["time_to_first_token_seconds_count"] == rose["queue_time_seconds_count"] == 16
+    wait_until(lambda: scrape(served)["generated_tokens_per_second"] > 0, 3)
+    assert after["requests_running"] == after["requests_waiting"] == 0
+
+
+@pytest.mark.parametrize("name", ['a "quoted" name', "back\\slash\\n", "two\nlines", "ümläut, {braces}"])
+def test_names_of_models_are_escaped(name: str) -> None:
+    page = parse(exposition(snapshot(tiny().engine), name))
+    assert {dict(labels)["model"] for _, labels in page.samples} == {name}
+
+
+def test_a_key_is_asked_for() -> None:
+    with serving(tiny(), api_key="secret") as served:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            answer = served.http.get("/metrics", headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert scrape(served, authorization="Bearer secret").samples
+        assert served.health()[0] == 200
+
+
+def test_a_page_of_a_server_that_has_ended_its_engine() -> None:
+    """What happened remains to be seen when nothing is served any more."""
+    with serving(tiny()) as served:
+        served.bridge._worker.stop(5)
+        wait_until(lambda: served.health()[0] == 503)
+        assert scrape(served)["requests_running"] == 0
+
+
+# Figures that an engine may have: tiers below the device, and durations
+
+
+def test_a_prefix_that_came_back_from_host_memory() -> None:
+    llm = LLM(max_context=256, memory="8MiB", host_memory="16MiB", threads=1, dtype="float32")
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompt = [*range(100, 150)]
+    llm.generate([prompt], sampling)
+    llm.engine.runtime.cache.clear()
+    before = parse(exposition(snapshot(llm.engine), "tiny"))
+    assert before.of("cache_checkpoints", tier="device") == 0 < before.of("cache_checkpoints", tier="host")
+    assert 0 < before.of("cache_bytes", tier="host") <= before.of("cache_budget_bytes", tier="host") == 16 << 20
+    llm.generate([[*prompt, 7]], sampling)
+    after = parse(exposition(snapshot(llm.engine), "tiny"))
+    rose = gained(before, after)
+    assert rose["prompt_tokens_reused_total"] == rose["cache_restored_tokens_total"] == 50
+    assert after["cache_restored_prefixes_total"] == 1
+
+
+def test_lower_tiers_have_samples_of_their_own() -> None:
+    host = Tier("host", bytes=70, budget=1000, checkpoints=3, evictions=2, restored=5, restored_tokens=400)
+    now = snapshot(tiny().engine)
+    page = parse(exposition(replace(now, tiers=(now.tiers[0], host)), "m"))
+    assert page.of("cache_bytes", tier="host") == 70 and page.of("cache_budget_bytes", tier="host") == 1000
+    assert page.of("cache_checkpoints", tier="host") == 3 and page.of("cache_evictions_total", tier="host") == 2
+    assert page["cache_restored_prefixes_total"] == 5 and page["cache_restored_tokens_total"] == 400
+    assert page.of("cache_evictions_total", tier="device") == now.tiers[0].evictions
+
+
+def test_a_histogram() -> None:
+    histogram = Histogram((0.1, 1.0))
+    assert histogram.read() == Distribution((0.1, 1.0), (0, 0, 0), 0.0)
+    for seconds in (0.05, 0.1, 0.5, 1.5, 60.0):
+        histogram.observe(seconds)
+    found = histogram.read()
+    assert found.counts == (2, 1, 2) and found.sum == pytest.approx(62.15)
+    page = parse(exposition(replace(snapshot(tiny().engine), queued=found), "m"))
+    buckets = {dict(labels)["le"]: value for (name, labels), value in page.samples.items()
+               if name == "deltic_queue_time_seconds_bucket"}
+    assert buckets == {"0.1": 2, "1.0": 3, "+Inf": 5}
+    assert page["queue_time_seconds_count"] == 5 and page["queue_time_seconds_sum"] == pytest.approx(62.15)
+
+
+def test_the_pace_is_that_of_the_last_whole_seconds() -> None:
+    pace = Pace()
+    assert pace.read(1000.0) == 0
+    for _ in range(30):
+        pace.count(1000.5)
+    assert pace.read(1000.9) == 0, "the present second is not over"
+    assert pace.read(1001.0) == pace.read(1000.5 + WINDOW) == 30 / WINDOW
+    assert pace.read(1001.0 + WINDOW) == 0
+    for second in range(2000, 2030):
+        for _ in range(7):
+            pace.count(second + 0.25)
+    assert pace.read(2030.0) == 7 and pace.read(2029.3) == 7
+
+
+def test_a_meter_observes_the_first_token_of_the_first_choice_only() -> None:
+    meter = Meter()
+    for choice, generated in ((0, 1), (0, 2), (1, 1)):
+        meter.token(SimpleNamespace(choice=choice, generated=generated, arrived=1.0, admitted=3.5))  # type: ignore
+    assert sum(meter.first_token.read().counts) == sum(meter.queued.read().counts) == 1
+    assert meter.queued.read().sum == 2.5
+
+
+def test_a_snapshot_of_a_fresh_engine() -> None:
+    now = snapshot(Engine(tiny().runtime))
+    assert (now.running, now.waiting, now.finished, now.generated_tokens, now.pace) == (0, 0, 0, 0, 0)
+    assert isinstance(now.tiers[0], Tier) and now.tiers[0].name == "device" and now.tiers[0].restored is None
+
+
+# The parser must notice
+
+
+GOOD = '# HELP deltic_a_total A.\n# TYPE deltic_a_total counter\ndeltic_a_total{model="m"} 1\n'
+BAD: Mapping[str, str] = {
+    "no help": GOOD.split("\n", 1)[1],
+    "no type": GOOD.replace("# TYPE deltic_a_total counter\n", ""),
+    "no samples": "\n".join(GOOD.split("\n")[:2]) + "\n",
+    "no end of line": GOOD[:-1],
+    "twice": GOOD + 'deltic_a_total{model="m"} 1\n',
+    "a family in two places": GOOD + GOOD.replace('"m"', '"n"'),
+    "a quote": GOOD.replace('"m"', '"m"m"'),
+    "a backslash": GOOD.replace('"m"', r'"m\x"'),
+    "a name": GOOD.replace("a_total", "a-total"),
+    "a number": GOOD.replace(" 1", " one"),
+    "a suffix": GOOD.replace("a_total", "a"),
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_the_parser_notices(text: str) -> None:
+    assert parse(GOOD)["a_total"] == 1
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        parse(text)
