@@ -73,6 +73,9 @@ class Scripted:
             events += [event for choice in self.running[request.id][:] for event in self._advance(request, choice)]
         return events
 
+    def close(self) -> None:
+        """Nothing is kept anywhere."""
+
     def _advance(self, request: Request, choice: list[Any]) -> list[TokenOut]:
         index, at, matcher = choice
         choice[1] += 1

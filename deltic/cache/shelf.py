@@ -123,7 +123,7 @@ class Shelf:
         self._writer: Executor = ThreadPoolExecutor(1, "deltic-cache-write") if threads else _Inline()
         self._reader: Executor = ThreadPoolExecutor(1, "deltic-cache-read") if threads else _Inline()
         self._pending: deque[tuple[Entry, Item, Future[int]]] = deque()
-        self._backlog, self._paused_until, self._complained = 0, 0.0, False
+        self._backlog, self._paused_until, self._complained, self._closed = 0, 0.0, False, False
         self._scan: tuple[float, Future[tuple[list[Item], list[Item]]]] | None = None
         self._looked = time.monotonic()
         self._deleted: set[tuple[str, str]] = set()  # since that scan began
@@ -133,6 +133,8 @@ class Shelf:
         """The deepest entry with a state that `tokens` begin with, if deeper than `above`; at their very end only one
         with logits."""
         self._settle()
+        if self._closed:
+            return None
         found = [entry for entry in self._matching(tokens) if entry.state and above < entry.done
                  and (entry.done < len(tokens) or entry.state.kind == "final")]
         return found[-1] if found else None
@@ -140,6 +142,8 @@ class Shelf:
     def offer(self, source: Source) -> None:
         """Keep a prefix, if it is worth it; returns at once."""
         self._settle()
+        if self._closed:
+            return
         self._look()
         done, now = len(source.tokens), time.monotonic()
         path = list(self._matching(source.tokens))
@@ -173,7 +177,8 @@ class Shelf:
             self._drop_state(entry)
 
     def close(self) -> None:
-        """Wait until everything that was taken is written."""
+        """Wait until everything that was taken is written; nothing is found or kept afterwards."""
+        self._closed = True
         self._writer.shutdown()
         self._reader.shutdown()
         self._settle()

@@ -74,12 +74,13 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     app = create_app(llm, **options)
     url = url_of(listener)
     name = options.get("served_name") or public_name(llm)
-    ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/health. Context of {llm.engine.max_context:,} tokens. "
-             "Ctrl-C ends.")
+    ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/health, {url}/metrics. Context of {llm.engine.max_context:,} "
+             "tokens. Ctrl-C ends.")
     try:
         Server(app, app.state.bridge, grace, lambda: on_ready(ready)).run_on(listener)
     finally:
         listener.close()
+        llm.engine.close()
 
 
 def _lifespan(bridge: Bridge) -> Callable[[FastAPI], Any]:
