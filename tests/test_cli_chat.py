@@ -51,6 +51,23 @@ def test_turns_build_on_each_other(monkeypatch, prompts, capsys):
     assert err == ""
 
 
+def test_history_reaches_the_prompts(monkeypatch, capsys):
+    jobs, submit = [], LLM._submit
+
+    def spy(self, job):
+        jobs.append(job)
+        return submit(self, job)
+
+    monkeypatch.setattr(LLM, "_submit", spy)
+    for mode in ("preserve", "template"):
+        talk(monkeypatch, "Hi\nAnd you?\n", "--history", mode, "--temperature", "0", "--strip-billing-header",
+             "--system", "x-anthropic-billing-header: cch=1;\nBe kind")
+    preserve, template = jobs[:2], jobs[2:]
+    assert preserve[0].request.prompt == template[0].request.prompt
+    assert [job[1].request.prompt[:len(preserve[0].request.prompt)] == preserve[0].request.prompt
+            for job in (preserve, template)] == [True, False]
+
+
 def test_commands(monkeypatch, prompts, capsys):
     talk(monkeypatch, "Hi\n/reset\n/help\n/fly\nYou?\n/exit\nnever asked\n")
     assert prompts == [[("user", "Hi")], [("user", "You?")]]

@@ -281,6 +281,33 @@ def test_l8_unknown_options_are_named() -> None:
     assert caught.value.option == "max_sequences"
 
 
+# History
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_preserved_turns_read_nothing_twice(thinking: bool) -> None:
+    llm = LLM(dtype="float32", memory="64MiB", max_context=1024, threads=1, history="preserve")
+    messages = [{"role": "system", "content": "You are brief."}]
+    before = None
+    for question in ("What is a river?", "And a lake?", "And the sea?"):
+        messages.append({"role": "user", "content": question})
+        stream = llm.stream(messages, SamplingParams(temperature=0.0, max_tokens=200), thinking=thinking)
+        list(stream)
+        assert stream.output
+        usage = stream.output.choices[0].usage
+        if before:
+            assert usage.cached_tokens == before.prompt_tokens + before.completion_tokens - 1
+        before = usage
+        messages.append({"role": "assistant", "content": stream.output.text + "\n"})
+    llm.engine.check()
+
+
+def test_l8_unknown_history_is_named() -> None:
+    with pytest.raises(ConfigError, match="auto, template, preserve") as caught:
+        LLM(history="all")
+    assert caught.value.option == "history"
+
+
 # Memory
 
 

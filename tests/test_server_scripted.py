@@ -113,6 +113,33 @@ def test_thinking_is_a_template_variable_only_if_asked_for() -> None:
     assert on != off and same == on and default in (on, off)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_preserved_history_repeats_what_was_generated(stream: bool) -> None:
+    """The client sends no reasoning back, and arguments as its own library writes them."""
+    options = {"tools": TOOLS, "extra_body": {"enable_thinking": True, "history": "preserve"}}
+    with scripted("Let me see.\n</think>\n\nI look.\n\n" + CALL) as (served, engine):
+        if stream:
+            list(ask(served, stream=True, **options))
+        else:
+            ask(served, **options)
+        function = {"name": "weather", "arguments": '{"days":3.0,"city":"Oslo"}'}
+        call = {"id": "1", "type": "function", "function": function}
+        loop = [*USER, {"role": "assistant", "content": "I look. ", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "1", "content": "rain"}]
+        ask(served, messages=loop, **options)
+        ask(served, messages=loop, **(options | {"extra_body": {"enable_thinking": True, "history": "template"}}))
+    first, preserved, faithful = (request.prompt for request in engine.seen[-3:])
+    assert preserved[:len(first) + len(engine.script) - 1] == (*first, *engine.script[:-1])
+    assert preserved[len(first) + len(engine.script) - 1] == engine.script[-1]
+    assert len(faithful) < len(preserved) and faithful[:len(first) - 1] == first[:-1]
+
+
+def test_unknown_history_is_refused() -> None:
+    with scripted("x") as (served, _), pytest.raises(openai.BadRequestError, match="auto, template") as refusal:
+        ask(served, extra_body={"history": "all"})
+    assert refusal.value.param == "history"
+
+
 def test_no_think_tags_is_content() -> None:
     with scripted("Just text.") as (served, _):
         message = ask(served).choices[0].message

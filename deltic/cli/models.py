@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from deltic.engine.llm import LLM
     from deltic.engine.runtime import RandomModel
 
+_FRONT = ("chat_template", "history", "strip_billing_header")
+"""Options of the commands that read words."""
+
 
 def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
     """Load what the arguments name, with a progress bar. `defaults` are engine options to use where none is given."""
@@ -22,9 +25,9 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
     from deltic.engine.llm import LLM
 
     bar = loading_bar()
+    front = {name: getattr(args, name) for name in _FRONT if hasattr(args, name)}
     try:
-        return LLM(_source(args), revision=args.revision, chat_template=getattr(args, "chat_template", None),
-                   progress=bar.update, **options)
+        return LLM(_source(args), revision=args.revision, progress=bar.update, **front, **options)
     finally:
         bar.close()
 

@@ -47,6 +47,13 @@ def add_random(parser: argparse.ArgumentParser, hidden: bool = False) -> None:
 def add_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", type=existing_file, metavar="FILE",
                         help="a jinja chat template to use instead of the model's own")
+    parser.add_argument("--history", choices=("auto", "template", "preserve"), default="auto",
+                        help="how prompts treat earlier answers. template: as the chat template renders them, which "
+                             "may drop their thinking. preserve: with the exact tokens that were generated, so that "
+                             "nothing is read twice. auto: preserve where the template keeps thinking (default)")
+    parser.add_argument("--strip-billing-header", action="store_true",
+                        help="remove the x-anthropic-billing-header line that coding agents put before the system "
+                             "message: it changes with every request, so that no prompt could be reused")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +123,8 @@ def _form(kind: Any, field: Field[Any]) -> dict[str, Any]:
         return {"choices": field.metadata["choices"]}
     if kind == tuple[str, ...]:
         return {"action": "append", "metavar": "X"}
+    if kind is float:
+        return {"type": float, "metavar": "N"}
     if int in (kind, *get_args(kind)):
         return {"type": int, "metavar": "N"}
     return {"metavar": "X"}

@@ -14,7 +14,7 @@ from deltic.engine.options import engine_config
 from deltic.engine.runtime import LoadProgress, RandomModel, Runtime, load
 from deltic.errors import ModelError, RequestError
 from deltic.text.deltas import AnswerCall, Delta, join
-from deltic.text.front import Front, Job, bare_job
+from deltic.text.front import Front, Job, Remember, bare_job
 from deltic.text.stream import Router
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Finish, SamplingParams, TokenLogprobs, TokenOut, Usage
@@ -64,10 +64,11 @@ class Output:
 
 @dataclass(slots=True)
 class _Answer:
-    """One choice while it grows. hidden: the request's stop ids."""
+    """One choice while it grows. hidden: the request's stop ids. remember: as in Job."""
 
     router: Router
     hidden: frozenset[int] = frozenset()
+    remember: Remember | None = None
     deltas: list[Delta] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -89,6 +90,8 @@ class _Answer:
     def finished(self, event: TokenOut) -> Choice:
         answer = join(self.deltas)
         assert event.finish and event.usage
+        if self.remember:
+            self.remember(self.tokens, event.finish)
         return Choice(event.choice, answer.content, answer.reasoning, answer.calls, tuple(self.tokens), event.finish,
                       event.usage, tuple(self.logprobs), event.error)
 
@@ -102,7 +105,8 @@ class Stream:
     def __init__(self, llm: LLM, job: Job) -> None:
         self._llm, self._job = llm, job
         params = job.request.sampling
-        self._answers = [_Answer(job.router.copy(), frozenset(params.stop_token_ids)) for _ in range(params.n)]
+        self._answers = [_Answer(job.router.copy(), frozenset(params.stop_token_ids), job.remember)
+                         for _ in range(params.n)]
         self._choices: list[Choice] = []
         self.output: Output | None = None
         self.stopped = False
@@ -157,13 +161,18 @@ class LLM:
         for delta in llm.stream(messages): print(delta.text, end="")
         llm.generate(["Once upon", "In the year"], SamplingParams(max_tokens=20))
 
+    history: "template", "preserve" or "auto", how prompts treat earlier answers: see `deltic.text.history`.
+    strip_billing_header: remove the billing header that coding agents put before the system message.
     One thread at a time. Unknown options raise ConfigError, unusable models ModelError.
     """
 
     def __init__(self, model: str | RandomModel | None = None, *, revision: str | None = None,
-                 chat_template: Path | None = None, progress: LoadProgress | None = None, **options: Any) -> None:
+                 chat_template: Path | None = None, progress: LoadProgress | None = None, history: str = "auto",
+                 strip_billing_header: bool = False, **options: Any) -> None:
         runtime = load(model, engine_config(options), revision, progress)
-        self._front = Front.from_directory(runtime.directory, chat_template) if runtime.directory else None
+        self._front = Front.from_directory(
+            runtime.directory, chat_template, history=history, strip_billing_header=strip_billing_header,
+            notes=getattr(runtime, "notes", None), longest=runtime.memory.max_context) if runtime.directory else None
         self.runtime = _with_words(runtime, self._front.tokenizer) if self._front else runtime
         self.engine = Engine(self.runtime)
         self._inboxes: dict[str, deque[TokenOut]] = {}

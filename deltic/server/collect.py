@@ -9,7 +9,7 @@ from deltic.errors import DelticError
 from deltic.server.bridge import Bridge
 from deltic.server.ticket import Ticket
 from deltic.text.deltas import Answer, Delta, join, merge
-from deltic.text.front import Job
+from deltic.text.front import Job, Remember
 from deltic.text.stream import Router
 from deltic.types import Finish, TokenLogprobs, TokenOut, Usage
 
@@ -43,17 +43,21 @@ class Whole:
 
 @dataclass(slots=True)
 class _Growing:
-    """One choice while it grows."""
+    """One choice while it grows. remember: as in Job."""
 
     choice: int
     router: Router
     silent: frozenset[int]
+    remember: Remember | None = None
+    tokens: list[int] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     finish: Finish | None = None
 
     def take(self, event: TokenOut) -> None:
         self.finish = event.finish
+        if event.token is not None:
+            self.tokens.append(event.token)
         if event.token is not None and not (event.finish == "stop" and event.token in self.silent):
             self.deltas += self.router.feed(event.token)
             ends_text = event.finish == "stop" and not self.router.stopped
@@ -61,6 +65,8 @@ class _Growing:
                 self.scores.append((event.token, event.logprobs))
         if event.finish:
             self.deltas += self.router.finish()
+            if self.remember:
+                self.remember(self.tokens, event.finish)
 
     def take_out(self) -> Piece:
         piece = Piece(self.choice, tuple(merge(self.deltas)), tuple(self.scores), self.finish)
@@ -80,7 +86,8 @@ class Run:
         for job in jobs:
             for choice in range(job.request.sampling.n):
                 self._choices[job.request.id, choice] = _Growing(
-                    len(self._choices), job.router.copy(), frozenset(job.request.sampling.stop_token_ids))
+                    len(self._choices), job.router.copy(), frozenset(job.request.sampling.stop_token_ids),
+                    job.remember)
         self.usage = Usage(0, 0, 0)
 
     @classmethod

@@ -115,6 +115,7 @@ class ChatRequest(_Common):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     enable_thinking: bool | None = None
+    history: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def sampling(self) -> SamplingParams:

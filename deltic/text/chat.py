@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.text.markers import start_mode
@@ -14,23 +16,70 @@ from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import common_length
 
-__all__ = ["ChatTemplate", "Prompt", "build_prompt", "load_template", "normalise_messages", "normalise_tools",
-           "stable_boundaries", "start_mode"]
+__all__ = ["ChatTemplate", "Conversation", "Prompt", "Spelled", "boundaries", "build_prompt",
+           "load_template", "normalise_messages", "normalise_tools", "opening", "spell", "stable_boundaries",
+           "start_mode"]
 
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 # Longer than what any pre-tokenizer keeps together, so that a cut there leaves earlier tokens alone.
 _SLACK = 256
+_DECOMPOSED = "e\u0301"
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation. boundaries: see `stable_boundaries`."""
+    """A rendered conversation, and its stable `boundaries`."""
 
     text: str
     ids: tuple[int, ...]
     boundaries: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a prompt is made from. messages and tools are normalised, variables are those of the template."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    messages: Messages
+    tools: Messages | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
+             variables: Mapping[str, Any] | None = None, *, images: bool = False) -> Conversation:
+        """From what a request says; RequestError names the field that is wrong."""
+        given = plain(variables or {}, "chat_template_kwargs")
+        for name in _RESERVED:
+            if name in given:
+                raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
+        clean = normalise_messages(messages, images=images)
+        return cls(template, tokenizer, clean, normalise_tools(tools), given)
+
+    def render(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        """These messages under this conversation's template, tools and variables, as the ids would spell them."""
+        text = self.template.render(messages, self.tools, add_generation_prompt, **self.variables)
+        return unicodedata.normalize("NFC", text) if composes(self.tokenizer) else text
+
+
+class Anchor(NamedTuple):
+    """A special token: where it is among the ids, and the characters of the text that it stands for."""
+
+    at: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A text and ids that spell it, of which the first `kept` were given. anchors: its special tokens, ascending."""
+
+    text: str
+    ids: tuple[int, ...]
+    anchors: tuple[Anchor, ...]
+    kept: int = 0
 
 
 def load_template(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
@@ -48,83 +97,116 @@ def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, to
 
     Nothing needs to be normalised before; RequestError names the field that is wrong.
     """
-    given = plain(variables or {}, "chat_template_kwargs")
-    for name in _RESERVED:
-        if name in given:
-            raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
-    clean = normalise_messages(messages, images=images)
-    probe = _Probe(template, tokenizer, clean, normalise_tools(tools), given)
-    return Prompt(probe.text, tuple(probe.ids), probe.boundaries())
+    conversation = Conversation.read(template, tokenizer, messages, tools, variables, images=images)
+    spelled = spell(tokenizer, conversation.render(conversation.messages))
+    return Prompt(spelled.text, spelled.ids, boundaries(conversation, spelled))
+
+
+def composes(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer puts text into Unicode's composed form, so that its ids spell that."""
+    return tokenizer.decode(tokenizer.encode(_DECOMPOSED)) == unicodedata.normalize("NFC", _DECOMPOSED)
+
+
+def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = ()) -> Spelled:
+    """The ids of a text. Where it begins as the `known` ids do, they are taken, and only the rest is encoded.
+
+    They are taken as a whole, or up to a special token that the text has there too, so that the seam is where
+    tokens end anyway. A `text` from `Conversation.render` is assumed.
+    """
+    kept, offset, anchors = _agreement(tokenizer, text, known)
+    ids, starts = tokenizer.encode_with_offsets(text[offset:])
+    spans = pairwise([*starts, len(text) - offset])
+    anchors += [Anchor(kept + index, offset + start, offset + end)
+                for index, (id, (start, end)) in enumerate(zip(ids, spans, strict=True)) if id in tokenizer.special]
+    return Spelled(text, (*known[:kept], *ids), tuple(anchors), kept)
 
 
 def stable_boundaries(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages,
                       tools: Messages | None = None, **variables: Any) -> tuple[int, ...]:
+    """The `boundaries` of the plain prompt for normalised messages and tools."""
+    conversation = Conversation(template, tokenizer, messages, tools, variables)
+    return boundaries(conversation, spell(tokenizer, conversation.render(messages)))
+
+
+def boundaries(conversation: Conversation, prompt: Spelled) -> tuple[int, ...]:
     """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
 
     Found by asking the template: how far the prompt agrees with its continuation by an answer and a user
     message, by a call and its result (with tools), and with other conversations under the same system
     message and tools. A conversation that the template refuses yields no boundary. Ascending, at most the
-    prompt's length. `messages` and `tools` are normalised ones.
+    prompt's length.
     """
-    return _Probe(template, tokenizer, messages, tools, variables).boundaries()
+    groups = (_next_turn(conversation, prompt), _next_step(conversation, prompt), _others(conversation))
+    return tuple(sorted({position for group in groups if (position := _shared_by(conversation, prompt, group))}))
 
 
-class _Probe:
-    """One rendered prompt, and how far others agree with it."""
+def opening(conversation: Conversation, prompt: Spelled) -> int:
+    """The stable boundary that conversations with the same system message and tools share; 0 if there is none."""
+    return _shared_by(conversation, prompt, _others(conversation))
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, messages: Messages,
-                 tools: Messages | None, variables: Mapping[str, Any]) -> None:
-        self._template, self._tokenizer = template, tokenizer
-        self._messages, self._tools, self._variables = messages, tools, variables
-        self.text = self._render(messages)
-        self.ids, self._starts = tokenizer.encode_with_offsets(self.text)
 
-    def boundaries(self) -> tuple[int, ...]:
-        found = [self._shared_by(group) for group in (self._next_turn(), self._next_step(), self._others())]
-        return tuple(sorted({position for position in found if position}))
+def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
+    """How many of the known ids the text begins with, how many characters these are, their special tokens."""
+    anchors: list[Anchor] = []
+    offset, composed = 0, composes(tokenizer)
+    cuts = [0, *(index for index, id in enumerate(known) if index and id in tokenizer.special), len(known)]
+    for start, end in pairwise(cuts):
+        piece = tokenizer.decode(known[start:end], skip_special=False)
+        piece = unicodedata.normalize("NFC", piece) if composed else piece
+        mark = tokenizer.decode(known[start:start + 1], skip_special=False)
+        if not text.startswith(piece, offset):
+            if start and not text.startswith(mark, offset):
+                start, offset, _ = anchors.pop() if anchors else Anchor(0, 0, 0)
+            return start, offset, anchors
+        if start < end and known[start] in tokenizer.special:
+            anchors.append(Anchor(start, offset, offset + len(mark)))
+        offset += len(piece)
+    return len(known), offset, anchors
 
-    def _render(self, messages: Messages) -> str:
-        return self._template.render(messages, self._tools, True, **self._variables)
 
-    def _next_turn(self) -> list[Messages]:
-        return [self._continued(self._answer(), {"role": "user", "content": "Question"})]
+def _next_turn(conversation: Conversation, prompt: Spelled) -> list[Messages]:
+    return [_continued(conversation, _answer(conversation, prompt), {"role": "user", "content": "Question"})]
 
-    def _next_step(self) -> list[Messages]:
-        if not self._tools and all(message["role"] != "tool" for message in self._messages):
-            return []
-        call = {"id": "call_0", "function": {"name": "function", "arguments": {"key": "value"}}}
-        result = {"role": "tool", "content": "Result", "tool_call_id": "call_0", "name": "function"}
-        return [self._continued(self._answer() | {"content": "", "tool_calls": [call]}, result)]
 
-    def _others(self) -> list[Messages]:
-        """Two conversations with the same opening: one alone might begin with the words of this one."""
-        length = next((i for i, message in enumerate(self._messages) if message["role"] != "system"), 0)
-        if not length and not self._tools:
-            return []
-        opening = self._messages[:length]
-        return [[*opening, *normalise_messages([{"role": "user", "content": text}])]
-                for text in ("Hello", "0")]
+def _next_step(conversation: Conversation, prompt: Spelled) -> list[Messages]:
+    if not conversation.tools and all(message["role"] != "tool" for message in conversation.messages):
+        return []
+    call = {"id": "call_0", "function": {"name": "function", "arguments": {"key": "value"}}}
+    result = {"role": "tool", "content": "Result", "tool_call_id": "call_0", "name": "function"}
+    answer = _answer(conversation, prompt) | {"content": "", "tool_calls": [call]}
+    return [_continued(conversation, answer, result)]
 
-    def _answer(self) -> dict[str, Any]:
-        thinks = start_mode(self.ids, self._tokenizer) == "reasoning"
-        return {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
 
-    def _continued(self, *tail: Mapping[str, Any]) -> Messages:
-        return [*self._messages, *normalise_messages(tail)]
+def _others(conversation: Conversation) -> list[Messages]:
+    """Two conversations with the same opening: one alone might begin with the words of this one."""
+    messages = conversation.messages
+    length = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
+    if not length and not conversation.tools:
+        return []
+    return [[*messages[:length], *normalise_messages([{"role": "user", "content": text}])] for text in ("Hello", "0")]
 
-    def _shared_by(self, conversations: list[Messages]) -> int:
-        """Tokens that the prompt shares with all of them."""
-        try:
-            return min((self._shared(self._render(messages)) for messages in conversations), default=0)
-        except DelticError:
-            return 0
 
-    def _shared(self, text: str) -> int:
-        """Tokens shared with one text; encodes only from the last special token before they part."""
-        characters = common_length(self.text, text)
-        index = max(bisect_right(self._starts, characters) - 2, 0)
-        while index and self.ids[index] not in self._tokenizer.special:
-            index -= 1
-        start = self._starts[index] if index else 0
-        tail = self._tokenizer.encode(text[start:characters + _SLACK])
-        return index + common_length(self.ids[index:], tail)
+def _answer(conversation: Conversation, prompt: Spelled) -> dict[str, Any]:
+    thinks = start_mode(prompt.ids, conversation.tokenizer) == "reasoning"
+    return {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
+
+
+def _continued(conversation: Conversation, *tail: Mapping[str, Any]) -> Messages:
+    return [*conversation.messages, *normalise_messages(tail)]
+
+
+def _shared_by(conversation: Conversation, prompt: Spelled, others: list[Messages]) -> int:
+    """Tokens that the prompt shares with all of them."""
+    try:
+        return min((_shared(conversation.tokenizer, prompt, conversation.render(other)) for other in others), default=0)
+    except DelticError:
+        return 0
+
+
+def _shared(tokenizer: Tokenizer, prompt: Spelled, text: str) -> int:
+    """Tokens shared with one text; encodes only from the last special token before they part."""
+    characters = common_length(prompt.text, text)
+    before = bisect_right(prompt.anchors, characters, key=lambda anchor: anchor.end)
+    index, start, _ = prompt.anchors[before - 1] if before else Anchor(0, 0, 0)
+    tail = tuple(tokenizer.encode(text[start:characters + _SLACK]))
+    return index + common_length(prompt.ids[index:index + len(tail)], tail)

@@ -2,56 +2,101 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deltic.errors import RequestError, TemplateError
-from deltic.text.chat import ChatTemplate, build_prompt, load_template
+from deltic.errors import ConfigError, RequestError, TemplateError
+from deltic.text.billing import without_billing_headers
+from deltic.text.chat import ChatTemplate, Conversation, load_template
+from deltic.text.history import MODES, History
+from deltic.text.notes import NoteStore
 from deltic.text.stream import Router, chat_router, text_router
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Matcher, Request, SamplingParams
+from deltic.types import Finish, Matcher, Request, SamplingParams
+
+log = logging.getLogger("deltic")
+
+Remember = Callable[[Sequence[int], Finish], None]
+"""Takes the tokens of a finished choice, the one that ended it too, and why it ended."""
+
+# Without types: calls keep the text that the model wrote.
+_UNTYPED: tuple[Mapping[str, Any], ...] = ({},)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, and the router that each of its choices starts from (take a copy for each)."""
+    """A request, and the router that each of its choices starts from (take a copy for each).
+
+    remember: to be called once for each choice that finishes, so that following prompts can build on it.
+    """
 
     request: Request
     router: Router
+    remember: Remember | None = None
 
 
 class Front:
-    """Tokenizer and chat template of one model. template: jinja source to use instead of the model's own."""
+    """Tokenizer and chat template of one model, and what was said with it.
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+    template: jinja source to use instead of the model's own. history: how prompts treat earlier answers, see
+    `deltic.text.history`. strip_billing_header: remove the billing header that coding agents put before the system
+    message. notes: keeps what is remembered beyond the process. longest: tokens that the context holds, if known.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, history: str = "auto",
+                 strip_billing_header: bool = False, notes: NoteStore | None = None,
+                 longest: int | None = None) -> None:
+        if history not in MODES:
+            raise ConfigError(_unknown_mode(history), "history")
         self.tokenizer = tokenizer
         self._override = ChatTemplate(template, tokenizer.special_tokens) if template is not None else None
+        self._mode, self._history = history, History(tokenizer, notes, longest)
+        self._strip_billing_header, self._warned = strip_billing_header, False
 
     @classmethod
-    def from_directory(cls, directory: Path, template: Path | None = None) -> Front:
-        """Read a model directory's tokenizer; `template` is a file with a chat template."""
-        return cls(Tokenizer.from_directory(directory), _read_template(template) if template else None)
+    def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> Front:
+        """Read a model directory's tokenizer; `template` is a file with a chat template, options those of Front."""
+        return cls(Tokenizer.from_directory(directory), _read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             parse_calls: bool = True, variables: Mapping[str, Any] | None = None) -> Job:
+             parse_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None) -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model; parse_calls: its calls become tool deltas, else they stay content.
-        variables: template variables such as enable_thinking. RequestError names what is wrong.
+        variables: template variables such as enable_thinking. history: another mode than this front's.
+        RequestError names what is wrong.
         """
+        mode = self._mode if history is None else history
+        if mode not in MODES:
+            raise RequestError(_unknown_mode(mode), "history")
         template = self._override or load_template(self.tokenizer, tools)
-        prompt = build_prompt(template, self.tokenizer, messages, tools, variables)
-        router = chat_router(self.tokenizer, prompt.ids, tools if parse_calls else None, sampling.stop)
-        return _job(prompt.ids, sampling, router, prompt.boundaries)
+        conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
+        turn = self._history.turn(conversation, mode)
+        shown = tools if parse_calls else None
+        plain = chat_router(self.tokenizer, turn.ids, _UNTYPED if shown else None, sampling.stop)
+        remember = partial(self._history.remember, turn, plain, sampling.stop_token_ids)
+        router = chat_router(self.tokenizer, turn.ids, shown, sampling.stop)
+        return _job(turn.ids, sampling, router, turn.boundaries, remember)
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams()) -> Job:
         """Continue a text (special tokens in it are recognised) or token ids as they stand."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
+
+    def _without_billing(self, messages: Any) -> Any:
+        cleaned = without_billing_headers(messages)
+        if cleaned is messages or self._strip_billing_header:
+            return cleaned
+        if not self._warned:
+            self._warned = True
+            log.warning("the system message begins with a billing header, which changes from request to request and "
+                        "keeps prompts from being reused: --strip-billing-header removes it")
+        return messages
 
 
 def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams()) -> Job:
@@ -61,9 +106,14 @@ def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams()) ->
     return _job(tuple(ids), sampling, Router(lambda token: b""))
 
 
-def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundaries: tuple[int, ...] = ()) -> Job:
+def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundaries: tuple[int, ...] = (),
+         remember: Remember | None = None) -> Job:
     matcher = partial(_matcher, router.copy()) if sampling.stop else None
-    return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher), router)
+    return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher), router, remember)
+
+
+def _unknown_mode(mode: object) -> str:
+    return f"history must be one of {', '.join(MODES)}, not {mode!r}"
 
 
 def _matcher(router: Router) -> Matcher:

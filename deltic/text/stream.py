@@ -76,6 +76,11 @@ class Router:
         """Whether a stop string is complete; nothing is emitted any more."""
         return self._stops.stopped
 
+    @property
+    def region(self) -> Region:
+        """Where the next token belongs: "tool" means that a call is still open."""
+        return self._region
+
     def feed(self, token: int) -> list[Delta]:
         """Take the next token."""
         marker = self._markers.ids.get(token)

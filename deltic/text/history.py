@@ -1,0 +1,291 @@
+"""Remembers finished answers, so that the next prompt repeats the last one token by token.
+
+Templates rewrite earlier turns, clients re-serialise them, and text that is encoded again may be cut into other tokens:
+each makes the next prompt part from what has been computed. So every answer leaves a note with its exact ids,
+found again by what the client can see of the conversation. From there a prompt is made in one of two modes:
+
+    template   exactly what the template renders, spelled with the remembered ids as far as they say the same
+    preserve   the remembered ids as they are, thinking included, and what the template renders after them
+
+In doubt a prompt is rendered and encoded as if nothing were known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import sys
+import unicodedata
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+from deltic.errors import DelticError
+from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell
+from deltic.text.coerce import coerce, loads
+from deltic.text.deltas import Answer, join
+from deltic.text.notes import Note, Notebook, NoteStore, digest_of
+from deltic.text.stream import Router
+from deltic.text.template import ChatTemplate
+from deltic.text.tokenizer import Tokenizer
+from deltic.text.tools import tool_schemas
+from deltic.types import Finish
+
+MODES = ("auto", "template", "preserve")
+"""auto: preserve where the template itself keeps the thinking of earlier turns, else template."""
+
+# Variables that may differ from turn to turn; where they change more than the prompt's end, its ids tell.
+_TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
+_SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
+
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt, and what is needed to remember its answers.
+
+    boundaries: positions that following prompts are expected to share. state: the hash of all that the client
+    can see up to here, with calls typed by the schemas. Of the ids the first `kept` are those of the note `parent`;
+    opening: as in `Note`.
+    """
+
+    ids: tuple[int, ...]
+    boundaries: tuple[int, ...]
+    parent: str = ""
+    kept: int = 0
+    opening: int = 0
+    state: str = ""
+    schemas: Schemas = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The remembered answer that a prompt builds on: its place among the messages, its note, all its ids."""
+
+    index: int
+    key: str
+    note: Note
+    ids: tuple[int, ...]
+
+
+class History:
+    """The answers of one model. Threads may share it.
+
+    longest: tokens that the context holds; a preserved prompt that fills it is rendered instead, which may be shorter.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, longest: int | None = None) -> None:
+        self._tokenizer, self._longest = tokenizer, longest or sys.maxsize
+        self._notes = Notebook(store, tokenizer.vocab_size)
+        self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
+
+    def turn(self, conversation: Conversation, mode: str) -> Turn:
+        """The prompt of the conversation's next answer. mode: one of MODES; RequestError as the template raises it."""
+        schemas = tool_schemas(conversation.tools or ())
+        states = self._states(conversation, schemas)
+        notes = {index: note for index, message in enumerate(conversation.messages)
+                 if message["role"] == "assistant" and (note := self._notes.get(states[index + 1]))}
+        base = self._base(notes, states)
+        keep = mode == "preserve" or (mode == "auto" and preserves_thinking(conversation))
+        turn = _preserved(conversation, base) if keep and base else None
+        if turn is None or len(turn.ids) >= self._longest:
+            turn = _rendered(conversation, notes, base, whole=keep)
+        return replace(turn, state=states[-1], schemas=schemas)
+
+    def remember(self, turn: Turn, router: Router, hidden: Sequence[int], tokens: Sequence[int],
+                 finish: Finish) -> None:
+        """Note one finished answer, if it can be continued.
+
+        router: as it was before the first token, and reading calls without schemas. hidden: the request's stop ids.
+        """
+        found = self._read(router, hidden, tokens, finish)
+        if found is None:
+            return
+        ids, answer = found
+        calls = tuple((call.name, call.arguments) for call in answer.calls)
+        visible = _visible(answer.content, [(name, loads(text)) for name, text in calls], turn.schemas)
+        whole = array("i", turn.ids) + array("i", ids)
+        note = Note(answer.content, answer.reasoning, calls, whole[turn.kept:], digest_of(whole), turn.parent,
+                    turn.kept, turn.opening)
+        self._notes.put(_next_state(turn.state, visible), note)
+
+    def _states(self, conversation: Conversation, schemas: Schemas) -> list[str]:
+        """A hash for each number of messages, from none on."""
+        variables = {name: value for name, value in conversation.variables.items()
+                     if value is not None and name not in _TOGGLES}
+        states = [_next_state("", [self._vocabulary, conversation.template.source, conversation.tools, variables])]
+        for message in conversation.messages:
+            states.append(_next_state(states[-1], _seen(message, schemas)))
+        return states
+
+    def _base(self, notes: Mapping[int, Note], states: Sequence[str]) -> _Base | None:
+        """The last remembered answer whose ids are all there."""
+        for index in sorted(notes, reverse=True):
+            ids = self._notes.all_ids(notes[index])
+            if ids is not None:
+                return _Base(index, states[index + 1], notes[index], ids)
+        return None
+
+    def _read(self, router: Router, hidden: Sequence[int], tokens: Sequence[int],
+              finish: Finish) -> tuple[Sequence[int], Answer] | None:
+        """The answer without the token that ended it; None if a template could not go on from there."""
+        special = self._tokenizer.special
+        ended = finish == "stop" and bool(tokens) and (tokens[-1] in special or tokens[-1] in hidden)
+        ids = tokens[:-1] if ended else tokens
+        if finish not in ("stop", "length") or not tokens or not special.isdisjoint(ids):
+            return None
+        router = router.copy()
+        deltas = [delta for id in ids for delta in router.feed(id)]
+        if router.stopped or router.region != "content":
+            return None
+        return ids, join(deltas + router.finish())
+
+
+def preserves_thinking(conversation: Conversation) -> bool:
+    """Whether the template, with the conversation's variables, renders the thinking of earlier turns."""
+    settings = json.dumps([conversation.tokenizer.special_tokens, conversation.variables], sort_keys=True)
+    return _preserves_thinking(conversation.template.source, settings)
+
+
+@lru_cache(maxsize=64)
+def _preserves_thinking(source: str, settings: str) -> bool:
+    special_tokens, variables = json.loads(settings)
+    thought = _unique()
+    answer = {"role": "assistant", "content": "Answer", "reasoning_content": thought}
+    question = {"role": "user", "content": "Question"}
+    messages = normalise_messages([question, answer, question])
+    try:
+        return thought in ChatTemplate(source, special_tokens).render(messages, None, True, **variables)
+    except DelticError:
+        return False
+
+
+def _preserved(conversation: Conversation, base: _Base) -> Turn | None:
+    """The base's ids and what the template renders after it; None if that cannot be told apart for certain."""
+    try:
+        start = _opening_text(conversation, base.index)
+        tail = _text_after(conversation, base.index)
+    except DelticError:
+        return None
+    if tail is None or start is None or not _begins_with(conversation.tokenizer, base.ids, start):
+        return None
+    ids = (*base.ids, *conversation.tokenizer.encode(tail))
+    return Turn(ids, _positions(base.note.opening, len(ids)), base.key, len(base.ids), base.note.opening)
+
+
+def _rendered(conversation: Conversation, notes: Mapping[int, Note], base: _Base | None, whole: bool) -> Turn:
+    """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it."""
+    conversation, text = _as_written(conversation, notes)
+    prompt = spell(conversation.tokenizer, text, base.ids if base else ())
+    start = opening(conversation, prompt)
+    found = _positions(start, len(prompt.ids)) if whole else boundaries(conversation, prompt)
+    return Turn(prompt.ids, found, base.key if base and prompt.kept else "", prompt.kept, start)
+
+
+def _positions(*positions: int) -> tuple[int, ...]:
+    return tuple(sorted({position for position in positions if position}))
+
+
+def _as_written(conversation: Conversation, notes: Mapping[int, Note]) -> tuple[Conversation, str]:
+    """The conversation with remembered answers as the model wrote them, and its text."""
+    if notes:
+        written = [_raw(message, notes[index]) if index in notes else message
+                   for index, message in enumerate(conversation.messages)]
+        with suppress(DelticError):  # what the template refuses in the model's words it may take in the client's
+            return replace(conversation, messages=written), conversation.render(written)
+    return conversation, conversation.render(conversation.messages)
+
+
+def _raw(message: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """The client's message in the model's words. Thinking is not given back to a client that left it out."""
+    raw = {**message, "content": note.content, "contents": note.content}
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str) and _plain_text(reasoning) == _plain_text(note.reasoning):
+        raw["reasoning_content"] = note.reasoning
+    if note.calls:
+        raw["tool_calls"] = [{**call, "function": {"name": name, "arguments": loads(arguments)}}
+                             for call, (name, arguments) in zip(message["tool_calls"], note.calls, strict=True)]
+    return raw
+
+
+def _opening_text(conversation: Conversation, last: int) -> str | None:
+    """What the template renders before the first answer: of those up to `last`, the first that allows to."""
+    for index in range(1, last + 1):
+        if conversation.messages[index]["role"] == "assistant":
+            with suppress(DelticError):
+                return conversation.render(conversation.messages[:index], False)
+    return None
+
+
+def _text_after(conversation: Conversation, index: int) -> str | None:
+    """What the template renders after the content of this answer; None if it renders that not exactly once."""
+    mark = _unique()
+    answer = {"role": "assistant", "content": mark, "contents": mark}
+    messages = conversation.messages
+    parts = conversation.render([*messages[:index], answer, *messages[index + 1:]]).split(mark)
+    return parts[1] if len(parts) == 2 else None
+
+
+def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
+    """Whether the ids spell a text that begins with this one; does not look further."""
+    wanted, spelled = text.encode(), bytearray()
+    for id in ids:
+        if len(spelled) >= len(wanted):
+            break
+        spelled += tokenizer.token_bytes(id)
+    return spelled.startswith(wanted)
+
+
+def _unique() -> str:
+    return "x" + secrets.token_hex(16)
+
+
+# What the client can see
+
+
+def _next_state(state: str, seen: Any) -> str:
+    return blake2b(f"{state}\n{json.dumps(seen, sort_keys=True)}".encode(), digest_size=16).hexdigest()
+
+
+def _seen(message: Mapping[str, Any], schemas: Schemas) -> Any:
+    if message["role"] != "assistant":
+        return message
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return _visible(message["content"], calls, schemas)
+
+
+def _visible(content: Any, calls: Sequence[tuple[str, Mapping[str, Any]]], schemas: Schemas) -> Any:
+    """An answer by its content and calls alone, equal for all ways in which clients give them back."""
+    return [_plain_text(content) if isinstance(content, str) else content,
+            [[name, _typed(arguments, schemas.get(name, {}))] for name, arguments in calls]]
+
+
+def _plain_text(text: str) -> str:
+    lines = unicodedata.normalize("NFC", text).replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rstrip() for line in lines).strip()
+
+
+def _typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    return {key: _number_as_float(coerce(value, known.get(key), schema)) for key, value in arguments.items()}
+
+
+def _number_as_float(value: Any) -> Any:
+    """The value with numbers as clients compare them: 1.0 is 1, and integers have 53 bits."""
+    if isinstance(value, Mapping):
+        return {key: _number_as_float(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_number_as_float(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    try:
+        return float(value) + 0.0
+    except OverflowError:
+        return math.copysign(math.inf, value)

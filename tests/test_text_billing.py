@@ -1,0 +1,60 @@
+"""Billing headers of coding agents are removed on request, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltic.errors import RequestError
+from deltic.text.front import Front
+from deltic.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.from_directory(Path(__file__).parents[1] / "deltic" / "models" / "tiny")
+HEADER = "x-anthropic-billing-header: cc_version=2.1.15.abc; cc_entrypoint=cli; cch=00000;"
+
+
+@pytest.mark.parametrize("content", [
+    f"{HEADER}\nBe brief.",
+    f"{HEADER}\n{HEADER.upper()}\nBe brief.",
+    [{"type": "text", "text": HEADER}, {"type": "text", "text": "Be brief."}],
+    [{"type": "text", "text": HEADER + "\n"}, {"type": "text", "text": HEADER + "\nBe brief."}],
+])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_billing_headers_are_removed(content: Any, role: str) -> None:
+    messages = [{"role": role, "content": content}, {"role": "user", "content": "Hi"}]
+    given = json.dumps(messages)
+    clean = [{"role": "system", "content": "Be brief."}, messages[1]]
+    front = Front(TOKENIZER, strip_billing_header=True)
+    assert front.chat(messages).request.prompt == front.chat(clean).request.prompt
+    assert json.dumps(messages) == given
+
+
+@pytest.mark.parametrize("messages", [
+    [{"role": "system", "content": f"Be brief.\n{HEADER}"}, {"role": "user", "content": HEADER}],
+    [{"role": "system", "content": f" {HEADER}\nBe brief."}, {"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": HEADER}]},
+     {"role": "user", "content": [HEADER]}],
+])
+def test_only_the_very_beginning_of_a_system_message_is_touched(messages: Any, caplog: Any) -> None:
+    stripped = Front(TOKENIZER, strip_billing_header=True).chat(messages).request
+    assert stripped.prompt == Front(TOKENIZER).chat(messages).request.prompt and not caplog.records
+
+
+def test_a_header_that_is_kept_is_warned_about_once(caplog: Any) -> None:
+    front = Front(TOKENIZER)
+    with caplog.at_level(logging.WARNING, "deltic"):
+        for _ in range(3):
+            job = front.chat([{"role": "system", "content": HEADER + "\nBe brief."}, {"role": "user", "content": "Hi"}])
+    assert [("--strip-billing-header" in record.message) for record in caplog.records] == [True]
+    assert "billing" in TOKENIZER.decode(job.request.prompt)
+
+
+@pytest.mark.parametrize("messages", [None, "Hi", [], [5], [{"role": "system", "content": 5}],
+                                      [{"role": ["system"], "content": []}]])
+def test_wrong_messages_are_still_refused(messages: Any) -> None:
+    with pytest.raises(RequestError):
+        Front(TOKENIZER, strip_billing_header=True).chat(messages)
