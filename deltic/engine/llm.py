@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from deltic.text.deltas import AnswerCall, Delta, join
 from deltic.text.front import Front, Job, Remember, bare_job
 from deltic.text.stream import Router
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Finish, SamplingParams, TokenLogprobs, TokenOut, Usage
+from deltic.types import Finish, Request, SamplingParams, TokenLogprobs, TokenOut, Usage
 
 log = logging.getLogger("deltic")
 
@@ -172,7 +173,7 @@ class LLM:
         runtime = load(model, engine_config(options), revision, progress)
         self._front = Front.from_directory(
             runtime.directory, chat_template, history=history, strip_billing_header=strip_billing_header,
-            notes=getattr(runtime, "notes", None), longest=runtime.memory.max_context) if runtime.directory else None
+            notes=runtime.notes, longest=runtime.memory.max_context) if runtime.directory else None
         self.runtime = _with_words(runtime, self._front.tokenizer) if self._front else runtime
         self.engine = Engine(self.runtime)
         self._inboxes: dict[str, deque[TokenOut]] = {}
@@ -211,6 +212,24 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts need as many SamplingParams, not {len(params)}", "sampling")
         jobs = [self._job(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         return self._gather(jobs, on_token)
+
+    def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
+        """Read the beginning that all conversations with these system messages and tools share, and keep it for as
+        long as anything is kept; returns its tokens. RequestError if they share none."""
+        prompt = self.front.opening(messages, tools=tools, variables=variables)
+        if not prompt:
+            raise RequestError("there is nothing to pin: conversations share no beginning without a system message or "
+                               "tools", "messages")
+        request = Request(uuid.uuid4().hex, prompt, SamplingParams(max_tokens=0), (len(prompt),))
+        _exhaust(Stream(self, Job(request, bare_job(prompt).router)))
+        if not self.runtime.cache.pin(prompt):
+            log.warning("the prompt of %d tokens is not pinned: the prefix cache is off, or has no room for it",
+                        len(prompt))
+        return len(prompt)
+
+    def close(self) -> None:
+        """Wait until everything that shall outlive the process is on disk; the model must not be used afterwards."""
+        self.engine.close()
 
     def _gather(self, jobs: list[Job], on_token: TokenCallback | None) -> list[Output]:
         streams: list[Stream] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from deltic.errors import ConfigError, RequestError, TemplateError
 from deltic.text.billing import without_billing_headers
-from deltic.text.chat import ChatTemplate, Conversation, load_template
+from deltic.text.chat import ChatTemplate, Conversation, load_template, opening, spell
 from deltic.text.history import MODES, History
 from deltic.text.notes import NoteStore
 from deltic.text.stream import Router, chat_router, text_router
@@ -82,6 +82,16 @@ class Front:
         remember = partial(self._history.remember, turn, plain, sampling.stop_token_ids)
         router = chat_router(self.tokenizer, turn.ids, shown, sampling.stop)
         return _job(turn.ids, sampling, router, turn.boundaries, remember)
+
+    def opening(self, messages: Any, *, tools: Any = None,
+                variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+        """The ids that all conversations under these system messages and tools begin with; none if they share none."""
+        template = self._override or load_template(self.tokenizer, tools)
+        question = {"role": "user", "content": "Question"}
+        conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
+                                         variables)
+        prompt = spell(self.tokenizer, conversation.render(conversation.messages))
+        return prompt.ids[:opening(conversation, prompt)]
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams()) -> Job:
         """Continue a text (special tokens in it are recognised) or token ids as they stand."""

@@ -1,0 +1,214 @@
+"""An agent's conversation of twenty turns through the real engine: how many tokens are computed, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import Answers, embedded_runtime, pools, take
+from test_text_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOOLS, Talk, cut_small
+
+from deltic.cache.disk import Disk, DiskNotes
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.policy import MemoryPlan
+from deltic.cache.shelf import Shelf
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import Runtime
+from deltic.model.decoder import Stores
+from deltic.ops.noise import sample_key
+from deltic.ops.records import Sampled, Sampling
+from deltic.text.front import Front, Job
+from deltic.types import PAGE, Request, SamplingParams, common_length
+
+TITLE = [{"role": "system", "content": "Give the conversation a title."}]
+CONTEXT = 16_384
+
+
+@dataclass
+class Script:
+    """A `sample` op that says what it is told to: tokens by the key of their draw."""
+
+    runtime: Runtime
+    tokens: dict[int, int] = field(default_factory=dict)
+
+    def sample(self, logits: Any, sampling: Sampling) -> Sampled:
+        sampled = self.runtime.decoder.ops.sample(logits, sampling)
+        found = [self.tokens.get(key, token) for key, token in
+                 zip(sampling.key.tolist(), sampled.tokens.tolist(), strict=True)]
+        return replace(sampled, tokens=sampled.tokens.new_tensor(found))
+
+
+@dataclass
+class Served:
+    """What a request cost. past: the prompt before it and its answer, as far as the cache may know them."""
+
+    prompt: tuple[int, ...]
+    computed: int
+
+
+class Process:
+    """An engine and a front over a directory, as a server has them; `restarted` is the next one."""
+
+    def __init__(self, directory: Path, mode: str) -> None:
+        self.directory, self.mode = directory, mode
+        runtime = embedded_runtime()
+        self.script = Script(runtime)
+        ops = replace(runtime.decoder.ops, sample=self.script.sample)
+        storage = pools(runtime, 3 * CONTEXT // PAGE, 200)
+        tiers = [Shelf(Disk(directory, "model", 1 << 30), threads=True)]
+        self.runtime = replace(
+            runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(storage, ops, True, tiers),
+            stores=Stores(storage.kv_views(), storage.state_views()),
+            options=replace(runtime.options, token_budget=512), memory=MemoryPlan(3 * CONTEXT // PAGE, 200, 4, CONTEXT))
+        self.engine = Engine(self.runtime)
+        self.front = Front.from_directory(TINY, history=mode, notes=DiskNotes(directory, "model"))
+        self.requests = 0
+
+    def restarted(self) -> Process:
+        self.engine.close()
+        return Process(self.directory, self.mode)
+
+    def serve(self, *asked: tuple[Job, Sequence[int]]) -> list[Served]:
+        """Run jobs at the same time, each of which says what it is told to."""
+        requests = [self._request(job, answer) for job, answer in asked]
+        for request in requests:
+            self.engine.add(request)
+        answers: Answers = {}
+        while self.engine.has_work:
+            take(answers, self.engine.step())
+        self.engine.check()
+        found = []
+        for request, (_, answer) in zip(requests, asked, strict=True):
+            given = answers[(request.id, 0)]
+            assert given.tokens == [*answer, EOS] and given.last.usage is not None
+            usage = given.last.usage
+            found.append(Served(request.prompt, usage.prompt_tokens - usage.cached_tokens))
+        return found
+
+    def _request(self, job: Job, answer: Sequence[int]) -> Request:
+        self.requests += 1
+        start = len(job.request.prompt)
+        for index, token in enumerate([*answer, EOS]):
+            self.script.tokens[sample_key(self.requests, 0, start + index)] = token
+        sampling = SamplingParams(temperature=1.0, seed=self.requests, stop_token_ids=(EOS,))
+        return replace(job.request, id=str(self.requests), sampling=sampling)
+
+
+@dataclass
+class Agent:
+    """A client of a process, and the ids of its last prompt and answer."""
+
+    process: Process
+    talk: Talk
+    past: tuple[int, ...] = ()
+    title: bool = False
+    costs: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+    @property
+    def preserves(self) -> bool:
+        return self.process.mode == "preserve"
+
+    def answer(self, kind: str, job: Job, text: str) -> None:
+        """One request, for which only what is new, or what the template rewrote, may be computed."""
+        self.talk.hear(job, text)
+        answer = self.talk.answer_ids
+        asked = [(job, answer)]
+        if self.title:
+            title = self.process.front.chat([*TITLE, {"role": "user", "content": f"{text}: a title?"}])
+            asked.append((title, cut_small("A title")))
+        served, prompt = self.process.serve(*asked)[0], job.request.prompt
+        common = common_length(self.past, prompt)
+        if self.past:
+            self.check(kind, served, common)
+        self.costs.append((kind, len(prompt), common, served.computed))
+        self.past = (*prompt, *answer)
+        self.title = False
+
+    def check(self, kind: str, served: Served, common: int) -> None:
+        """At most a page more than what differs from all that went before. In preserve mode that is what came after
+        the last answer; else the template rewrites from the last user message on at the most."""
+        known = common if self.preserves or kind != "edit" else min(common, self.until_last_user())
+        assert served.computed <= len(served.prompt) - known + PAGE, f"{kind}: {served.computed} computed"
+        if kind in ("edit", "again"):
+            return
+        if self.preserves:
+            assert common == len(self.past), f"{kind}: an earlier turn is spelled anew"
+        else:
+            assert common >= self.until_last_user(), f"{kind}: more is rewritten than since the last user message"
+
+    def until_last_user(self) -> int:
+        """Tokens that the template renders up to the user message before the last one."""
+        users = [index for index, message in enumerate(self.talk.messages) if message["role"] == "user"]
+        end = users[-2] if self.talk.messages[-2]["role"] == "user" and len(users) > 1 else users[-1]
+        rendered = self.process.front.chat(self.talk.messages[:end + 1], tools=TOOLS, history="template",
+                                           variables={"enable_thinking": self.talk.thinking})
+        return max(rendered.request.boundaries[:-1])
+
+    def turn(self, number: int) -> None:
+        """A question, up to two calls with their results, an answer."""
+        kind, job = "user", self.talk.say(f"Now fix number {number}, please.")
+        for step in range(number % 3):
+            self.title = number == 7
+            self.answer(kind, job, f"Step {step}\n\n" + CALL.format(line=step))
+            kind, job = "result", self.talk.result(f"done {step}: {'ok ' * (number % 5)}\n")
+        self.answer(kind, job, f"Number {number} is fixed.")
+
+    def restart(self) -> None:
+        self.process = self.process.restarted()
+        self.talk.front = self.process.front
+
+
+def agent(directory: Path, mode: str, thinking: bool, returns: bool) -> Agent:
+    process = Process(directory, mode)
+    talk = Talk(process.front, None, thinking, returns, TOOLS, [SYSTEM])
+    return Agent(process, talk)
+
+
+CASES = [
+    ("preserve", True, False), ("template", True, True), ("preserve", False, True), ("template", False, True),
+    pytest.param("preserve", True, True, marks=pytest.mark.slow),
+    pytest.param("template", True, False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("mode", "thinking", "returns"), CASES)
+def test_twenty_turns(mode: str, thinking: bool, returns: bool, tmp_path: Path) -> None:
+    """With tools and their results, a title beside it, a regenerated answer, an edit of turn 12, and a restart."""
+    client = agent(tmp_path, mode, thinking, returns)
+    before_twelve: list[dict[str, Any]] = []
+    for number in range(20):
+        if number == 12:
+            before_twelve = list(client.talk.messages)
+        client.turn(number)
+        if number == 15:
+            client.restart()
+
+    # the last answer again: its prompt is known to the end
+    client.talk.messages.pop()
+    client.past = client.past[:len(client.past) - len(client.talk.answer_ids)]
+    client.answer("again", client.talk.ask(), "Number 19 is really fixed.")
+    assert client.costs[-1][3] <= (0 if mode == "preserve" else PAGE)
+
+    # turn 12 is edited: all before it is known
+    client.talk.messages = before_twelve
+    kept = client.past
+    client.answer("edit", client.talk.say("No: leave number 12 alone."), "Left alone.")
+    kind, prompt, common, computed = client.costs[-1]
+    assert common == common_length(kept, client.past) and 1000 < common < prompt < common + 200
+    client.turn(13)
+    client.restart()
+    client.turn(14)
+    client.process.engine.check()
+    total, computed = sum(cost[1] for cost in client.costs), sum(cost[3] for cost in client.costs)
+    assert computed < 0.1 * total, f"{computed} of {total} prompt tokens were computed"
+
+
+def test_the_client_sees_thinking(tmp_path: Path) -> None:
+    """What the scripted answers are made of is what the router takes apart."""
+    client = agent(tmp_path, "preserve", True, True)
+    client.turn(1)
+    assistant = [message for message in client.talk.messages if message["role"] == "assistant"]
+    assert assistant[0]["reasoning_content"].startswith(THOUGHT[:10]) and assistant[0]["tool_calls"]
