@@ -1,22 +1,28 @@
-"""An agent's conversation of twenty turns through the real engine: how many tokens are computed, as numbers."""
+"""An agent's conversation of twenty turns through the real engine: how many tokens are computed, as numbers.
+
+Tokenizer and template are the embedded model's. What is said is scripted, so the weights may be anything: a small
+random model reads it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import Answers, embedded_runtime, pools, take
+from support import Answers, odd_shape, pools, take
 from test_text_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOOLS, Talk, cut_small
 
 from deltic.cache.disk import Disk, DiskNotes
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
 from deltic.cache.shelf import Shelf
+from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime
+from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.model.decoder import Stores
 from deltic.ops.noise import sample_key
 from deltic.ops.records import Sampled, Sampling
@@ -25,6 +31,13 @@ from deltic.types import PAGE, Request, SamplingParams, common_length
 
 TITLE = [{"role": "system", "content": "Give the conversation a title."}]
 CONTEXT = 16_384
+
+
+@cache
+def model() -> Runtime:
+    """A small model over the embedded tokenizer's vocabulary."""
+    shape = odd_shape(vocab_size=3072, max_position_embeddings=CONTEXT)
+    return load(RandomModel(shape=shape), EngineConfig(dtype="float32", memory="8MiB", threads=1))
 
 
 @dataclass
@@ -54,7 +67,7 @@ class Process:
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.directory, self.mode = directory, mode
-        runtime = embedded_runtime()
+        runtime = model()
         self.script = Script(runtime)
         ops = replace(runtime.decoder.ops, sample=self.script.sample)
         storage = pools(runtime, 3 * CONTEXT // PAGE, 200)
@@ -145,7 +158,7 @@ class Agent:
         end = users[-2] if self.talk.messages[-2]["role"] == "user" and len(users) > 1 else users[-1]
         rendered = self.process.front.chat(self.talk.messages[:end + 1], tools=TOOLS, history="template",
                                            variables={"enable_thinking": self.talk.thinking})
-        return max(rendered.request.boundaries[:-1])
+        return rendered.request.boundaries[1]  # after the opening's
 
     def turn(self, number: int) -> None:
         """A question, up to two calls with their results, an answer."""
@@ -163,14 +176,13 @@ class Agent:
 
 def agent(directory: Path, mode: str, thinking: bool, returns: bool) -> Agent:
     process = Process(directory, mode)
-    talk = Talk(process.front, None, thinking, returns, TOOLS, [SYSTEM])
+    talk = Talk(process.front, None, thinking, returns, TOOLS, [SYSTEM], size=7)
     return Agent(process, talk)
 
 
 CASES = [
     ("preserve", True, False), ("template", True, True), ("preserve", False, True), ("template", False, True),
-    pytest.param("preserve", True, True, marks=pytest.mark.slow),
-    pytest.param("template", True, False, marks=pytest.mark.slow),
+    ("template", True, False), pytest.param("preserve", True, True, marks=pytest.mark.slow),
 ]
 
 
@@ -196,7 +208,7 @@ def test_twenty_turns(mode: str, thinking: bool, returns: bool, tmp_path: Path) 
     client.talk.messages = before_twelve
     kept = client.past
     client.answer("edit", client.talk.say("No: leave number 12 alone."), "Left alone.")
-    kind, prompt, common, computed = client.costs[-1]
+    _, prompt, common, computed = client.costs[-1]
     assert common == common_length(kept, client.past) and 1000 < common < prompt < common + 200
     client.turn(13)
     client.restart()

@@ -61,10 +61,11 @@ THOUGHT = "Let me see:  \n e\u0301…"
 UNTYPED = [{"type": "function", "function": {"name": "edit"}}]
 
 
-def cut_small(text: str) -> list[int]:
-    """Tokens as nobody's tokenizer would cut: a character each, markers whole."""
+def cut_small(text: str, size: int = 1) -> list[int]:
+    """Tokens as nobody's tokenizer would cut: those of so many characters each, markers whole."""
     pieces = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
-    parts = [part for piece in pieces for part in ([piece] if piece in MARKERS else piece)]
+    parts = [part for piece in pieces for part in ([piece] if piece in MARKERS else
+                                                   re.findall(f".{{1,{size}}}", piece, re.DOTALL))]
     return [id for part in parts for id in TOKENIZER.encode(part)]
 
 
@@ -88,7 +89,7 @@ class Store:
 
 @dataclass
 class Talk:
-    """A client and what it was told. returns: it sends reasoning back."""
+    """A client and what it was told. returns: it sends reasoning back. size: of the model's tokens in characters."""
 
     front: Front
     mode: str | None = None
@@ -97,6 +98,7 @@ class Talk:
     tools: Any = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     answer_ids: list[int] = field(default_factory=list)
+    size: int = 1
 
     def ask(self, sampling: SamplingParams = SamplingParams(), **variables: Any) -> Job:
         return self.front.chat(self.messages, sampling, tools=self.tools, history=self.mode,
@@ -108,7 +110,7 @@ class Talk:
 
     def hear(self, job: Job, text: str, finish: Any = "stop", thought: str = THOUGHT) -> Answer:
         """The model answers; the client keeps that in its own form."""
-        self.answer_ids = cut_small((f"{thought}\n</think>\n\n" if self.thinking else "") + text)
+        self.answer_ids = cut_small((f"{thought}\n</think>\n\n" if self.thinking else "") + text, self.size)
         answer = finished(job, self.answer_ids, finish)
         self.messages.append(self.returned(answer))
         return answer

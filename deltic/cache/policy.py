@@ -71,6 +71,16 @@ def _kept_slots(budget: int, needs: MemoryNeeds, slots: int, context: int) -> in
     return max(0, min(_MAX_KEPT, left // 2 // needs.slot_bytes)) if needs.slot_bytes else _MAX_KEPT
 
 
+def distinct(boundaries: Iterable[int], prompt: int) -> tuple[int, ...]:
+    """Those boundaries of a prompt of so many tokens that are worth a state: less than a page after another one, the
+    tokens in between are cheaper."""
+    found: list[int] = []
+    for position in sorted(set(boundaries)):
+        if 0 < position <= prompt and (not found or position >= found[-1] + PAGE):
+            found.append(position)
+    return tuple(found)
+
+
 def kept_positions(prompt: int, boundaries: Iterable[int], spacing: int) -> tuple[int, ...]:
     """Where the state is worth keeping while a prompt of so many tokens is read, ascending.
 
@@ -78,7 +88,7 @@ def kept_positions(prompt: int, boundaries: Iterable[int], spacing: int) -> tupl
     edit in the middle of a long text does not cost all of it, a sparse grid of `spacing` tokens.
     """
     grid = range(spacing, prompt - spacing // 2, spacing)
-    return tuple(sorted({position for position in (*boundaries, *grid, prompt) if 0 < position <= prompt}))
+    return tuple(sorted({*boundaries, *grid, prompt}))
 
 
 def grid_spacing(slot_tokens: float) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.cache.policy import grid_spacing, kept_positions
+from deltic.cache.policy import distinct, grid_spacing, kept_positions
 from deltic.engine.batch import build
 from deltic.engine.metrics import Meter
 from deltic.engine.runtime import Runtime
@@ -221,9 +221,11 @@ class Engine:
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos())
-        wanted = kept_positions(len(prompt), request.boundaries, self._spacing) if not choice else ()
+        boundaries = distinct(request.boundaries, len(prompt))
+        wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
         return Sequence(request, choice, params, seed, eos, limit, list(prompt),
-                        request.matcher() if request.matcher else None, origin=origin, wanted=wanted)
+                        request.matcher() if request.matcher else None, origin=origin, boundaries=boundaries,
+                        wanted=wanted)
 
     def _eos(self) -> frozenset[int]:
         return frozenset(self.runtime.generation.eos_token_ids) | frozenset(self.runtime.config.eos_token_ids)

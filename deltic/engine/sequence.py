@@ -26,10 +26,11 @@ class Sequence:
 
     tokens: prompt and answer; those after `lease.done` are still to be processed. lease: None while waiting.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length". counts: occurrences of the
-    answer's tokens. origin: where to fork from instead of processing the prompt. wanted: prompt positions whose state
-    is worth keeping. fetch: what the tiers bring for it. known: tokens that the tree knows of it, and as of which of
-    the tree's changes. started: where its lease began. arrived, admitted: when it came and when it first got a lease,
-    in seconds of time.perf_counter. logits [V]: those of the prompt's end, if known.
+    answer's tokens. origin: where to fork from instead of processing the prompt. boundaries: where following prompts
+    are expected to part. wanted: prompt positions whose state is worth keeping. fetch: what the tiers bring for it.
+    known: tokens that the tree knows of it, and as of which of the tree's changes. started: where its lease began.
+    arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those
+    of the prompt's end, if known.
     """
 
     request: Request
@@ -42,6 +43,7 @@ class Sequence:
     matcher: Matcher | None = None
     lease: Lease | None = None
     origin: Origin | None = None
+    boundaries: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
     fetch: Fetch | None = None
     known: tuple[int, int] = (0, -1)
@@ -87,7 +89,7 @@ class Sequence:
         if not self.generated:
             self.cached = lease.done
         self.logits = lease.logits if lease.done == len(self.tokens) else None
-        lease.expected.update(self.request.boundaries)
+        lease.expected.update(self.boundaries)
         if lease.shared > lease.done + 2 * PAGE:
             # another prompt went on differently here: the third one shall not read this again
             self.wanted = tuple(sorted({*self.wanted, lease.shared}))

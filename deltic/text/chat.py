@@ -132,11 +132,12 @@ def boundaries(conversation: Conversation, prompt: Spelled) -> tuple[int, ...]:
     """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
 
     Found by asking the template: how far the prompt agrees with its continuation by an answer and a user
-    message, by a call and its result (with tools), and with other conversations under the same system
-    message and tools. A conversation that the template refuses yields no boundary. Ascending, at most the
-    prompt's length.
+    message, by a call and its result (with tools; the client may or may not send the thinking back), and
+    with other conversations under the same system message and tools. A conversation that the template refuses
+    yields no boundary. Ascending, at most the prompt's length.
     """
-    groups = (_next_turn(conversation, prompt), _next_step(conversation, prompt), _others(conversation))
+    groups = (_next_turn(conversation, prompt), _next_step(conversation, prompt),
+              _next_step(conversation, prompt, returns=False), _others(conversation))
     return tuple(sorted({position for group in groups if (position := _shared_by(conversation, prompt, group))}))
 
 
@@ -168,13 +169,14 @@ def _next_turn(conversation: Conversation, prompt: Spelled) -> list[Messages]:
     return [_continued(conversation, _answer(conversation, prompt), {"role": "user", "content": "Question"})]
 
 
-def _next_step(conversation: Conversation, prompt: Spelled) -> list[Messages]:
+def _next_step(conversation: Conversation, prompt: Spelled, returns: bool = True) -> list[Messages]:
+    """returns: the client sends the thinking back; what an empty think block shares with the prompt may be less."""
     if not conversation.tools and all(message["role"] != "tool" for message in conversation.messages):
         return []
     call = {"id": "call_0", "function": {"name": "function", "arguments": {"key": "value"}}}
     result = {"role": "tool", "content": "Result", "tool_call_id": "call_0", "name": "function"}
     answer = _answer(conversation, prompt) | {"content": "", "tool_calls": [call]}
-    return [_continued(conversation, answer, result)]
+    return [_continued(conversation, answer if returns else answer | {"reasoning_content": ""}, result)]
 
 
 def _others(conversation: Conversation) -> list[Messages]:
