@@ -64,7 +64,18 @@ def embedded_runtime() -> Runtime:
     return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1))
 
 
-RUNTIMES = {"odd": odd_runtime, "embedded": embedded_runtime}
+@lru_cache(maxsize=1)
+def qwen3_runtime() -> Runtime:
+    """A Qwen3 of odd shape with random weights, in float32: no layer is recurrent, no output gated. With weights of
+    smaller range it would soon repeat itself, as its layers remember less."""
+    shape = odd_shape(
+        architecture="qwen3", num_hidden_layers=3, layer_types=("full_attention",) * 3, attention_output_gate=False,
+        rope=RopeConfig(1e4, 14, ()), linear=None)
+    model = RandomModel(shape=shape, initializer_range=0.2, seed=2)
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1))
+
+
+RUNTIMES = {"odd": odd_runtime, "qwen3": qwen3_runtime, "embedded": embedded_runtime}
 
 HF_SHAPE: dict[str, Any] = {
     "vocab_size": 307, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 4,
@@ -74,20 +85,27 @@ HF_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024, "initializer_range": 0.1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
                         "mrope_section": [1, 1, 1], "mrope_interleaved": True}}
+QWEN3_SHAPE: dict[str, Any] = {
+    "vocab_size": 307, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 14, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "max_position_embeddings": 1024, "initializer_range": 0.1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
-def transformers_model(directory: Path, seed: int = 0, nested: bool = False, **changes: Any) -> Any:
-    """A random Qwen3_5ForCausalLM in float32, saved to the directory; returns the model.
+def transformers_model(directory: Path, seed: int = 0, nested: bool = False, family: str = "qwen3_5",
+                       **changes: Any) -> Any:
+    """A random Qwen3_5ForCausalLM or Qwen3ForCausalLM in float32, saved to the directory; returns the model.
 
     nested: rewrite the saved config.json as a Qwen3_5ForConditionalGeneration's, weights and all.
     """
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HF_SHAPE, **changes})).float().eval()
+    model = {"qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HF_SHAPE, **changes})),
+             "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_SHAPE, **changes}))}[family]().float().eval()
     _scatter_norms(model, seed)
     model.save_pretrained(directory)
     if nested:
@@ -368,9 +386,9 @@ def pairs(values: tuple[object, ...]) -> set[tuple[int, object, int, object]]:
     return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
 
 
-def pairwise(grid: list[T], axes: Callable[[T], tuple[object, ...]]) -> Iterator[T]:
-    """Few cases that hold every pair of two axes' values that the grid holds."""
-    missing = set().union(*(pairs(axes(case)) for case in grid))
+def pairwise(grid: list[T], axes: Callable[[T], tuple[object, ...]], chosen: Sequence[T] = ()) -> Iterator[T]:
+    """Few cases that hold, together with those chosen before, every pair of two axes' values that the grid holds."""
+    missing = set().union(*(pairs(axes(case)) for case in grid)).difference(*(pairs(axes(case)) for case in chosen))
     while missing:
         best = max(grid, key=lambda case: len(pairs(axes(case)) & missing))
         missing -= pairs(axes(best))

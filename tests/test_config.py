@@ -5,14 +5,14 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3_5Config, Qwen3_5TextConfig
+from transformers import Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from deltic.config import (
@@ -39,6 +39,18 @@ def plain(**changes):
     """A flat config as a dictionary, with keys replaced, or removed where the value is `...`."""
     layers = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
     mapping = {"model_type": "qwen3_5_text", "attn_output_gate": True, **ODD, "layer_types": layers, **changes}
+    return {key: value for key, value in mapping.items() if value is not ...}
+
+
+def qwen3(**changes):
+    """A flat Qwen3 config as older versions of transformers wrote it, keys replaced or removed likewise."""
+    mapping = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 24,
+        "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 14, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_scaling": None, "attention_bias": False,
+        "attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 40960, "max_window_layers": 3,
+        "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "bos_token_id": 1, "eos_token_id": 5, **changes}
     return {key: value for key, value in mapping.items() if value is not ...}
 
 
@@ -86,7 +98,9 @@ def test_derived_values():
 
 
 @pytest.mark.parametrize("config", [*PRESETS.values(), ModelConfig.from_hf(plain()),
-                                    ModelConfig.from_hf(plain(attn_output_gate=False))])
+                                    ModelConfig.from_hf(plain(attn_output_gate=False)),
+                                    ModelConfig.from_hf(qwen3()),
+                                    ModelConfig.from_hf(qwen3(tie_word_embeddings=False))])
 def test_parameter_count_is_the_sum_of_the_tensors(config):
     assert config.parameter_count == sum(math.prod(shape) for shape in expected_tensors(config).values())
 
@@ -94,7 +108,7 @@ def test_parameter_count_is_the_sum_of_the_tensors(config):
 def test_presets_have_the_published_sizes():
     billions = {name: round(config.parameter_count / 1e9, 1) for name, config in PRESETS.items()}
     assert billions == {"qwen3.5-0.8b": 0.8, "qwen3.5-2b": 1.9, "qwen3.5-4b": 4.2, "qwen3.5-9b": 9.0,
-                        "qwen3.5-27b": 26.9}
+                        "qwen3.5-27b": 26.9, "qwen3-0.6b": 0.6, "qwen3-8b": 8.2}
     assert ModelConfig.preset("Qwen/Qwen3.5-0.8B") == ModelConfig.preset("0.8b") == PRESETS["qwen3.5-0.8b"]
     cut = ModelConfig.preset("4b", layers=5)
     assert cut.layer_types == PRESETS["qwen3.5-4b"].layer_types[:5]
@@ -115,6 +129,67 @@ def test_every_spelling_of_the_architecture_is_known_at_every_site(name):
     assert ModelConfig.from_hf({"model_type": "qwen3_5", "text_config": text}) == expected
 
 
+@pytest.mark.parametrize("name", ["qwen3", "Qwen3ForCausalLM", "Qwen3Model"])
+def test_every_spelling_of_qwen3_is_known(name):
+    assert architecture(name) == "qwen3"
+    expected = ModelConfig.from_hf(qwen3())
+    assert ModelConfig.from_hf(qwen3(model_type=name)) == expected
+    assert ModelConfig.from_hf(qwen3(model_type=..., architectures=[name])) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_qwen3_reads_as_transformers_wrote_it(tmp_path, tied):
+    keys = qwen3(tie_word_embeddings=tied, model_type=..., architectures=..., rope_theta=..., rope_scaling=...,
+                 torch_dtype=..., rope_parameters={"rope_type": "default", "rope_theta": 1e6}, dtype="bfloat16")
+    newer = ModelConfig.from_hf(saved(Qwen3Config(**keys), tmp_path))
+    older = ModelConfig.from_hf(qwen3(tie_word_embeddings=tied))
+    assert newer == older
+    assert (older.architecture, older.linear, older.attention_output_gate) == ("qwen3", None, False)
+    assert (older.layer_types, older.linear_layers) == (("full_attention",) * 3, ())
+    assert (older.rope.theta, older.rope.rotary_dim, older.rope.mrope_section) == (1e6, 14, ())
+    assert (older.norm_offset, older.tie_word_embeddings, older.dtype) == (0.0, tied, "bfloat16")
+
+
+def test_qwen3_presets_are_the_published_configs():
+    shared = {"vocab_size": 151936, "head_dim": 128, "eos_token_id": [151645, 151643], "bos_token_id": ...}
+    small = qwen3(**shared, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+                  num_key_value_heads=8)
+    large = qwen3(**shared, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+                  num_key_value_heads=8, tie_word_embeddings=False)
+    assert ModelConfig.preset("Qwen/Qwen3-0.6B") == ModelConfig.from_hf(small)
+    assert ModelConfig.preset("qwen3-8b") == ModelConfig.from_hf(large)
+    assert ModelConfig.preset("qwen3-8b", layers=2).layer_types == ("full_attention",) * 2
+
+
+@pytest.mark.parametrize("key,change", [
+    ("attention_bias", {"attention_bias": True}), ("use_sliding_window", {"use_sliding_window": True}),
+    ("rope_type 'yarn'", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("rope_type 'yarn'", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}}),
+    ("rope_type 'linear'", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("rope_type 'mrope'", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 3]}}),
+    ("partial_rotary_factor", {"partial_rotary_factor": 0.5}), ("rope_theta", {"rope_theta": ...}),
+    ("layer_types", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
+    ("layer_types", {"layer_types": ["full_attention", "full_attention", "linear_attention"]}),
+    ("head_dim", {"head_dim": ...}), ("several architectures", {"model_type": "qwen3_5"}),
+])
+def test_what_qwen3_cannot_do_is_refused_by_name(key, change):
+    with pytest.raises(ModelError, match=key):
+        ModelConfig.from_hf(qwen3(**change))
+
+
+def test_a_config_of_no_known_architecture_is_refused():
+    with pytest.raises(ModelError, match="architecture 'llama'"):
+        replace(PRESETS["qwen3-0.6b"], architecture="llama")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3moe", "Qwen3MoeForCausalLM"])
+def test_qwen3_mixtures_of_experts_are_recognised_and_refused(name):
+    assert architecture(name) == "qwen3_moe"
+    for mapping in (qwen3(model_type=name), qwen3(architectures=[name]), qwen3(num_experts=8)):
+        with pytest.raises(ModelError, match="not supported yet"):
+            ModelConfig.from_hf(mapping)
+
+
 @pytest.mark.parametrize("name", ["qwen35moe", "qwen3_5_moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM",
                                   "Qwen3_6MoeForConditionalGeneration"])
 def test_mixtures_of_experts_are_recognised_and_refused(name):
@@ -125,7 +200,8 @@ def test_mixtures_of_experts_are_recognised_and_refused(name):
             ModelConfig.from_hf(mapping)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "qwen4exp", "", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "qwen4exp", "", "Qwen2ForCausalLM", "qwen3_vl",
+                                  "Qwen3ForSequenceClassification"])
 def test_other_families_are_refused(name):
     for mapping in (plain(model_type=name), plain(architectures=[name])):
         with pytest.raises(ModelError, match="architecture"):

@@ -18,9 +18,10 @@ from torch import Tensor
 from deltic.config import EngineConfig
 from deltic.engine.runtime import Runtime, load
 from deltic.engine.session import Session
-from deltic.model.decoder import Decoder, Observer, Stores
+from deltic.model.decoder import Decoder, Observer, Stores, build
 from deltic.ops import Ops, backends, ref
 from deltic.ops.records import Batch, GdnWeights, Rope, RopeSpec, StateView
+from deltic.weights.safetensors import load_directory
 
 LINEAR, FULL = "linear_attention", "full_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
@@ -38,6 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recurrent only": {"num_hidden_layers": 2, "layer_types": [LINEAR] * 2},
     "attention only": {"num_hidden_layers": 2, "layer_types": [FULL] * 2},
     "nested": {"nested": True},
+    "qwen3": {"family": "qwen3"},
+    "qwen3, tied": {"family": "qwen3", "tie_word_embeddings": True, "num_hidden_layers": 2, "num_attention_heads": 4,
+                    "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 331, "rms_norm_eps": 1e-5},
 }
 
 
@@ -171,6 +175,12 @@ def their_answer(pair: Pair, prompt: Sequence[int], count: int) -> tuple[list[in
     return tokens, torch.stack(rows)
 
 
+def test_the_reference_backend_too(pair: Pair) -> None:
+    tokens = pair.prompt(40, seed=5)
+    slow = session_over(with_ops(pair.ours, ref.OPS), budget=13)
+    check(pair, tokens, pair.expected(tokens), slow.prefill(tokens, all_logits=True))
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_200_greedy_tokens_teacher_forced(untied: Pair, seed: int) -> None:
     """L6's rule against transformers itself: same logits, same best token, and a model that says much."""
@@ -274,6 +284,22 @@ def long_answer(untied: Pair) -> tuple[tuple[int, ...], Tensor]:
     return tokens, untied.expected(tokens)
 
 
+@pytest.mark.parametrize(("family", "other"), [("qwen3_5", "qwen3"), ("qwen3", "qwen3_5")])
+def test_the_comparison_notices_norms_of_the_other_family(tmp_path: Path, family: str, other: str) -> None:
+    """The same tensors, with their norm weights read as the other family stores them: in one kind of norm, or all."""
+    pair = paired(tmp_path, family=family)
+    runtime, tokens = pair.ours, pair.prompt(40)
+    expected, config = pair.expected(tokens), replace(pair.ours.config, architecture=other)
+    for kind in ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "model.norm", ""):
+        weights = load_directory(tmp_path, config)
+        for name, tensor in weights.items():
+            if name.endswith("norm.weight") and kind not in name and "linear_attn" not in name:
+                tensor += runtime.config.norm_offset - config.norm_offset
+        broken = replace(runtime, decoder=build(config, weights, runtime.decoder.ops))
+        with pytest.raises(Mismatch, match=r"best token|differ by"):
+            same_logits(expected, session_over(broken, budget=512).prefill(tokens, all_logits=True))
+
+
 def with_ops(runtime: Runtime, ops: Ops) -> Runtime:
     return replace(runtime, decoder=replace(runtime.decoder, ops=ops))
 
@@ -346,8 +372,9 @@ BFLOAT16 = 1.25
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("paths", ["whole", "stepwise"])
-def test_bfloat16_is_as_good_as_that_of_transformers(tmp_path: Path, seed: int, paths: str) -> None:
-    theirs = transformers_model(tmp_path, seed).bfloat16()
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+def test_bfloat16_is_as_good_as_that_of_transformers(tmp_path: Path, seed: int, paths: str, family: str) -> None:
+    theirs = transformers_model(tmp_path, seed, family=family).bfloat16()
     theirs.save_pretrained(tmp_path)
     half = Pair(theirs, load(str(tmp_path), EngineConfig(dtype="auto", memory="8MiB", threads=1)))
     exact = load(str(tmp_path), EngineConfig(dtype="float32", memory="8MiB", threads=1))

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -73,6 +80,23 @@ def test_causal_model_of_transformers(tmp_path, dtype, tied):
     assert_loaded(load_directory(tmp_path, config), reference(model), config, dtype)
     for other in DTYPES:
         assert_loaded(load_directory(tmp_path, config, other), reference(model), config, other)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_qwen3_of_transformers(tmp_path, tied):
+    """Queries have no gate: q_proj has heads * head_dim rows."""
+    keys = {key: value for key, value in TEXT.items() if not key.startswith(("linear", "rope"))}
+    model = Qwen3ForCausalLM(Qwen3Config(**keys, tie_word_embeddings=tied)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    config = config_of(tmp_path)
+    assert expected_tensors(config)["model.layers.0.self_attn.q_proj.weight"] == (6 * 8, 12)
+    assert ("lm_head.weight" in expected_tensors(config)) is not tied
+    for dtype in DTYPES:
+        assert_loaded(load_directory(tmp_path, config, dtype), reference(model), config, dtype)
+    save_file({**random_weights(config), "model.layers.0.linear_attn.A_log": torch.zeros(6)},
+              tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.0\.linear_attn\.A_log"):
+        load_directory(tmp_path, config)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -482,6 +506,9 @@ def test_random_scales():
             assert weights[name].std() == pytest.approx(weights[name].shape[-1] ** -0.5, rel=0.02)
     assert weights["model.norm.weight"].mean() == pytest.approx(0, abs=0.01)
     assert weights["model.layers.0.linear_attn.norm.weight"].mean() == pytest.approx(1, abs=0.01)
+    plain = random_weights(replace(ModelConfig.preset("qwen3-0.6b", layers=1), vocab_size=2000), "float32")
+    for name, tensor in plain.items():
+        assert not name.endswith("norm.weight") or tensor.mean() == pytest.approx(1, abs=0.01), name
     step = torch.nn.functional.softplus(weights["model.layers.1.linear_attn.dt_bias"])
     assert step.min() > 0.9e-3 and step.max() < 0.11
     assert weights["model.layers.1.linear_attn.A_log"].exp().max() <= 16.01

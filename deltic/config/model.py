@@ -22,10 +22,13 @@ _DTYPE_ALIASES: Final[Mapping[str, DType]] = {
 
 # Keys are lower case without punctuation, so that `qwen3.5`, `qwen3_5` and `Qwen3_5` are one entry.
 _GENERATIONS: Final = ("qwen35", "qwen36", "qwen38")
-_DENSE_FORMS: Final = ("", "text", "model", "textmodel", "forcausallm", "forconditionalgeneration")
+_CAUSAL_FORMS: Final = ("", "model", "forcausallm")
+_DENSE_FORMS: Final = (*_CAUSAL_FORMS, "text", "textmodel", "forconditionalgeneration")
 ARCHITECTURES: Final[Mapping[str, str]] = {
     **{base + form: "qwen3_5" for base in _GENERATIONS for form in _DENSE_FORMS},
     **{base + "moe" + form: "qwen3_5_moe" for base in _GENERATIONS for form in _DENSE_FORMS},
+    **{"qwen3" + form: "qwen3" for form in _CAUSAL_FORMS},
+    **{"qwen3moe" + form: "qwen3_moe" for form in _CAUSAL_FORMS},
 }
 
 
@@ -37,13 +40,40 @@ def architecture(name: str) -> str:
     found = ARCHITECTURES.get(re.sub(r"[^a-z0-9]", "", name.lower()))
     if found is None:
         raise ModelError(f"architecture {name!r} is not supported: deltic runs the Qwen3.5 family "
-                         "(model_type qwen3_5, qwen3_5_text, qwen3_6, qwen3_8 or a Qwen3_5For... class)")
+                         "(model_type qwen3_5, qwen3_5_text, qwen3_6, qwen3_8 or a Qwen3_5For... class) and dense "
+                         "Qwen3 (model_type qwen3 or Qwen3ForCausalLM)")
     return found
 
 
 @dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture does that its config.json leaves unsaid.
+
+    mixers: kinds of layers that it may have. interval: of so many layers the last has full attention. gate: attention
+    has an output gate. rotary: rotated share of a head. mrope: positions have three axes; else RopeConfig has no
+    sections. norm_offset: what a norm weight of a checkpoint lacks to be the factor that the norm multiplies by (but
+    for the norm inside of Gated DeltaNet layers, which is stored as the factor by all).
+    """
+
+    mixers: tuple[LayerType, ...]
+    interval: int
+    gate: bool
+    rotary: float
+    mrope: bool
+    norm_offset: float
+
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "qwen3_5": Family(("linear_attention", "full_attention"), interval=4, gate=True, rotary=0.25, mrope=True,
+                      norm_offset=1.0),
+    "qwen3": Family(("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False, norm_offset=0.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: theta, rotated dims per head, and how many frequencies follow time, height, width."""
+    """Rotary embedding: theta, rotated dims per head, and how many frequencies follow time, height, width (empty:
+    positions have one axis only)."""
 
     theta: float
     rotary_dim: int
@@ -104,6 +134,8 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        if self.architecture not in FAMILIES:
+            raise ModelError(f"architecture {self.architecture!r} is not one of {', '.join(FAMILIES)}")
         if len(self.layer_types) != self.num_hidden_layers:
             raise ModelError(f"layer_types names {len(self.layer_types)} layers, "
                              f"num_hidden_layers says {self.num_hidden_layers}: they must agree")
@@ -125,7 +157,8 @@ class ModelConfig:
         """
         text, name = _text_section(mapping)
         _refuse_unsupported(text)
-        kinds = _layer_types(text)
+        family = FAMILIES[name]
+        kinds = _layer_types(text, family)
         head_dim = integer(text, "head_dim", 1, 4096)
         tied = mapping.get("tie_word_embeddings")
         return cls(
@@ -138,8 +171,8 @@ class ModelConfig:
             num_attention_heads=integer(text, "num_attention_heads", 1, 4096),
             num_key_value_heads=integer(text, "num_key_value_heads", 1, 4096),
             head_dim=head_dim,
-            attention_output_gate=flag(text, "attn_output_gate", True),
-            rope=_rope(text, head_dim),
+            attention_output_gate=flag(text, "attn_output_gate", family.gate),
+            rope=_rope(text, head_dim, family),
             linear=_linear(text) if "linear_attention" in kinds else None,
             rms_norm_eps=number(text, "rms_norm_eps", 1e-12, 0.1),
             tie_word_embeddings=flag(text if tied is None else mapping, "tie_word_embeddings", False),
@@ -162,6 +195,11 @@ class ModelConfig:
         if not 1 <= layers <= config.num_hidden_layers:
             raise ModelError(f"preset {key} has {config.num_hidden_layers} layers; {layers} cannot be kept")
         return replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers])
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the norm weights of a checkpoint: see Family."""
+        return FAMILIES[self.architecture].norm_offset
 
     @property
     def key_dim(self) -> int:
@@ -222,51 +260,59 @@ def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if not names:
         raise ModelError("model_type is absent; is this a Hugging Face model directory?")
     found = {architecture(name) for name in names}
-    if "qwen3_5_moe" in found or any(text.get(key) for key in ("num_experts", "num_local_experts")):
+    if found - set(FAMILIES) or any(text.get(key) for key in ("num_experts", "num_local_experts")):
         raise ModelError(f"{names[0]} is a mixture-of-experts model, which is not supported yet; "
-                         "choose a dense Qwen3.5 model")
+                         "choose a dense Qwen3.5 or Qwen3 model")
+    if len(found) > 1:
+        raise ModelError(f"config.json names several architectures: {', '.join(names)}")
     return text, found.pop()
 
 
+_ONLY: Final[Mapping[str, Any]] = {
+    "attention_bias": False, "hidden_act": "silu", "mlp_only_layers": [], "use_sliding_window": False}
+
+
 def _refuse_unsupported(text: Mapping[str, Any]) -> None:
-    for key, value in {"attention_bias": False, "hidden_act": "silu", "mlp_only_layers": []}.items():
+    for key, value in _ONLY.items():
         if text.get(key, value) != value:
             raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
     if text.get("quantization_config"):
         raise ModelError("quantization_config is not supported; use the unquantized checkpoint")
 
 
-def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
+def _layer_types(text: Mapping[str, Any], family: Family) -> tuple[LayerType, ...]:
     count = integer(text, "num_hidden_layers", 1, 1024)
     given = text.get("layer_types")
     if given is None:
-        interval = integer({"full_attention_interval": 4, **text}, "full_attention_interval", 1, 1024)
+        interval = integer({"full_attention_interval": family.interval, **text}, "full_attention_interval", 1, 1024)
         return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
     if not isinstance(given, list | tuple):
         raise ModelError(f"layer_types must be a list, not {show(given)}")
     for kind in given:
-        if kind not in ("linear_attention", "full_attention"):
-            raise ModelError("layer_types may hold linear_attention and full_attention, "
-                             f"not {show(kind)}")
+        if kind not in family.mixers:
+            raise ModelError(f"layer_types may hold {' and '.join(family.mixers)}, not {show(kind)}")
     if len(given) != count:
         raise ModelError(f"layer_types names {len(given)} layers, num_hidden_layers says {count}")
     return tuple(given)
 
 
-def _rope(text: Mapping[str, Any], head_dim: int) -> RopeConfig:
+def _rope(text: Mapping[str, Any], head_dim: int, family: Family) -> RopeConfig:
     """Newer configs keep everything in rope_parameters; older ones spread it over the top level."""
     older = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
-    nested = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(nested, Mapping):
-        raise ModelError(f"rope_parameters must be an object, not {show(nested)}")
-    rope = {"partial_rotary_factor": 0.25, **older, **nested}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise ModelError(f"rope_type {show(kind)} is not supported, only 'default'")
+    rope = {"partial_rotary_factor": family.rotary, **older}
+    for key in ("rope_parameters", "rope_scaling"):
+        nested = text.get(key) or {}
+        if not isinstance(nested, Mapping):
+            raise ModelError(f"{key} must be an object, not {show(nested)}")
+        kind = nested.get("rope_type", nested.get("type", "default"))
+        if kind not in (("default", "mrope") if family.mrope else ("default",)):
+            raise ModelError(f"rope_type {show(kind)} is not supported, only 'default'")
+        rope |= nested
     if not flag(rope, "mrope_interleaved", True):
         raise ModelError("mrope_interleaved false is not supported, only true")
-    rotary = int(head_dim * number(rope, "partial_rotary_factor", 0.0, 1.0))
-    return RopeConfig(number(rope, "rope_theta", 1.0, 1e12), rotary, _mrope_section(rope, rotary // 2))
+    rotary = int(head_dim * number(rope, "partial_rotary_factor", 0.0 if family.mrope else 1.0, 1.0))
+    sections = _mrope_section(rope, rotary // 2) if family.mrope else ()
+    return RopeConfig(number(rope, "rope_theta", 1.0, 1e12), rotary, sections)
 
 
 def _mrope_section(rope: Mapping[str, Any], frequencies: int) -> tuple[int, ...]:
@@ -297,7 +343,7 @@ def _dtype(text: Mapping[str, Any]) -> DType:
     return found
 
 
-def _preset(
+def _qwen3_5(
     hidden: int, ffn: int, layers: int, heads: tuple[int, int], value_heads: int, tied: bool
 ) -> ModelConfig:
     pattern: tuple[LayerType, ...] = ("linear_attention",) * 3 + ("full_attention",)
@@ -310,10 +356,21 @@ def _preset(
         eos_token_ids=(248046, 248044))
 
 
+def _qwen3(hidden: int, ffn: int, layers: int, heads: tuple[int, int], tied: bool) -> ModelConfig:
+    pattern: tuple[LayerType, ...] = ("full_attention",)
+    return ModelConfig(
+        architecture="qwen3", vocab_size=151936, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
+        layer_types=pattern * layers, num_attention_heads=heads[0], num_key_value_heads=heads[1],
+        head_dim=128, attention_output_gate=False, rope=RopeConfig(1e6, 128, ()), linear=None, rms_norm_eps=1e-6,
+        tie_word_embeddings=tied, max_position_embeddings=40960, dtype="bfloat16", eos_token_ids=(151645, 151643))
+
+
 PRESETS: Final[Mapping[str, ModelConfig]] = {
-    "qwen3.5-0.8b": _preset(1024, 3584, 24, (8, 2), 16, tied=True),
-    "qwen3.5-2b": _preset(2048, 6144, 24, (8, 2), 16, tied=True),
-    "qwen3.5-4b": _preset(2560, 9216, 32, (16, 4), 32, tied=True),
-    "qwen3.5-9b": _preset(4096, 12288, 32, (16, 4), 32, tied=False),
-    "qwen3.5-27b": _preset(5120, 17408, 64, (24, 4), 48, tied=False),
+    "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, (8, 2), 16, tied=True),
+    "qwen3.5-2b": _qwen3_5(2048, 6144, 24, (8, 2), 16, tied=True),
+    "qwen3.5-4b": _qwen3_5(2560, 9216, 32, (16, 4), 32, tied=True),
+    "qwen3.5-9b": _qwen3_5(4096, 12288, 32, (16, 4), 32, tied=False),
+    "qwen3.5-27b": _qwen3_5(5120, 17408, 64, (24, 4), 48, tied=False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, (16, 8), tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, (32, 8), tied=False),
 }

@@ -116,13 +116,13 @@ def build(config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> Decoder:
     counts = {"linear_attention": 0, "full_attention": 0}
     layers = []
     for index, kind in enumerate(config.layer_types):
-        take = _Taker(weights, f"model.layers.{index}.", ops)
+        take = _Taker(weights, f"model.layers.{index}.", ops, config.norm_offset)
         mixer = _gdn(config, take) if kind == "linear_attention" else _attention(config, take)
         layers.append(Layer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
                             MlpWeights(take.linear("mlp.gate_proj", "mlp.up_proj"), take.linear("mlp.down_proj")),
                             counts[kind]))
         counts[kind] += 1
-    top = _Taker(weights, "", ops)
+    top = _Taker(weights, "", ops, config.norm_offset)
     embedding = top.plain("model.embed_tokens.weight")
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section)
     return Decoder(config, ops, embedding, tuple(layers), top.norm("model.norm"),
@@ -132,8 +132,8 @@ def build(config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> Decoder:
 class _Taker:
     """Pops the tensors of one module prefix, in the form that the ops want."""
 
-    def __init__(self, weights: dict[str, Tensor], prefix: str, ops: Ops) -> None:
-        self.weights, self.prefix, self.ops = weights, prefix, ops
+    def __init__(self, weights: dict[str, Tensor], prefix: str, ops: Ops, norm_offset: float) -> None:
+        self.weights, self.prefix, self.ops, self.norm_offset = weights, prefix, ops, norm_offset
 
     def plain(self, name: str) -> Tensor:
         return self.weights.pop(self.prefix + name)
@@ -142,8 +142,8 @@ class _Taker:
         return self.plain(name).float()
 
     def norm(self, name: str) -> Tensor:
-        """The scale itself: checkpoints store it less one."""
-        return self.float32(name + ".weight") + 1
+        """The scale itself: checkpoints store it less the family's offset."""
+        return self.float32(name + ".weight") + self.norm_offset
 
     def linear(self, *names: str) -> Weight:
         """One weight of the rows of all these modules."""

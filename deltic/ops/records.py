@@ -193,7 +193,7 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """qkv [(2 if gate else 1) * queries + 2 * kv, hidden]: rows of q (with a gate: per head its query, then its
-    gate), k, v. q_norm, k_norm [head_dim] float32: the scale itself (1 + w). o_proj [hidden, queries]."""
+    gate), k, v. q_norm, k_norm [head_dim] float32: the scale itself. o_proj [hidden, queries]."""
 
     spec: AttentionSpec
     qkv: Weight

@@ -55,7 +55,7 @@ def canonical(name: str) -> str | None:
     layer = _LAYER.fullmatch(rest)
     if rest in ("embed_tokens.weight", "norm.weight") or (layer and layer[2] in _LAYER_TENSORS):
         return f"model.{rest}"
-    raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized Qwen3.5 checkpoint?")
+    raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized Qwen3.5 or Qwen3 checkpoint?")
 
 
 def tensor_dtype(name: str, dtype: DType) -> DType:

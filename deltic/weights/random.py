@@ -25,9 +25,9 @@ def random_weights(
     """The tensors of `expected_tensors(config)` with random values, in the dtypes of `load_directory`.
 
     Matrices are normal with std `initializer_range`, by default 1/sqrt(inputs), which keeps activations
-    finite at any depth. Norms scatter around one. Decays span from a token to thousands of tokens, so that
-    a lost or stale recurrent state shows in the output. A tensor's values depend on seed, name, shape and
-    dtype only.
+    finite at any depth. The factors of norms scatter around one. Decays span from a token to thousands of
+    tokens, so that a lost or stale recurrent state shows in the output. A tensor's values depend on seed, name,
+    shape, dtype and architecture only.
     """
     kept: DType = config.dtype if dtype == "auto" else dtype
     place = torch.device(device)
@@ -37,7 +37,7 @@ def random_weights(
         tensor = torch.empty(shape, dtype=TORCH_DTYPES[tensor_dtype(name, kept)], device=place)
         # The CPU generator looks at the low 32 bits of a seed only.
         generator = torch.Generator(place).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        return name, _fill(name, tensor, generator, initializer_range)
+        return name, _fill(name, tensor, generator, initializer_range, config.norm_offset)
 
     items = expected_tensors(config).items()
     if place.type != "cpu":
@@ -46,7 +46,8 @@ def random_weights(
         return dict(pool.map(make, items))
 
 
-def _fill(name: str, tensor: torch.Tensor, generator: torch.Generator, spread: float | None) -> torch.Tensor:
+def _fill(name: str, tensor: torch.Tensor, generator: torch.Generator, spread: float | None,
+          norm_offset: float) -> torch.Tensor:
     if name.endswith(".A_log"):
         return tensor.uniform_(0.01, 16.0, generator=generator).log_()
     if name.endswith(".dt_bias"):
@@ -54,6 +55,6 @@ def _fill(name: str, tensor: torch.Tensor, generator: torch.Generator, spread: f
         step = tensor.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
         return step.expm1_().log_()
     if name.endswith("norm.weight"):
-        # Only the norm inside linear_attn multiplies by its plain weight, the others by weight + 1.
-        return tensor.normal_(1.0 if "linear_attn" in name else 0.0, 0.02, generator=generator)
+        # the norm inside linear_attn multiplies by its plain weight in every family
+        return tensor.normal_(1.0 if "linear_attn" in name else 1.0 - norm_offset, 0.02, generator=generator)
     return tensor.normal_(0.0, spread or tensor.shape[-1] ** -0.5, generator=generator)
