@@ -1,0 +1,254 @@
+"""The tensors of GGUF files and ours: names, and how their numbers differ, in both directions.
+
+GGUF names and forms are those that llama.cpp's converter writes (conversion/qwen.py) and its models read
+(src/models/qwen35.cpp, qwen35moe.cpp, qwen3.cpp). Ours are Hugging Face's, see deltic/weights/names.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deltic.config import LinearConfig, ModelConfig
+from deltic.config.model import LayerType
+from deltic.errors import ModelError
+from deltic.weights.names import EMBEDDING, HEAD, Shape
+
+Change = Callable[[Tensor, ModelConfig], Tensor]
+
+
+def _same(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a GGUF tensor differs from ours: in the order of its value heads, and in its values.
+
+    heads: the axis along which value heads follow each other, or None. behind_keys: queries and keys come before them
+    on that axis. wide: a head takes value_head_dim places there, else one. decode, encode: from GGUF's values to ours
+    and back.
+
+    Our value heads are grouped by the key head that they share: k0v0 k0v1 k1v0 k1v1. In GGUF files they are tiled:
+    k0v0 k1v0 k0v1 k1v1, so that value head i belongs to key head i modulo the number of key heads. With as many value
+    heads as key heads both orders are the same.
+    """
+
+    heads: int | None = None
+    behind_keys: bool = False
+    wide: bool = False
+    decode: Change = _same
+    encode: Change = _same
+
+    def to_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        """Our tensor of a GGUF tensor (in torch's shape)."""
+        return self.decode(self._reorder(tensor, config, grouped=True), config)
+
+    def from_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        """The GGUF tensor (in torch's shape) of one of ours; the inverse of `to_ours`."""
+        return self._reorder(self.encode(tensor, config), config, grouped=False)
+
+    def shape(self, shape: Shape, config: ModelConfig) -> Shape:
+        """The shape in a GGUF file of a tensor of ours with `shape`."""
+        return tuple(self.from_ours(torch.empty(shape, device="meta"), config).shape)
+
+    def _reorder(self, tensor: Tensor, config: ModelConfig, grouped: bool) -> Tensor:
+        linear = config.linear
+        if self.heads is None or linear is None or linear.num_key_heads == linear.num_value_heads:
+            return tensor
+        axis, skip = self.heads, 2 * linear.key_dim if self.behind_keys else 0
+        keys, values = tensor.split([skip, tensor.shape[axis] - skip], axis)
+        heads = values.unflatten(axis, self._grid(linear, tiled=grouped)).transpose(axis, axis + 1)
+        return torch.cat([keys, heads.flatten(axis, axis + 2)], axis)
+
+    def _grid(self, linear: LinearConfig, tiled: bool) -> tuple[int, int, int]:
+        share = linear.num_value_heads // linear.num_key_heads
+        width = linear.value_head_dim if self.wide else 1
+        return (share, linear.num_key_heads, width) if tiled else (linear.num_key_heads, share, width)
+
+
+def _minus_offset(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor - config.norm_offset
+
+
+def _plus_offset(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor + config.norm_offset
+
+
+def _log_of_decay(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """In float64, so that the decay returns to within a unit or two in the last place of what was stored."""
+    if not bool((tensor <= 0).all()):
+        raise ModelError("decays (ssm_a) must be negative: the file is corrupt or written by an unknown converter")
+    return (-tensor.double()).log().to(tensor.dtype)
+
+
+def _decay(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return -tensor.double().exp().to(tensor.dtype)
+
+
+def _add_channel(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.unsqueeze(1)
+
+
+def _drop_channel(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.squeeze(1)
+
+
+PLAIN: Final = Form()
+NORM: Final = Form(decode=_minus_offset, encode=_plus_offset)
+"""Norms are stored as the factor itself, in our checkpoints less the family's offset."""
+_PER_HEAD: Final = Form(heads=0)
+_ROWS: Final = Form(heads=0, wide=True)
+_ROWS_BEHIND_KEYS: Final = Form(heads=0, wide=True, behind_keys=True)
+_COLUMNS: Final = Form(heads=1, wide=True)
+_CONVOLUTION: Final = Form(heads=0, wide=True, behind_keys=True, decode=_add_channel, encode=_drop_channel)
+_DECAY: Final = Form(heads=0, decode=_log_of_decay, encode=_decay)
+
+Table = Mapping[str, tuple[str, Form]]
+"""GGUF name -> our name and the form."""
+
+_TOP: Final[Table] = {
+    "token_embd.weight": (EMBEDDING, PLAIN),
+    "output_norm.weight": ("model.norm.weight", NORM),
+    "output.weight": (HEAD, PLAIN),
+}
+_ATTENTION: Final[Table] = {
+    "attn_q.weight": ("self_attn.q_proj.weight", PLAIN),
+    "attn_k.weight": ("self_attn.k_proj.weight", PLAIN),
+    "attn_v.weight": ("self_attn.v_proj.weight", PLAIN),
+    "attn_output.weight": ("self_attn.o_proj.weight", PLAIN),
+    "attn_q_norm.weight": ("self_attn.q_norm.weight", NORM),
+    "attn_k_norm.weight": ("self_attn.k_norm.weight", NORM),
+}
+_LINEAR: Final[Table] = {
+    "attn_qkv.weight": ("linear_attn.in_proj_qkv.weight", _ROWS_BEHIND_KEYS),
+    "attn_gate.weight": ("linear_attn.in_proj_z.weight", _ROWS),
+    "ssm_beta.weight": ("linear_attn.in_proj_b.weight", _PER_HEAD),
+    "ssm_alpha.weight": ("linear_attn.in_proj_a.weight", _PER_HEAD),
+    "ssm_conv1d.weight": ("linear_attn.conv1d.weight", _CONVOLUTION),
+    "ssm_a": ("linear_attn.A_log", _DECAY),
+    "ssm_dt.bias": ("linear_attn.dt_bias", _PER_HEAD),
+    "ssm_norm.weight": ("linear_attn.norm.weight", PLAIN),
+    "ssm_out.weight": ("linear_attn.out_proj.weight", _COLUMNS),
+}
+_DENSE: Final[Table] = {
+    "ffn_gate.weight": ("mlp.gate_proj.weight", PLAIN),
+    "ffn_up.weight": ("mlp.up_proj.weight", PLAIN),
+    "ffn_down.weight": ("mlp.down_proj.weight", PLAIN),
+}
+_ROUTED: Final[Table] = {
+    "ffn_gate_inp.weight": ("mlp.gate.weight", PLAIN),
+    "ffn_gate_exps.weight": ("mlp.experts.gate_proj.weight", PLAIN),
+    "ffn_up_exps.weight": ("mlp.experts.up_proj.weight", PLAIN),
+    "ffn_gate_up_exps.weight": ("mlp.experts.gate_up_proj.weight", PLAIN),
+    "ffn_down_exps.weight": ("mlp.experts.down_proj.weight", PLAIN),
+}
+"""Experts are stacked along the first axis."""
+_SHARED: Final[Table] = {
+    "ffn_gate_inp_shexp.weight": ("mlp.shared_expert_gate.weight", PLAIN),
+    "ffn_gate_shexp.weight": ("mlp.shared_expert.gate_proj.weight", PLAIN),
+    "ffn_up_shexp.weight": ("mlp.shared_expert.up_proj.weight", PLAIN),
+    "ffn_down_shexp.weight": ("mlp.shared_expert.down_proj.weight", PLAIN),
+}
+
+
+def _norms(second: str) -> Table:
+    return {"attn_norm.weight": ("input_layernorm.weight", NORM), second: ("post_attention_layernorm.weight", NORM)}
+
+
+_BLOCK: Final[Mapping[str, Table]] = {
+    "qwen3_5": {**_norms("post_attention_norm.weight"), **_DENSE},
+    "qwen3_5_moe": {**_norms("post_attention_norm.weight"), **_ROUTED, **_SHARED},
+    "qwen3": {**_norms("ffn_norm.weight"), **_DENSE},
+    "qwen3_moe": {**_norms("ffn_norm.weight"), **_ROUTED},
+}
+_MIXERS: Final[Mapping[LayerType, Table]] = {"full_attention": _ATTENTION, "linear_attention": _LINEAR}
+_NEXTN: Final[Table] = {
+    "nextn.eh_proj.weight": ("mtp.fc.weight", PLAIN),
+    "nextn.enorm.weight": ("mtp.pre_fc_norm_embedding.weight", NORM),
+    "nextn.hnorm.weight": ("mtp.pre_fc_norm_hidden.weight", NORM),
+    "nextn.shared_head_norm.weight": ("mtp.norm.weight", NORM),
+    "nextn.embed_tokens.weight": ("mtp.embed_tokens.weight", PLAIN),
+    "nextn.shared_head_head.weight": ("mtp.shared_head.head.weight", PLAIN),
+}
+"""What the draft head has besides its layers; in files, part of the first block behind the trunk's."""
+_FUSED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+"""The rows of `attn_qkv.weight` in a block with full attention: a converter's option."""
+_BLOCK_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
+_LAYER_NAME: Final = re.compile(r"(model|mtp)\.layers\.(0|[1-9]\d{0,4})\.([A-Za-z0-9_.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a GGUF tensor is to us: our name, or several whose rows it holds one after another; its form; and whether
+    it belongs to the draft head (`mtp.`) rather than to the trunk."""
+
+    names: tuple[str, ...]
+    form: Form
+    mtp: bool = False
+
+
+def place(name: str, architecture: str, layers: Sequence[LayerType]) -> Place:
+    """What the GGUF tensor `name` is in a model of this architecture (ours: qwen3_5, ...) with these trunk layers.
+
+    Blocks behind the trunk's are the draft head's. Raises ModelError for a name that means nothing to us.
+    """
+    found = _TOP.get(name)
+    block = _BLOCK_NAME.fullmatch(name)
+    if block is not None:
+        found = _in_block(int(block[1]), block[2], architecture, layers)
+        if found is None and _is_fused(int(block[1]), block[2], layers):
+            prefix = _prefix(int(block[1]), len(layers))
+            return Place(tuple(prefix + part for part in _FUSED), PLAIN, prefix.startswith("mtp."))
+    if found is None:
+        raise ModelError(f"tensor {name[:200]!r} has no place in a {architecture} model of {len(layers)} layers; "
+                         "is the file of an unusual converter or of a newer format?")
+    return Place((found[0],), found[1], found[0].startswith("mtp."))
+
+
+def gguf_name(name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, Form]:
+    """The GGUF name of one of our tensors, of the trunk or the draft head (`mtp.`), and its form.
+
+    Raises ModelError for a name that GGUF files have no place for.
+    """
+    found = _reverse({**_TOP, **{f"blk.{len(layers)}.{key}": value for key, value in _NEXTN.items()}}).get(name)
+    layer = _LAYER_NAME.fullmatch(name)
+    if layer is not None:
+        block = int(layer[2]) + (len(layers) if layer[1] == "mtp" else 0)
+        found = _reverse(_table(block, architecture, layers)).get(layer[3])
+        found = found and (f"blk.{block}.{found[0]}", found[1])
+    if found is None:
+        raise ModelError(f"tensor {name[:200]!r} has no name in GGUF files of a {architecture} model")
+    return found
+
+
+def _in_block(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, Form] | None:
+    if block == len(layers) and name in _NEXTN:
+        return _NEXTN[name]
+    found = _table(block, architecture, layers).get(name)
+    return found and (_prefix(block, len(layers)) + found[0], found[1])
+
+
+def _table(block: int, architecture: str, layers: Sequence[LayerType]) -> Table:
+    return {**_BLOCK[architecture], **_MIXERS[_kind(block, layers)]}
+
+
+def _kind(block: int, layers: Sequence[LayerType]) -> LayerType:
+    return layers[block] if block < len(layers) else "full_attention"
+
+
+def _is_fused(block: int, name: str, layers: Sequence[LayerType]) -> bool:
+    return name == "attn_qkv.weight" and _kind(block, layers) == "full_attention"
+
+
+def _prefix(block: int, layers: int) -> str:
+    return f"model.layers.{block}." if block < layers else f"mtp.layers.{block - layers}."
+
+
+def _reverse(table: Table) -> Table:
+    return {ours: (name, form) for name, (ours, form) in table.items()}

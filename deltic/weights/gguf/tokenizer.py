@@ -1,0 +1,192 @@
+"""The tokenizer in a GGUF file's metadata, as the texts that a model directory would hold.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The metadata names the pre-tokenizer only; its pattern
+and the normalizer are those of the Qwen tokenizers (transformers, tokenization_qwen2.py and tokenization_qwen3_5.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from deltic.config.reading import show
+from deltic.errors import ModelError
+
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_NFC: Final = {"type": "NFC"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitter:
+    """How text is cut before merging, and what is done to it before that."""
+
+    pattern: str
+    normalizer: Mapping[str, str] | None
+
+
+_QWEN2: Final = _Splitter(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}", _NFC)
+_QWEN35: Final = _Splitter(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    _NFC)
+_LLAMA3: Final = _Splitter(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}", None)
+_SPLITTERS: Final[Mapping[str, _Splitter]] = {
+    "qwen2": _QWEN2, "qwen35": _QWEN35, "llama-bpe": _LLAMA3}
+"""By tokenizer.ggml.pre."""
+
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_VARIABLES: Final[Mapping[str, str]] = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
+    "mask": "mask_token"}
+"""Kinds of special tokens as the format's keys spell them -> as templates do."""
+_ENDS: Final = ("eos", "eot", "eom")
+_END_TEXTS: Final = ("<|im_end|>", "<|endoftext|>")
+"""Control tokens that end an answer in all models of the family, whatever else the metadata names."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerTexts:
+    """What `deltic.text.files.TokenizerFiles` holds of a directory: the text of tokenizer.json, template variables
+    (`eos_token` ...) and their text, chat templates by name."""
+
+    tokenizer: str
+    special_tokens: Mapping[str, str]
+    templates: Mapping[str, str]
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTexts:
+    """The tokenizer that a GGUF file's metadata describes.
+
+    A whole tokenizer.json among the keys (tokenizer.huggingface.json) is taken as it is. Tokens that converters put in
+    for ids without one are left out. Raises ModelError naming the key that is absent, of the wrong type or unsupported.
+    """
+    whole = metadata.get("tokenizer.huggingface.json")
+    if whole is not None and not isinstance(whole, str):
+        raise ModelError(f"tokenizer.huggingface.json must be a string, not {show(whole)}")
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    return TokenizerTexts(whole or json.dumps(_tokenizer(metadata, tokens), ensure_ascii=False),
+                          _special_tokens(metadata, tokens), _templates(metadata))
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer: what the metadata names, and the family's own."""
+    if "tokenizer.ggml.tokens" not in metadata:
+        return ()
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    types = _types(metadata, len(tokens))
+    named = [_token_id(metadata, kind, len(tokens)) for kind in _ENDS]
+    known = [id for id, text in enumerate(tokens) if text in _END_TEXTS and types[id] == _CONTROL]
+    return tuple(dict.fromkeys(id for id in (*named, *known) if id is not None))
+
+
+def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """A tokenizer.json."""
+    model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if not isinstance(model, str) or model != "gpt2":
+        raise ModelError(f"tokenizer.ggml.model {show(model)} is not supported, only 'gpt2' (byte-level BPE)")
+    splitter = _SPLITTERS.get(name) if isinstance(name, str) else None
+    if splitter is None:
+        raise ModelError(f"tokenizer.ggml.pre {show(name)} is not supported, only {', '.join(_SPLITTERS)}")
+    types = _types(metadata, len(tokens))
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types),
+        "normalizer": splitter.normalizer, "pre_tokenizer": _pre_tokenizer(splitter.pattern),
+        "post_processor": _post_processor(metadata, tokens),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": splitter is _LLAMA3, "vocab": _vocabulary(tokens, types), "merges": _merges(metadata)},
+    }
+
+
+def _pre_tokenizer(pattern: str) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}
+
+
+def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
+    """Tokens that are found in a text before it is cut; the special ones are not shown to readers."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [{"id": id, "content": text, **flags, "special": types[id] == _CONTROL}
+            for id, text in enumerate(tokens) if types[id] in (_CONTROL, _USER_DEFINED)]
+
+
+def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    """Added tokens too, so that they keep their ids; no merge leads to one."""
+    vocabulary: dict[str, int] = {}
+    for id, text in enumerate(tokens):
+        if types[id] == _UNUSED:
+            continue
+        if text in vocabulary:
+            raise ModelError(f"tokenizer.ggml.tokens has {show(text)} twice, as {vocabulary[text]} and {id}")
+        vocabulary[text] = id
+    return vocabulary
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[list[str]]:
+    pairs = [merge.split(" ") for merge in _strings(metadata, "tokenizer.ggml.merges")]
+    wrong = next((pair for pair in pairs if len(pair) != 2 or not all(pair)), None)
+    if wrong is not None:
+        raise ModelError(f"tokenizer.ggml.merges must hold pairs of tokens, not {show(' '.join(wrong))}")
+    return pairs
+
+
+def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any] | None:
+    """Puts the tokens around a raw prompt that the metadata wants there."""
+    around = [(_token_id(metadata, kind, len(tokens)) if metadata.get(f"tokenizer.ggml.add_{kind}_token") is True
+               else None) for kind in ("bos", "eos")]
+    if around == [None, None]:
+        return None
+    before, after = ([] if id is None else [{"SpecialToken": {"id": tokens[id], "type_id": 0}}] for id in around)
+    single = [*before, {"Sequence": {"id": "A", "type_id": 0}}, *after]
+    pair = [*single, *before, {"Sequence": {"id": "B", "type_id": 1}}, *after]
+    named = {tokens[id]: {"id": tokens[id], "ids": [id], "tokens": [tokens[id]]} for id in around if id is not None}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": named}
+
+
+def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
+    ids = {name: _token_id(metadata, kind, len(tokens)) for kind, name in _VARIABLES.items()}
+    return {name: tokens[id] for name, id in ids.items() if id is not None}
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The unnamed template is the default one; others have keys of their own."""
+    names = metadata.get("tokenizer.chat_templates", [])
+    keys = {"default": "tokenizer.chat_template",
+            **{str(name): f"tokenizer.chat_template.{name}" for name in (names if isinstance(names, list) else [])}}
+    found = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    for name, text in found.items():
+        if not isinstance(text, str):
+            raise ModelError(f"{keys[name]} must be a string, not {show(text)}")
+    return found
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ModelError(f"{key} must be an array of strings, not {show(value)}; is this a complete model?")
+    return value
+
+
+def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
+    value = metadata.get("tokenizer.ggml.token_type")
+    types = [_NORMAL] * count if value is None else value.tolist() if isinstance(value, np.ndarray) else None
+    if types is None or len(types) != count:
+        raise ModelError(f"tokenizer.ggml.token_type must be an array of {count} integers, as many as there are tokens")
+    return types
+
+
+def _token_id(metadata: Mapping[str, Any], kind: str, count: int) -> int | None:
+    key = f"tokenizer.ggml.{kind}_token_id"
+    value = metadata.get(key)
+    if value is not None and (type(value) is not int or not 0 <= value < count):
+        raise ModelError(f"{key} must be the id of one of {count} tokens, not {show(value)}")
+    return value

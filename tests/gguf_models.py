@@ -1,0 +1,87 @@
+"""Writes small models as GGUF files, with gguf-py and the names and keys that llama.cpp's converter uses."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, quants
+from support import odd_shape
+
+from deltic.config import LinearConfig, ModelConfig, RopeConfig
+from deltic.weights.gguf.names import gguf_name
+
+QWEN3 = ModelConfig(
+    architecture="qwen3", vocab_size=101, hidden_size=24, intermediate_size=20, num_hidden_layers=3,
+    layer_types=("full_attention",) * 3, num_attention_heads=4, num_key_value_heads=2, head_dim=10,
+    attention_output_gate=False, rope=RopeConfig(1e6, 10, ()), linear=None, rms_norm_eps=1e-6,
+    tie_word_embeddings=True, max_position_embeddings=512, dtype="float32")
+# rows of every matrix are multiples of 256 weights long
+BLOCKY = odd_shape(hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64,
+                   rope=RopeConfig(1e4, 6, (1, 1, 1)), linear=LinearConfig(2, 4, 10, 64, 4))
+SHAPES = {"odd": odd_shape(), "tied": odd_shape(tie_word_embeddings=True), "qwen3": QWEN3,
+          "equal heads": odd_shape(linear=LinearConfig(3, 3, 10, 12, 4)),
+          "one key head": odd_shape(linear=LinearConfig(1, 5, 6, 7, 3)), "blocky": BLOCKY}
+GGUF_NAMES = {"qwen3_5": "qwen35", "qwen3": "qwen3", "qwen3_5_moe": "qwen35moe", "qwen3_moe": "qwen3moe"}
+
+
+# Writing a model
+
+
+def metadata_of(config):
+    """What llama.cpp's converter writes about a model."""
+    arch, linear = GGUF_NAMES[config.architecture], config.linear
+    keys = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope.theta}
+    if linear is not None:
+        keys |= {
+            "rope.dimension_count": config.rope.rotary_dim, "full_attention_interval": 4,
+            "rope.dimension_sections": [*config.rope.mrope_section, 0],
+            "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+            "ssm.conv_kernel": linear.conv_kernel, "ssm.state_size": linear.key_head_dim,
+            "ssm.group_count": linear.num_key_heads, "ssm.time_step_rank": linear.num_value_heads,
+            "ssm.inner_size": linear.value_dim}
+    return {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
+
+
+def gguf_tensors(config, weights):
+    """The tensors of a GGUF file of these weights, float32."""
+    found = {}
+    for name, tensor in weights.items():
+        theirs, form = gguf_name(name, config.architecture, config.layer_types)
+        found[theirs] = form.from_ours(tensor, config).numpy()
+    return found
+
+
+def add_value(writer, key, value):
+    if isinstance(value, list | np.ndarray):
+        return writer.add_array(key, list(value))
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    return add[type(value)](key, value)
+
+
+def write(path, metadata, tensors, kinds=None):
+    """Write a file; `kinds` names the type of a tensor whose bytes are given."""
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            add_value(writer, key, value)
+    for name, array in tensors.items():
+        writer.add_tensor(name, array, raw_dtype=(kinds or {}).get(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_model(path, config, weights, kind="F32"):
+    """Matrices of the given type, all else float32."""
+    tensors, type = gguf_tensors(config, weights), GGMLQuantizationType[kind]
+    matrices = [name for name, array in tensors.items() if array.ndim == 2 and "conv1d" not in name]
+    quantized = {name: quants.quantize(tensors[name], type) for name in matrices}
+    return write(path, metadata_of(config), {**tensors, **quantized},
+                 dict.fromkeys(matrices, type) if kind not in ("F32", "F16") else None)

@@ -1,0 +1,297 @@
+"""GGUF models: tensors arrive as a directory of safetensors would have them, under our names."""
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from gguf_models import BLOCKY, GGUF_NAMES, QWEN3, SHAPES, add_value, gguf_tensors, metadata_of, write, write_model
+from support import odd_shape
+
+from deltic.config import LinearConfig
+from deltic.errors import ModelError
+from deltic.weights.gguf.blocks import BY_NAME, LAYOUTS
+from deltic.weights.gguf.config import config_from_gguf
+from deltic.weights.gguf.file import GgufFile
+from deltic.weights.gguf.load import load_gguf
+from deltic.weights.gguf.names import gguf_name, place
+from deltic.weights.names import expected_tensors, tensor_dtype
+from deltic.weights.random import random_weights
+from deltic.weights.safetensors import TORCH_DTYPES
+
+
+def assert_same(found, expected, config):
+    """Equal; where numbers are stored in another form, the form's value is equal."""
+    assert list(found) == list(expected_tensors(config))
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].is_contiguous(), name
+        if name.endswith("A_log"):
+            assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-6), name
+        elif name.endswith("norm.weight") and "linear_attn" not in name and config.norm_offset:
+            assert torch.equal(found[name] + 1, tensor + 1), name
+        else:
+            assert torch.equal(found[name], tensor), name
+
+
+# Weights
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_file_of_float32_gives_the_same_tensors(tmp_path, shape):
+    config = SHAPES[shape]
+    weights = random_weights(config, "float32")
+    file = GgufFile.open(write_model(tmp_path / "m.gguf", config, weights))
+    progress = []
+    found = load_gguf(file, config_from_gguf(file), progress=lambda done, total: progress.append((done, total)))
+    assert config_from_gguf(file) == config
+    assert_same(found, weights, config)
+    total = sum(stored.nbytes for stored in file.tensors.values())
+    assert progress[-1] == (total, total) and progress == sorted(progress)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("F32", "bfloat16")])
+def test_halves_are_rounded_once(tmp_path, kind, dtype):
+    config = odd_shape()
+    weights = random_weights(config, "float32")
+    found = load_gguf(write_model(tmp_path / "m.gguf", config, weights, kind), config, dtype)
+    kept = {name: TORCH_DTYPES[tensor_dtype(name, dtype)] for name in weights}
+    assert_same(found, {name: tensor.to(kept[name]) for name, tensor in weights.items()}, config)
+
+
+def quantized_model(path, config, kind):
+    """A file whose matrices are random blocks; returns what gguf-py makes of them, by our names."""
+    type, rng = GGMLQuantizationType[kind], np.random.default_rng(0)
+    tensors = gguf_tensors(config, random_weights(config, "float32"))
+    expected, kinds = {}, {}
+    for name, array in tensors.items():
+        where = place(name, config.architecture, config.layer_types)
+        if array.ndim == 2 and "conv1d" not in name:
+            rows = rng.integers(0, 256, (len(array), BY_NAME[kind].size(array.shape[1])), dtype=np.uint8)
+            blocks = rows.reshape(-1).view(LAYOUTS[kind])
+            for field in {"d", "dmin", "m"} & set(blocks.dtype.names):
+                blocks[field] = rng.standard_normal(blocks.shape) * 1e-3
+            if "e" in blocks.dtype.names:
+                blocks["e"] = 120
+            tensors[name], kinds[name] = rows, type
+            array = quants.dequantize(rows, type)
+        expected[where.names[0]] = where.form.to_ours(torch.from_numpy(array.copy()), config)
+    write(path, metadata_of(config), tensors, kinds)
+    return expected
+
+
+@pytest.mark.parametrize("kind", [name for name in LAYOUTS if name not in ("F32", "F16", "BF16")])
+def test_every_type_is_dequantized(tmp_path, kind):
+    expected = quantized_model(tmp_path / "m.gguf", BLOCKY, kind)
+    found = load_gguf(tmp_path / "m.gguf", BLOCKY, "float32")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_split_model_loads_as_one(tmp_path):
+    weights = random_weights(QWEN3, "float32")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3", split_max_tensors=9)
+    for key, value in metadata_of(QWEN3).items():
+        if key != "general.architecture":
+            add_value(writer, key, value)
+    for name, array in gguf_tensors(QWEN3, weights).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    assert_same(load_gguf(parts[-1], QWEN3), weights, QWEN3)
+
+
+def test_fused_projections_are_split(tmp_path):
+    config = odd_shape()
+    weights = random_weights(config, "float32")
+    tensors = gguf_tensors(config, weights)
+    parts = [tensors.pop(f"blk.1.attn_{part}.weight") for part in "qkv"]
+    path = write(tmp_path / "m.gguf", metadata_of(config), {**tensors, "blk.1.attn_qkv.weight": np.concatenate(parts)})
+    assert_same(load_gguf(path, config), weights, config)
+
+
+def draft_head(config):
+    """Tensors of a draft head of one layer, under our names."""
+    layer = replace(config, layer_types=("full_attention",), num_hidden_layers=1)
+    shapes = {name.replace("model.layers.0", "mtp.layers.0"): shape
+              for name, shape in expected_tensors(layer).items() if "layers.0" in name}
+    hidden = config.hidden_size
+    shapes |= {"mtp.fc.weight": (hidden, 2 * hidden), "mtp.norm.weight": (hidden,),
+               "mtp.pre_fc_norm_embedding.weight": (hidden,), "mtp.pre_fc_norm_hidden.weight": (hidden,)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_the_draft_head_stays_apart(tmp_path):
+    config = odd_shape()
+    weights, draft = random_weights(config, "float32"), draft_head(config)
+    metadata = {**metadata_of(config), "qwen35.block_count": 7, "qwen35.nextn_predict_layers": 1}
+    metadata["qwen35.attention.recurrent_layers"] += [False]
+    path = write(tmp_path / "m.gguf", metadata, gguf_tensors(config, {**weights, **draft}))
+    file = GgufFile.open(path)
+    assert config_from_gguf(file) == config
+    assert_same(load_gguf(file, config), weights, config)
+    for name, tensor in draft.items():
+        theirs, form = gguf_name(name, config.architecture, config.layer_types)
+        assert place(theirs, config.architecture, config.layer_types).names == (name,)
+        assert place(theirs, config.architecture, config.layer_types).mtp
+        stored = torch.from_numpy(file.tensors[theirs].read().view(np.float32).reshape(file.tensors[theirs].shape))
+        assert torch.allclose(form.to_ours(stored, config), tensor, atol=1e-6), name
+
+
+def changed(config, change):
+    tensors = gguf_tensors(config, random_weights(config, "float32"))
+    change(tensors)
+    return tensors
+
+
+WRONG = {
+    "tensor 'blk.0.bogus.weight' has no place in a qwen3_5 model": lambda t: t.update(
+        {"blk.0.bogus.weight": np.zeros(3, np.float32)}),
+    "tensor 'blk.1.ssm_a' has no place": lambda t: t.update({"blk.1.ssm_a": t["blk.0.ssm_a"]}),
+    "tensor 'v.patch_embd.weight' has no place": lambda t: t.update({"v.patch_embd.weight": np.zeros(3, np.float32)}),
+    "1 tensors are missing in": lambda t: t.pop("blk.2.ssm_dt.bias"),
+    "such as 'blk.0.attn_norm.weight'": lambda t: [t.pop(f"blk.{i}.attn_norm.weight") for i in range(6)],
+    "tensor 'output.weight' is missing": lambda t: t.pop("output.weight"),
+    "tensor 'model.layers.1.self_attn.q_proj.weight' is given twice": lambda t: t.update(
+        {"blk.1.attn_qkv.weight": np.concatenate([t[f"blk.1.attn_{part}.weight"] for part in "qkv"])}),
+    "tensor 'blk.0.ssm_conv1d.weight' has shape [112, 5], but the metadata asks for [112, 4]": lambda t: t.update(
+        {"blk.0.ssm_conv1d.weight": np.zeros((112, 5), np.float32)}),
+    "tensor 'blk.0.ssm_a': decays (ssm_a) must be negative": lambda t: t.update({"blk.0.ssm_a": -t["blk.0.ssm_a"]}),
+    "tensor 'blk.0.ssm_a' is of type I32, which is not supported": lambda t: t.update(
+        {"blk.0.ssm_a": np.zeros(6, np.int32)}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_files_that_are_not_the_model_are_refused(tmp_path, message):
+    config = odd_shape()
+    path = write(tmp_path / "m.gguf", metadata_of(config), changed(config, WRONG[message]))
+    with pytest.raises(ModelError) as caught:
+        load_gguf(path, config)
+    assert message in str(caught.value)
+
+
+def test_a_head_of_its_own_contradicts_a_tied_one_and_values_must_fit(tmp_path):
+    config = odd_shape()
+    weights = random_weights(config, "float32")
+    path = write_model(tmp_path / "m.gguf", config, weights)
+    with pytest.raises(ModelError, match=r"tensor 'output\.weight' has no place"):
+        load_gguf(path, replace(config, tie_word_embeddings=True))
+    weights["lm_head.weight"][3, 4] = 1e6
+    with pytest.raises(ModelError, match=r"tensor 'output\.weight': it has values beyond float16"):
+        load_gguf(write_model(tmp_path / "n.gguf", config, weights), config, "float16")
+
+
+# Names and forms
+
+
+def table_of(architecture, blocks):
+    name = GGUF_NAMES[architecture]
+    arch = next(arch for arch, found in gguf.MODEL_ARCH_NAMES.items() if found == name)
+    return gguf.get_tensor_name_map(arch, blocks)
+
+
+@pytest.mark.parametrize("shape", ["odd", "qwen3"])
+def test_names_are_those_of_the_converter(shape):
+    config = SHAPES[shape]
+    table = table_of(config.architecture, config.num_hidden_layers)
+    found = {name: gguf_name(name, config.architecture, config.layer_types)[0] for name in expected_tensors(config)}
+    for name, theirs in found.items():
+        asked = name.replace("dt_bias", "dt_proj.bias")  # so renamed before the table is asked
+        assert table.get_name(asked, (".weight", ".bias")) == theirs, name
+        assert place(theirs, config.architecture, config.layer_types).names == (name,)
+    assert len(set(found.values())) == len(found)
+
+
+def test_names_of_the_draft_head_are_those_of_the_converter():
+    config, kinds = odd_shape(), gguf.MODEL_TENSOR
+    table = table_of(config.architecture, 7)
+    special = {"mtp.fc": kinds.NEXTN_EH_PROJ, "mtp.pre_fc_norm_embedding": kinds.NEXTN_ENORM,
+               "mtp.pre_fc_norm_hidden": kinds.NEXTN_HNORM, "mtp.norm": kinds.NEXTN_SHARED_HEAD_NORM}
+    for name in draft_head(config):
+        known = special.get(name.removesuffix(".weight"))
+        wanted = (f"{gguf.TENSOR_NAMES[known].format(bid=6)}.weight" if known else
+                  table.get_name(name.replace("mtp.layers.0", "model.layers.6"), (".weight",)))
+        assert gguf_name(name, config.architecture, config.layer_types)[0] == wanted
+        assert place(wanted, config.architecture, config.layer_types).names == (name,)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_moe"])
+def test_names_of_experts(architecture):
+    kinds = ("full_attention", "full_attention")
+    table = table_of(architecture, 2)
+    parts = ["gate", "experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+    if architecture == "qwen3_5_moe":
+        parts += ["shared_expert_gate", *(f"shared_expert.{part}_proj" for part in ("gate", "up", "down"))]
+    for part in parts:
+        name = f"model.layers.1.mlp.{part}.weight"
+        theirs, form = gguf_name(name, architecture, kinds)
+        assert theirs == table.get_name(name, (".weight",))
+        assert place(theirs, architecture, kinds).names == (name,) and form.heads is None
+
+
+@pytest.mark.parametrize("name", [
+    "blk.0.attn_q.weight.x", "blk.00.attn_q.weight", "blk.0.attn_q.bias", "blk.-1.attn_q.weight", "blk.99999999.ssm_a",
+    "blk.0.ffn_norm.weight", "blk.7.nextn.eh_proj.weight", "blk.5.nextn.eh_proj.weight", "", "token_embd", "blk.0."])
+def test_unknown_names_are_refused(name):
+    config = odd_shape()
+    with pytest.raises(ModelError, match="has no place"):
+        place(name, config.architecture, config.layer_types)
+
+
+def test_names_that_files_have_no_place_for():
+    config = odd_shape()
+    for name in ("model.bogus", "model.layers.0.self_attn.q_proj.weight", "mtp.bogus.weight", "lm_head.bias"):
+        with pytest.raises(ModelError, match="has no name in GGUF files"):
+            gguf_name(name, config.architecture, config.layer_types)
+
+
+LINEARS = [LinearConfig(2, 6, 10, 12, 4), LinearConfig(3, 3, 4, 5, 3), LinearConfig(1, 5, 6, 7, 2),
+           LinearConfig(5, 10, 3, 2, 4)]
+
+
+@pytest.mark.parametrize("linear", LINEARS)
+def test_forms_return_what_went_in(linear):
+    config = odd_shape(linear=linear)
+    for name, tensor in random_weights(config, "float32").items():
+        theirs, form = gguf_name(name, config.architecture, config.layer_types)
+        stored = form.from_ours(tensor, config)
+        assert tuple(stored.shape) == form.shape(tuple(tensor.shape), config)
+        back = form.to_ours(stored, config)
+        assert back.shape == tensor.shape and torch.allclose(back, tensor, rtol=1e-5, atol=1e-6), theirs
+        if form.heads is not None and not theirs.endswith("ssm_a"):
+            assert torch.equal(back, tensor), theirs
+
+
+@pytest.mark.parametrize("linear", LINEARS)
+def test_value_heads_stand_where_llama_cpp_looks_for_them(linear):
+    """Value head i of a file belongs to key head i modulo the number of key heads: said here head by head."""
+    config, keys = odd_shape(linear=linear), linear.num_key_heads
+    share, width = linear.num_value_heads // keys, linear.value_head_dim
+    grouped = [[key * share + j for key in range(keys)] for j in range(share)]
+    order = [head for row in grouped for head in row]
+
+    def stored(name, tensor):
+        return gguf_name(f"model.layers.0.linear_attn.{name}", config.architecture, config.layer_types)[1].from_ours(
+            tensor, config)
+
+    heads = torch.arange(1.0, linear.num_value_heads + 1)
+    places = heads.repeat_interleave(width)
+    wanted, wide = heads[order], heads[order].repeat_interleave(width)
+    behind = torch.arange(-2.0 * linear.key_dim, 0)
+    assert torch.equal(stored("dt_bias", heads), wanted)
+    assert torch.allclose(stored("A_log", heads.log()), -wanted)
+    assert torch.equal(stored("in_proj_a.weight", heads[:, None].expand(-1, 3)), wanted[:, None].expand(-1, 3))
+    assert torch.equal(stored("in_proj_b.weight", heads[:, None]), wanted[:, None])
+    assert torch.equal(stored("in_proj_z.weight", places[:, None]), wide[:, None])
+    assert torch.equal(stored("out_proj.weight", places[None].expand(3, -1)), wide[None].expand(3, -1))
+    assert torch.equal(stored("in_proj_qkv.weight", torch.cat([behind, places])[:, None]),
+                       torch.cat([behind, wide])[:, None])
+    assert torch.equal(stored("conv1d.weight", torch.cat([behind, places])[:, None, None].expand(-1, 1, 4)),
+                       torch.cat([behind, wide])[:, None].expand(-1, 4))
