@@ -221,6 +221,10 @@ def test_inspect_a_shape_without_its_weights(monkeypatch, capsys):
     assert main(["inspect", "--random", "0.8b", "--layers", "5", "--memory", "4GiB", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["config"]["pattern"] == "1 x (3 linear_attention + 1 full_attention + 1 linear_attention)"
+    assert main(["inspect", "--random", "qwen3-0.6b", "--layers", "2", "--memory", "4GiB", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["config"]["pattern"] == "2 x (1 full_attention)" and facts["config"]["architecture"] == "qwen3"
+    assert facts["memory"]["slot_bytes"] == 0 and facts["memory"]["max_context"] == 40960
 
 
 def test_bench(capsys):
