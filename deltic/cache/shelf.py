@@ -37,7 +37,7 @@ Keys = set[str]
 @dataclass(slots=True, eq=False)
 class Entry:
     """A prefix of `done` tokens. kv, state: the items of it, None where there is none. lengths: the entries that
-    continue this one, by where they end. writing: what has not been written yet."""
+    continue this one, by where they end. writing: what has not been written yet. held: about to get a state."""
 
     key: str
     done: int
@@ -47,10 +47,11 @@ class Entry:
     used: float = 0.0
     lengths: dict[int, Keys] = field(default_factory=dict)
     writing: list[Future[int]] = field(default_factory=list)
+    held: bool = False
 
     @property
     def needed(self) -> bool:
-        return self.state is not None or bool(self.lengths)
+        return self.held or self.state is not None or bool(self.lengths)
 
     @property
     def path(self) -> list[Entry]:
@@ -228,7 +229,10 @@ class Shelf:
             self._drop_state(entry, prune=False)
         else:
             entry = self._add(key, done, parent)
-        if not self._make_room(size, entry):
+        entry.held = True
+        fits = self._make_room(size, entry)
+        entry.held = False
+        if not fits:
             self._prune(entry)
             return
         if run:
@@ -253,6 +257,8 @@ class Shelf:
             entry.writing.remove(future)
             self._backlog -= item.size
             error = future.exception()
+            if any((other.kind, other.key) == (item.kind, item.key) for _, other, _ in self._pending):
+                continue  # given up, and then taken again: what counts is that
             if error is not None:
                 self._paused_until = time.monotonic() + _PAUSE
                 self._complain(f"it takes no more for now: {error}")
