@@ -85,18 +85,24 @@ def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
     while row < layout.rows:
         end, context = token + layout.chunks[row], plan.contexts[row]
         attend = _single_tokens if row < layout.singles else _chunk
-        mask = None if row < layout.singles else _causal(batch, row, end - token, context)
+        groups = query.shape[1] // kv.keys.shape[2]
+        mask = None if row < layout.singles else _causal(batch, row, end - token, context, groups)
         parts.append(attend(query[token:end], kv, batch.pages[row:row + 1], context, mask))
         row, token = row + 1, end
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _causal(batch: Batch, row: int, tokens: int, context: int) -> Tensor | None:
-    """What each token of a longer row may read [tokens, context]; None: plainly causal, from position 0."""
+def _causal(batch: Batch, row: int, tokens: int, context: int, groups: int) -> Tensor | None:
+    """What each token of a longer row may read [groups * tokens, context], for all queries of a K/V head; None:
+    plainly causal, from position 0."""
     if batch.done.device.type == "cpu" and tokens == context:
         return None
-    index = torch.arange(context, device=batch.done.device)
-    return index <= (batch.done[row] + torch.arange(tokens, device=index.device))[:, None]
+    masks: dict[int, Tensor] = batch.memo.setdefault("masks", {})
+    if row not in masks:
+        index = torch.arange(context, device=batch.done.device)
+        mask = index <= (batch.done[row] + torch.arange(tokens, device=index.device))[:, None]
+        masks[row] = mask.repeat(groups, 1)
+    return masks[row]
 
 
 def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
@@ -118,13 +124,19 @@ def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask:
 
 
 def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
-    """One longer row: query [n, heads, head_dim], mask [n, context]."""
+    """One longer row: query [n, heads, head_dim], mask [groups * n, context]."""
     keys, values = (_gather(pool, pages, context) for pool in (kv.keys, kv.values))
-    if mask is not None and mask.device.type != "cpu":
+    if mask is None:
+        out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    if mask.device.type != "cpu":
         values = values.masked_fill(~mask[-1][:, None], 0)
-    out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, attn_mask=mask,
-                                         is_causal=mask is None, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    # all queries of a K/V head as one: it is read and laid out once instead of once per query head
+    grouped = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
+    out = F.scaled_dot_product_attention(grouped.flatten(1, 2)[None], keys.contiguous(), values.contiguous(),
+                                         attn_mask=mask)
+    ungrouped: Tensor = out[0].unflatten(1, grouped.shape[1:3]).permute(2, 0, 1, 3).flatten(1, 2)
+    return ungrouped
 
 
 def _gather(pool: Tensor, pages: Tensor, context: int) -> Tensor:

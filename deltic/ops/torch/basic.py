@@ -70,7 +70,18 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     return Rope(angles.cos(), angles.sin())
 
 
+def put(pool: Tensor, index: Tensor, values: Tensor) -> None:
+    """pool[index] = values, along the first axis. On a CPU entry by entry: torch's scattered writes of entries this
+    large run far below the speed of memory."""
+    if pool.device.type != "cpu":
+        pool.index_copy_(0, index, values)
+        return
+    for place, value in zip(index.tolist(), values, strict=True):
+        pool[place].copy_(value)
+
+
 def copy(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
     """Copy entries of the second axis of every pool."""
     for pool in pools:
-        pool[:, target] = pool[:, source]
+        for layer in pool:
+            put(layer, target, layer[source])

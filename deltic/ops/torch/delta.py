@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.records import CHUNK, Batch, GdnSpec
+from deltic.ops.torch.basic import put
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +124,21 @@ def chunked(mixed: Tensor, gates: Gates, spec: GdnSpec, recurrent: Tensor, batch
     state = recurrent[batch.source[rows]]
     state.masked_fill_((batch.done[rows] == 0)[:, None, None, None], 0)
     outputs, updates = torch.empty_like(terms.inner), torch.empty_like(terms.inner)
-    before, start = [], 0
+    emits = _emits(batch, chunks) if batch.layout.emits else None
+    before, start = dict[int, Tensor](), 0
     for active in chunks.active:
         here, current = slice(start, start + active), state[:active]
-        if batch.layout.emits:
-            before.append(current.clone())
+        if emits and (emits.known is None or any(start <= chunk < start + active for chunk in emits.known)):
+            before[start] = current.clone()
         updates[here] = update = terms.inner[here] - terms.reads[here] @ current
         torch.mul(terms.query[here] @ current, terms.from_start[here], out=outputs[here])
         outputs[here] += terms.scores[here] @ update
         current.mul_(terms.from_start[here, :, -1:])
         current += terms.key[here].transpose(-1, -2) @ update.mul_(terms.to_end[here])
         start += active
-    recurrent[batch.target[rows]] = state
-    if batch.layout.emits:
-        _emit(recurrent, torch.cat(before), updates, terms, batch, chunks)
+    put(recurrent, batch.target[rows], state)
+    if emits and before:
+        _emit(recurrent, before, updates, terms, emits)
     return chunks.join(outputs, mixed.shape[0])
 
 
@@ -156,18 +158,42 @@ def _terms(mixed: Tensor, gates: Gates, spec: GdnSpec, chunks: Chunks) -> _Terms
     return _Terms(inner, reads, query, key, scores, total, from_start[..., None], to_end[..., None])
 
 
-def _emit(recurrent: Tensor, before: Tensor, updates: Tensor, terms: _Terms, batch: Batch, chunks: Chunks) -> None:
-    """States inside or at the end of chunks: the chunk's first state decayed, plus its leading tokens."""
-    long = batch.emit_row >= batch.layout.singles
-    local = batch.emit_length - batch.done[batch.emit_row] - 1
-    rank = torch.zeros(batch.layout.rows, dtype=torch.long, device=local.device)
-    rank[list(chunks.rows)] = torch.arange(len(chunks.rows), device=local.device)
-    first = torch.tensor((0, *chunks.active), device=local.device).cumsum(0)
-    chunk = (first[(local // CHUNK).clamp_(min=0)] + rank[batch.emit_row])[long]
-    within = (local % CHUNK)[long]
-    sums = terms.total[chunk]
-    at = sums.gather(-1, within[:, None, None].expand(-1, sums.shape[1], 1))
-    decay = (at - sums).masked_fill_(torch.arange(CHUNK, device=at.device) > within[:, None, None], -torch.inf)
-    kept = terms.key[chunk] * decay.exp().to(before.dtype)[..., None]
-    states = before[chunk] * at.exp().to(before.dtype)[..., None] + kept.transpose(-1, -2) @ updates[chunk]
-    recurrent[batch.emit_slot[long]] = states
+@dataclass(frozen=True, slots=True)
+class _Emits:
+    """The states that longer rows emit: into which slots, in which chunks, after which token of these [E].
+    known: the chunks as numbers, where reading them from the device costs nothing."""
+
+    slots: Tensor
+    chunk: Tensor
+    within: Tensor
+    known: list[int] | None
+
+
+def _emits(batch: Batch, chunks: Chunks) -> _Emits:
+    emits: _Emits | None = batch.memo.get("emits")
+    if emits is None:
+        long = batch.emit_row >= batch.layout.singles
+        local = batch.emit_length - batch.done[batch.emit_row] - 1
+        rank = torch.zeros(batch.layout.rows, dtype=torch.long, device=local.device)
+        rank[list(chunks.rows)] = torch.arange(len(chunks.rows), device=local.device)
+        first = torch.tensor((0, *chunks.active), device=local.device).cumsum(0)
+        chunk = (first[(local // CHUNK).clamp_(min=0)] + rank[batch.emit_row])[long]
+        known = chunk.tolist() if chunk.device.type == "cpu" else None
+        emits = batch.memo["emits"] = _Emits(batch.emit_slot[long], chunk, (local % CHUNK)[long], known)
+    return emits
+
+
+def _emit(recurrent: Tensor, before: dict[int, Tensor], updates: Tensor, terms: _Terms, emits: _Emits) -> None:
+    """States inside or at the end of chunks: the chunk's first state decayed, plus its leading tokens.
+    before: the first states of chunks, by the number of the first of them."""
+    place = torch.zeros(len(terms.total), dtype=torch.long, device=emits.chunk.device)
+    kept = torch.tensor([start + rank for start, states in before.items() for rank in range(len(states))],
+                        device=place.device)
+    place[kept] = torch.arange(len(kept), device=place.device)
+    first = torch.cat(list(before.values()))[place[emits.chunk]]
+    sums = terms.total[emits.chunk]
+    at = sums.gather(-1, emits.within[:, None, None].expand(-1, sums.shape[1], 1))
+    decay = (at - sums).masked_fill_(torch.arange(CHUNK, device=at.device) > emits.within[:, None, None], -torch.inf)
+    keys = terms.key[emits.chunk] * decay.exp().to(first.dtype)[..., None]
+    states = first * at.exp().to(first.dtype)[..., None] + keys.transpose(-1, -2) @ updates[emits.chunk]
+    put(recurrent, emits.slots, states)

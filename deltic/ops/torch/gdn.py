@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.ops import ref
 from deltic.ops.records import Batch, GdnWeights, StateView
-from deltic.ops.torch.basic import linear, rms_norm
+from deltic.ops.torch.basic import linear, put, rms_norm
 from deltic.ops.torch.delta import Chunks, Gates, chunked, cut, step
 
 
@@ -131,10 +131,10 @@ def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, ba
         current.masked_fill_(~plan.started[:rows, None, None, None], 0)
     output = step(mixed, gates, weights.spec, current)
     if not batch.span:
-        recurrent[batch.target[:rows]] = current
+        put(recurrent, batch.target[:rows], current)
     if batch.layout.emits:
         # a row of one token emits its new state; what longer rows emit is written over by `chunked`
-        recurrent[batch.emit_slot] = current[batch.emit_row.clamp(max=rows - 1)]
+        put(recurrent, batch.emit_slot, current[batch.emit_row.clamp(max=rows - 1)])
     return output
 
 
