@@ -143,6 +143,9 @@ def _cost(llm: LLM, args: argparse.Namespace) -> None:
         engines["with_disk"].close()
     shares = {f"share_{name}": spread([cost / total for cost, total in zip(inside[name], whole[name], strict=True)])
               for name in engines}
+    for name in ("on", "with_disk"):
+        pairs = zip(whole[name], whole["off"], strict=True)
+        shares[f"ratio_{name}"] = spread([kept / plain for kept, plain in pairs])
     record("cache", {"task": "cost", "model": llm.runtime.name, "dtype": "bfloat16", "prompt_tokens": length,
                      "new_tokens": ANSWER, "methods": METHODS, **{f"seconds_{name}": spread(whole[name])
                                                                   for name in engines}, **shares})

@@ -51,7 +51,7 @@ def test_embedded_model_loads():
     for name in (None, "tiny"):
         files = open_model(name)
         assert files.config.eos_token_ids and files.generation.eos_token_ids
-    assert len(load_directory(files.directory, files.config)) > 10
+    assert len(load_directory(files.path, files.config)) > 10
 
 
 def test_embedded_model_that_was_not_installed(monkeypatch, tmp_path):
@@ -87,7 +87,7 @@ def test_open_model_joins_config_and_generation(model_directory):
     assert open_model(model_directory).generation.eos_token_ids == (3,)
     rewrite(model_directory / "generation_config.json", temperature=0.5, eos_token_id=[5, 3])
     files = open_model(model_directory)
-    assert files.directory == model_directory and files.config.hidden_size == 8
+    assert files.path == model_directory and files.config.hidden_size == 8
     assert files.generation.eos_token_ids == (5, 3) and files.generation.temperature == 0.5
 
 
@@ -130,7 +130,7 @@ def test_checkpoint_without_a_head_is_tied_unless_the_config_denies_it(model_dir
     save_file(tensors, weights)
     files = open_model(model_directory)
     assert files.config.tie_word_embeddings
-    assert "lm_head.weight" not in load_directory(files.directory, files.config)
+    assert "lm_head.weight" not in load_directory(files.path, files.config)
     rewrite(model_directory / "config.json", tie_word_embeddings=False)
     assert not open_model(model_directory).config.tie_word_embeddings
 
@@ -189,7 +189,7 @@ def refusal(kind, status):
 
 def test_download_asks_for_what_loading_needs(hub, model_directory):
     files = open_model("org/name", revision="v1", token="secret")
-    assert files.directory == model_directory
+    assert files.path == model_directory
     (_, repository, listing), (_, same, download) = hub.calls
     assert repository == same == "org/name"
     assert listing == {"revision": "v1", "files_metadata": True, "token": "secret"}

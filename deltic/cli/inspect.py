@@ -54,7 +54,7 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
     llm = open_llm(args)
     runtime = llm.runtime
-    return {"model": runtime.name, "directory": str(runtime.directory),
+    return {"model": runtime.name, "path": str(runtime.path),
             **_facts(runtime.config, runtime.options, runtime.memory, runtime.decoder.ops),
             "tokenizer": _text_facts(llm.front, runtime.generation.eos_token_ids),
             "generation": runtime.generation.sampling()}

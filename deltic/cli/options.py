@@ -28,8 +28,8 @@ _SAMPLING: dict[str, tuple[type, str, str]] = {
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", type=text,
-                        help="a directory, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the embedded "
-                             "demo model (default)")
+                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny, the "
+                             "embedded demo model (default)")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
 
 

@@ -15,7 +15,8 @@ from deltic.engine.options import engine_config
 from deltic.engine.runtime import LoadProgress, RandomModel, Runtime, load
 from deltic.errors import ModelError, RequestError
 from deltic.text.deltas import AnswerCall, Delta, join
-from deltic.text.front import Front, Job, Remember, bare_job
+from deltic.text.files import TokenizerFiles
+from deltic.text.front import Front, Job, Remember, bare_job, read_template
 from deltic.text.stream import Router
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Finish, Request, SamplingParams, TokenLogprobs, TokenOut, Usage
@@ -157,7 +158,7 @@ class LLM:
     """A model ready to answer.
 
         llm = LLM()                                       # the embedded demo model
-        llm = LLM("org/name", dtype="bfloat16", threads=8)  # a hub name or a directory; fields of EngineConfig
+        llm = LLM("org/name", dtype="bfloat16", threads=8)  # a hub name, directory or GGUF file; fields of EngineConfig
         llm.chat([{"role": "user", "content": "Hi"}]).text
         for delta in llm.stream(messages): print(delta.text, end="")
         llm.generate(["Once upon", "In the year"], SamplingParams(max_tokens=20))
@@ -171,9 +172,7 @@ class LLM:
                  chat_template: Path | None = None, progress: LoadProgress | None = None, history: str = "auto",
                  strip_billing_header: bool = False, **options: Any) -> None:
         runtime = load(model, engine_config(options), revision, progress)
-        self._front = Front.from_directory(
-            runtime.directory, chat_template, history=history, strip_billing_header=strip_billing_header,
-            notes=runtime.notes, longest=runtime.memory.max_context) if runtime.directory else None
+        self._front = _front(runtime, chat_template, history=history, strip_billing_header=strip_billing_header)
         self.runtime = _with_words(runtime, self._front.tokenizer) if self._front else runtime
         self.engine = Engine(self.runtime)
         self._inboxes: dict[str, deque[TokenOut]] = {}
@@ -278,6 +277,16 @@ class LLM:
                 inbox.append(event)
 
 
+def _front(runtime: Runtime, template: Path | None, **options: Any) -> Front | None:
+    if runtime.path is None:
+        return None
+    texts = runtime.tokenizer
+    files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
+    tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
+    return Front(tokenizer, read_template(template) if template else None, notes=runtime.notes,
+                 longest=runtime.memory.max_context, **options)
+
+
 def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:
     """Let the tokenizer's ends of text end answers too: some configs name only one of them."""
     if tokenizer.vocab_size > runtime.config.vocab_size:
@@ -285,7 +294,7 @@ def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:
                     tokenizer.vocab_size, runtime.config.vocab_size)
     ends = [tokenizer.eos_id, *map(tokenizer.token_to_id, ENDS)]
     found = [end for end in ends if end is not None and end in tokenizer.special]
-    return replace(runtime, generation=runtime.generation.with_eos(found))
+    return replace(runtime, generation=runtime.generation.with_eos(found), tokenizer=None)
 
 
 def _exhaust(stream: Stream) -> Output:

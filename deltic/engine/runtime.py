@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,16 +17,16 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.shelf import Shelf
 from deltic.cache.storage import STATE_LAYOUT, allocate, page_bytes, slot_bytes
-from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.engine.heap import keep_freed_memory
 from deltic.errors import ConfigError
 from deltic.model.decoder import Decoder, Observer, Stores, build
 from deltic.ops import select
 from deltic.ops.records import Batch
 from deltic.weights.fingerprint import fingerprint
+from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import open_model
 from deltic.weights.random import random_weights
-from deltic.weights.safetensors import load_directory
 
 log = logging.getLogger("deltic")
 
@@ -62,11 +63,12 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runtime:
-    """Everything a step needs. `statistics` holds the last step's layer outputs if `options.debug_layers`; `notes`,
-    small texts that shall outlive the process, if there is a cache directory."""
+    """Everything a step needs. path: the model's directory or file, None for random weights. tokenizer: its texts,
+    where they are no files of the directory. notes: small texts that shall outlive the process, if there is a cache
+    directory. statistics: the last step's layer outputs, if `options.debug_layers`."""
 
     name: str
-    directory: Path | None
+    path: Path | None
     config: ModelConfig
     options: EngineConfig
     generation: GenerationDefaults
@@ -74,6 +76,7 @@ class Runtime:
     decoder: Decoder
     cache: HybridCache
     stores: Stores
+    tokenizer: TokenizerTexts | None = None
     notes: DiskNotes | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
 
@@ -99,37 +102,39 @@ class Runtime:
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None) -> Runtime:
-    """Load a model (directory, hub name, "tiny" or None for the embedded one, or random weights) and size its cache."""
+    """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
+    its cache."""
     _check_device(options.device)
+    files = None
     if isinstance(model, RandomModel):
+        name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
-        name, directory, generation = f"random-{model.preset}", None, GenerationDefaults()
         dtype = _prepare(config, options)
-        weights = random_weights(config, dtype, model.seed, device=options.device,  # type: ignore[arg-type]
+        weights = random_weights(config, dtype, model.seed, device=options.device,
                                  initializer_range=model.initializer_range)
     else:
         files = open_model(model, revision, progress=progress is not None)
-        name, directory, config, generation = model or "tiny", files.directory, files.config, files.generation
+        name, config, generation = model or "tiny", files.config, files.generation
         dtype = _prepare(config, options)
-        weights = load_directory(files.directory, config, dtype, options.device, progress)  # type: ignore[arg-type]
+        weights = files.load(dtype, options.device, progress)
     identity = fingerprint(weights, (config, dtype, STATE_LAYOUT)) if options.cache_dir else ""
     decoder = build(config, weights, select(options.ops, options.device))
     keep_freed_memory()
-    runtime = _finish(name, directory, config, options, generation, decoder, getattr(torch, dtype))
+    memory = _plan_memory(config, options, getattr(torch, dtype))
+    storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device)
+    cache = HybridCache(storage, decoder.ops, options.prefix_cache)
+    runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache,
+                      Stores(storage.kv_views(), storage.state_views()), files.tokenizer() if files else None)
     return _with_tiers(runtime, identity)
 
 
-def _finish(name: str, directory: Path | None, config: ModelConfig, options: EngineConfig,
-            generation: GenerationDefaults, decoder: Decoder, dtype: torch.dtype) -> Runtime:
+def _plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype) -> MemoryPlan:
     needs = MemoryNeeds(page_bytes(config, dtype), slot_bytes(config, dtype), config.max_position_embeddings,
                         options.max_batch, options.max_context)
     memory = split_memory(options.memory_bytes or _free_memory(options.device) // 2, needs)
     for warning in memory.warnings:
         log.warning(warning)
-    storage = allocate(config, memory.pages, memory.slots, dtype, options.device)
-    cache = HybridCache(storage, decoder.ops, options.prefix_cache)
-    return Runtime(name, directory, config, options, generation, memory, decoder, cache,
-                   Stores(storage.kv_views(), storage.state_views()))
+    return memory
 
 
 def _with_tiers(runtime: Runtime, identity: str) -> Runtime:
@@ -152,10 +157,10 @@ def _with_tiers(runtime: Runtime, identity: str) -> Runtime:
     return replace(runtime, cache=cache, notes=notes)
 
 
-def _prepare(config: ModelConfig, options: EngineConfig) -> str:
+def _prepare(config: ModelConfig, options: EngineConfig) -> DType:
     """Set the process up for this model; returns the dtype of its weights and activations."""
     torch.set_num_threads(options.threads_for(config.parameter_count))
-    return config.dtype if options.dtype == "auto" else options.dtype
+    return config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
 
 
 def _check_device(device: str) -> None:

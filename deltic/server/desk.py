@@ -98,10 +98,10 @@ class Desk:
 
     @property
     def _has_words(self) -> bool:
-        return self.llm.runtime.directory is not None
+        return self.llm.runtime.path is not None
 
 
 def public_name(llm: LLM) -> str:
     """The name of a model as clients should see it: not where it lies on this machine's disk."""
     path = Path(llm.runtime.name)
-    return path.resolve().name if path.is_absolute() or path.is_dir() else llm.runtime.name
+    return path.resolve().name if path.is_absolute() or path.exists() else llm.runtime.name

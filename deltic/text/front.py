@@ -61,7 +61,7 @@ class Front:
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> Front:
         """Read a model directory's tokenizer; `template` is a file with a chat template, options those of Front."""
-        return cls(Tokenizer.from_directory(directory), _read_template(template) if template else None, **options)
+        return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              parse_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None) -> Job:
@@ -132,7 +132,8 @@ def _matcher(router: Router) -> Matcher:
     return matcher
 
 
-def _read_template(path: Path) -> str:
+def read_template(path: Path) -> str:
+    """The chat template in a file; TemplateError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -14,7 +14,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from deltic.errors import ModelError, RequestError
-from deltic.text.files import DEFAULT_TEMPLATE, read_tokenizer_files
+from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -40,12 +40,15 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Load tokenizer.json and its neighbours; ModelError names the file that is missing or corrupt."""
-        files = read_tokenizer_files(Path(path))
+        return cls.from_files(read_tokenizer_files(Path(path)), Path(path) / "tokenizer.json")
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:
+        """From the texts themselves; ModelError names `source` if they are no tokenizer."""
         try:
             backend = Backend.from_str(files.tokenizer)
         except Exception as error:  # the backend raises bare Exception
-            raise ModelError(f"{Path(path) / 'tokenizer.json'} is not a valid tokenizer ({error}); "
-                             "download the file again") from error
+            raise ModelError(f"{source} is not a valid tokenizer ({error}); download the file again") from error
         return cls(backend, files.special_tokens, files.templates)
 
     @property

@@ -12,18 +12,26 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from deltic.config import GenerationDefaults, ModelConfig
+from torch import Tensor
+
+from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.weights.files import find_tensors, read_json
+from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
+from deltic.weights.gguf.file import GgufFile
+from deltic.weights.gguf.load import load_gguf
+from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
+from deltic.weights.safetensors import Progress, load_directory
 
 EMBEDDED: Final = "tiny"
-ACCEPTED: Final = ("a directory with config.json and safetensors files, a Hugging Face name such as "
+ACCEPTED: Final = ("a GGUF file, a directory with config.json and safetensors files, a Hugging Face name such as "
                    f"Qwen/Qwen3.5-0.8B, or {EMBEDDED!r}, the embedded demo model")
 
 _PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LATER_PART: Final = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _MAX_CONFIG: Final = 4 << 20
 _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -32,21 +40,42 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk: its directory, and what its JSON files say."""
+    """A model on disk: where it lies, and what its files say. gguf: the open file, where it is one."""
 
-    directory: Path
+    path: Path
     config: ModelConfig
     generation: GenerationDefaults
+    gguf: GgufFile | None = None
+
+    def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
+        """The weights under our names, as `load_directory` gives them."""
+        if self.gguf is not None:
+            return load_gguf(self.gguf, self.config, dtype, device, progress)
+        return load_directory(self.path, self.config, dtype, device, progress)
+
+    def tokenizer(self) -> TokenizerTexts | None:
+        """The tokenizer, where it is no file of the directory. ModelError if it cannot be used."""
+        if self.gguf is None:
+            return None
+        try:
+            return tokenizer_from_gguf(self.gguf.metadata)
+        except ModelError as error:
+            raise ModelError(f"{self.path}: {error}") from error
 
 
 def open_model(
     model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True
 ) -> ModelFiles:
-    """Find a model (see `resolve`) and read its config.json and generation_config.json.
+    """Find a model (see `resolve`) and read its config.json and generation_config.json, or its GGUF file's metadata.
 
     Raises ModelError naming the file and key that cannot be used.
     """
     directory = resolve(model, revision, token, progress)
+    single = directory if directory.is_file() else _only_gguf(directory)
+    if single is not None:
+        gguf = GgufFile.open(single)
+        config = config_from_gguf(gguf)
+        return ModelFiles(single, config, generation_from_gguf(gguf, config), gguf)
     path = directory / "config.json"
     mapping = read_json(path, _MAX_CONFIG)
     try:
@@ -56,6 +85,17 @@ def open_model(
     if not config.tie_word_embeddings and _head_is_implied(directory, mapping):
         config = replace(config, tie_word_embeddings=True)
     return ModelFiles(directory, config, _generation(directory, config))
+
+
+def _only_gguf(directory: Path) -> Path | None:
+    """The GGUF file of a directory that has nothing else to run: parts of one model count as one."""
+    if (directory / "config.json").exists() or any(directory.glob("*.safetensors")):
+        return None
+    models = [path for path in sorted(directory.glob("*.gguf"))
+              if not _LATER_PART.search(path.name) and not path.name.startswith("mmproj")]
+    if len(models) > 1:
+        raise ModelError(f"{directory} has several GGUF files: name one of {', '.join(path.name for path in models)}")
+    return models[0] if models else None
 
 
 def _head_is_implied(directory: Path, mapping: Mapping[str, Any]) -> bool:
@@ -77,7 +117,7 @@ def _generation(directory: Path, config: ModelConfig) -> GenerationDefaults:
 def resolve(
     model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True
 ) -> Path:
-    """The directory of a model: its own path, the embedded one (`tiny` or None), or a downloaded snapshot.
+    """The directory or GGUF file of a model: its own path, the embedded one (`tiny` or None), or a downloaded snapshot.
 
     Downloads resume, use HF_TOKEN unless `token` is given, and start only if the disk has room.
     Raises ModelError saying what to do: nothing there, gated, unauthorised, offline, no room.
@@ -91,6 +131,8 @@ def resolve(
     with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
         path = path.expanduser()
         if path.is_dir():
+            return path
+        if path.is_file() and path.suffix.lower() == ".gguf":
             return path
         if path.exists():
             raise ModelError(f"{name} is a file; a model is {ACCEPTED}")
