@@ -13,12 +13,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support import greedy, numbers, odd_runtime, reference, same_tokens
+from support import greedy, numbers, odd_runtime, odd_shape, reference, same_tokens
 from test_cache_machine import hashes, toy_cache
 from test_prefix_reuse import runtime_of, serve, usage_of
 from test_prefix_tree import PHASES, PROMPTS, Prefix, ReuseMachine, Wanted, run_programs
 from torch import Tensor
 
+from deltic import LLM, RandomModel, SamplingParams
 from deltic.cache import shelf as shelf_module
 from deltic.cache.disk import Disk
 from deltic.cache.host import Host
@@ -438,3 +439,33 @@ def test_an_item_of_other_tokens_is_not_used() -> None:
 def test_a_missing_item_is_named() -> None:
     with pytest.raises(MediumError, match="not there"):
         Host(100).read(Item("kv", "00", "", 0, 1))
+
+
+# The whole way: a model, its fingerprint, its directory
+
+
+def test_a_model_changed_under_the_same_name_knows_nothing_of_the_other(tmp_path: Path) -> None:
+    """Weights of another seed, or another dtype, in the same directory."""
+    def answer(seed: int, dtype: str = "float32", directory: Path | None = tmp_path) -> tuple[int, tuple[int, ...]]:
+        where = {"cache_dir": str(directory)} if directory else {}
+        llm = LLM(RandomModel(shape=odd_shape(), initializer_range=0.1, seed=seed), dtype=dtype, memory="8MiB",
+                  threads=1, **where)
+        choice = llm.generate([list(PROMPT)], SamplingParams(temperature=0.0, max_tokens=8))[0].choices[0]
+        llm.close()
+        return choice.usage.cached_tokens, choice.tokens
+
+    first = answer(0)
+    assert answer(1) == answer(1, directory=None) and answer(0, "bfloat16") == answer(0, "bfloat16", directory=None)
+    assert answer(0) == (100, first[1]) and answer(1)[0] == 100
+
+
+@pytest.mark.parametrize("directory", ["/proc/nothing", "a file"])
+def test_a_directory_that_cannot_be_used_is_a_warning(directory: str, tmp_path: Path,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deltic")
+    path = Path(directory) if directory.startswith("/") else tmp_path / directory
+    if not directory.startswith("/"):
+        path.write_text("not a directory")
+    llm = LLM(RandomModel(shape=odd_shape()), dtype="float32", memory="8MiB", threads=1, cache_dir=str(path))
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].choices[0].finish == "length"
+    assert "nothing is kept on disk" in caplog.text and "cache_dir" in caplog.text

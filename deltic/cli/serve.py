@@ -10,7 +10,7 @@ from typing import Any
 
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import UsageError, existing_file, json_file, text, whole
+from deltic.cli.parser import existing_file, json_file, text, whole
 
 HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
 
@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help=f"what clients must send (default: ${_KEY_VARIABLE}, else nothing)")
     parser.add_argument("--cors-origin", action="append", type=text, default=[], metavar="URL",
                         help="a web page's origin that may use the server, * for all; may be repeated")
-    parser.add_argument("--pin-prompt", action="append", type=existing_file, default=[], metavar="FILE",
+    parser.add_argument("--pin-prompt", action="append", type=_opening, default=[], metavar="FILE",
                         help="a system prompt to read at start and to keep: text, or JSON with messages and tools as "
                              "clients send them; may be repeated")
     options.add_template(parser)
@@ -41,12 +41,11 @@ def run(args: argparse.Namespace) -> int:
     options.refuse_random(args)
     check_source(args)
     options.engine_options(args)
-    pins = [(path, _opening(path)) for path in args.pin_prompt]
     from deltic.server.listen import listen
 
     with listen(args.host, args.port) as listener:
         llm = open_llm(args)
-        for path, opening in pins:
+        for path, opening in args.pin_prompt:
             print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
         from deltic.server.app import serve
 
@@ -55,16 +54,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _opening(path: Path) -> dict[str, Any]:
-    """What a file gives to pin: its text as the system message, or the system messages and tools of a request."""
+def _opening(given: str) -> tuple[Path, dict[str, Any]]:
+    """An argument type: a file, and what it gives to pin: its text as the system message, or the system messages and
+    tools of a request."""
+    path = existing_file(given)
     if path.suffix != ".json":
-        try:
-            return {"messages": [{"role": "system", "content": path.read_text(encoding="utf-8")}]}
-        except UnicodeDecodeError as error:
-            raise UsageError(f"--pin-prompt {path} is not valid UTF-8 (byte {error.start})") from error
-    body = json_file(str(path))
+        return path, {"messages": [{"role": "system", "content": _text_of(path)}]}
+    body = json_file(given)
     messages = body.get("messages", []) if isinstance(body, dict) else None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UsageError(f'--pin-prompt {path} must be JSON of the form {{"messages": [...], "tools": [...]}}')
+        raise argparse.ArgumentTypeError(f'{given} must be JSON of the form {{"messages": [...], "tools": [...]}}')
     system = [message for message in messages if message.get("role") in ("system", "developer")]
-    return {"messages": system, "tools": body.get("tools"), "variables": body.get("chat_template_kwargs")}
+    return path, {"messages": system, "tools": body.get("tools"), "variables": body.get("chat_template_kwargs")}
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read as UTF-8 text: {error}") from error

@@ -1,0 +1,92 @@
+"""A server that is restarted, or killed, goes on with the conversations that it knew; pinned prompts are there."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+OPTIONS = ("--port", "0", "--threads", "1", "--memory", "64MiB", "--max-context", "2048")
+SYSTEM = "You are a careful assistant who answers in one short sentence and never guesses."
+
+
+@contextmanager
+def served(*options: str, end: int = signal.SIGTERM) -> Iterator[httpx.Client]:
+    """`deltic serve` in a process of its own."""
+    command = [sys.executable, "-m", "deltic", "serve", *OPTIONS, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout
+        url = process.stdout.readline().split("is ready: ")[1].split("/v1")[0]
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield client
+        process.send_signal(end)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(client: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> dict[str, int]:
+    """Answer a conversation, to which the answer is added; returns prompt and cached tokens."""
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0, "enable_thinking": True, **more}
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""})
+    usage = answer["usage"]
+    return {"prompt": usage["prompt_tokens"], "cached": usage["prompt_tokens_details"]["cached_tokens"]}
+
+
+def conversation(question: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+
+
+@pytest.mark.parametrize(("end", "mode"), [(signal.SIGTERM, "preserve"), (signal.SIGKILL, "template")])
+def test_a_conversation_survives(end: int, mode: str, tmp_path: Path) -> None:
+    options = ("--cache-dir", str(tmp_path), "--history", mode)
+    messages = conversation("What is the capital of France?")
+    with served(*options, end=end) as client:
+        for question in ("And of Italy?", "And of Spain?"):
+            ask(client, messages, max_tokens=200)
+            messages.append({"role": "user", "content": question})
+        before = ask(client, messages, max_tokens=200)
+        if end == signal.SIGKILL:
+            time.sleep(0.5)  # what is just being written may be lost
+    assert before["cached"] > 20
+    messages.append({"role": "user", "content": "And of Greece?"})
+    with served(*options) as client:
+        after = ask(client, messages)
+        metrics = client.get("/metrics").text
+    assert after["cached"] > before["prompt"] - 20, f"{after} after a restart, {before} before"
+    assert 'deltic_cache_restored_prefixes_total{model="tiny",tier="disk"} 1' in metrics
+
+
+def test_pinned_prompts_are_known_to_the_first_request(tmp_path: Path) -> None:
+    text, request = tmp_path / "system.txt", tmp_path / "request.json"
+    text.write_text(SYSTEM)
+    other = [{"role": "system", "content": "You sort lists of words, longest first."}]
+    request.write_text(json.dumps({"messages": [*other, {"role": "user", "content": "ignored"}]}))
+    with served("--pin-prompt", str(text), "--pin-prompt", str(request)) as client:
+        for messages in (conversation("1+1="), [*other, {"role": "user", "content": "b a"}]):
+            assert ask(client, messages)["cached"] > 10
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("[]", "form"), ("{", "JSON"), ('{"messages": 3}', "form"),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "nothing to pin")])
+def test_what_cannot_be_pinned_is_refused_before_serving(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "pin.json"
+    path.write_text(content)
+    command = [sys.executable, "-m", "deltic", "serve", *OPTIONS, "--pin-prompt", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2 and message in result.stderr, result.stderr
