@@ -141,8 +141,9 @@ def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor 
 
 def _gather(pool: Tensor, pages: Tensor, context: int) -> Tensor:
     """K or V of each row: pool [P, PAGE, kv_heads, head_dim], pages [R, ...] -> [R, kv_heads, context, head_dim]."""
-    rows: Tensor = pool[pages[:, :-(-context // PAGE)]].flatten(1, 2)[:, :context]
-    return rows.transpose(1, 2)
+    wanted = pages[:, :-(-context // PAGE)]
+    rows = pool.flatten(1).index_select(0, wanted.flatten())
+    return rows.view(len(pages), -1, *pool.shape[2:])[:, :context].transpose(1, 2)
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
