@@ -280,6 +280,8 @@ class Shelf:
         self.bytes += size - item.size
         while self.bytes > self.budget and self._evict(entry):
             pass
+        if self.bytes > self.budget:  # larger than its tensors alone, and than all there may be
+            self._drop(entry)
 
     def _complain(self, reason: str) -> None:
         """Once per streak: answers are not affected."""

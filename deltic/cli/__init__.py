@@ -23,7 +23,9 @@ COMMANDS = {
     "serve": "serve the model over HTTP",
     "bench": "measure the speed of this machine",
     "inspect": "show what a model is and how it would run here",
+    "convert": "write the model as a GGUF file",
     "cache": "show or clear what a cache directory keeps",
+    "doctor": "check the installation, and say what to do",
 }
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
 

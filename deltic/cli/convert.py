@@ -1,0 +1,94 @@
+"""`deltic convert`: a model as one GGUF file, smaller where a smaller type is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deltic.cli.parser import UsageError, text
+from deltic.cli.table import table
+
+if TYPE_CHECKING:
+    from deltic.weights.gguf.convert import Written
+    from deltic.weights.gguf.tokenizer import TokenizerTexts
+    from deltic.weights.hub import ModelFiles
+
+HELP = "Write a model as a GGUF file, which llama.cpp reads too."
+_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", type=text,
+                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny")
+    parser.add_argument("target", metavar="DST.gguf", type=text, help="the file to write")
+    parser.add_argument("--type", choices=_TYPES, type=str.upper, default="Q8_0",
+                        help="how weights are stored; norms and other small tensors stay F32, and the head of a "
+                             "four- or five-bit file has six bits (default: Q8_0, about half of a BF16 checkpoint)")
+    parser.add_argument("--name", metavar="NAME", type=text, help="the model's name in the file (default: SRC's)")
+    parser.add_argument("--force", action="store_true", help="replace DST.gguf if it exists")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    path = _target(args)
+    from deltic.weights.gguf.convert import convert
+    from deltic.weights.hub import open_model
+
+    started, bar = time.perf_counter(), _bar()
+    files = open_model(args.source, args.revision)
+    tokenizer = files.tokenizer() or _tokenizer_of(files.path)
+    try:
+        written = convert(files, tokenizer, args.name or _name(args.source, files), path, args.type, bar.update)
+    finally:
+        bar.close()
+    facts = _facts(path, args.type, written, time.perf_counter() - started)
+    print(json.dumps(facts, ensure_ascii=False) if args.json else table({**facts, "tensors": _counted(written)}))
+    return 0
+
+
+def _target(args: argparse.Namespace) -> Path:
+    path = Path(args.target)
+    if path.suffix.lower() != ".gguf":
+        raise UsageError(f"{args.target} must end in .gguf, so that it is known as a model")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no directory {str(path.parent)!r}")
+    if path.is_dir():
+        raise UsageError(f"{args.target} is a directory; name a file")
+    if path.exists() and not args.force:
+        raise UsageError(f"{args.target} exists; give --force to replace it, or another name")
+    return path
+
+
+def _tokenizer_of(directory: Path) -> TokenizerTexts:
+    from deltic.text.files import read_tokenizer_files
+    from deltic.weights.gguf.tokenizer import TokenizerTexts
+
+    files = read_tokenizer_files(directory)
+    return TokenizerTexts(files.tokenizer, files.special_tokens, files.templates)
+
+
+def _name(source: str, files: ModelFiles) -> str:
+    """What the file says of itself, else the last part of a path or hub name."""
+    from deltic.weights.gguf.config import model_name
+
+    return model_name(files.gguf) if files.gguf is not None else Path(source).resolve().name
+
+
+def _bar() -> Any:
+    from deltic.cli.terminal import Bar
+
+    return Bar("converting", 1 << 20, "MiB", 0.5)
+
+
+def _counted(written: Written) -> list[str]:
+    return [f"{count} {name}" for name, count in written.tensors.items()]
+
+
+def _facts(path: Path, type: str, written: Written, seconds: float) -> dict[str, Any]:
+    return {"path": str(path), "type": type, "bytes": written.nbytes, "weights": written.weights,
+            "bits_per_weight": round(written.bits_per_weight, 2), "tensors": dict(written.tensors),
+            "seconds": round(seconds, 2)}

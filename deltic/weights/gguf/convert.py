@@ -1,0 +1,221 @@
+"""Writes a model as a GGUF file: its tensors in the types that the file shall have, and all that is to be said of it.
+
+Which tensor gets which type follows llama.cpp (src/llama-quant.cpp), so that files are like those of its tools.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from deltic.config import DType, ModelConfig
+from deltic.errors import ModelError
+from deltic.weights.files import Stored
+from deltic.weights.gguf.blocks import BY_NAME, BlockType, Bytes
+from deltic.weights.gguf.load import _plan as plan_gguf
+from deltic.weights.gguf.load import _read as read_gguf
+from deltic.weights.gguf.load import _Source as GgufSource
+from deltic.weights.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
+from deltic.weights.gguf.names import gguf_name
+from deltic.weights.gguf.quantize import quantize
+from deltic.weights.gguf.tokenizer import TokenizerTexts
+from deltic.weights.gguf.write import NewTensor, write_gguf
+from deltic.weights.hub import ModelFiles
+from deltic.weights.names import HEAD, expected_tensors, packed_parts, split_packed, tensor_dtype
+from deltic.weights.safetensors import TORCH_DTYPES, Progress
+from deltic.weights.safetensors import _check_tied as check_tied
+from deltic.weights.safetensors import _plan as plan_directory
+from deltic.weights.safetensors import _read as read_stored
+
+_PIECE: Final = 1 << 18
+"""Weights that a thread quantizes at a time: temporaries of a few MiB."""
+_MOST_THREADS: Final = 8
+_STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_BLOCK: Final = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down)\.weight")
+"""Tensors of which a mixed file keeps some with more bits."""
+_ALWAYS_F32: Final = re.compile(r".*(_norm|ssm_conv1d)\.weight")
+_FITTING: Final[Mapping[str, str]] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""Types with smaller blocks, for rows that are no multiple of 256; if they do not fit either, F16."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FileType:
+    """A type of files: the number that general.file_type gives it, the type of most matrices, the type of the head
+    (and of an embedding that is also the head), and the type of matrices that need more bits."""
+
+    id: int
+    most: str
+    head: str
+    sensitive: str
+
+
+FILE_TYPES: Final[Mapping[str, FileType]] = {
+    "F32": FileType(0, "F32", "F32", "F32"),
+    "F16": FileType(1, "F16", "F16", "F16"),
+    "BF16": FileType(32, "BF16", "BF16", "BF16"),
+    "Q8_0": FileType(7, "Q8_0", "Q8_0", "Q8_0"),
+    "Q6_K": FileType(18, "Q6_K", "Q6_K", "Q6_K"),
+    "Q5_K_M": FileType(17, "Q5_K", "Q6_K", "Q6_K"),
+    "Q5_1": FileType(9, "Q5_1", "Q6_K", "Q5_1"),
+    "Q5_0": FileType(8, "Q5_0", "Q6_K", "Q5_0"),
+    "Q4_K_M": FileType(15, "Q4_K", "Q6_K", "Q6_K"),
+    "Q4_1": FileType(3, "Q4_1", "Q6_K", "Q4_1"),
+    "Q4_0": FileType(2, "Q4_0", "Q6_K", "Q4_0"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a model: the file's size, its weights, and how many tensors are of each type."""
+
+    nbytes: int
+    weights: int
+    tensors: Mapping[str, int]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the whole file, the tokenizer included."""
+        return self.nbytes * 8 / self.weights
+
+
+def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path, type: str,
+            progress: Progress | None = None) -> Written:
+    """Write the text model of `files` to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`.
+
+    One tensor is in memory at a time. `progress(done, total)` counts bytes of tensors. An existing file is replaced
+    when the new one is complete. Raises ModelError naming a tensor that cannot be read or stored, DelticError where
+    the file cannot be written.
+    """
+    config, kind = files.config, FILE_TYPES[type]
+    sources = list(_sources(files))
+    shapes = expected_tensors(config)
+    targets = {name: _target(name, shapes[name], config, kind) for source in sources for name in source.names}
+    _report_fallbacks(targets, config, kind)
+    metadata = {
+        **config_to_gguf(config), "general.type": "model", "general.name": name, "general.file_type": kind.id,
+        "general.quantization_version": 2, **generation_to_gguf(files.generation),
+        **tokenizer_to_gguf(tokenizer, config, files.generation.eos_token_ids)}
+    data = _data(sources, targets, config, progress)
+    size = write_gguf(path, metadata, list(targets.values()), data)
+    return Written(size, sum(math.prod(target.shape) for target in targets.values()),
+                   Counter(target.type.name for target in targets.values()))
+
+
+# Which types
+
+
+def _target(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> NewTensor:
+    theirs, form = gguf_name(name, config.architecture, config.layer_types)
+    stored = form.shape(shape, config)
+    wanted = BY_NAME[_wanted(theirs, stored, config, kind)]
+    return NewTensor(theirs, _fitting(wanted, stored), stored)
+
+
+def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> str:
+    """The type that a tensor of the file shall have if its rows allow it. (Norms, the convolution and vectors must be
+    F32 for llama.cpp.)"""
+    if len(shape) < 2 or _ALWAYS_F32.fullmatch(name):
+        return "F32"
+    if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
+        return kind.head
+    block = _BLOCK.fullmatch(name)
+    return kind.sensitive if block and _more_bits(int(block[1]), config.num_hidden_layers) else kind.most
+
+
+def _more_bits(block: int, blocks: int) -> bool:
+    """The first and the last eighth of the layers, and every third between."""
+    eighth = blocks // 8
+    return block < eighth or block >= 7 * blocks // 8 or (block - eighth) % 3 == 2
+
+
+def _fitting(type: BlockType, shape: tuple[int, ...]) -> BlockType:
+    smaller = BY_NAME[_FITTING.get(type.name, "F16")]
+    return next((one for one in (type, smaller) if shape[-1] % one.weights == 0), BY_NAME["F16"])
+
+
+def _report_fallbacks(targets: Mapping[str, NewTensor], config: ModelConfig, kind: FileType) -> None:
+    """One line about all matrices whose rows do not fit."""
+    moved = [target for target in targets.values()
+             if target.type.name != _wanted(target.name, target.shape, config, kind)]
+    if moved:
+        counts = Counter(target.type.name for target in moved)
+        logger.warning("rows of %d tensors (such as %s, %d weights) do not fit the blocks of their type; written as %s",
+                       len(moved), moved[0].name, moved[0].shape[-1],
+                       ", ".join(f"{name} ({count})" for name, count in counts.items()))
+
+
+# The data
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor on disk, and ours that it becomes when it is read."""
+
+    names: tuple[str, ...]
+    read: Callable[[], dict[str, torch.Tensor]]
+
+
+def _sources(files: ModelFiles) -> Iterator[_Source]:
+    """In the order on disk, all but the data checked. Matrices are read in the type that they are stored in, those of a
+    GGUF file in float32."""
+    config = files.config
+    if files.gguf is not None:
+        for part in plan_gguf(files.gguf, config):
+            yield _Source(part.place.names, partial(_of_gguf, part, config))
+        return
+    plan = plan_directory(files.path, config)
+    if config.tie_word_embeddings and HEAD in plan:
+        check_tied(plan)
+    for name, stored in plan.items():
+        if name != HEAD or not config.tie_word_embeddings:
+            yield _Source(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
+
+
+def _of_gguf(part: GgufSource, config: ModelConfig) -> dict[str, torch.Tensor]:
+    return dict(read_gguf(part, config, "float32"))
+
+
+def _of_directory(name: str, stored: Stored, config: ModelConfig) -> dict[str, torch.Tensor]:
+    dtype = TORCH_DTYPES[tensor_dtype(name, _STORED[stored.dtype])]
+    tensor = read_stored(name, stored, dtype, torch.device("cpu"))
+    return split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
+
+
+def _data(sources: Iterable[_Source], targets: Mapping[str, NewTensor], config: ModelConfig,
+          progress: Progress | None) -> Iterator[Iterator[Bytes]]:
+    """The bytes of each target, in order. A vector is one row."""
+    total, done = sum(target.nbytes for target in targets.values()), 0
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+    try:
+        for source in sources:
+            tensors = source.read()
+            for name in source.names:
+                _, form = gguf_name(name, config.architecture, config.layer_types)
+                matrix = form.from_ours(tensors.pop(name), config).reshape(-1, targets[name].shape[-1])
+                pieces = matrix.split(max(1, _PIECE // matrix.shape[1]))
+                yield pool.map(partial(_blocks, targets[name]), pieces)
+                done += targets[name].nbytes
+                if progress is not None:
+                    progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _blocks(target: NewTensor, rows: torch.Tensor) -> Bytes:
+    try:
+        return quantize(rows.float().numpy(), target.type)
+    except ModelError as error:
+        raise ModelError(f"tensor {target.name!r}: {error}") from error
