@@ -40,6 +40,10 @@ def only_what_matters(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "deltic")
 
 
+STATE_BYTES = 100
+"""Of the tensors of a state of `source_of`."""
+
+
 def source_of(tokens: Sequence[int], logits: bool = False) -> Source:
     """A prefix whose K/V are running hashes, and whose state is the last of them."""
     found = hashes(list(tokens))
@@ -215,13 +219,45 @@ class ShelfMachine(RuleBasedStateMachine):
 
 def test_a_shelf_equals_the_prefixes_that_were_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
-    run_programs(ShelfMachine, 200, 40)
+    run_programs(ShelfMachine, 120, 40)
 
 
 @pytest.mark.slow
 def test_a_shelf_equals_the_prefixes_in_thousands_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
     run_programs(ShelfMachine, 2000, 50, derandomize=False)
+
+
+def test_an_entry_that_gets_its_state_back_stays_while_room_is_made_for_it() -> None:
+    """What goes for it is the only one that continues it."""
+    shelf = Shelf(Recording(100_000), threads=False)
+    first, second = tuple(range(20)), tuple(range(60))
+    for tokens in (first, second):
+        shelf.offer(source_of(tokens))
+    entry = shelf.find((*first, 99))
+    assert entry is not None
+    shelf._drop_state(entry)
+    shelf.budget = shelf.bytes + STATE_BYTES - 1
+    shelf.offer(source_of(first))
+    shelf.check()
+    assert shelf.find((*second, 99)) is entry is shelf.find((*first, 99))
+
+
+def test_what_is_given_up_and_taken_again_before_it_was_written_is_there() -> None:
+    medium = Recording(100_000)
+    shelf = Shelf(medium, threads=False)
+    writer = shelf._writer = Delayed()
+    shelf.offer(source_of((1, 2, 3)))
+    entry = shelf.find((1, 2, 3, 4))
+    assert entry is not None
+    shelf._drop_state(entry)
+    shelf.offer(source_of((1, 2, 3)))
+    writer.work(1 << 20)
+    assert shelf.find((1, 2, 3, 4))
+    shelf.check()
+    found = shelf.find((1, 2, 3, 4))
+    assert found is not None
+    check_loaded(shelf.fetch(found).result(), (1, 2, 3))
 
 
 # The hybrid cache over a tier
