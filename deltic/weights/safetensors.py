@@ -48,24 +48,24 @@ def load_directory(
     Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, and
     naming the file that is absent, truncated or corrupt.
     """
-    sources = _plan(Path(path), config)
+    sources = plan_directory(Path(path), config)
     kept: DType = config.dtype if dtype == "auto" else dtype
     total, done = sum(stored.nbytes for stored in sources.values()), 0
     tensors: dict[str, torch.Tensor] = {}
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        tensor = _read(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
+        tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
         tensors |= split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
         done += stored.nbytes
         if progress is not None:
             progress(done, total)
     if config.tie_word_embeddings and HEAD in sources:
-        _check_tied(sources)
+        check_tied(sources)
     return {name: tensors[name] for name in expected_tensors(config)}
 
 
-def _plan(directory: Path, config: ModelConfig) -> dict[str, Stored]:
+def plan_directory(directory: Path, config: ModelConfig) -> dict[str, Stored]:
     """Source of each tensor by canonical (or packed) name, in file order, all but the data checked."""
     expected = expected_tensors(config)
     shapes = {**expected, HEAD: expected[EMBEDDING]}
@@ -109,7 +109,8 @@ def _check_complete(directory: Path, expected: dict[str, Shape], served: dict[st
                          "download all shards of the revision that config.json belongs to")
 
 
-def _read(name: str, stored: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def read_stored(name: str, stored: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One tensor of a file, converted; ModelError naming it and the file if that is truncated."""
     source_dtype = _STORED_DTYPES[stored.dtype]
     direct = source_dtype == dtype and device.type == "cpu"
     result = torch.empty(stored.shape, dtype=dtype, device=device)
@@ -147,7 +148,7 @@ def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
             raise ModelError(f"tensor {name!r} has values beyond float16; use dtype bfloat16 or float32")
 
 
-def _check_tied(sources: dict[str, Stored]) -> None:
+def check_tied(sources: dict[str, Stored]) -> None:
     """Some exporters write a tied head too; it is redundant only where it equals the embedding."""
     head, embedding = sources[HEAD], sources[EMBEDDING]
     same = head.dtype == embedding.dtype

@@ -32,7 +32,7 @@ _LINEAR: Final[tuple[tuple[str, str, int], ...]] = (
 )
 _DTYPES: Final[Mapping[str, str]] = {"F32": "float32", "F16": "float16"}
 """Type of the embedding -> dtype to compute in; all others are computed in bfloat16."""
-_SAMPLING: Final[Mapping[str, str]] = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+SAMPLING_KEYS: Final[Mapping[str, str]] = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
                                        "penalty_repeat": "repetition_penalty"}
 """Keys behind general.sampling, and those of generation_config.json."""
 
@@ -55,7 +55,7 @@ def generation_from_gguf(file: GgufFile, config: ModelConfig) -> GenerationDefau
 
     Raises ModelError naming the file, and the value that is out of range.
     """
-    given = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in _SAMPLING.items()}
+    given = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in SAMPLING_KEYS.items()}
     decimal = {key: _decimal(value) if type(value) is float else value for key, value in given.items()}
     try:
         return GenerationDefaults.from_hf(decimal, config.eos_token_ids)

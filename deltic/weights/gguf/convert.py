@@ -23,9 +23,7 @@ from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
 from deltic.weights.files import Stored
 from deltic.weights.gguf.blocks import BY_NAME, BlockType, Bytes
-from deltic.weights.gguf.load import _plan as plan_gguf
-from deltic.weights.gguf.load import _read as read_gguf
-from deltic.weights.gguf.load import _Source as GgufSource
+from deltic.weights.gguf.load import GgufSource, plan_gguf, read_gguf
 from deltic.weights.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
 from deltic.weights.gguf.names import gguf_name
 from deltic.weights.gguf.quantize import quantize
@@ -33,10 +31,7 @@ from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.gguf.write import NewTensor, write_gguf
 from deltic.weights.hub import ModelFiles
 from deltic.weights.names import HEAD, expected_tensors, packed_parts, split_packed, tensor_dtype
-from deltic.weights.safetensors import TORCH_DTYPES, Progress
-from deltic.weights.safetensors import _check_tied as check_tied
-from deltic.weights.safetensors import _plan as plan_directory
-from deltic.weights.safetensors import _read as read_stored
+from deltic.weights.safetensors import TORCH_DTYPES, Progress, check_tied, plan_directory, read_stored
 
 _PIECE: Final = 1 << 18
 """Weights that a thread quantizes at a time: temporaries of a few MiB."""

@@ -20,7 +20,7 @@ from deltic.weights.safetensors import TORCH_DTYPES, Progress
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class GgufSource:
     """A tensor of the file, what it is to us, and the shapes of ours that it becomes."""
 
     stored: GgufTensor
@@ -45,12 +45,12 @@ def load_gguf(
     """
     file = source if isinstance(source, GgufFile) else GgufFile.open(source)
     kept: DType = config.dtype if dtype == "auto" else dtype
-    sources = list(_plan(file, config))
+    sources = list(plan_gguf(file, config))
     _check_complete(file, config, sources)
     total, done = sum(part.stored.nbytes for part in sources), 0
     tensors: dict[str, torch.Tensor] = {}
     for part in sources:
-        for name, tensor in _read(part, config, kept):
+        for name, tensor in read_gguf(part, config, kept):
             tensors[name] = tensor.contiguous().to(device)
         done += part.stored.nbytes
         if progress is not None:
@@ -58,7 +58,7 @@ def load_gguf(
     return {name: tensors[name] for name in expected_tensors(config)}
 
 
-def _plan(file: GgufFile, config: ModelConfig) -> Iterator[_Source]:
+def plan_gguf(file: GgufFile, config: ModelConfig) -> Iterator[GgufSource]:
     """Sources of the trunk's tensors in file order, all but the data checked."""
     expected = expected_tensors(config)
     served: dict[str, str] = {}
@@ -74,12 +74,12 @@ def _plan(file: GgufFile, config: ModelConfig) -> Iterator[_Source]:
                 raise ModelError(f"{stored.path}: tensor {name!r} is given twice, as {served[name]!r} and "
                                  f"{stored.name!r}")
             served[name] = stored.name
-        source = _Source(stored, found, tuple(expected[name] for name in found.names))
+        source = GgufSource(stored, found, tuple(expected[name] for name in found.names))
         _check_shape(source, config)
         yield source
 
 
-def _check_shape(source: _Source, config: ModelConfig) -> None:
+def _check_shape(source: GgufSource, config: ModelConfig) -> None:
     first, *more = (source.place.form.shape(shape, config) for shape in source.shapes)
     wanted = (first[0] + sum(shape[0] for shape in more), *first[1:])
     if source.stored.shape != wanted:
@@ -90,7 +90,7 @@ def _check_shape(source: _Source, config: ModelConfig) -> None:
                          "which is not supported; choose another quantization, such as Q4_K_M or Q8_0")
 
 
-def _check_complete(file: GgufFile, config: ModelConfig, sources: list[_Source]) -> None:
+def _check_complete(file: GgufFile, config: ModelConfig, sources: list[GgufSource]) -> None:
     served = {name for source in sources for name in source.place.names}
     missing = [name for name in expected_tensors(config) if name not in served]
     if missing == [HEAD]:
@@ -102,7 +102,7 @@ def _check_complete(file: GgufFile, config: ModelConfig, sources: list[_Source])
                          "download the file again, or all parts of the model")
 
 
-def _read(source: _Source, config: ModelConfig, kept: DType) -> Iterator[tuple[str, torch.Tensor]]:
+def read_gguf(source: GgufSource, config: ModelConfig, kept: DType) -> Iterator[tuple[str, torch.Tensor]]:
     """Our tensors out of one of the file."""
     stored, names = source.stored, source.place.names
     tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[tensor_dtype(names[0], kept)])

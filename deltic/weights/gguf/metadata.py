@@ -11,16 +11,16 @@ from typing import Any, Final
 
 from deltic.config import GenerationDefaults, LinearConfig, ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.gguf.config import _SAMPLING
+from deltic.weights.gguf.config import SAMPLING_KEYS
 from deltic.weights.gguf.tokenizer import (
-    _CONTROL,
-    _END_TEXTS,
-    _ENDS,
-    _NORMAL,
-    _SPLITTERS,
-    _UNUSED,
-    _USER_DEFINED,
-    _VARIABLES,
+    CONTROL,
+    END_TEXTS,
+    ENDS,
+    NORMAL,
+    SPLITTERS,
+    UNUSED,
+    USER_DEFINED,
+    VARIABLES,
     TokenizerTexts,
 )
 
@@ -61,7 +61,7 @@ def _linear(linear: LinearConfig, kinds: Sequence[str]) -> dict[str, Any]:
 
 def generation_to_gguf(generation: GenerationDefaults) -> dict[str, Any]:
     """The advice for sampling, which `generation_from_gguf` reads."""
-    given = {key: getattr(generation, ours) for key, ours in _SAMPLING.items()}
+    given = {key: getattr(generation, ours) for key, ours in SAMPLING_KEYS.items()}
     return {f"general.sampling.{key}": value if type(value) is int else float(value)
             for key, value in given.items() if value is not None}
 
@@ -106,14 +106,14 @@ def _parsed(text: str) -> dict[str, Any]:
 def _pre(tokenizer: Mapping[str, Any], config: ModelConfig) -> str:
     """The name of the pattern that cuts the text."""
     given = json.dumps(tokenizer.get("pre_tokenizer"))
-    named = (name for name, splitter in _SPLITTERS.items() if json.dumps(splitter.pattern) in given)
+    named = (name for name, splitter in SPLITTERS.items() if json.dumps(splitter.pattern) in given)
     return next(named, _PRE[config.architecture])
 
 
 def _type(id: int, names: Mapping[int, str], added: Mapping[int, Mapping[str, Any]]) -> int:
     if id in added:
-        return _CONTROL if added[id].get("special") else _USER_DEFINED
-    return _NORMAL if id in names else _UNUSED
+        return CONTROL if added[id].get("special") else USER_DEFINED
+    return NORMAL if id in names else UNUSED
 
 
 def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelConfig,
@@ -123,9 +123,9 @@ def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelC
     by_text = {text: id for id, text in names.items()}
     fallback = {"bos": config.bos_token_id, "padding": config.pad_token_id, "eos": next(iter(ends), None)}
     found = {kind: by_text.get(texts.special_tokens.get(name, ""), fallback.get(kind))
-             for kind, name in _VARIABLES.items()}
-    others = [id for id in ends if id != found["eos"] and names.get(id) not in _END_TEXTS]
-    found |= zip(_ENDS[1:], others, strict=False)
+             for kind, name in VARIABLES.items()}
+    others = [id for id in ends if id != found["eos"] and names.get(id) not in END_TEXTS]
+    found |= zip(ENDS[1:], others, strict=False)
     return {f"tokenizer.ggml.{kind}_token_id": id for kind, id in found.items() if id is not None}
 
 

@@ -36,17 +36,17 @@ _QWEN35: Final = _Splitter(
     _NFC)
 _LLAMA3: Final = _Splitter(
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}", None)
-_SPLITTERS: Final[Mapping[str, _Splitter]] = {
+SPLITTERS: Final[Mapping[str, _Splitter]] = {
     "qwen2": _QWEN2, "qwen35": _QWEN35, "llama-bpe": _LLAMA3}
 """By tokenizer.ggml.pre."""
 
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-_VARIABLES: Final[Mapping[str, str]] = {
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+VARIABLES: Final[Mapping[str, str]] = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
     "mask": "mask_token"}
 """Kinds of special tokens as the format's keys spell them -> as templates do."""
-_ENDS: Final = ("eos", "eot", "eom")
-_END_TEXTS: Final = ("<|im_end|>", "<|endoftext|>")
+ENDS: Final = ("eos", "eot", "eom")
+END_TEXTS: Final = ("<|im_end|>", "<|endoftext|>")
 """Control tokens that end an answer in all models of the family, whatever else the metadata names."""
 
 
@@ -80,8 +80,8 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     types = _types(metadata, len(tokens))
-    named = [_token_id(metadata, kind, len(tokens)) for kind in _ENDS]
-    known = [id for id, text in enumerate(tokens) if text in _END_TEXTS and types[id] == _CONTROL]
+    named = [_token_id(metadata, kind, len(tokens)) for kind in ENDS]
+    known = [id for id, text in enumerate(tokens) if text in END_TEXTS and types[id] == CONTROL]
     return tuple(dict.fromkeys(id for id in (*named, *known) if id is not None))
 
 
@@ -90,9 +90,9 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, 
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if not isinstance(model, str) or model != "gpt2":
         raise ModelError(f"tokenizer.ggml.model {show(model)} is not supported, only 'gpt2' (byte-level BPE)")
-    splitter = _SPLITTERS.get(name) if isinstance(name, str) else None
+    splitter = SPLITTERS.get(name) if isinstance(name, str) else None
     if splitter is None:
-        raise ModelError(f"tokenizer.ggml.pre {show(name)} is not supported, only {', '.join(_SPLITTERS)}")
+        raise ModelError(f"tokenizer.ggml.pre {show(name)} is not supported, only {', '.join(SPLITTERS)}")
     types = _types(metadata, len(tokens))
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types),
@@ -115,15 +115,15 @@ def _pre_tokenizer(pattern: str) -> dict[str, Any]:
 def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
     """Tokens that are found in a text before it is cut; the special ones are not shown to readers."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return [{"id": id, "content": text, **flags, "special": types[id] == _CONTROL}
-            for id, text in enumerate(tokens) if types[id] in (_CONTROL, _USER_DEFINED)]
+    return [{"id": id, "content": text, **flags, "special": types[id] == CONTROL}
+            for id, text in enumerate(tokens) if types[id] in (CONTROL, USER_DEFINED)]
 
 
 def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     """Added tokens too, so that they keep their ids; no merge leads to one."""
     vocabulary: dict[str, int] = {}
     for id, text in enumerate(tokens):
-        if types[id] == _UNUSED:
+        if types[id] == UNUSED:
             continue
         if text in vocabulary:
             raise ModelError(f"tokenizer.ggml.tokens has {show(text)} twice, as {vocabulary[text]} and {id}")
@@ -153,7 +153,7 @@ def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
-    ids = {name: _token_id(metadata, kind, len(tokens)) for kind, name in _VARIABLES.items()}
+    ids = {name: _token_id(metadata, kind, len(tokens)) for kind, name in VARIABLES.items()}
     return {name: tokens[id] for name, id in ids.items() if id is not None}
 
 
@@ -178,7 +178,7 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
 
 def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
     value = metadata.get("tokenizer.ggml.token_type")
-    types = [_NORMAL] * count if value is None else value.tolist() if isinstance(value, np.ndarray) else None
+    types = [NORMAL] * count if value is None else value.tolist() if isinstance(value, np.ndarray) else None
     if types is None or len(types) != count:
         raise ModelError(f"tokenizer.ggml.token_type must be an array of {count} integers, as many as there are tokens")
     return types
