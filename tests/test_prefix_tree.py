@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -375,10 +376,11 @@ class ReuseMachine(RuleBasedStateMachine):
                 pool[:, slot] = state
 
     @precondition(lambda self: self.leases)
-    @rule(pick=st.integers(0, 9), logits=st.sampled_from((None, "logits")))
-    def keep_emitted(self, pick: int, logits: Any) -> None:
+    @rule(pick=st.integers(0, 9), known=st.booleans())
+    def keep_emitted(self, pick: int, known: bool) -> None:
+        """known: the logits of the last token are."""
         lease, naive = self.lease(pick)
-        self.cache.keep_emitted(lease, logits)
+        self.cache.keep_emitted(lease, torch.ones(3) if known else None)
         naive.emitting.clear()
         assert not lease.emitting
 
@@ -414,7 +416,7 @@ class ReuseMachine(RuleBasedStateMachine):
     def restore(self, pick: int, which: int) -> None:
         lease, naive = self.lease(pick)
         if naive.emitting:
-            self.keep_emitted(pick, None)
+            self.keep_emitted(pick, False)
         kept = list(self.kept)[which % len(self.kept)]
         room = self.room_for_a_page(lease)
         restored = self.cache.restore(lease, kept)
