@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -17,7 +18,7 @@ import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import greedy, numbers, odd_runtime, odd_shape, reference, same_tokens
-from test_cache_machine import hashes, toy_cache
+from test_cache_machine import hashes, read_kv, read_state, step, toy_cache
 from test_prefix_reuse import runtime_of, serve, usage_of
 from test_prefix_tree import PHASES, PROMPTS, Prefix, ReuseMachine, Wanted, run_programs
 from torch import Tensor
@@ -260,6 +261,26 @@ def test_what_is_given_up_and_taken_again_before_it_was_written_is_there() -> No
     check_loaded(shelf.fetch(found).result(), (1, 2, 3))
 
 
+def test_what_another_process_is_just_writing_is_left_alone() -> None:
+    """K/V has come, its states have not: it counts, is no use yet, and is taken up with them."""
+    medium = Recording(100_000)
+    writer = Shelf(medium, threads=False)
+    for length in (20, 60):
+        writer.offer(source_of(tuple(range(length))))
+    states = {key: medium._items.pop(key) for key in list(medium._items) if key[0] == "state"}
+    medium.now = time.time()
+    reader = Shelf(medium, threads=False)
+    reader.check()
+    assert reader.prefixes == 0 and len(medium._items) == 2, "another's K/V is deleted"
+    assert reader.bytes == sum(item.size for item in medium.scan())
+    medium._items |= states
+    reader._merge(list(medium.scan()), [], time.time())
+    reader.check()
+    found = reader.find(tuple(range(70)))
+    assert found is not None and found.done == 60
+    check_loaded(reader.fetch(found).result(), tuple(range(60)))
+
+
 # The hybrid cache over a tier
 
 
@@ -291,6 +312,25 @@ class TierMachine(ReuseMachine):
     @rule()
     def forget_the_pools(self) -> None:
         self.cache.clear()
+
+    @rule(parts=st.lists(PROMPTS.filter(bool), min_size=2, max_size=5))
+    def converse(self, parts: list[Prefix]) -> None:
+        """Turns between which the pools forget everything: each is made of what all before have left in the tier."""
+        tokens: list[int] = []
+        for part in parts:
+            tokens += part
+            fetch = self.cache.fetch(tokens)
+            assert fetch.poll()
+            lease = self.cache.admit(tokens, len(tokens), fetch)
+            if lease is None:
+                return
+            rest = tokens[lease.done:]
+            if self.cache.reserve(lease, len(rest)) == len(rest):
+                step(self.cache, lease, rest)
+            assert read_kv(self.cache, lease.pages, lease.done) == hashes(tokens)[:lease.done]
+            assert not lease.done or read_state(self.cache, lease.slot) == hashes(tokens)[lease.done - 1]
+            self.cache.release(lease, keep=True)
+            self.cache.clear()
 
 
 def test_l2_a_cache_over_a_tier_equals_the_naive_model() -> None:
