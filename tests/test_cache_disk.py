@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -303,12 +305,32 @@ def test_directories_that_cannot_be(kind, tmp_path):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.skipif(IS_ROOT, reason="root may write anywhere")
-def test_a_directory_without_permission(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="Permission denied"):
-        Disk(tmp_path, MODEL, 1)
-    tmp_path.chmod(0o700)
+def as_nobody(check):
+    """Run a check as a user without rights; root, who may write anywhere, gives them up in a process of its own."""
+    if not IS_ROOT:
+        return check()
+    child = os.fork()
+    if not child:
+        code = 1
+        with suppress(BaseException):
+            os.setuid(65534)
+            check()
+            code = 0
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return None
+
+
+def test_a_directory_without_permission():
+    def check():
+        with pytest.raises(ConfigError, match="Permission denied"):
+            Disk(directory, MODEL, 1)
+
+    with tempfile.TemporaryDirectory() as directory:  # tmp_path lies where only its owner may go
+        os.chmod(directory, 0o555)
+        as_nobody(check)
+        os.chmod(directory, 0o700)
+        Disk(directory, MODEL, 1)
 
 
 def test_a_read_only_disk(tmp_path, monkeypatch):
