@@ -342,9 +342,13 @@ class Shelf:
             self._prune(doomed[0].parent)
 
     def _remove(self, entry: Entry) -> None:
-        assert entry.parent is not None
         if entry.kv:
             self._delete(entry.kv)
+        self._unlink(entry)
+
+    def _unlink(self, entry: Entry) -> None:
+        """Forget an entry that nothing continues; its items stay where they are."""
+        assert entry.parent is not None
         keys = entry.parent.lengths[entry.done]
         keys.discard(entry.key)
         if not keys:
@@ -409,8 +413,7 @@ class Shelf:
         for entry in sorted(self._entries.values(), key=lambda entry: -entry.done):
             if entry.kv and not entry.needed:
                 self._set_aside(entry.kv)
-                entry.kv = None
-                self._prune(entry)
+                self._unlink(entry)
 
     def _set_aside(self, item: Item) -> None:
         """What cannot be used, as something that belongs to it is missing, goes, unless somebody may just be writing
