@@ -1,5 +1,8 @@
-/* Native CPU kernels of deltic: a flat C interface. Pointers are borrowed for the call; nothing is allocated for the
- * caller. Matrices are row-major. Types: DELTIC_F32, DELTIC_BF16. */
+/* Native CPU kernels of deltic: a flat C interface.
+ *
+ * Pointers are borrowed: for the call, or, inside structs that are passed again and again, by whoever made them.
+ * Activations are float32, row-major. Functions that return int answer 0, or -1 where memory ran out (nothing is
+ * written then that the next call could not write again). A pool serves one call at a time. */
 #ifndef DELTIC_H
 #define DELTIC_H
 #include <stdint.h>
@@ -8,45 +11,155 @@
 extern "C" {
 #endif
 
-enum { DELTIC_F32 = 0, DELTIC_BF16 = 1 };
-
-/* Changes whenever a signature below does. */
+/* Changes whenever something below does. */
+#define DELTIC_ABI 2
 int deltic_abi(void);
 
-/* 1 if this processor multiplies bfloat16 pairs (AVX-512 BF16), which deltic_linear_bf16 needs. */
-int deltic_has_bf16(void);
+/* ---- Processor levels: which instructions the kernels use. */
 
-/* y [tokens, out] f32 = x [tokens, in] w^T, w [out, in], x and w bfloat16; in is a multiple of 64, tokens at most 8.
- * Each y is summed in one order, whatever tokens and threads are. */
-void deltic_linear_bf16(const uint16_t *x, const uint16_t *w, float *y, int64_t tokens, int64_t out, int64_t in,
-                        int64_t threads);
+enum { DELTIC_PORTABLE, DELTIC_AVX2, DELTIC_AVX512, DELTIC_VNNI, DELTIC_BF16_LEVEL, DELTIC_LEVELS };
 
-/* total = residual + delta (delta may be null), rounded to `type`; normed = total / sqrt(mean(total^2) + eps) * scale.
- * residual, delta, total, normed [tokens, width] of `type`; scale [width] f32. total may be residual. */
-void deltic_add_norm(const void *residual, const void *delta, const float *scale, void *total, void *normed,
-                     int64_t tokens, int64_t width, float eps, int type);
+/* The best level of this processor. */
+int deltic_best_level(void);
+/* Use this level from now on, in all pools; -1 if the processor or the build lacks it. The best one at the start. */
+int deltic_set_level(int level);
+int deltic_level(void);
 
-/* out [tokens, width] = silu(gate_up[:, :width]) * gate_up[:, width:], of `type`. */
-void deltic_silu_mul(const void *gate_up, void *out, int64_t tokens, int64_t width, int type);
+/* ---- Threads and their scratch memory. */
 
-/* One token of each row through a Gated DeltaNet layer, between its projections, in place. */
+typedef struct deltic_pool deltic_pool;
+/* `threads` counts the calling one. NULL if memory ran out. */
+deltic_pool *deltic_pool_new(int threads);
+void deltic_pool_free(deltic_pool *pool);
+
+/* ---- Matrices: the numbers of a GGUF tensor, in the kernels' order, in as many bytes (and rows of padding). */
+
+/* The types, numbered as in GGUF files. */
+enum {
+    DELTIC_F32 = 0, DELTIC_F16 = 1, DELTIC_Q4_0 = 2, DELTIC_Q4_1 = 3, DELTIC_Q5_0 = 6, DELTIC_Q5_1 = 7, DELTIC_Q8_0 = 8,
+    DELTIC_Q2_K = 10, DELTIC_Q3_K = 11, DELTIC_Q4_K = 12, DELTIC_Q5_K = 13, DELTIC_Q6_K = 14, DELTIC_IQ4_NL = 20,
+    DELTIC_IQ4_XS = 23, DELTIC_BF16 = 30, DELTIC_MXFP4 = 39
+};
+
+/* data: `deltic_packed_bytes` bytes, aligned to 64, filled by deltic_pack. */
 typedef struct {
-    int64_t rows, key_heads, value_heads, key_dim, value_dim, kernel, ring; /* ring: places of the input ring */
-    int64_t proj_stride;                                                    /* elements between rows of proj */
-    int type;                                                               /* of proj, conv, inputs and out */
+    int64_t type, rows, columns;
+    const void *data;
+} deltic_matrix;
+
+/* A linear layer: the rows of up to four matrices, one after another, with equally many columns. */
+typedef struct {
+    int64_t count;
+    deltic_matrix parts[4];
+} deltic_weight;
+
+/* Bytes of a packed matrix; -1 for an unknown type or columns that are no multiple of its block. */
+int64_t deltic_packed_bytes(int64_t type, int64_t rows, int64_t columns);
+/* Pack whole rows as they lie in a GGUF file. `first` is the number of the first of them in the matrix, a multiple of
+ * 16; `count` is one too, unless these are the last rows. */
+void deltic_pack(int64_t type, const void *blocks, int64_t first, int64_t count, int64_t columns, void *packed);
+/* The numbers of single rows: out [count, columns]. Needs no pool; any thread may call it. */
+void deltic_unpack_rows(const deltic_matrix *matrix, const int64_t *rows, int64_t count, float *out);
+
+/* y [tokens, rows of all parts] = x [tokens, columns] weight^T. Quantized types multiply with activations rounded to
+ * 8 bits in blocks of 256 (of 32 where columns is no multiple of 256), bfloat16 with bfloat16 activations, all others
+ * with float32. A row of y does not depend on how many tokens there are. */
+int deltic_linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *weight, float *y);
+
+/* ---- A step: one ragged batch. Rows of one token come first. See deltic/ops/records.py, class Batch. */
+
+typedef struct {
+    int64_t rows, tokens, logits, emits, table; /* table: pages per row of `pages` */
+    const int64_t *ids;          /* [tokens] */
+    const int64_t *positions;    /* [3, tokens] */
+    const int64_t *starts;       /* [rows + 1] */
+    const int64_t *done;         /* [rows] */
+    const int64_t *pages;        /* [rows, table] */
+    const int64_t *store;        /* [tokens] */
+    const int64_t *source;       /* [rows] */
+    const int64_t *target;       /* [rows] */
+    const int64_t *emit_row;     /* [emits] */
+    const int64_t *emit_length;  /* [emits] */
+    const int64_t *emit_slot;    /* [emits] */
+    const int64_t *logit_tokens; /* [logits] */
+} deltic_batch;
+
+typedef struct {
+    deltic_weight in_proj;   /* rows q, k, v, z, b, a */
+    deltic_weight out_proj;
+    const float *conv;       /* [channels, kernel] */
+    const float *decay;      /* [value_heads]: -exp(A_log) */
+    const float *dt_bias;    /* [value_heads] */
+    const float *norm;       /* [value_dim] */
+    int64_t key_heads, value_heads, key_dim, value_dim, kernel;
+    int64_t tiled;           /* value head i belongs to key head i mod key_heads, not to i / (value_heads / key_heads) */
     float eps;
-    const void *proj;      /* [rows, channels + values + 2 value_heads]: q, k, v, z, b, a */
-    const void *conv;      /* [channels, kernel] */
-    const float *decay;    /* [value_heads]: -exp(A_log) */
-    const float *dt_bias;  /* [value_heads] */
-    const float *norm;     /* [value_dim] */
-    const int64_t *slots;  /* [rows] */
-    const int64_t *done;   /* [rows]: tokens before this one; 0 starts from zero state */
-    float *states;         /* [slots, value_heads, key_dim, value_dim] */
-    void *inputs;          /* [slots, ring, channels]: raw inputs, that of position p at place p mod ring */
-    void *out;             /* [rows, values] */
-} deltic_gdn;
-void deltic_gdn_step(const deltic_gdn *layer);
+} deltic_gdn_layer;
+
+typedef struct {
+    float *recurrent;        /* [slots, value_heads, key_dim, value_dim] */
+    void *conv;              /* [slots, places, channels] of `type`: raw inputs, that of position p at p mod places */
+    int64_t places, type;    /* DELTIC_F32 or DELTIC_BF16 */
+} deltic_states;
+
+typedef struct {
+    deltic_weight qkv;       /* rows of q (with a gate: per head its query, then its gate), k, v */
+    deltic_weight o_proj;
+    const float *q_norm, *k_norm; /* [head_dim] */
+    int64_t heads, kv_heads, head_dim, rotary_dim;
+    int64_t gate;            /* the output is multiplied with sigmoid(gate) */
+    float eps;
+} deltic_attention_layer;
+
+typedef struct {
+    void *keys, *values;     /* [pages, 16, kv_heads, head_dim] of `type` */
+    int64_t type;            /* DELTIC_F32 or DELTIC_BF16 */
+} deltic_kv;
+
+/* What lies between the projections of a layer. proj [tokens, rows of in_proj or qkv]; out [tokens, value_heads *
+ * value_dim or heads * head_dim]. States: rows with done = 0 start from zero; the target slots and the emit slots are
+ * written. cosines, sines [tokens, rotary_dim]. */
+int deltic_gdn(deltic_pool *pool, const deltic_gdn_layer *layer, const deltic_states *states, const deltic_batch *batch,
+               const float *proj, float *out);
+int deltic_attention(deltic_pool *pool, const deltic_attention_layer *layer, const deltic_kv *kv,
+                     const deltic_batch *batch, const float *cosines, const float *sines, const float *proj, float *out);
+
+/* total [tokens, width] = residual + delta (delta may be null, total may be residual);
+ * normed = total / sqrt(mean(total^2) + eps) * scale. */
+void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,
+                     float *normed, int64_t tokens, int64_t width, float eps);
+/* y = down(silu(gate) * up), gate and up being the two halves of the rows of gate_up. */
+int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
+               const deltic_weight *down, float *y);
+
+/* ---- A whole model. */
+
+/* One of gdn and attention is null. */
+typedef struct {
+    const float *input_norm, *post_norm; /* [hidden] */
+    const deltic_gdn_layer *gdn;
+    const deltic_states *states;
+    const deltic_attention_layer *attention;
+    const deltic_kv *kv;
+    deltic_weight gate_up, down;
+} deltic_layer;
+
+typedef struct {
+    int64_t hidden, layers;
+    const deltic_layer *layer;
+    deltic_matrix embedding;
+    deltic_weight head;
+    const float *norm;
+    const float *frequencies; /* [rotary_dim / 2]: radians per position */
+    const int64_t *axes;      /* [rotary_dim / 2]: which of the three positions turns a frequency */
+    int64_t rotary_dim;
+    float eps;
+} deltic_model;
+
+/* Runs a step. final [logits, hidden]: after the last norm, of the tokens in logit_tokens; logits [logits, vocabulary];
+ * either may be null. */
+int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_batch *batch, float *final_hidden,
+                   float *logits);
 
 #ifdef __cplusplus
 }

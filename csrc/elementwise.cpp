@@ -1,75 +1,69 @@
-// Norm and gate of a layer for a few tokens, where a tensor library spends its time on calls.
-#include "common.hpp"
-#include "deltic.h"
+// Norm and gate of a layer.
+#include "levels.hpp"
+#include "pool.hpp"
+#include "simd.hpp"
 
-namespace deltic {
+namespace deltic::DELTIC_LEVEL {
 namespace {
 
-constexpr int kLanes = 16;
+void norm_token(const float *residual, const float *delta, const float *scale, float *total, float *normed,
+                int64_t width, float eps) {
+    Floats squares = {};
+    int64_t whole = width / kLanes * kLanes, rest = width - whole;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+        Floats sum = delta ? loadf(residual + i) + loadf(delta + i) : loadf(residual + i);
+        store(total + i, sum);
+        squares = fma(sum, sum, squares);
+    }
+    if (rest) {
+        Floats sum = load_part(residual + whole, rest);
+        if (delta) sum = sum + load_part(delta + whole, rest);
+        store_part(total + whole, sum, rest);
+        squares = fma(sum, sum, squares);
+    }
+    Floats factor = splat(1.0f / std::sqrt(sum_lanes(squares) / float(width) + eps));
+    for (int64_t i = 0; i < whole; i += kLanes) store(normed + i, loadf(total + i) * factor * loadf(scale + i));
+    if (rest)
+        store_part(normed + whole, load_part(total + whole, rest) * factor * load_part(scale + whole, rest), rest);
+}
 
-template <typename T>
-inline __attribute__((always_inline)) void add_norm(const T *residual, const T *delta, const float *scale, T *total,
-                                                    T *normed, int64_t tokens, int64_t width, float eps) {
-    for (int64_t t = 0; t < tokens; ++t) {
-        const T *from = residual + t * width, *add = delta ? delta + t * width : nullptr;
-        T *sum = total + t * width, *out = normed + t * width;
-        float lanes[kLanes] = {};
-        for (int64_t i = 0; i < width; ++i) {
-            narrow(add ? widen(from[i]) + widen(add[i]) : widen(from[i]), sum[i]);
-        }
-        int64_t i = 0;
-        for (; i + kLanes <= width; i += kLanes)
-            for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += widen(sum[i + lane]) * widen(sum[i + lane]);
-        float squares = 0;
-        for (; i < width; ++i) squares += widen(sum[i]) * widen(sum[i]);
-        for (float lane : lanes) squares += lane;
-        float factor = 1.0f / std::sqrt(squares / float(width) + eps);
-        for (int64_t j = 0; j < width; ++j) narrow(widen(sum[j]) * factor * scale[j], out[j]);
+void gate_token(const float *gate, const float *up, float *out, int64_t width) {
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes) {
+        Floats g = loadf(gate + i);
+        store(out + i, g * sigmoid(g) * loadf(up + i));
+    }
+    if (i < width) {
+        Floats g = load_part(gate + i, width - i);
+        store_part(out + i, g * sigmoid(g) * load_part(up + i, width - i), width - i);
     }
 }
 
-template <typename T>
-inline __attribute__((always_inline)) void silu_mul(const T *gate_up, T *out, int64_t tokens, int64_t width) {
-    for (int64_t t = 0; t < tokens; ++t) {
-        const T *gate = gate_up + 2 * t * width, *up = gate + width;
-        for (int64_t i = 0; i < width; ++i) {
-            float g = widen(gate[i]);
-            narrow(g * sigmoid(g) * widen(up[i]), out[t * width + i]);
-        }
-    }
-}
+// Pieces of so many tokens that handing them out costs nothing.
+int64_t tokens_per_piece(int64_t width) { return width > 8192 ? 1 : 8192 / width + 1; }
 
-DELTIC_CLONES void add_norm_f32(const float *r, const float *d, const float *s, float *t, float *n, int64_t tokens,
-                                int64_t width, float eps) {
-    add_norm(r, d, s, t, n, tokens, width, eps);
-}
-DELTIC_CLONES void add_norm_bf16(const uint16_t *r, const uint16_t *d, const float *s, uint16_t *t, uint16_t *n,
-                                 int64_t tokens, int64_t width, float eps) {
-    add_norm(r, d, s, t, n, tokens, width, eps);
-}
-DELTIC_CLONES void silu_mul_f32(const float *g, float *out, int64_t tokens, int64_t width) {
-    silu_mul(g, out, tokens, width);
-}
-DELTIC_CLONES void silu_mul_bf16(const uint16_t *g, uint16_t *out, int64_t tokens, int64_t width) {
-    silu_mul(g, out, tokens, width);
+template <typename Body> void by_token(deltic_pool *pool, int64_t tokens, int64_t width, Body &&body) {
+    int64_t step = tokens_per_piece(width);
+    parallel(pool, (tokens + step - 1) / step, [&](int64_t piece, int) {
+        int64_t end = piece * step + step < tokens ? piece * step + step : tokens;
+        for (int64_t token = piece * step; token < end; ++token) body(token);
+    });
 }
 
 }  // namespace
-}  // namespace deltic
 
-extern "C" void deltic_add_norm(const void *residual, const void *delta, const float *scale, void *total, void *normed,
-                                int64_t tokens, int64_t width, float eps, int type) {
-    if (type == DELTIC_F32)
-        deltic::add_norm_f32((const float *)residual, (const float *)delta, scale, (float *)total, (float *)normed,
-                             tokens, width, eps);
-    else
-        deltic::add_norm_bf16((const uint16_t *)residual, (const uint16_t *)delta, scale, (uint16_t *)total,
-                              (uint16_t *)normed, tokens, width, eps);
+void add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,
+              float *normed, int64_t tokens, int64_t width, float eps) {
+    by_token(pool, tokens, width, [&](int64_t token) {
+        int64_t at = token * width;
+        norm_token(residual + at, delta ? delta + at : nullptr, scale, total + at, normed + at, width, eps);
+    });
 }
 
-extern "C" void deltic_silu_mul(const void *gate_up, void *out, int64_t tokens, int64_t width, int type) {
-    if (type == DELTIC_F32)
-        deltic::silu_mul_f32((const float *)gate_up, (float *)out, tokens, width);
-    else
-        deltic::silu_mul_bf16((const uint16_t *)gate_up, (uint16_t *)out, tokens, width);
+void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width) {
+    by_token(pool, tokens, width, [&](int64_t token) {
+        gate_token(gate_up + 2 * token * width, gate_up + (2 * token + 1) * width, out + token * width, width);
+    });
 }
+
+}  // namespace deltic::DELTIC_LEVEL

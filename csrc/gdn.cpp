@@ -1,129 +1,563 @@
-// One token through a Gated DeltaNet layer: convolution over the input ring, gates, delta rule, gated norm.
-// The recurrence is that of arXiv 2412.06464: S <- a S; u = beta (v - S^T k); S <- S + k u^T; o = S^T q / sqrt(dk).
-#include <vector>
+// The core of a Gated DeltaNet layer: convolution, gates, delta rule and gated norm.
+//
+// A token's numbers come from the same operations in the same order however its sequence is cut into chunks: the rule
+// runs token by token, every sum has one order, and raw inputs take the ring's type before anything is computed.
+//
+// What the convolution and the gates make of the tokens lies in scratch, one entry per head and token:
+//   key entry:   key [key_pad], query / sqrt(key_dim) [key_pad], key . query
+//   value entry: value, later the rule's output [value_pad], decay, beta
+// Pads are zero. A window of the batch's tokens is worked on at a time, so that entries stay in the cache. Scratch slots
+// 6 to 8.
+#include <math.h>
 
-#include "common.hpp"
-#include "deltic.h"
+#include "levels.hpp"
+#include "pool.hpp"
+#include "simd.hpp"
 
-namespace deltic {
+namespace deltic::DELTIC_LEVEL {
 namespace {
 
-struct Sizes {
-    int64_t keys, values, channels, groups;
+// As wide as a register of this level: the state's loops need all of them.
+#if defined(__AVX512F__)
+constexpr int kNative = 16;
+#elif defined(__AVX2__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+typedef float Native __attribute__((vector_size(kNative * 4)));
+
+DELTIC_INLINE Native spread(float x) { return x - Native{}; }
+DELTIC_INLINE Native fused(Native a, Native b, Native c) {
+#if defined(__AVX512F__)
+    return (Native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+constexpr int64_t kSlice = 2 * kNative;  // columns of a head's state that one task takes through a chunk
+constexpr int64_t kBlock = 32;           // tokens that are convolved together
+constexpr int64_t kNormed = 8;           // tokens that are normed together
+constexpr int64_t kWindow = 128;         // tokens that have entries at the same time
+constexpr float kUnitEps = 1e-6f;
+
+DELTIC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+DELTIC_INLINE int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
+int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+struct Row {
+    int64_t index, first, tokens, done, source, target;
 };
 
-Sizes sizes_of(const deltic_gdn &layer) {
-    int64_t keys = layer.key_heads * layer.key_dim, values = layer.value_heads * layer.value_dim;
-    return {keys, values, 2 * keys + values, layer.value_heads / layer.key_heads};
+// `count` tokens of a row's chunk from its token `begin` on.
+struct Part {
+    Row row;
+    int64_t begin, count;
+};
+
+struct Job {
+    const deltic_gdn_layer &layer;
+    const deltic_states &states;
+    const deltic_batch &batch;
+    const float *proj;
+    float *out;
+    int64_t group, channels, width;                         // value heads per key head; numbers per token of proj
+    int64_t key_pad, value_pad, key_entry, value_entry;     // the last two: floats of an entry
+    int64_t stage_pad, work_size;
+    int64_t room;                                           // tokens that have an entry
+    float *keys, *values, *work;                            // entries; room for each thread
+    int64_t base = 0;                                       // the token of the first entry
+
+    Row row(int64_t index) const {
+        int64_t first = batch.starts[index];
+        return {index, first, batch.starts[index + 1] - first, batch.done[index], batch.source[index],
+                batch.target[index]};
+    }
+    // The row's tokens among batch tokens begin .. end - 1.
+    Part part(int64_t index, int64_t begin, int64_t end) const {
+        Row whole = row(index);
+        int64_t from = most(whole.first, begin), to = least(whole.first + whole.tokens, end);
+        return {whole, from - whole.first, to - from};
+    }
+    float *key_at(int64_t head, int64_t token) const { return keys + (head * room + token - base) * key_entry; }
+    float *value_at(int64_t head, int64_t token) const { return values + (head * room + token - base) * value_entry; }
+    int64_t key_head(int64_t head) const { return layer.tiled ? head % layer.key_heads : head / group; }
+    // The member-th value head of a key head.
+    int64_t value_head(int64_t head, int64_t member) const {
+        return layer.tiled ? member * layer.key_heads + head : head * group + member;
+    }
+    float *state_of(int64_t slot, int64_t head) const {
+        return states.recurrent + (slot * layer.value_heads + head) * layer.key_dim * layer.value_dim;
+    }
+    template <typename T> T *ring_of(int64_t slot) const {
+        return static_cast<T *>(states.conv) + slot * states.places * channels;
+    }
+    // A thread's room: state of a slice, then taps, then staged inputs.
+    float *slice_of(int thread) const { return work + thread * work_size; }
+    float *taps_of(int thread) const { return slice_of(thread) + layer.key_dim * kSlice; }
+    float *stage_of(int thread) const { return taps_of(thread) + layer.kernel * stage_pad; }
+
+    template <typename Body> DELTIC_INLINE void each_emit(const Row &row, int64_t length, Body &&body) const {
+        for (int64_t emit = 0; emit < batch.emits; ++emit)
+            if (batch.emit_row[emit] == row.index && batch.emit_length[emit] == length) body(batch.emit_slot[emit]);
+    }
+    // Up to where the row can run on from `position`: its next emit, or `stop`.
+    int64_t next_stop(const Row &row, int64_t position, int64_t stop) const {
+        for (int64_t emit = 0; emit < batch.emits; ++emit) {
+            int64_t length = batch.emit_length[emit];
+            if (batch.emit_row[emit] == row.index && length > position && length < stop) stop = length;
+        }
+        return stop;
+    }
+};
+
+// ---- Raw inputs: staging, convolution, ring.
+
+template <typename T> DELTIC_INLINE Floats load_some(const T *from, int64_t count) {
+    if (count >= kLanes) return load_wide(from);
+    T lanes[kLanes] = {};
+    std::memcpy(lanes, from, size_t(count) * sizeof(T));
+    return load_wide(lanes);
+}
+template <typename T> DELTIC_INLINE void store_some(T *to, Floats v, int64_t count) {
+    if (count >= kLanes) return store_narrow(to, v);
+    T lanes[kLanes];
+    store_narrow(lanes, v);
+    std::memcpy(to, lanes, size_t(count) * sizeof(T));
+}
+template <typename T> DELTIC_INLINE Floats rounded(Floats v) {
+    T lanes[kLanes];
+    store_narrow(lanes, v);
+    return load_wide(lanes);
 }
 
-// Convolved and activated channels [first, first + count) of a row; writes the new inputs into the ring.
+// The raw inputs of `count` tokens from the chunk's token `begin` on, and of the kernel - 1 before these, as floats.
 template <typename T>
-inline __attribute__((always_inline)) void convolve(const deltic_gdn &layer, const T *proj, T *ring, int64_t done,
-                                                    int64_t channels, int64_t first, int64_t count, float *out) {
-    const T *conv = (const T *)layer.conv;
-    T *newest = ring + (done % layer.ring) * channels;
-    for (int64_t c = first; c < first + count; ++c) {
-        newest[c] = proj[c];
-        out[c - first] = widen(proj[c]) * widen(conv[c * layer.kernel + layer.kernel - 1]);
-    }
-    for (int64_t back = 1; back < layer.kernel && back <= done; ++back) {
-        const T *older = ring + ((done - back) % layer.ring) * channels;
-        const T *tap = conv + layer.kernel - 1 - back;
-        for (int64_t c = first; c < first + count; ++c) out[c - first] += widen(older[c]) * widen(tap[c * layer.kernel]);
-    }
-    for (int64_t i = 0; i < count; ++i) out[i] *= sigmoid(out[i]);
-}
-
-inline __attribute__((always_inline)) float dot(const float *a, const float *b, int64_t n) {
-    float lanes[16] = {}, sum = 0;
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int lane = 0; lane < 16; ++lane) lanes[lane] += a[i + lane] * b[i + lane];
-    for (; i < n; ++i) sum += a[i] * b[i];
-    for (float lane : lanes) sum += lane;
-    return sum;
-}
-
-inline __attribute__((always_inline)) void normalise(float *x, int64_t n, float scale) {
-    float factor = scale / std::sqrt(dot(x, x, n) + 1e-6f);
-    for (int64_t i = 0; i < n; ++i) x[i] *= factor;
-}
-
-// One value head: state [dk, dv] in place; value holds v and then u, out o.
-inline __attribute__((always_inline)) void delta(float *state, const float *query, const float *key, float *value,
-                                                 float *from_key, float *out, float a, float beta, bool fresh,
-                                                 int64_t dk, int64_t dv) {
-    if (fresh)
-        for (int64_t i = 0; i < dk * dv; ++i) state[i] = 0;
-    for (int64_t j = 0; j < dv; ++j) from_key[j] = out[j] = 0;
-    for (int64_t i = 0; i < dk; ++i) {
-        const float *row = state + i * dv;
-        float k = key[i], q = query[i];
-        for (int64_t j = 0; j < dv; ++j) {
-            from_key[j] += k * row[j];
-            out[j] += q * row[j];
+void stage_inputs(const Job &job, const Row &row, int64_t begin, int64_t count, int64_t channel, int64_t channels,
+                  float *to) {
+    int64_t before = job.layer.kernel - 1;
+    for (int64_t token = begin - before; token < begin + count; ++token, to += job.stage_pad) {
+        if (token >= 0) {
+            const float *from = job.proj + (row.first + token) * job.width + channel;
+            for (int64_t j = 0; j < channels; j += kLanes) store(to + j, rounded<T>(load_some(from + j, channels - j)));
+        } else if (row.done + token >= 0) {
+            int64_t place = (row.done + token) % job.states.places;
+            const T *from = job.ring_of<T>(row.source) + place * job.channels + channel;
+            for (int64_t j = 0; j < channels; j += kLanes) store(to + j, load_some(from + j, channels - j));
+        } else {
+            for (int64_t j = 0; j < channels; j += kLanes) store(to + j, Floats{});
         }
     }
-    float both = dot(query, key, dk);
-    for (int64_t j = 0; j < dv; ++j) {
-        value[j] = beta * (value[j] - a * from_key[j]);
-        out[j] = a * out[j] + both * value[j];
+}
+
+// to [4, stride]: 16 channels of [channels, 4].
+DELTIC_INLINE void transpose_four(const float *from, float *to, int64_t stride) {
+#define DELTIC_EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define DELTIC_ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+    Floats a = loadf(from), b = loadf(from + 16), c = loadf(from + 32), d = loadf(from + 48);
+    Floats even = DELTIC_EVEN(a, b), even_too = DELTIC_EVEN(c, d), odd = DELTIC_ODD(a, b), odd_too = DELTIC_ODD(c, d);
+    store(to, DELTIC_EVEN(even, even_too));
+    store(to + stride, DELTIC_EVEN(odd, odd_too));
+    store(to + 2 * stride, DELTIC_ODD(even, even_too));
+    store(to + 3 * stride, DELTIC_ODD(odd, odd_too));
+#undef DELTIC_EVEN
+#undef DELTIC_ODD
+}
+
+// The channels' taps as [kernel, stage_pad].
+void arrange_taps(const Job &job, int64_t channel, int64_t channels, float *to) {
+    int64_t kernel = job.layer.kernel, stride = job.stage_pad, j = 0;
+    const float *from = job.layer.conv + channel * kernel;
+    if (kernel == 4)
+        for (; j + kLanes <= channels; j += kLanes) transpose_four(from + 4 * j, to + j, stride);
+    for (int64_t tap = 0; tap < kernel; ++tap) {
+        for (int64_t i = j; i < channels; ++i) to[tap * stride + i] = from[i * kernel + tap];
+        for (int64_t i = channels; i < padded(channels); ++i) to[tap * stride + i] = 0;
     }
-    for (int64_t i = 0; i < dk; ++i) {
-        float *row = state + i * dv, k = key[i];
-        for (int64_t j = 0; j < dv; ++j) row[j] = a * row[j] + k * value[j];
-    }
+}
+
+DELTIC_INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
+
+// to [count, stride]: the convolution of staged inputs. `Kernel` is their number of taps, or 0 for any.
+template <int64_t Kernel>
+void convolve(const float *staged, const float *taps, int64_t any, int64_t pad, int64_t count, int64_t channels,
+              float *to, int64_t stride) {
+    int64_t kernel = Kernel ? Kernel : any;
+    for (int64_t token = 0; token < count; ++token, staged += pad, to += stride)
+        for (int64_t j = 0; j < channels; j += kLanes) {
+            Floats sum = {};
+            for (int64_t tap = 0; tap < kernel; ++tap)
+                sum = fma(loadf(taps + tap * pad + j), loadf(staged + tap * pad + j), sum);
+            store(to + j, silu(sum));
+        }
 }
 
 template <typename T>
-inline __attribute__((always_inline)) void gated_norm(const float *x, const T *z, const float *scale, T *out, int64_t n,
-                                                      float eps) {
-    float factor = 1.0f / std::sqrt(dot(x, x, n) / float(n) + eps);
-    for (int64_t i = 0; i < n; ++i) {
-        float gate = widen(z[i]);
-        narrow(x[i] * factor * scale[i] * gate * sigmoid(gate), out[i]);
-    }
+void mix_channels(const Job &job, const Row &row, int64_t begin, int64_t count, int64_t channel, int64_t channels,
+                  float *to, int64_t stride, int thread) {
+    float *staged = job.stage_of(thread), *taps = job.taps_of(thread);
+    int64_t kernel = job.layer.kernel;
+    stage_inputs<T>(job, row, begin, count, channel, channels, staged);
+    arrange_taps(job, channel, channels, taps);
+    auto run = kernel == 4 ? convolve<4> : convolve<0>;
+    run(staged, taps, kernel, job.stage_pad, count, channels, to, stride);
 }
 
-template <typename T> inline __attribute__((always_inline)) void step(const deltic_gdn &layer) {
-    auto [keys, values, channels, groups] = sizes_of(layer);
-    int64_t dk = layer.key_dim, dv = layer.value_dim, heads = layer.value_heads;
-    static thread_local std::vector<float> scratch;
-    scratch.resize(2 * dk + 3 * dv);
-    float *query = scratch.data(), *key = query + dk, *value = key + dk, *from_key = value + dv, *out = from_key + dv;
-    for (int64_t r = 0; r < layer.rows; ++r) {
-        const T *proj = (const T *)layer.proj + r * layer.proj_stride;
-        const T *z = proj + channels, *b = z + values, *a = b + heads;
-        T *ring = (T *)layer.inputs + layer.slots[r] * layer.ring * channels;
-        float *states = layer.states + layer.slots[r] * heads * dk * dv;
-        int64_t done = layer.done[r];
-        for (int64_t g = 0; g < layer.key_heads; ++g) {
-            convolve(layer, proj, ring, done, channels, g * dk, dk, query);
-            convolve(layer, proj, ring, done, channels, keys + g * dk, dk, key);
-            normalise(query, dk, 1.0f / std::sqrt(float(dk)));
-            normalise(key, dk, 1.0f);
-            for (int64_t h = g * groups; h < (g + 1) * groups; ++h) {
-                convolve(layer, proj, ring, done, channels, 2 * keys + h * dv, dv, value);
-                float rate = widen(a[h]) + layer.dt_bias[h];
-                float softplus = rate > 20 ? rate : std::log1p(std::exp(rate));
-                delta(states + h * dk * dv, query, key, value, from_key, out, std::exp(layer.decay[h] * softplus),
-                      1.0f / (1.0f + std::exp(-widen(b[h]))), done == 0, dk, dv);
-                gated_norm(out, z + h * dv, layer.norm, (T *)layer.out + r * values + h * dv, dv, layer.eps);
-            }
+// The ring of `slot` as it is after `length` tokens of the row's sequence, in `count` channels from `first` on.
+template <typename T>
+void advance_ring(const Job &job, const Row &row, int64_t slot, int64_t length, int64_t first, int64_t count) {
+    int64_t places = job.states.places, channels = job.channels;
+    const T *from = job.ring_of<T>(row.source) + first;
+    T *to = job.ring_of<T>(slot) + first;
+    if (row.done == 0 || slot != row.source)
+        for (int64_t at = 0; at < places * channels; at += channels) {
+            if (row.done) std::memcpy(to + at, from + at, size_t(count) * sizeof(T));
+            else std::memset(to + at, 0, size_t(count) * sizeof(T));
         }
+    for (int64_t position = most(row.done, length - places); position < length; ++position) {
+        const float *raw = job.proj + (row.first + position - row.done) * job.width + first;
+        T *place = to + position % places * channels;
+        for (int64_t j = 0; j < count; j += kLanes) store_some(place + j, load_some(raw + j, count - j), count - j);
     }
 }
 
-DELTIC_CLONES void step_f32(const deltic_gdn &layer) { step<float>(layer); }
-DELTIC_CLONES void step_bf16(const deltic_gdn &layer) { step<uint16_t>(layer); }
+// All rings that the row writes. An emitted one comes before its target, which may be the source of both.
+template <typename T> void advance_rings(const Job &job, const Row &row, int64_t first, int64_t count) {
+    for (int64_t emit = 0; emit < job.batch.emits; ++emit)
+        if (job.batch.emit_row[emit] == row.index)
+            advance_ring<T>(job, row, job.batch.emit_slot[emit], job.batch.emit_length[emit], first, count);
+    advance_ring<T>(job, row, row.target, row.done + row.tokens, first, count);
+}
+
+// ---- Entries.
+
+DELTIC_INLINE float dot(const float *a, const float *b, int64_t count) {
+    Floats sum = {};
+    for (int64_t j = 0; j < count; j += kLanes) sum = fma(loadf(a + j), loadf(b + j), sum);
+    return sum_lanes(sum);
+}
+DELTIC_INLINE void scale(float *x, int64_t count, float factor) {
+    for (int64_t j = 0; j < count; j += kLanes) store(x + j, loadf(x + j) * factor);
+}
+
+// Queries and keys of one entry get length 1, queries over sqrt(key_dim).
+void finish_key(const Job &job, float *entry) {
+    float *key = entry, *query = entry + job.key_pad;
+    int64_t pad = job.key_pad;
+    scale(key, pad, 1.0f / std::sqrt(dot(key, key, pad) + kUnitEps));
+    scale(query, pad, 1.0f / (std::sqrt(dot(query, query, pad) + kUnitEps) * std::sqrt(float(job.layer.key_dim))));
+    entry[2 * pad] = dot(key, query, pad);
+}
+
+float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+void finish_value(const Job &job, int64_t head, int64_t token, float *entry) {
+    const float *raw = job.proj + (token + 1) * job.width - 2 * job.layer.value_heads;
+    float b = raw[head], a = raw[job.layer.value_heads + head];
+    entry[job.value_pad] = expf(job.layer.decay[head] * softplus(a + job.layer.dt_bias[head]));
+    entry[job.value_pad + 1] = 1.0f / (1.0f + expf(-b));
+}
+
+// The entries of a key head and its value heads, for `count` tokens of the row's chunk from `begin` on.
+template <typename T>
+void prepare(const Job &job, const Row &row, int64_t begin, int64_t count, int64_t head, int thread) {
+    const deltic_gdn_layer &layer = job.layer;
+    int64_t token = row.first + begin, keys = layer.key_heads * layer.key_dim;
+    float *entry = job.key_at(head, token);
+    auto mix = [&](int64_t channel, int64_t channels, float *to, int64_t stride) {
+        mix_channels<T>(job, row, begin, count, channel, channels, to, stride, thread);
+    };
+    mix(keys + head * layer.key_dim, layer.key_dim, entry, job.key_entry);
+    mix(head * layer.key_dim, layer.key_dim, entry + job.key_pad, job.key_entry);
+    for (int64_t t = 0; t < count; ++t) finish_key(job, entry + t * job.key_entry);
+    for (int64_t member = 0; member < job.group; ++member) {
+        int64_t value = job.value_head(head, member);
+        entry = job.value_at(value, token);
+        mix(2 * keys + value * layer.value_dim, layer.value_dim, entry, job.value_entry);
+        for (int64_t t = 0; t < count; ++t) finish_value(job, value, token + t, entry + t * job.value_entry);
+    }
+}
+
+// ---- The delta rule, on N registers of columns of a state: S <- a S; u = beta (v - S'k); S <- S + k u'; o = S'q.
+// The output comes from the old state as a S'q + (k.q) u, so that one pass reads the state and one writes it.
+
+template <int N> struct Columns {
+    Native at[N];
+};
+
+// Adds one row of the state to S'k and S'q.
+template <int N>
+DELTIC_INLINE void recall_row(const Columns<N> &row, float key, float query, Columns<N> &by_key, Columns<N> &by_query) {
+    for (int n = 0; n < N; ++n) by_key.at[n] = fused(spread(key), row.at[n], by_key.at[n]);
+    for (int n = 0; n < N; ++n) by_query.at[n] = fused(spread(query), row.at[n], by_query.at[n]);
+}
+
+template <int N> DELTIC_INLINE Columns<N> load_row(const float *from) {
+    Columns<N> row;
+    for (int n = 0; n < N; ++n) row.at[n] = load<Native>(from + n * kNative);
+    return row;
+}
+template <int N> DELTIC_INLINE void store_row(float *to, const Columns<N> &row) {
+    for (int n = 0; n < N; ++n) store(to + n * kNative, row.at[n]);
+}
+
+// One row of a S + k u'.
+template <int N>
+DELTIC_INLINE Columns<N> updated_row(const float *from, float decay, float key, const Columns<N> &update) {
+    Columns<N> row = load_row<N>(from);
+    for (int n = 0; n < N; ++n) row.at[n] = fused(spread(key), update.at[n], row.at[n] * spread(decay));
+    return row;
+}
+
+template <int N>
+DELTIC_INLINE void recall(const float *state, int64_t stride, const float *key, const float *query, int64_t key_dim,
+                          Columns<N> &by_key, Columns<N> &by_query) {
+    by_key = by_query = {};
+    for (int64_t i = 0; i < key_dim; ++i)
+        recall_row<N>(load_row<N>(state + i * stride), key[i], query[i], by_key, by_query);
+}
+
+template <int N>
+DELTIC_INLINE void remember(const float *from, float *to, int64_t stride, float decay, const float *key,
+                            int64_t key_dim, const Columns<N> &update) {
+    for (int64_t i = 0; i < key_dim; ++i)
+        store_row<N>(to + i * stride, updated_row<N>(from + i * stride, decay, key[i], update));
+}
+
+// `remember` for one token and `recall` for the next in one pass.
+template <int N>
+DELTIC_INLINE void remember_and_recall(float *state, float decay, const float *key, const Columns<N> &update,
+                                       const float *next_key, const float *next_query, int64_t key_dim,
+                                       Columns<N> &by_key, Columns<N> &by_query) {
+    by_key = by_query = {};
+    for (int64_t i = 0; i < key_dim; ++i) {
+        Columns<N> row = updated_row<N>(state + i * N * kNative, decay, key[i], update);
+        store_row<N>(state + i * N * kNative, row);
+        recall_row<N>(row, next_key[i], next_query[i], by_key, by_query);
+    }
+}
+
+// The token's u; its value is replaced by its output.
+template <int N>
+DELTIC_INLINE Columns<N> settle(float *value, float decay, float beta, float match, const Columns<N> &by_key,
+                                const Columns<N> &by_query) {
+    Columns<N> update, v = load_row<N>(value);
+    for (int n = 0; n < N; ++n) {
+        update.at[n] = fused(spread(-decay), by_key.at[n], v.at[n]) * spread(beta);
+        v.at[n] = fused(spread(match), update.at[n], by_query.at[n] * spread(decay));
+    }
+    store_row<N>(value, v);
+    return update;
+}
+
+// Takes a slice of a state, [key_dim, N registers] without gaps, through `count` tokens.
+template <int N>
+void run_tokens(const Job &job, float *state, const float *key, float *entry, int64_t column, int64_t count) {
+    int64_t key_dim = job.layer.key_dim, pad = job.key_pad;
+    Columns<N> by_key, by_query;
+    recall<N>(state, N * kNative, key, key + pad, key_dim, by_key, by_query);
+    for (; count; --count, key += job.key_entry, entry += job.value_entry) {
+        float decay = entry[job.value_pad], beta = entry[job.value_pad + 1];
+        Columns<N> update = settle<N>(entry + column, decay, beta, key[2 * pad], by_key, by_query);
+        const float *next = key + job.key_entry;
+        if (count == 1) remember<N>(state, state, N * kNative, decay, key, key_dim, update);
+        else remember_and_recall<N>(state, decay, key, update, next, next + pad, key_dim, by_key, by_query);
+    }
+}
+
+// `count` of every `stride` floats to `count` of every `to_stride`.
+void copy_columns(const float *from, int64_t stride, float *to, int64_t to_stride, int64_t rows, int64_t count) {
+    for (int64_t i = 0; i < rows; ++i, from += stride, to += to_stride) {
+        int64_t j = 0;
+        for (; j + kNative <= count; j += kNative) store(to + j, load<Native>(from + j));
+        if (j < count) std::memcpy(to + j, from + j, size_t(count - j) * 4);
+    }
+}
+
+// Takes the columns from `column` on, at most kSlice, of a value head through a part: in a copy without gaps, which fits
+// the first-level cache.
+void run_slice(const Job &job, const Part &part, int64_t head, int64_t column, int thread) {
+    const Row &row = part.row;
+    int64_t rows = job.layer.key_dim, stride = job.layer.value_dim, count = least(stride - column, kSlice);
+    int64_t position = row.done + part.begin, end = position + part.count;
+    int64_t width = count > kNative ? 2 * kNative : kNative;
+    float *state = job.slice_of(thread);
+    const float *from = job.state_of(part.begin ? row.target : row.source, head) + column;
+    if (position == 0 || count < width) std::memset(state, 0, size_t(rows * width) * 4);
+    if (position) copy_columns(from, stride, state, width, rows, count);
+    while (position < end) {
+        int64_t token = row.first + position - row.done, stop = job.next_stop(row, position, end);
+        auto run = width > kNative ? run_tokens<2> : run_tokens<1>;
+        run(job, state, job.key_at(job.key_head(head), token), job.value_at(head, token), column, stop - position);
+        position = stop;
+        job.each_emit(row, position, [&](int64_t slot) {
+            copy_columns(state, width, job.state_of(slot, head) + column, stride, rows, count);
+        });
+    }
+    copy_columns(state, width, job.state_of(row.target, head) + column, stride, rows, count);
+}
+
+// One token on N registers of columns that stay where they are.
+template <int N>
+DELTIC_INLINE void step_columns(const Job &job, const float *from, float *to, const float *key, float *entry,
+                                int64_t column) {
+    int64_t key_dim = job.layer.key_dim, stride = job.layer.value_dim, pad = job.key_pad;
+    Columns<N> by_key, by_query;
+    recall<N>(from + column, stride, key, key + pad, key_dim, by_key, by_query);
+    float decay = entry[job.value_pad], beta = entry[job.value_pad + 1];
+    Columns<N> update = settle<N>(entry + column, decay, beta, key[2 * pad], by_key, by_query);
+    remember<N>(from + column, to + column, stride, decay, key, key_dim, update);
+}
+
+// A value head's state through the only token of a row.
+void step_head(const Job &job, const Row &row, int64_t head, int thread) {
+    int64_t columns = job.layer.value_dim, size = job.layer.key_dim * columns, column = 0;
+    const float *from = job.state_of(row.source, head), *key = job.key_at(job.key_head(head), row.first);
+    float *to = job.state_of(row.target, head), *entry = job.value_at(head, row.first);
+    if (row.done == 0) {
+        std::memset(to, 0, size_t(size) * 4);
+        from = to;
+    }
+    // more columns than these would need more registers than there are
+    constexpr int kMost = kNative == 16 ? 8 : 4;
+    for (; columns - column >= kMost * kNative; column += kMost * kNative)
+        step_columns<kMost>(job, from, to, key, entry, column);
+    for (; columns - column >= 2 * kNative; column += 2 * kNative) step_columns<2>(job, from, to, key, entry, column);
+    for (; columns - column >= kNative; column += kNative) step_columns<1>(job, from, to, key, entry, column);
+    if (column < columns) run_slice(job, {row, 0, 1}, head, column, thread);
+    job.each_emit(row, row.done + 1, [&](int64_t slot) { std::memcpy(job.state_of(slot, head), to, size_t(size) * 4); });
+}
+
+// ---- What comes out.
+
+// out = x / sqrt(mean(x^2) + eps) * norm * silu(z)
+void norm_head(const Job &job, int64_t head, int64_t token) {
+    int64_t count = job.layer.value_dim, at = head * count;
+    const float *x = job.value_at(head, token), *z = job.proj + token * job.width + job.channels + at;
+    float *out = job.out + token * job.layer.value_heads * count + at;
+    float mean = dot(x, x, padded(count)) / float(count);
+    float factor = 1.0f / std::sqrt(mean + job.layer.eps);
+    for (int64_t j = 0; j < count; j += kLanes) {
+        Floats scaled = loadf(x + j) * factor * load_some(job.layer.norm + j, count - j);
+        store_some(out + j, scaled * silu(load_some(z + j, count - j)), count - j);
+    }
+}
+
+// ---- Tasks.
+
+// A row of one token, in one key head: all there is to do.
+template <typename T> void step_single(const Job &job, const Row &row, int64_t head, int thread) {
+    const deltic_gdn_layer &layer = job.layer;
+    int64_t keys = layer.key_heads * layer.key_dim;
+    prepare<T>(job, row, 0, 1, head, thread);
+    advance_rings<T>(job, row, head * layer.key_dim, layer.key_dim);
+    advance_rings<T>(job, row, keys + head * layer.key_dim, layer.key_dim);
+    for (int64_t member = 0; member < job.group; ++member) {
+        int64_t value = job.value_head(head, member);
+        advance_rings<T>(job, row, 2 * keys + value * layer.value_dim, layer.value_dim);
+        step_head(job, row, value, thread);
+        norm_head(job, value, row.first);
+    }
+}
+
+// Tokens begin .. end - 1 of the batch, which belong to the rows first .. last - 1.
+struct Window {
+    int64_t begin, end, first, last;
+};
+
+Window window_at(const Job &job, int64_t begin, int64_t first) {
+    Window window{begin, least(begin + kWindow, job.batch.starts[job.batch.rows]), first, first};
+    while (job.batch.starts[window.first + 1] <= begin) ++window.first;
+    while (window.last < job.batch.rows && job.batch.starts[window.last] < window.end) ++window.last;
+    return window;
+}
+
+int64_t blocks_of(const Job &job, const Window &window, int64_t row) {
+    return pieces_of(job.part(row, window.begin, window.end).count, kBlock);
+}
+
+// Entries of a block of a row's tokens in the window, of one key head.
+template <typename T> void prepare_piece(const Job &job, const Window &window, int64_t piece, int thread) {
+    int64_t block = piece / job.layer.key_heads, row = window.first;
+    for (; block >= blocks_of(job, window, row); ++row) block -= blocks_of(job, window, row);
+    Part part = job.part(row, window.begin, window.end);
+    int64_t skip = block * kBlock, count = least(kBlock, part.count - skip);
+    prepare<T>(job, part.row, part.begin + skip, count, piece % job.layer.key_heads, thread);
+}
+
+// Entries of a window, and all of the rows of one token, which come first.
+template <typename T> void prepare_window(const Job &job, deltic_pool *pool, const Window &window, int64_t singles) {
+    int64_t heads = job.layer.key_heads, blocks = 0;
+    for (int64_t row = window.first; row < window.last; ++row) blocks += blocks_of(job, window, row);
+    parallel(pool, (singles + blocks) * heads, [&](int64_t piece, int thread) {
+        if (piece < singles * heads) step_single<T>(job, job.row(piece / heads), piece % heads, thread);
+        else prepare_piece<T>(job, window, piece - singles * heads, thread);
+    });
+}
+
+// The rule in a window, and the rings of the rows that end in it: by then they have been read.
+template <typename T> void run_window(const Job &job, deltic_pool *pool, const Window &window) {
+    int64_t slices = pieces_of(job.layer.value_dim, kSlice), per_row = job.layer.value_heads * slices;
+    int64_t rows = window.last - window.first;
+    parallel(pool, rows * (per_row + 1), [&](int64_t piece, int thread) {
+        bool ring = piece >= rows * per_row;
+        int64_t index = ring ? piece - rows * per_row : piece / per_row, slice = piece % per_row;
+        Part part = job.part(window.first + index, window.begin, window.end);
+        if (!ring) run_slice(job, part, slice / slices, slice % slices * kSlice, thread);
+        else if (part.begin + part.count == part.row.tokens) advance_rings<T>(job, part.row, 0, job.channels);
+    });
+}
+
+void norm_window(const Job &job, deltic_pool *pool, const Window &window) {
+    parallel(pool, pieces_of(window.end - window.begin, kNormed), [&](int64_t piece, int) {
+        int64_t begin = window.begin + piece * kNormed, end = least(begin + kNormed, window.end);
+        for (int64_t head = 0; head < job.layer.value_heads; ++head)
+            for (int64_t token = begin; token < end; ++token) norm_head(job, head, token);
+    });
+}
+
+template <typename T> void run(Job &job, deltic_pool *pool, int64_t singles) {
+    const deltic_batch &batch = job.batch;
+    int64_t end = batch.starts[batch.rows];
+    if (singles == batch.rows) return prepare_window<T>(job, pool, {singles, singles, singles, singles}, singles);
+    for (int64_t begin = singles, row = singles; begin < end;) {
+        Window window = window_at(job, begin, row);
+        job.base = begin - singles;
+        prepare_window<T>(job, pool, window, begin == singles ? singles : 0);
+        run_window<T>(job, pool, window);
+        norm_window(job, pool, window);
+        begin = window.end;
+        row = window.first;
+    }
+}
 
 }  // namespace
-}  // namespace deltic
 
-extern "C" void deltic_gdn_step(const deltic_gdn *layer) {
-    if (layer->type == DELTIC_F32)
-        deltic::step_f32(*layer);
-    else
-        deltic::step_bf16(*layer);
+void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch,
+         const float *proj, float *out) {
+    Job job{layer, states, batch, proj, out};
+    int64_t values = layer.value_heads * layer.value_dim;
+    job.group = layer.value_heads / layer.key_heads;
+    job.channels = 2 * layer.key_heads * layer.key_dim + values;
+    job.width = job.channels + values + 2 * layer.value_heads;
+    job.key_pad = padded(layer.key_dim);
+    job.value_pad = padded(layer.value_dim);
+    job.key_entry = 2 * job.key_pad + kLanes;
+    job.value_entry = job.value_pad + kLanes;
+    job.stage_pad = most(job.key_pad, job.value_pad);
+    job.work_size = padded(layer.key_dim * kSlice + (2 * layer.kernel + kBlock) * job.stage_pad);
+    int64_t singles = 0;
+    while (singles < batch.rows && batch.starts[singles + 1] - batch.starts[singles] == 1) ++singles;
+    job.room = singles + least(batch.tokens - singles, kWindow);
+    job.keys = scratch_of<float>(pool, 6, layer.key_heads * job.room * job.key_entry);
+    job.values = scratch_of<float>(pool, 7, layer.value_heads * job.room * job.value_entry);
+    job.work = scratch_of<float>(pool, 8, pool_threads(pool) * job.work_size);
+    if (states.type == DELTIC_BF16) run<uint16_t>(job, pool, singles);
+    else run<float>(job, pool, singles);
 }
+
+}  // namespace deltic::DELTIC_LEVEL

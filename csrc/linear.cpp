@@ -1,67 +1,397 @@
-// Few tokens times a large bfloat16 matrix: bound by reading the matrix once.
-#include <algorithm>
-#include <thread>
-#include <vector>
+// Linear layers: panels of 16 weight rows times tiles of a few tokens.
+//
+// A token's result is built from its own numbers in one order, whatever its tile is: groups of 32 columns one after
+// another, exact integer sums inside, one `fma` per scale. Weights stream through once per tile; a panel stays in the
+// second-level cache while all tiles pass.
+#include "formats.hpp"
+#include "levels.hpp"
+#include "matrix.hpp"
+#include "pool.hpp"
 
-#include "deltic.h"
-
-extern "C" int deltic_abi(void) { return 1; }
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-
+namespace deltic::DELTIC_LEVEL {
 namespace {
 
-constexpr int64_t kBlock = 32, kAhead = 2048;
+#if defined(__AVX512F__)
+constexpr int kTile = 12;          // accumulators for 12 tokens, twice, and the weights fit 32 registers
+#elif defined(__AVX2__)
+constexpr int kTile = 4;
+#else
+constexpr int kTile = 2;
+#endif
+constexpr int64_t kPiece = 65536;  // bytes of weights that are worth handing to a thread
 
-// Row after row, so that each thread reads one stream. Two sums per product: even and odd blocks.
-template <int Tokens>
-__attribute__((target("avx512f,avx512bw,avx512bf16"))) void rows(const uint16_t *x, const uint16_t *w, float *y,
-                                                                 int64_t begin, int64_t end, int64_t out, int64_t in) {
-    for (int64_t row = begin; row < end; ++row) {
-        const uint16_t *weights = w + row * in;
-        __m512 sums[2][Tokens];
-        for (int t = 0; t < Tokens; ++t) sums[0][t] = sums[1][t] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < in; i += 2 * kBlock) {
-            for (int half = 0; half < 2; ++half) {
-                const uint16_t *block = weights + i + half * kBlock;
-                _mm_prefetch((const char *)(block + kAhead), _MM_HINT_T0);
-                __m512bh weight = (__m512bh)_mm512_loadu_si512(block);
-                for (int t = 0; t < Tokens; ++t) {
-                    __m512bh input = (__m512bh)_mm512_loadu_si512(x + t * in + i + half * kBlock);
-                    sums[half][t] = _mm512_dpbf16_ps(sums[half][t], weight, input);
-                }
+// Tokens of the next tile when `rest` are left: few sizes, so that each can be compiled for itself.
+int tile_of(int64_t rest) {
+    constexpr int kSizes[] = {12, 8, 4, 2};
+    for (int size : kSizes)
+        if (size <= kTile && rest >= size) return size;
+    return 1;
+}
+
+// ---- Activations, in tiles: for each number of columns, of all tokens of the tile.
+
+// How many bytes a token takes in a tile, by the form that the weights want.
+enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kForms };
+
+// A tile of T tokens rounded to 8 bits.
+//   codes    [columns / 4][T] int32: four codes
+//   scales   [columns / block][T] float
+//   whole32  [columns / 32][T] int32: -128 times the sum of the codes; whole16 the same of 16 columns
+//   sums32   [columns / 32][T] float: the sum itself
+//   pairs32  [columns / 64][T] two int16: sums of two groups of 32; pairs16 [columns / 32][T] of two groups of 16
+struct Int8Tile {
+    const int32_t *codes;
+    const float *scales;
+    const int32_t *whole32, *whole16;
+    const float *sums32;
+    const int32_t *pairs32, *pairs16;
+
+    static int64_t words(int64_t columns) {
+        return columns / 4 + columns / 32 + columns / 32 + columns / 16 + columns / 32 + (columns + 63) / 64 +
+               columns / 32;
+    }
+    Int8Tile(const void *from, int64_t columns, int tokens) {
+        codes = (const int32_t *)from;
+        scales = (const float *)(codes + columns / 4 * tokens);
+        whole32 = (const int32_t *)(scales + columns / 32 * tokens);
+        whole16 = whole32 + columns / 32 * tokens;
+        sums32 = (const float *)(whole16 + columns / 16 * tokens);
+        pairs32 = (const int32_t *)(sums32 + columns / 32 * tokens);
+        pairs16 = pairs32 + (columns + 63) / 64 * tokens;
+    }
+};
+
+int64_t token_words(Form form, int64_t columns) {
+    return form == kFloat32 ? columns : form == kBfloat16 ? (columns + 1) / 2 : Int8Tile::words(columns);
+}
+
+struct Rounded {
+    Floats inverse;
+    float scale;
+};
+
+// The scale of a block of columns; NaN where a number is not finite, so that the result is NaN too.
+Rounded scale_of(const float *x, int columns) {
+    Floats largest = {}, sick = {};
+    for (int i = 0; i < columns; i += kLanes) {
+        Floats v = loadf(x + i);
+        largest = maximum(largest, maximum(v, -v));
+        sick = sick + (v - v);
+    }
+    float most = max_lanes(largest), bad = sum_lanes(sick);
+    if (bad != 0) return {Floats{}, bad};
+    if (most < 1e-30f) return {Floats{}, 0};
+    return {splat(127.0f / most), most / 127.0f};
+}
+
+// One token into place `t` of a tile of `tokens`.
+void round_token(const float *x, int64_t columns, int block, const Int8Tile &tile, int t, int tokens) {
+    auto *codes = const_cast<int32_t *>(tile.codes), *whole32 = const_cast<int32_t *>(tile.whole32);
+    auto *whole16 = const_cast<int32_t *>(tile.whole16), *pairs32 = const_cast<int32_t *>(tile.pairs32);
+    auto *pairs16 = const_cast<int32_t *>(tile.pairs16);
+    auto *sums32 = const_cast<float *>(tile.sums32), *scales = const_cast<float *>(tile.scales);
+    int before = 0;
+    for (int64_t b = 0; b < columns / block; ++b) {
+        Rounded rounded = scale_of(x + b * block, block);
+        bool sick = rounded.scale != rounded.scale;
+        scales[b * tokens + t] = rounded.scale;
+        for (int64_t g = b * block / 16; g < (b + 1) * block / 16; ++g) {
+            // adding 1.5 * 2^23 rounds to an integer, ties to even
+            Floats v = loadf(x + 16 * g) * rounded.inverse + 12582912.0f;
+            Ints q = sick ? Ints{} : (Ints)v - 0x4b400000;
+            int32_t four[4];
+            to_s8((int8_t *)four, q);
+            for (int i = 0; i < 4; ++i) codes[(4 * g + i) * tokens + t] = four[i];
+            int sum = int(sum_lanes(to_floats(q)));  // exact: below 2^24
+            whole16[g * tokens + t] = -128 * sum;
+            if (g % 2 == 0) {
+                before = sum;
+                continue;
             }
+            int both = before + sum;
+            pairs16[g / 2 * tokens + t] = (before & 0xffff) | sum << 16;
+            whole32[g / 2 * tokens + t] = -128 * both;
+            sums32[g / 2 * tokens + t] = float(both);
+            int32_t &pair = pairs32[g / 4 * tokens + t];
+            pair = g % 4 == 1 ? (both & 0xffff) : (pair & 0xffff) | both << 16;
         }
-        for (int t = 0; t < Tokens; ++t) y[t * out + row] = _mm512_reduce_add_ps(_mm512_add_ps(sums[0][t], sums[1][t]));
     }
 }
 
-using Kernel = void (*)(const uint16_t *, const uint16_t *, float *, int64_t, int64_t, int64_t, int64_t);
-constexpr Kernel kKernels[] = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>, rows<7>, rows<8>};
+void fill_tile(const float *x, int64_t columns, int tokens, Form form, int32_t *tile) {
+    for (int t = 0; t < tokens; ++t, x += columns) {
+        if (form == kFloat32) {
+            for (int64_t k = 0; k < columns; ++k) tile[k * tokens + t] = std::bit_cast<int32_t>(x[k]);
+        } else if (form == kBfloat16) {
+            for (int64_t k = 0; k < columns; k += 2) {
+                uint16_t first, second = 0;
+                narrow(x[k], first);
+                if (k + 1 < columns) narrow(x[k + 1], second);
+                tile[k / 2 * tokens + t] = first | uint32_t(second) << 16;
+            }
+        } else {
+            round_token(x, columns, form == kInt8x256 ? 256 : 32, Int8Tile(tile, columns, tokens), t, tokens);
+        }
+    }
+}
+
+// ---- One panel times one tile: y[t][0 .. 15].
+
+template <int T> struct Result {
+    Floats total[T];
+};
+
+template <int T> DELTIC_INLINE void prefetch(const uint8_t *from, int64_t bytes) {
+    if constexpr (T <= 2)  // few tokens: the memory is the limit
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + 4096 + at);
+}
+
+template <int T> Result<T> times_f32(const uint8_t *panel, const int32_t *tile, int64_t columns) {
+    Floats total[T] = {};
+    for (int64_t k = 0; k < columns; ++k) {
+        Floats w = load<Floats>(panel + 64 * k);
+        prefetch<T>(panel + 64 * k, 64);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) total[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total[t]);
+    }
+    Result<T> result;
+    for (int t = 0; t < T; ++t) result.total[t] = total[t];
+    return result;
+}
+
+template <int T> Result<T> times_f16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
+    Floats total[T] = {};
+    for (int64_t k = 0; k < columns; ++k) {
+        Floats w = load_half((const uint16_t *)(panel + 32 * k));
+        prefetch<T>(panel + 32 * k, 32);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) total[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total[t]);
+    }
+    Result<T> result;
+    for (int t = 0; t < T; ++t) result.total[t] = total[t];
+    return result;
+}
+
+template <int T> Result<T> times_bf16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
+    Floats total[T] = {};
+    for (int64_t k = 0; k < (columns + 1) / 2; ++k) {
+        Words w = load<Words>(panel + 64 * k);
+        prefetch<T>(panel + 64 * k, 64);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) total[t] = dot2_bf16(total[t], w, uint32_t(tile[k * T + t]));
+    }
+    Result<T> result;
+    for (int t = 0; t < T; ++t) result.total[t] = total[t];
+    return result;
+}
+
+// Integer sums of codes c[From .. To) with the activations x, for all tokens, from what the offset makes of their sums.
+template <class Format, int T, int From, int To>
+DELTIC_INLINE void dots(const Bytes c[8], const int32_t *x, const int32_t *whole, Ints out[T]) {
+#pragma GCC unroll 12
+    for (int t = 0; t < T; ++t) out[t] = Format::kOffset == kNone ? Ints{} : splat(whole[t] >> (Format::kOffset & 31));
+#pragma GCC unroll 8
+    for (int i = From; i < To; ++i)
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) out[t] = dot4(out[t], c[i], x[i * T + t]);
+}
+
+// Block: columns that share a scale of the activations, 256 or 32.
+template <class Format, int Block, int T>
+Result<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
+    Int8Tile tile(memory, columns, T);
+    Floats total[T] = {};
+    for (int64_t b = 0; b < columns / Block; ++b) {
+        const uint8_t *block = panel + b * (Block / Format::kWeights) * Format::kBytes;
+        Floats sum[T] = {};
+        for (int g = 0; g < Block / 32; ++g) {
+            int64_t group = b * (Block / 32) + g;
+            const int32_t *x = tile.codes + group * 8 * T;
+            const uint8_t *at = Format::kWeights == 32 ? block + g * Format::kBytes : block;
+            constexpr int kShare = Format::kBytes * 32 / Format::kWeights;
+            prefetch<T>(block + g * kShare, kShare);
+            Bytes c[8];
+            Ints dot[T];
+            Format::codes(at, g, c);
+            if constexpr (Format::kGroup == 32) {
+                dots<Format, T, 0, 8>(c, x, tile.whole32 + group * T, dot);
+                Floats scale = Format::scale(at, g);
+#pragma GCC unroll 12
+                for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
+            } else {
+                dots<Format, T, 0, 4>(c, x, tile.whole16 + 2 * group * T, dot);
+                Floats scale = Format::scale(at, 2 * g);
+#pragma GCC unroll 12
+                for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
+                dots<Format, T, 4, 8>(c, x, tile.whole16 + (2 * group + 1) * T, dot);
+                scale = Format::scale(at, 2 * g + 1);
+#pragma GCC unroll 12
+                for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
+            }
+            if constexpr (Format::kLow == kAddend) {
+                Floats addend = Format::addend(at);
+#pragma GCC unroll 12
+                for (int t = 0; t < T; ++t) sum[t] = fma(addend, splat(tile.sums32[group * T + t]), sum[t]);
+            }
+        }
+        if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32) {
+            constexpr int kPairs = Format::kLow == kMinima16 ? 8 : 4;
+            const int32_t *pairs = (kPairs == 8 ? tile.pairs16 : tile.pairs32) + b * kPairs * T;
+            Floats dmin = -Format::dmin(block);
+            Ints minima[kPairs];
+#pragma GCC unroll 8
+            for (int i = 0; i < kPairs; ++i) minima[i] = Format::minima(block, i);
+#pragma GCC unroll 12
+            for (int t = 0; t < T; ++t) {
+                Ints low = {};
+#pragma GCC unroll 8
+                for (int i = 0; i < kPairs; ++i) low = dot2(low, minima[i], pairs[i * T + t]);
+                sum[t] = fma(dmin, to_floats(low), sum[t]);
+            }
+        }
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) total[t] = fma(splat(tile.scales[b * T + t]), sum[t], total[t]);
+    }
+    Result<T> result;
+    for (int t = 0; t < T; ++t) result.total[t] = total[t];
+    return result;
+}
+
+template <int T> struct Float32 {
+    static constexpr auto times = times_f32<T>;
+};
+template <int T> struct Float16 {
+    static constexpr auto times = times_f16<T>;
+};
+template <int T> struct Bfloat16 {
+    static constexpr auto times = times_bf16<T>;
+};
+template <class Format, int Block> struct Int8 {
+    template <int T> struct Sized {
+        static constexpr auto times = times_int8<Format, Block, T>;
+    };
+};
+
+// ---- All panels times all tiles.
+
+// A kernel for one size of tiles: writes rows `rows` (at most 16) of the panel for its tokens.
+using Kernel = void (*)(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride, int64_t rows);
+
+template <int T, Result<T> Times(const uint8_t *, const int32_t *, int64_t)>
+void write(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride, int64_t rows) {
+    Result<T> result = Times(panel, tile, columns);
+    for (int t = 0; t < T; ++t) {
+        if (rows == kPanel)
+            store(y + t * stride, result.total[t]);
+        else
+            store_part(y + t * stride, result.total[t], rows);
+    }
+}
+
+struct KernelSet {
+    Form form;
+    Kernel of[13];
+};
+
+// The kernel of tiles of T tokens, if the level has tiles that large.
+template <int T, template <int> class Times> constexpr Kernel sized() {
+    if constexpr (T <= kTile) return write<T, Times<T>::times>;
+    return nullptr;
+}
+template <template <int> class Times> constexpr KernelSet kernel_set(Form form) {
+    return {form, {nullptr, sized<1, Times>(), sized<2, Times>(), nullptr, sized<4, Times>(), nullptr, nullptr, nullptr,
+                   sized<8, Times>(), nullptr, nullptr, nullptr, sized<12, Times>()}};
+}
+template <class Format> KernelSet int8_set(int64_t columns) {
+    if (columns % 256 == 0) return kernel_set<Int8<Format, 256>::template Sized>(kInt8x256);
+    if constexpr (Format::kWeights == 32) return kernel_set<Int8<Format, 32>::template Sized>(kInt8x32);
+    return {};
+}
+
+KernelSet kernels_for(int64_t type, int64_t columns) {
+    switch (type) {
+        case DELTIC_F32: return kernel_set<Float32>(kFloat32);
+        case DELTIC_F16: return kernel_set<Float16>(kFloat32);
+        case DELTIC_BF16: return kernel_set<Bfloat16>(kBfloat16);
+        case DELTIC_Q4_0: return int8_set<Q4_0>(columns);
+        case DELTIC_Q4_1: return int8_set<Q4_1>(columns);
+        case DELTIC_Q5_0: return int8_set<Q5_0>(columns);
+        case DELTIC_Q5_1: return int8_set<Q5_1>(columns);
+        case DELTIC_Q8_0: return int8_set<Q8_0>(columns);
+        case DELTIC_Q2_K: return int8_set<Q2_K>(columns);
+        case DELTIC_Q3_K: return int8_set<Q3_K>(columns);
+        case DELTIC_Q4_K: return int8_set<Q4_K>(columns);
+        case DELTIC_Q5_K: return int8_set<Q5_K>(columns);
+        case DELTIC_Q6_K: return int8_set<Q6_K>(columns);
+        case DELTIC_IQ4_NL: return int8_set<IQ4_NL>(columns);
+        case DELTIC_IQ4_XS: return int8_set<IQ4_XS>(columns);
+        case DELTIC_MXFP4: return int8_set<MXFP4>(columns);
+        default: return {};
+    }
+}
+
+// Tiles of all tokens in the form, one after another; scratch slot `form`.
+const int32_t *make_tiles(deltic_pool *pool, const float *x, int64_t tokens, int64_t columns, Form form) {
+    int64_t words = token_words(form, columns);
+    int32_t *tiles = scratch_of<int32_t>(pool, form, words * tokens);
+    parallel(pool, (tokens + kTile - 1) / kTile, [&](int64_t piece, int) {
+        int64_t end = piece * kTile + kTile < tokens ? piece * kTile + kTile : tokens;
+        for (int64_t first = piece * kTile; first < end;) {
+            int size = tile_of(end - first);
+            fill_tile(x + first * columns, columns, size, form, tiles + first * words);
+            first += size;
+        }
+    });
+    return tiles;
+}
+
+// The work on one matrix.
+struct Part {
+    deltic_matrix matrix;
+    KernelSet kernels;
+    const int32_t *tiles;
+    int64_t panel_bytes, panels_per_piece, first_piece, first_row;
+};
+
+void run_piece(const Part &part, int64_t piece, int64_t tokens, float *y, int64_t stride) {
+    const deltic_matrix &matrix = part.matrix;
+    int64_t words = token_words(part.kernels.form, matrix.columns);
+    int64_t begin = piece * part.panels_per_piece, end = begin + part.panels_per_piece;
+    for (int64_t panel = begin; panel < end && panel * kPanel < matrix.rows; ++panel) {
+        int64_t rows = matrix.rows - panel * kPanel < kPanel ? matrix.rows - panel * kPanel : kPanel;
+        const uint8_t *weights = (const uint8_t *)matrix.data + panel * part.panel_bytes;
+        float *column = y + part.first_row + panel * kPanel;
+        for (int64_t first = 0; first < tokens;) {
+            int size = tile_of(tokens - first);
+            part.kernels.of[size](weights, part.tiles + first * words, matrix.columns, column + first * stride, stride,
+                                  rows);
+            first += size;
+        }
+    }
+}
 
 }  // namespace
 
-extern "C" int deltic_has_bf16(void) {
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") ? 1 : 0;
+void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride) {
+    if (!tokens) return;
+    Part parts[4];
+    const int32_t *tiles[kForms] = {};
+    int64_t pieces = 0, row = 0;
+    for (int64_t p = 0; p < weight.count; ++p) {
+        const deltic_matrix &matrix = weight.parts[p];
+        KernelSet set = kernels_for(matrix.type, matrix.columns);
+        if (!tiles[set.form]) tiles[set.form] = make_tiles(pool, x, tokens, matrix.columns, set.form);
+        int64_t bytes = panel_bytes(matrix), each = bytes * ((tokens + kTile - 1) / kTile);
+        int64_t together = each < kPiece ? kPiece / each : 1;
+        parts[p] = {matrix, set, tiles[set.form], bytes, together, pieces, row};
+        pieces += (panels_of(matrix.rows) + together - 1) / together;
+        row += matrix.rows;
+    }
+    parallel(pool, pieces, [&](int64_t piece, int) {
+        int64_t p = weight.count - 1;
+        while (piece < parts[p].first_piece) --p;
+        run_piece(parts[p], piece - parts[p].first_piece, tokens, y, stride);
+    });
 }
 
-extern "C" void deltic_linear_bf16(const uint16_t *x, const uint16_t *w, float *y, int64_t tokens, int64_t out,
-                                   int64_t in, int64_t threads) {
-    Kernel kernel = kKernels[tokens - 1];
-    // a share is worth a thread from about a tenth of a millisecond of reading on
-    int64_t shares = std::max<int64_t>(1, std::min(threads, out * in / (1 << 21)));
-    int64_t share = (out + shares - 1) / shares;
-    std::vector<std::thread> helpers;
-    for (int64_t begin = share; begin < out; begin += share)
-        helpers.emplace_back(kernel, x, w, y, begin, std::min(begin + share, out), out, in);
-    kernel(x, w, y, 0, std::min(share, out), out, in);
-    for (auto &helper : helpers) helper.join();
-}
-
-#else
-
-extern "C" int deltic_has_bf16(void) { return 0; }
-extern "C" void deltic_linear_bf16(const uint16_t *, const uint16_t *, float *, int64_t, int64_t, int64_t, int64_t) {}
-
-#endif
+}  // namespace deltic::DELTIC_LEVEL

@@ -33,6 +33,7 @@ from deltic.config import GenerationDefaults
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.errors import RequestError
+from deltic.ops import ref
 from deltic.ops.records import Batch
 from deltic.types import Request, SamplingParams
 
@@ -400,10 +401,12 @@ def test_l8_sick_logits_end_their_own_request_only(kind: str, params: dict[str, 
 @pytest.mark.parametrize("params", [{}, {"n": 2}])
 def test_l3_a_sick_request_leaves_nothing_in_the_pages_and_slots_it_had(params: dict[str, Any]) -> None:
     """NaN in a weight fills the sick request's state and K/V; whoever gets them afterwards must not notice."""
-    embedding = odd_runtime().decoder.embedding.clone()
-    embedding[SICK] = float("nan")
     healthy = odd_runtime()
-    broken = replace(healthy, decoder=replace(healthy.decoder, embedding=embedding))
+    stack = healthy.decoder.stack
+    embedding = ref.embed(torch.arange(healthy.config.vocab_size), stack.embedding, torch.float32)
+    embedding[SICK] = float("nan")
+    packed = healthy.decoder.ops.pack(embedding, True)
+    broken = replace(healthy, decoder=replace(healthy.decoder, stack=replace(stack, embedding=packed)))
     engine = Engine(small_runtime(broken, batch=4, pages=16))
     engine.add(greedy((*numbers(1, 60, SICK), SICK), 25, "sick", **params))
     engine.add(neighbours()[0])

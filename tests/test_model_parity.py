@@ -106,7 +106,8 @@ def layer_differences(pair: Pair, tokens: Sequence[int]) -> list[float]:
     for hook in hooks:
         hook.remove()
     spy = Spy(pair.ours.decoder, lambda _index, output: ours.append(output.clone()))
-    session_over(replace(pair.ours, decoder=spy), batch=2, budget=512).prefill(tokens)  # type: ignore[arg-type]
+    watched = replace(pair.ours, decoder=spy, options=replace(pair.ours.options, debug_layers=True))  # type: ignore[arg-type]
+    session_over(watched, batch=2, budget=512).prefill(tokens)
     return [float((a[0] - b).abs().max()) for a, b in zip(theirs, ours, strict=True)]
 
 
@@ -122,9 +123,10 @@ def check(pair: Pair, tokens: Sequence[int], expected: Tensor, found: Tensor, de
 
 
 def test_the_helper_names_the_first_bad_layer(untied: Pair) -> None:
-    layers = untied.ours.decoder.layers
+    stack = untied.ours.decoder.stack
+    layers = stack.layers
     bad = replace(layers[2], post_norm=layers[2].post_norm - 1)
-    decoder = replace(untied.ours.decoder, layers=(*layers[:2], bad, *layers[3:]))
+    decoder = replace(untied.ours.decoder, stack=replace(stack, layers=(*layers[:2], bad, *layers[3:])))
     broken = replace(untied, ours=replace(untied.ours, decoder=decoder))
     tokens = untied.prompt(20)
     with pytest.raises(Mismatch, match="first bad layer of the whole prompt: 2"):
@@ -295,7 +297,7 @@ def test_the_comparison_notices_norms_of_the_other_family(tmp_path: Path, family
         for name, tensor in weights.items():
             if name.endswith("norm.weight") and kind not in name and "linear_attn" not in name:
                 tensor += runtime.config.norm_offset - config.norm_offset
-        broken = replace(runtime, decoder=build(config, weights, runtime.decoder.ops))
+        broken = replace(runtime, decoder=build(config, dict(weights), runtime.decoder.ops, torch.float32))
         with pytest.raises(Mismatch, match=r"best token|differ by"):
             same_logits(expected, session_over(broken, budget=512).prefill(tokens, all_logits=True))
 

@@ -12,6 +12,7 @@ from test_ops_torch import *  # noqa: F403  (its tests run here too, on the comp
 from deltic.ops import backends, explain, ref, select
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import head
+from deltic.ops.qtensor import pack_tensor
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -43,8 +44,8 @@ def test_single_tokens_in_place(dones: tuple[int, ...], dtype: torch.dtype) -> N
 def test_head_of_few_tokens(rows: int, width: int) -> None:
     """Close to float64, and bit for bit the same alone, in a batch and with more threads."""
     torch.manual_seed(rows)
-    x, weight = torch.randn(19, width).bfloat16(), torch.randn(rows, width).bfloat16()
-    exact = x.double() @ weight.double().t()
+    x, plain = torch.randn(19, width).bfloat16(), torch.randn(rows, width).bfloat16()
+    exact, weight = x.double() @ plain.double().t(), pack_tensor(plain)
     whole = head(x, weight)
     assert whole.dtype == torch.float32 and (whole - exact).norm() <= 1e-5 * exact.norm()
     for tokens in range(1, 20):
@@ -58,7 +59,7 @@ def test_head_of_few_tokens(rows: int, width: int) -> None:
 
 
 def test_head_passes_nan_on() -> None:
-    x, weight = torch.zeros(2, 64).bfloat16(), torch.ones(5, 64).bfloat16()
+    x, weight = torch.zeros(2, 64).bfloat16(), pack_tensor(torch.ones(5, 64).bfloat16())
     x[1, 3] = torch.nan
     logits = head(x, weight)
     assert not logits[0].isnan().any() and logits[1].isnan().all()
@@ -81,5 +82,6 @@ def test_extreme_gates_and_norms(dtype: torch.dtype) -> None:
 
 def test_what_is_missing_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.ops.cpu.load", lambda: "install g++")
-    assert missing() == dict.fromkeys(("add_norm", "gdn_mixer", "mlp", "head"), "install g++")
+    kernels = ("pack", "add_norm", "gdn_mixer", "attention_mixer", "mlp", "head", "step")
+    assert missing() == dict.fromkeys(kernels, "install g++")
     assert explain(select())["gdn_mixer"] == "torch (install g++)" and explain(select())["rope"] == "torch"

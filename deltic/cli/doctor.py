@@ -34,11 +34,8 @@ _SOURCE = Path(__file__).parents[2]
 _OLD_DRIVER = ("check with nvidia-smi that the driver runs and is not older than that CUDA version; a container has to "
                "be given the GPU (--gpus all)")
 _NO_CUDA = "install a CUDA build of the same torch (https://pytorch.org/get-started), then use --device cuda"
-_LEVELS = (
-    ("AVX-512 (x86-64-v4)", frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})),
-    ("AVX2 (x86-64-v3)", frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})),
-)
-"""The levels for which the kernels are compiled, best first, and the processor's flags that each takes."""
+_LEVELS = ("no vector extensions", "AVX2", "AVX-512", "AVX-512 with VNNI", "AVX-512 with BF16 products")
+"""What the kernels' levels mean."""
 _FEATURES = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 VNNI": "avx512_vnni", "AVX-512 BF16": "avx512_bf16",
              "AMX BF16": "amx_bf16"}
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -161,9 +158,9 @@ def check_kernels(args: argparse.Namespace) -> Finding:
     faults: list[Fault] = []
     if _is_stale(path):
         faults.append(("warning", f"the library is older than its source in csrc: {_reinstall()}"))
-    level, slow = _level()
+    level, slow = _level(loaded.deltic_best_level())
     faults += [("warning", slow)] if slow else []
-    return _finding("kernels", f"{level}, head in {'BF16' if loaded.deltic_has_bf16() else 'torch'}", faults)
+    return _finding("kernels", level, faults)
 
 
 def check_processor(args: argparse.Namespace) -> Finding:
@@ -229,16 +226,12 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
-def _level() -> tuple[str, str]:
-    """The level at which the compiled loops run on this processor; and what to do if that is a slow one."""
-    flags = _cpu_flags()
-    if platform.machine() not in ("x86_64", "AMD64") or not flags:
-        return f"compiled for {platform.machine()}", ""
-    level = next((name for name, needed in _LEVELS if needed <= flags), None)
-    if level:
-        return level, ""
-    return "plain x86-64", ("this processor shows no AVX2: in a virtual machine, pass the host's processor through "
-                            "(CPU type host)")
+def _level(best: int) -> tuple[str, str]:
+    """The level at which the kernels run on this processor; and what to do if that is a slow one."""
+    if best or platform.machine() not in ("x86_64", "AMD64"):
+        return _LEVELS[best], ""
+    return _LEVELS[0], ("this processor shows no AVX2: in a virtual machine, pass the host's processor through "
+                        "(CPU type host)")
 
 
 def _read(path: str) -> str:

@@ -17,6 +17,8 @@ _RANGES: Final = {
     "token_budget": (1, 1 << 20),
 }
 _CACHED_PARAMETERS: Final = 8_000_000
+_PACKED: Final = ("auto", "on", "off")
+_CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -41,6 +43,10 @@ class EngineConfig:
     cache_dir: str | None = _option(None, "directory in which to keep conversations, so that they are known after a "
                                           "restart (default: none)")
     cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
+    packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
+                                          "types such as Q4_K, and large files", choices=_PACKED)
+    cpu_level: str = _option("auto", "instructions that the CPU kernels use; auto: the best that the processor has",
+                             choices=_CPU_LEVELS)
     ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
     debug_layers: bool = _option(False, "log statistics of every layer's output in every step (slow)")
 
@@ -54,6 +60,9 @@ class EngineConfig:
             raise ConfigError(f"device must be cpu, cuda or cuda:N, not {self.device!r}", "device")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}", "dtype")
+        for name, choices in {"packed_weights": _PACKED, "cpu_level": _CPU_LEVELS}.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(getattr(self, name))}", name)
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         self._check_tiers()

@@ -20,12 +20,14 @@ from deltic.cache.storage import STATE_LAYOUT, allocate, page_bytes, slot_bytes
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.engine.heap import keep_freed_memory
 from deltic.errors import ConfigError
-from deltic.model.decoder import Decoder, Observer, Stores, build
+from deltic.model.decoder import Decoder, Observer, build
 from deltic.ops import select
-from deltic.ops.records import Batch
+from deltic.ops.cpu import missing, use_level
+from deltic.ops.records import Batch, Block, Stores
 from deltic.weights.fingerprint import fingerprint
+from deltic.weights.gguf.load import wants_packing
 from deltic.weights.gguf.tokenizer import TokenizerTexts
-from deltic.weights.hub import open_model
+from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.random import random_weights
 
 log = logging.getLogger("deltic")
@@ -65,7 +67,8 @@ class LayerStatistics:
 class Runtime:
     """Everything a step needs. path: the model's directory or file, None for random weights. tokenizer: its texts,
     where they are no files of the directory. notes: small texts that shall outlive the process, if there is a cache
-    directory. statistics: the last step's layer outputs, if `options.debug_layers`."""
+    directory. step: runs a batch in one call, where the ops have that. statistics: the last step's layer outputs, if
+    `options.debug_layers`."""
 
     name: str
     path: Path | None
@@ -79,10 +82,17 @@ class Runtime:
     tokenizer: TokenizerTexts | None = None
     notes: DiskNotes | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
+    step: Callable[[Batch], Tensor] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        # made anew for every copy: it has taken pointers into the stores
+        object.__setattr__(self, "step", self.decoder.ops.step(self.decoder.ops, self.decoder.stack, self.stores))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor."""
+        if self.step is not None and not self.options.debug_layers:
+            return self.step(batch)
         hidden = self.decoder.forward(batch, self.stores, self._observer())
         return self.decoder.logits(hidden)
 
@@ -105,26 +115,30 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
     its cache."""
     _check_device(options.device)
-    files = None
+    ops = select(options.ops, options.device)
+    use_level(options.cpu_level)
+    files, tiled = None, False
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         dtype = _prepare(config, options)
-        weights = random_weights(config, dtype, model.seed, device=options.device,
-                                 initializer_range=model.initializer_range)
+        weights: dict[str, Block] = {**random_weights(config, dtype, model.seed, device=options.device,
+                                                      initializer_range=model.initializer_range)}
     else:
         files = open_model(model, revision, progress=progress is not None)
         name, config, generation = model or "tiny", files.config, files.generation
         dtype = _prepare(config, options)
-        weights = files.load(dtype, options.device, progress)
+        tiled = _keeps_packed(files, options)
+        weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
     identity = fingerprint(weights, (config, dtype, STATE_LAYOUT)) if options.cache_dir else ""
-    decoder = build(config, weights, select(options.ops, options.device))
+    decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
     keep_freed_memory()
     memory = _plan_memory(config, options, getattr(torch, dtype))
     storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device)
     cache = HybridCache(storage, decoder.ops, options.prefix_cache)
-    runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache,
-                      Stores(storage.kv_views(), storage.state_views()), files.tokenizer() if files else None)
+    stores = Stores(storage.kv_views(), storage.state_views())
+    runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache, stores,
+                      files.tokenizer() if files else None)
     return _with_tiers(runtime, identity)
 
 
@@ -161,6 +175,18 @@ def _prepare(config: ModelConfig, options: EngineConfig) -> DType:
     """Set the process up for this model; returns the dtype of its weights and activations."""
     torch.set_num_threads(options.threads_for(config.parameter_count))
     return config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
+
+
+def _keeps_packed(files: ModelFiles, options: EngineConfig) -> bool:
+    """Whether the weights stay in the form of a GGUF file."""
+    if files.gguf is None or options.packed_weights == "off":
+        return False
+    reason = "on a GPU" if options.device != "cpu" else missing().get("step")
+    if reason is None:
+        return options.packed_weights == "on" or wants_packing(files.gguf)
+    if options.packed_weights == "on":
+        raise ConfigError(f"packed_weights=on is not possible: {reason}", "packed_weights")
+    return False
 
 
 def _check_device(device: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,17 +10,20 @@ from torch import Tensor
 
 from deltic.config import ModelConfig
 from deltic.ops import Ops
+from deltic.ops.qtensor import QTensor
 from deltic.ops.records import (
     AttentionSpec,
     AttentionWeights,
     Batch,
+    Block,
     GdnSpec,
     GdnWeights,
-    KvView,
+    Layer,
     MlpWeights,
     Rope,
     RopeSpec,
-    StateView,
+    Stack,
+    Stores,
     Weight,
 )
 
@@ -29,60 +32,38 @@ Observer = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer. Exactly one mixer; `store` is its index among the layers that use the same kind of store
-    (K/V pages or state slots)."""
-
-    input_norm: Tensor
-    mixer: GdnWeights | AttentionWeights
-    post_norm: Tensor
-    mlp: MlpWeights
-    store: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stores:
-    """The cache as the decoder sees it: one view per attention layer and one per recurrent layer."""
-
-    kv: tuple[KvView, ...]
-    states: tuple[StateView, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model ready to run. Stateless: everything a step depends on is in its batch and stores."""
+    """A model ready to run. Stateless: everything a step depends on is in its batch and stores. dtype: of the hidden
+    states."""
 
     config: ModelConfig
     ops: Ops
-    embedding: Tensor
-    layers: tuple[Layer, ...]
-    norm: Tensor
-    lm_head: Weight
-    rope: RopeSpec
+    stack: Stack
+    dtype: torch.dtype
 
     def forward(self, batch: Batch, stores: Stores, observe: Observer | None = None) -> Tensor:
         """Run one step; returns the hidden states after the final norm of the tokens `batch.logit_tokens` [L, H].
 
         Mutates the stores as the mixers say: K/V of every token, the rows' target slots, the emit slots.
         """
-        ops, eps = self.ops, self.config.rms_norm_eps
-        rope = ops.rope(batch.positions, self.rope)
-        residual, delta = ops.embed(batch.ids, self.embedding), None
-        for index, layer in enumerate(self.layers):
-            residual, x = ops.add_norm(residual, delta, layer.input_norm, eps)
+        ops, stack = self.ops, self.stack
+        rope = ops.rope(batch.positions, stack.rope)
+        residual, delta = ops.embed(batch.ids, stack.embedding, self.dtype), None
+        for index, layer in enumerate(stack.layers):
+            residual, x = ops.add_norm(residual, delta, layer.input_norm, stack.eps)
             delta = self._mix(x, layer, batch, stores, rope)
-            residual, x = ops.add_norm(residual, delta, layer.post_norm, eps)
+            residual, x = ops.add_norm(residual, delta, layer.post_norm, stack.eps)
             delta = ops.mlp(x, layer.mlp)
             if observe is not None:
                 observe(index, residual + delta)
         wanted = batch.logit_tokens
         if delta is not None:
             delta = delta[wanted]
-        return ops.add_norm(residual[wanted], delta, self.norm, eps)[1]
+        return ops.add_norm(residual[wanted], delta, stack.norm, stack.eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [L, H] -> logits [L, V] float32."""
-        return self.ops.head(hidden, self.lm_head)
+        return self.ops.head(hidden, self.stack.head)
 
     def _mix(self, x: Tensor, layer: Layer, batch: Batch, stores: Stores, rope: Rope) -> Tensor:
         if isinstance(layer.mixer, GdnWeights):
@@ -91,52 +72,61 @@ class Decoder:
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters, a tied head counted once."""
-        tensors = [t for layer in self.layers for t in _tensors(layer)]
-        tensors += [self.embedding, self.norm, *_blocks(self.lm_head)]
-        return sum({id(t): t.numel() * t.itemsize for t in tensors}.values())
+        weights: list[Weight] = [self.stack.embedding, self.stack.norm, self.stack.head]
+        for layer in self.stack.layers:
+            weights += _weights(layer)
+        return sum({id(block): block.nbytes for weight in weights for block in _blocks(weight)}.values())
 
 
-def _blocks(weight: Weight) -> tuple[Tensor, ...]:
+def _blocks(weight: Weight) -> tuple[Block, ...]:
     return weight if isinstance(weight, tuple) else (weight,)
 
 
-def _tensors(layer: Layer) -> list[Tensor]:
+def _weights(layer: Layer) -> Iterator[Weight]:
     mixer, mlp = layer.mixer, layer.mlp
-    weights: list[Weight] = [layer.input_norm, layer.post_norm, mlp.gate_up, mlp.down]
+    yield from (layer.input_norm, layer.post_norm, mlp.gate_up, mlp.down)
     if isinstance(mixer, GdnWeights):
-        weights += [mixer.in_proj, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm, mixer.out_proj]
+        yield from (mixer.in_proj, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm, mixer.out_proj)
     else:
-        weights += [mixer.qkv, mixer.q_norm, mixer.k_norm, mixer.o_proj]
-    return [block for weight in weights for block in _blocks(weight)]
+        yield from (mixer.qkv, mixer.q_norm, mixer.k_norm, mixer.o_proj)
 
 
-def build(config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> Decoder:
+def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch.dtype, tiled: bool = False) -> Decoder:
     """Make a decoder of canonical tensors (`weights.names`). Takes the tensors out of `weights` as it goes, so that
-    joining projections never needs more than one layer's memory on top."""
+    joining projections never needs more than one layer's memory on top. dtype: of the hidden states. tiled: the value
+    heads are in the order of GGUF files."""
     counts = {"linear_attention": 0, "full_attention": 0}
     layers = []
     for index, kind in enumerate(config.layer_types):
         take = _Taker(weights, f"model.layers.{index}.", ops, config.norm_offset)
-        mixer = _gdn(config, take) if kind == "linear_attention" else _attention(config, take)
+        mixer = _gdn(config, take, tiled) if kind == "linear_attention" else _attention(config, take)
         layers.append(Layer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
                             MlpWeights(take.linear("mlp.gate_proj", "mlp.up_proj"), take.linear("mlp.down_proj")),
                             counts[kind]))
         counts[kind] += 1
     top = _Taker(weights, "", ops, config.norm_offset)
-    embedding = top.plain("model.embed_tokens.weight")
+    embedding = top.block("model.embed_tokens", table=True)
+    head = embedding if config.tie_word_embeddings else top.block("lm_head")
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section)
-    return Decoder(config, ops, embedding, tuple(layers), top.norm("model.norm"),
-                   embedding if config.tie_word_embeddings else top.plain("lm_head.weight"), rope)
+    stack = Stack(embedding, tuple(layers), top.norm("model.norm"), head, rope, config.rms_norm_eps)
+    return Decoder(config, ops, stack, dtype)
 
 
 class _Taker:
     """Pops the tensors of one module prefix, in the form that the ops want."""
 
-    def __init__(self, weights: dict[str, Tensor], prefix: str, ops: Ops, norm_offset: float) -> None:
+    def __init__(self, weights: dict[str, Block], prefix: str, ops: Ops, norm_offset: float) -> None:
         self.weights, self.prefix, self.ops, self.norm_offset = weights, prefix, ops, norm_offset
 
     def plain(self, name: str) -> Tensor:
-        return self.weights.pop(self.prefix + name)
+        tensor = self.weights.pop(self.prefix + name)
+        assert isinstance(tensor, Tensor), f"{name} is packed"
+        return tensor
+
+    def block(self, name: str, table: bool = False) -> Block:
+        """A matrix in the backend's form."""
+        matrix = self.weights.pop(f"{self.prefix}{name}.weight")
+        return matrix if isinstance(matrix, QTensor) else self.ops.pack(matrix, table)
 
     def float32(self, name: str) -> Tensor:
         return self.plain(name).float()
@@ -146,16 +136,21 @@ class _Taker:
         return self.float32(name + ".weight") + self.norm_offset
 
     def linear(self, *names: str) -> Weight:
-        """One weight of the rows of all these modules."""
-        blocks = [self.plain(name + ".weight") for name in names]
-        return self.ops.pack(blocks[0] if len(blocks) == 1 else torch.cat(blocks))
+        """One weight of the rows of all these modules; in blocks where some are packed already."""
+        names = tuple(f"{self.prefix}{name}.weight" for name in names)
+        blocks = [self.weights.pop(name) for name in names]
+        plain = [block for block in blocks if isinstance(block, Tensor)]
+        if len(plain) == len(blocks):
+            return self.ops.pack(plain[0] if len(plain) == 1 else torch.cat(plain), False)
+        packed = tuple(self.ops.pack(block, False) if isinstance(block, Tensor) else block for block in blocks)
+        return packed[0] if len(packed) == 1 else packed
 
 
-def _gdn(config: ModelConfig, take: _Taker) -> GdnWeights:
+def _gdn(config: ModelConfig, take: _Taker, tiled: bool) -> GdnWeights:
     linear = config.linear
     assert linear is not None
     spec = GdnSpec(linear.num_key_heads, linear.num_value_heads, linear.key_head_dim, linear.value_head_dim,
-                   linear.conv_kernel, config.rms_norm_eps)
+                   linear.conv_kernel, config.rms_norm_eps, tiled)
     parts = [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")]
     return GdnWeights(spec, take.linear(*parts), take.plain("linear_attn.conv1d.weight").squeeze(1).contiguous(),
                       -take.float32("linear_attn.A_log").exp(), take.float32("linear_attn.dt_bias"),

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
 from deltic.errors import ConfigError
 from deltic.ops.records import (
     AttentionWeights,
     Batch,
+    Block,
     GdnWeights,
     KvView,
     MlpWeights,
@@ -24,7 +26,9 @@ from deltic.ops.records import (
     RopeSpec,
     Sampled,
     Sampling,
+    Stack,
     StateView,
+    Stores,
     Weight,
 )
 
@@ -33,9 +37,10 @@ from deltic.ops.records import (
 class Ops:
     """A backend. H: hidden size, V: vocabulary, T, L: tokens and logit rows of the batch.
 
-    pack(weight [out, in]) -> Weight: the form in which this backend's linear layers want it; called once, at load.
-        Every backend also takes the forms of the others.
-    embed(ids [T], weight [V, H]) -> [T, H]
+    pack(weight [out, in], table) -> Block: the form in which this backend's linear layers want it; called once, at
+        load. table: it is an embedding too, so that `embed` must be able to read it. Every backend also takes the
+        forms of the others.
+    embed(ids [T], weight [V, H], dtype) -> [T, H]
     rope(positions [3, T], spec) -> Rope
     add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm
         scaled by weight, computed in float32); both in the residual's dtype.
@@ -46,12 +51,15 @@ class Ops:
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
+    step(ops, stack, stores) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens`, which does
+        all that these ops would do for it; None where they have to be called one by one, because some of them are of
+        another backend, for instance. Takes pointers once, so the weights and the stores must stay where they are.
     copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each,
         source [N], target [N]): device copies, all layers at once.
     """
 
-    pack: Callable[[Tensor], Weight]
-    embed: Callable[[Tensor, Tensor], Tensor]
+    pack: Callable[[Tensor, bool], Block]
+    embed: Callable[[Tensor, Block, torch.dtype], Tensor]
     rope: Callable[[Tensor, RopeSpec], Rope]
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     gdn_mixer: Callable[[Tensor, GdnWeights, StateView, Batch], Tensor]
@@ -61,6 +69,7 @@ class Ops:
     sample: Callable[[Tensor, Sampling], Sampled]
     copy_slots: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
     copy_pages: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
+    step: Callable[[Ops, Stack, Stores], Callable[[Batch], Tensor] | None]
 
 
 def backends() -> dict[str, Ops]:

@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from deltic.ops.qtensor import QTensor
 from deltic.types import CHUNK as CHUNK
 from deltic.types import PAGE as PAGE
 from deltic.types import RING as RING
 
-Weight = Tensor | tuple[Tensor, ...]
+Block = Tensor | QTensor
+Weight = Block | tuple[Block, ...]
 """A linear weight [out, in], or row blocks of one that are kept apart because their types differ."""
 
 
@@ -132,7 +134,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class GdnSpec:
-    """Shape of a Gated DeltaNet layer. key_heads divides value_heads."""
+    """Shape of a Gated DeltaNet layer. key_heads divides value_heads. tiled: value head i belongs to key head
+    i mod key_heads, as in GGUF files, instead of to i // (value_heads / key_heads)."""
 
     key_heads: int
     value_heads: int
@@ -140,6 +143,7 @@ class GdnSpec:
     value_dim: int
     conv_kernel: int
     eps: float
+    tiled: bool = False
 
     @property
     def keys(self) -> int:
@@ -208,6 +212,38 @@ class MlpWeights:
 
     gate_up: Weight
     down: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. Exactly one mixer; `store` is its index among the layers that use the same kind of store
+    (K/V pages or state slots)."""
+
+    input_norm: Tensor
+    mixer: GdnWeights | AttentionWeights
+    post_norm: Tensor
+    mlp: MlpWeights
+    store: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """All weights of a decoder. embedding [V, H]. norm [H] float32: of the last hidden state. head [V, H]."""
+
+    embedding: Block
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Weight
+    rope: RopeSpec
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The cache as the decoder sees it: one view per attention layer and one per recurrent layer."""
+
+    kv: tuple[KvView, ...]
+    states: tuple[StateView, ...]
 
 
 @dataclass(frozen=True, slots=True)

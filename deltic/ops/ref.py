@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from deltic.ops import Ops
 from deltic.ops.noise import gumbel
+from deltic.ops.qtensor import QTensor
 from deltic.ops.records import (
     PAGE,
     RING,
@@ -25,6 +26,7 @@ from deltic.ops.records import (
     AttentionSpec,
     AttentionWeights,
     Batch,
+    Block,
     GdnSpec,
     GdnWeights,
     KvView,
@@ -33,7 +35,9 @@ from deltic.ops.records import (
     RopeSpec,
     Sampled,
     Sampling,
+    Stack,
     StateView,
+    Stores,
     Weight,
 )
 
@@ -58,13 +62,19 @@ def project(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out] in the wide dtype."""
     if isinstance(weight, tuple):
         return torch.cat([project(x, block) for block in weight], dim=-1)
-    # another backend may have packed it
-    plain = weight.to_dense() if weight.is_mkldnn else weight
+    plain = unpacked(weight)
     matrix, result = plain.to(wide(x)), x.new_empty(len(x), len(weight), dtype=wide(x))
     for token, vector in enumerate(x.to(wide(x))):
         # A copy has the same alignment for every token, on which the library's order of additions depends.
         result[token] = matrix @ vector.clone()
     return result
+
+
+def unpacked(weight: Block) -> Tensor:
+    """The matrix that another backend may have packed."""
+    if isinstance(weight, QTensor):
+        return weight.dequantize()
+    return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -79,14 +89,19 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     return (normalised * scale.to(wide(x))).to(x.dtype)
 
 
-def pack(weight: Tensor) -> Weight:
+def pack(weight: Tensor, table: bool) -> Block:
     """weight [out, in] as it is."""
     return weight
 
 
-def embed(ids: Tensor, weight: Tensor) -> Tensor:
+def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
     """ids [T], weight [V, H] -> [T, H]."""
-    return weight[ids]
+    return (weight.lookup(ids) if isinstance(weight, QTensor) else weight[ids]).to(dtype)
+
+
+def step(ops: Ops, stack: Stack, stores: Stores) -> None:
+    """The ops are called one by one."""
+    return
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -144,8 +159,11 @@ def advance_conv(ring: Tensor, chunk: Tensor, done: int, length: int) -> Tensor:
     return result
 
 
-def spread(x: Tensor, heads: int) -> Tensor:
-    """x [..., few heads, D] -> [..., heads, D]: each head serves as many consecutive ones."""
+def spread(x: Tensor, heads: int, tiled: bool = False) -> Tensor:
+    """x [..., few heads, D] -> [..., heads, D]: each head serves as many consecutive ones; tiled: the few heads follow
+    each other again and again."""
+    if tiled:
+        return torch.cat([x] * (heads // x.shape[-2]), dim=-2)
     return x.repeat_interleave(heads // x.shape[-2], dim=-2)
 
 
@@ -278,8 +296,8 @@ def _rows(batch: Batch) -> list[_Row]:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A row's chunk: raw conv inputs [n, C]; in the wide dtype normalised query, key [n, Hk, Dk], value
-    [n, Hv, Dv], decay, beta [n, Hv]."""
+    """A row's chunk: raw conv inputs [n, C]; in the wide dtype normalised query, key [n, Hk or Hv, Dk] (Hv: already
+    spread), value [n, Hv, Dv], decay, beta [n, Hv]."""
 
     raw: Tensor
     query: Tensor
@@ -290,11 +308,13 @@ class _Taken:
 
 
 def _split_heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed [n, C] -> normalised query and key [n, Hk, Dk], value [n, Hv, Dv], in the wide dtype."""
+    """mixed [n, C] -> normalised query and key [n, Hk, Dk] (tiled: spread to [n, Hv, Dk]), value [n, Hv, Dv], in the
+    wide dtype."""
     query, key, value = torch.split(mixed.to(wide(mixed)), [spec.keys, spec.keys, spec.values], dim=-1)
-    return (each_token(unit, query.reshape(-1, spec.key_heads, spec.key_dim)),
-            each_token(unit, key.reshape(-1, spec.key_heads, spec.key_dim)),
-            value.reshape(-1, spec.value_heads, spec.value_dim))
+    query, key = (each_token(unit, x.reshape(-1, spec.key_heads, spec.key_dim)) for x in (query, key))
+    if spec.tiled:
+        query, key = (spread(x, spec.value_heads, tiled=True) for x in (query, key))
+    return query, key, value.reshape(-1, spec.value_heads, spec.value_dim)
 
 
 def decay_gate(a: Tensor, decay: Tensor, dt_bias: Tensor) -> Tensor:
@@ -313,7 +333,7 @@ def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
     return (normalised * functional.silu(gate.to(wide(x)))).to(x.dtype)
 
 
-def load_state(state: StateView, slot: int, base: int, done: int, dtype: torch.dtype) -> Tensor:
+def load_state(state: StateView, slot: int, base: int, done: int, dtype: torch.dtype, tiled: bool = False) -> Tensor:
     """The slot's state after `done` tokens, [Hv, Dk, Dv]: ring entries base .. done - 1 are folded in."""
     recurrent = state.recurrent[slot].to(dtype)
     if done == 0:
@@ -322,12 +342,12 @@ def load_state(state: StateView, slot: int, base: int, done: int, dtype: torch.d
         return recurrent.clone()
     assert state.ring_key is not None and state.ring_update is not None and state.ring_decay is not None
     places = [position % RING for position in range(base, done)]
-    rings = (ring[slot, places].to(dtype) for ring in (state.ring_key, state.ring_update, state.ring_decay))
-    return fold(recurrent, *rings)
+    keys, *rings = (ring[slot, places].to(dtype) for ring in (state.ring_key, state.ring_update, state.ring_decay))
+    return fold(recurrent, spread(keys, len(recurrent), tiled), *rings)
 
 
-def _run_row(row: _Row, taken: _Taken, state: StateView) -> DeltaRun:
-    start = load_state(state, row.source, row.base, row.done, taken.value.dtype)
+def _run_row(row: _Row, taken: _Taken, state: StateView, tiled: bool) -> DeltaRun:
+    start = load_state(state, row.source, row.base, row.done, taken.value.dtype, tiled)
     wanted = tuple(length - row.done for length, _ in row.emits)
     return gated_delta(start, taken.query, taken.key, taken.value, taken.decay, taken.beta, wanted)
 
@@ -336,7 +356,7 @@ def _append_entries(row: _Row, taken: _Taken, run: DeltaRun, state: StateView) -
     assert state.ring_key is not None and state.ring_update is not None and state.ring_decay is not None
     for token in range(row.chunk):
         place = (row.done + token) % RING
-        state.ring_key[row.target, place] = taken.key[token]
+        state.ring_key[row.target, place] = taken.key[token, :state.ring_key.shape[2]]
         state.ring_update[row.target, place] = run.updates[token]
         state.ring_decay[row.target, place] = taken.decay[token]
 
@@ -371,7 +391,7 @@ def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) ->
         conv = state.conv[row.source].clone()
         mixed = short_conv(conv, raw[row.tokens], row.done, weights.conv)
         taken = _Taken(raw[row.tokens], *_split_heads(mixed, spec), decay[row.tokens], beta[row.tokens])
-        work.append((row, taken, _run_row(row, taken, state), conv))
+        work.append((row, taken, _run_row(row, taken, state, spec.tiled), conv))
     for row, taken, run, conv in work:
         _write_row(row, taken, run, conv, state)
     output = torch.cat([run.outputs for _, _, run, _ in work]).to(x.dtype)
@@ -548,4 +568,4 @@ def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
 
 
 OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer,
-          mlp=mlp, head=head, sample=sample, copy_slots=copy_slots, copy_pages=copy_pages)
+          mlp=mlp, head=head, sample=sample, copy_slots=copy_slots, copy_pages=copy_pages, step=step)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
+from deltic.ops.records import Block
 from deltic.weights.files import find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf
+from deltic.weights.gguf.load import load_gguf, load_packed
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.safetensors import Progress, load_directory
 
@@ -52,6 +53,11 @@ class ModelFiles:
         if self.gguf is not None:
             return load_gguf(self.gguf, self.config, dtype, device, progress)
         return load_directory(self.path, self.config, dtype, device, progress)
+
+    def load_packed(self, progress: Progress | None) -> dict[str, Block]:
+        """The weights of a GGUF file under our names, as they are in it (`gguf.load.load_packed`)."""
+        assert self.gguf is not None
+        return load_packed(self.gguf, self.config, progress)
 
     def tokenizer(self) -> TokenizerTexts | None:
         """The tokenizer, where it is no file of the directory. ModelError if it cannot be used."""

@@ -1,88 +1,137 @@
-"""The torch ops with compiled kernels where a step has few tokens: there torch spends its time on calls, and reads the
-head's matrix at half of the memory's speed. Everything else falls to torch."""
+"""The ops on compiled kernels, which compute in float32 whatever the model's dtype is."""
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltic.ops.cpu.library import GdnStep, load
-from deltic.ops.records import Batch, GdnWeights, MlpWeights, StateView, Weight
+from deltic.ops.cpu.library import (
+    KINDS,
+    AttentionLayer,
+    GdnLayer,
+    Kv,
+    LinearWeight,
+    Matrix,
+    States,
+    address,
+    check,
+    library,
+    pool,
+    step_batch,
+)
+from deltic.ops.qtensor import PLAIN_TYPES, QTensor, pack_tensor
+from deltic.ops.records import (
+    AttentionWeights,
+    Batch,
+    Block,
+    GdnWeights,
+    KvView,
+    MlpWeights,
+    Rope,
+    StateView,
+    Weight,
+)
 from deltic.ops.torch import OPS as TORCH
-from deltic.ops.torch.basic import linear
-
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_FEW = 16
-"""Tokens up to which one thread in compiled code beats torch's many calls."""
-_HEAD_TOKENS = 64
-_AT_ONCE = 8
-"""Tokens that share one reading of the head's matrix."""
+from deltic.ops.torch.basic import linear as torch_linear
 
 
-def _library() -> ctypes.CDLL:
-    library = load()
-    assert not isinstance(library, str), library
-    return library
+def pack(weight: Tensor, table: bool) -> Block:
+    return pack_tensor(weight) if weight.dtype in PLAIN_TYPES and weight.device.type == "cpu" else weight
+
+
+def packed(weight: Weight) -> bool:
+    """Whether the kernels can multiply with it."""
+    return all(isinstance(block, QTensor) for block in (weight if isinstance(weight, tuple) else (weight,)))
+
+
+def native_weight(weight: Weight) -> LinearWeight:
+    """The struct of a packed weight; borrows its data."""
+    blocks: tuple[Any, ...] = weight if isinstance(weight, tuple) else (weight,)
+    return LinearWeight(len(blocks), (Matrix * 4)(*(block.matrix for block in blocks)))
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, in] times the transpose of weight [out, in] -> [T, out] float32."""
+    if not packed(weight):
+        return torch_linear(x, weight).float()
+    struct = native_weight(weight)
+    wide = x.float().contiguous()
+    out = torch.empty(len(x), sum(part.rows for part in struct.parts[:struct.count]))
+    check(library().deltic_linear(pool(), address(wide), len(x), byref(struct), address(out)))
+    return out
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    kind = _TYPES.get(residual.dtype)
-    if kind is None or residual.shape[0] > _FEW or not residual.is_contiguous():
+    if residual.dtype not in KINDS:
         return TORCH.add_norm(residual, delta, weight, eps)
-    if delta is not None and not delta.is_contiguous():
-        delta = delta.contiguous()
-    total = residual if delta is None else torch.empty_like(residual)
-    normed = torch.empty_like(residual)
-    _library().deltic_add_norm(residual.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(),
-                               total.data_ptr(), normed.data_ptr(), *residual.shape, eps, kind)
-    return total, normed
+    wide = residual.float().contiguous()
+    total, normed = torch.empty_like(wide), torch.empty_like(wide)
+    added = None if delta is None else delta.float().contiguous()
+    library().deltic_add_norm(pool(), address(wide), address(added), address(weight), address(total), address(normed),
+                              *residual.shape, eps)
+    return total.to(residual.dtype), normed.to(residual.dtype)
 
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
-    kind = _TYPES.get(x.dtype)
-    if kind is None or x.shape[0] > _FEW:
+    if x.dtype not in KINDS or not packed(weights.gate_up) or not packed(weights.down):
         return TORCH.mlp(x, weights)
-    both = linear(x, weights.gate_up)
-    gated = both.new_empty(both.shape[0], both.shape[1] // 2)
-    _library().deltic_silu_mul(both.data_ptr(), gated.data_ptr(), *gated.shape, kind)
-    return linear(gated, weights.down)
+    gate_up, down, wide = native_weight(weights.gate_up), native_weight(weights.down), x.float().contiguous()
+    out = torch.empty(len(x), down.parts[0].rows)
+    check(library().deltic_mlp(pool(), address(wide), len(x), byref(gate_up), byref(down), address(out)))
+    return out.to(x.dtype)
 
 
 def head(x: Tensor, weight: Weight) -> Tensor:
-    if (isinstance(weight, tuple) or weight.is_mkldnn or weight.dtype != torch.bfloat16 or x.shape[1] % 64
-            or x.shape[0] > _HEAD_TOKENS or not weight.is_contiguous()):
-        return TORCH.head(x, weight)
-    logits = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32)
-    for tokens, rows in zip(x.contiguous().split(_AT_ONCE), logits.split(_AT_ONCE), strict=True):
-        if len(tokens):
-            _library().deltic_linear_bf16(tokens.data_ptr(), weight.data_ptr(), rows.data_ptr(), len(tokens),
-                                          *weight.shape, torch.get_num_threads())
-    return logits
+    return linear(x, weight) if packed(weight) else TORCH.head(x, weight)
+
+
+def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> GdnLayer:
+    """The layer's struct; borrows the tensors. conv [channels, kernel] float32."""
+    spec = weights.spec
+    into, out = ((native_weight(weights.in_proj), native_weight(weights.out_proj)) if projections
+                 else (LinearWeight(), LinearWeight()))
+    return GdnLayer(into, out, address(conv), address(weights.decay), address(weights.dt_bias),
+                    address(weights.norm), spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim,
+                    spec.conv_kernel, spec.tiled, spec.eps)
+
+
+def slots(view: StateView) -> States:
+    """The struct of a layer's slots."""
+    return States(address(view.recurrent), address(view.conv), view.conv.shape[1], KINDS[view.conv.dtype])
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    kind = _TYPES.get(x.dtype)
-    if kind is None or state.conv.dtype != x.dtype or not _plain(batch):
+    rings = batch.layout.appends or (state.ring_key is not None and bool((batch.base < batch.done).any()))
+    if x.dtype not in KINDS or state.conv.dtype not in KINDS or rings:
         return TORCH.gdn_mixer(x, weights, state, batch)
-    spec, proj = weights.spec, linear(x, weights.in_proj)
-    mixed = x.new_empty(x.shape[0], spec.values)
-    step = GdnStep(
-        x.shape[0], spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.conv_kernel,
-        state.conv.shape[1], proj.stride(0), kind, spec.eps, proj.data_ptr(), weights.conv.data_ptr(),
-        weights.decay.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(), batch.target.data_ptr(),
-        batch.done.data_ptr(), state.recurrent.data_ptr(), state.conv.data_ptr(), mixed.data_ptr())
-    _library().deltic_gdn_step(ctypes.byref(step))
-    return linear(mixed, weights.out_proj)
+    conv, proj = weights.conv.float().contiguous(), linear(x, weights.in_proj)
+    mixed = torch.empty(len(x), weights.spec.values)
+    check(library().deltic_gdn(pool(), byref(gdn_layer(weights, conv)), byref(slots(state)), step_batch(batch),
+                               address(proj), address(mixed)))
+    return linear(mixed.to(x.dtype), weights.out_proj).to(x.dtype)
 
 
-def _plain(batch: Batch) -> bool:
-    """Whether every row has one token and moves its own slot, with nothing to fold or emit."""
-    plain = batch.memo.get("plain")
-    if plain is None:
-        layout = batch.layout
-        plain = batch.memo["plain"] = (
-            layout.singles == layout.rows and not layout.emits and not layout.appends
-            and torch.equal(batch.source, batch.target) and torch.equal(batch.base, batch.done))
-    return bool(plain)
+def attention_layer(weights: AttentionWeights, projections: bool = False) -> AttentionLayer:
+    """The layer's struct; borrows the tensors."""
+    spec = weights.spec
+    into, out = ((native_weight(weights.qkv), native_weight(weights.o_proj)) if projections
+                 else (LinearWeight(), LinearWeight()))
+    return AttentionLayer(into, out, address(weights.q_norm), address(weights.k_norm), spec.heads, spec.kv_heads,
+                          spec.head_dim, spec.rotary_dim, spec.gate, spec.eps)
+
+
+def kv_pages(view: KvView) -> Kv:
+    """The struct of a layer's pages."""
+    return Kv(address(view.keys), address(view.values), KINDS[view.keys.dtype])
+
+
+def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
+    if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
+        return TORCH.attention_mixer(x, weights, kv, batch, rope)
+    proj, mixed = linear(x, weights.qkv), torch.empty(len(x), weights.spec.queries)
+    check(library().deltic_attention(pool(), byref(attention_layer(weights)), byref(kv_pages(kv)), step_batch(batch),
+                                     address(rope.cos), address(rope.sin), address(proj), address(mixed)))
+    return linear(mixed.to(x.dtype), weights.o_proj).to(x.dtype)

@@ -1,31 +1,117 @@
-"""The compiled kernels (csrc/deltic.h), loaded once."""
+"""The compiled kernels (csrc/deltic.h): the library, loaded once, and its structs."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-_ABI = 1
-_SIGNATURES = {
-    "deltic_linear_bf16": [c_void_p] * 3 + [c_int64] * 4,
-    "deltic_add_norm": [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int],
-    "deltic_silu_mul": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
-    "deltic_gdn_step": [c_void_p],
-}
+import torch
+from torch import Tensor
+
+from deltic.ops.records import Batch
+
+_ABI = 2
+LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
+"""Processor levels by number."""
+KINDS = {torch.float32: 0, torch.bfloat16: 30}
+"""Numbers of the types that caches are kept in."""
 
 
-class GdnStep(ctypes.Structure):
-    """`deltic_gdn` of csrc/deltic.h."""
+class Matrix(Structure):
+    """`deltic_matrix`."""
+
+    _fields_ = (("type", c_int64), ("rows", c_int64), ("columns", c_int64), ("data", c_void_p))
+
+
+class LinearWeight(Structure):
+    """`deltic_weight`."""
+
+    _fields_ = (("count", c_int64), ("parts", Matrix * 4))
+
+
+class StepBatch(Structure):
+    """`deltic_batch`."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "key_heads", "value_heads", "key_dim", "value_dim", "kernel", "ring",
-                                       "proj_stride")),
-        ("type", c_int), ("eps", c_float),
-        *((name, c_void_p) for name in ("proj", "conv", "decay", "dt_bias", "norm", "slots", "done", "states", "inputs",
-                                        "out")),
+        *((name, c_int64) for name in ("rows", "tokens", "logits", "emits", "table")),
+        *((name, c_void_p) for name in ("ids", "positions", "starts", "done", "pages", "store", "source", "target",
+                                        "emit_row", "emit_length", "emit_slot", "logit_tokens")),
     )
+
+
+class GdnLayer(Structure):
+    """`deltic_gdn_layer`."""
+
+    _fields_ = (
+        ("in_proj", LinearWeight), ("out_proj", LinearWeight),
+        *((name, c_void_p) for name in ("conv", "decay", "dt_bias", "norm")),
+        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "tiled")),
+        ("eps", c_float),
+    )
+
+
+class States(Structure):
+    """`deltic_states`."""
+
+    _fields_ = (("recurrent", c_void_p), ("conv", c_void_p), ("places", c_int64), ("type", c_int64))
+
+
+class AttentionLayer(Structure):
+    """`deltic_attention_layer`."""
+
+    _fields_ = (
+        ("qkv", LinearWeight), ("o_proj", LinearWeight), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gate")), ("eps", c_float),
+    )
+
+
+class Kv(Structure):
+    """`deltic_kv`."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("type", c_int64))
+
+
+class ModelLayer(Structure):
+    """`deltic_layer`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "post_norm")),
+        ("gdn", POINTER(GdnLayer)), ("states", POINTER(States)),
+        ("attention", POINTER(AttentionLayer)), ("kv", POINTER(Kv)), ("gate_up", LinearWeight), ("down", LinearWeight),
+    )
+
+
+class Model(Structure):
+    """`deltic_model`."""
+
+    _fields_ = (
+        ("hidden", c_int64), ("layers", c_int64), ("layer", POINTER(ModelLayer)), ("embedding", Matrix),
+        ("head", LinearWeight), ("norm", c_void_p), ("frequencies", c_void_p), ("axes", c_void_p),
+        ("rotary_dim", c_int64), ("eps", c_float),
+    )
+
+
+_P, _I = c_void_p, c_int64
+_SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
+    "deltic_best_level": (c_int, []),
+    "deltic_level": (c_int, []),
+    "deltic_set_level": (c_int, [c_int]),
+    "deltic_pool_new": (_P, [c_int]),
+    "deltic_pool_free": (None, [_P]),
+    "deltic_packed_bytes": (_I, [_I, _I, _I]),
+    "deltic_pack": (None, [_I, _P, _I, _I, _I, _P]),
+    "deltic_unpack_rows": (None, [POINTER(Matrix), _P, _I, _P]),
+    "deltic_linear": (c_int, [_P, _P, _I, POINTER(LinearWeight), _P]),
+    "deltic_gdn": (c_int, [_P, POINTER(GdnLayer), POINTER(States), POINTER(StepBatch), _P, _P]),
+    "deltic_attention": (c_int, [_P, POINTER(AttentionLayer), POINTER(Kv), POINTER(StepBatch), _P, _P, _P, _P]),
+    "deltic_add_norm": (None, [_P, _P, _P, _P, _P, _P, _I, _I, c_float]),
+    "deltic_mlp": (c_int, [_P, _P, _I, POINTER(LinearWeight), POINTER(LinearWeight), _P]),
+    "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
+}
 
 
 @cache
@@ -40,7 +126,55 @@ def load() -> ctypes.CDLL | str:
         return f"the native kernels cannot be loaded: {error}"
     if library.deltic_abi() != _ABI:
         return "the native kernels are of another version: reinstall deltic"
-    for name, arguments in _SIGNATURES.items():
+    for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        function.restype, function.argtypes = result, arguments
     return library
+
+
+def library() -> ctypes.CDLL:
+    """The library, which must be there."""
+    found = load()
+    assert not isinstance(found, str), found
+    return found
+
+
+def pool() -> int:
+    """The pool of as many threads as torch uses."""
+    return _pool(torch.get_num_threads())
+
+
+@cache
+def _pool(threads: int) -> int:
+    made: int | None = library().deltic_pool_new(threads)
+    if not made:
+        raise MemoryError("no memory for the threads of the CPU kernels")
+    return made
+
+
+def step_batch(batch: Batch) -> Any:
+    """The batch as the kernels want it, by reference; made once per batch, whose tensors it borrows."""
+    known = batch.memo.get("native")
+    if known is None:
+        layout = batch.layout
+        tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
+                   batch.target, batch.emit_row, batch.emit_length, batch.emit_slot, batch.logit_tokens)
+        kept = [tensor.contiguous() for tensor in tensors]
+        struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.emits, batch.pages.shape[1],
+                           *(tensor.data_ptr() for tensor in kept))
+        known = batch.memo["native"] = (byref(struct), struct, kept)
+    return known[0]
+
+
+def check(status: int) -> None:
+    """Raise MemoryError where a kernel says that memory ran out."""
+    if status:
+        raise MemoryError("the CPU kernels found no memory for their intermediate results: lower --token-budget")
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's numbers lie; it must be contiguous."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.ops.records import MlpWeights, Rope, RopeSpec, Weight
+from deltic.ops.qtensor import QTensor
+from deltic.ops.records import Block, MlpWeights, Rope, RopeSpec, Weight
 
 
-def pack(weight: Tensor) -> Weight:
+def pack(weight: Tensor, table: bool) -> Block:
     """oneDNN's blocked layout for bfloat16 on a CPU: half the time for few tokens, where F.linear reads the plain
     layout at half of the memory's speed."""
-    fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not table
     if not fits or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -22,15 +23,17 @@ def pack(weight: Tensor) -> Weight:
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, in] times the transpose of weight [out, in] -> [T, out]."""
     if isinstance(weight, tuple):
-        return torch.cat([F.linear(x, block) for block in weight], dim=-1)
+        return torch.cat([linear(x, block) for block in weight], dim=-1)
+    if isinstance(weight, QTensor):
+        return F.linear(x, weight.dequantize().to(x.dtype))
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return product
     return F.linear(x, weight)
 
 
-def embed(ids: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(ids, weight)
+def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
+    return (weight.lookup(ids) if isinstance(weight, QTensor) else F.embedding(ids, weight)).to(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

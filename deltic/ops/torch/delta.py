@@ -85,7 +85,8 @@ def heads(mixed: Tensor, spec: GdnSpec) -> tuple[Tensor, Tensor, Tensor]:
     query, key = (both * factor).unbind(1)
     groups = spec.value_heads // spec.key_heads
     if groups > 1:
-        query, key = query.repeat_interleave(groups, dim=1), key.repeat_interleave(groups, dim=1)
+        query, key = (x.repeat(1, groups, 1) if spec.tiled else x.repeat_interleave(groups, dim=1)
+                      for x in (query, key))
     return query, key, value.unflatten(-1, (spec.value_heads, spec.value_dim))
 
 

@@ -1,22 +1,27 @@
-"""Load a GGUF model into memory as plain tensors, exactly those that the model has, under our names."""
+"""Load a GGUF model into memory, exactly the tensors that the model has, under our names: as plain numbers, or packed
+as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.gguf.blocks import fill
+from deltic.ops.qtensor import pack_rows
+from deltic.ops.records import Block
+from deltic.weights.gguf.blocks import Bytes, fill
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.header import GgufTensor
 from deltic.weights.gguf.names import Place, gguf_name, place
 from deltic.weights.names import HEAD, Shape, expected_tensors, tensor_dtype
 from deltic.weights.safetensors import TORCH_DTYPES, Progress
+
+_LARGE: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,57 @@ def load_gguf(
         if progress is not None:
             progress(done, total)
     return {name: tensors[name] for name in expected_tensors(config)}
+
+
+def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None) -> dict[str, Block]:
+    """Load the text model with its matrices in their quantized form; needs the compiled kernels.
+
+    Everything else, the convolutions included, is float32. Value heads stay in the file's order (`GdnSpec.tiled`),
+    because reordering the columns of a matrix would cut its blocks. Memory stays near the size of the result.
+    `progress` and errors as `load_gguf`.
+    """
+    sources = list(plan_gguf(source, config))
+    _check_complete(source, config, sources)
+    total, done = sum(part.stored.nbytes for part in sources), 0
+    tensors: dict[str, Block] = {}
+    for part in sources:
+        tensors |= dict(_pack(part) if _is_matrix(part) else _floats(part, config))
+        done += part.stored.nbytes
+        if progress is not None:
+            progress(done, total)
+    return {name: tensors[name] for name in expected_tensors(config)}
+
+
+def wants_packing(file: GgufFile) -> bool:
+    """Whether a model should stay packed: it has types of 256 weights, or is large."""
+    tensors = file.tensors.values()
+    return any(tensor.type.weights == 256 for tensor in tensors) or sum(t.nbytes for t in tensors) >= _LARGE
+
+
+def _is_matrix(part: GgufSource) -> bool:
+    return all(len(shape) == 2 for shape in part.shapes) and not part.place.form.changes
+
+
+def _pack(part: GgufSource) -> Iterator[tuple[str, Block]]:
+    stored = part.stored
+    row_bytes, first = stored.type.size(stored.shape[1]), 0
+    for name, (rows, columns) in zip(part.place.names, part.shapes, strict=True):
+        start = first * row_bytes
+
+        def read(offset: int, count: int, start: int = start) -> Bytes:
+            return stored.read(start + offset, count)
+
+        yield name, pack_rows(stored.type.name, stored.type.id, rows, columns, row_bytes, read)
+        first += rows
+
+
+def _floats(part: GgufSource, config: ModelConfig) -> Iterator[tuple[str, Block]]:
+    tensor = torch.empty(part.stored.shape)
+    fill(tensor, part.stored.type, part.stored.read)
+    try:
+        yield part.place.names[0], part.place.form.decode(tensor, config)
+    except ModelError as error:
+        raise ModelError(f"{part.stored.path}: tensor {part.stored.name!r}: {error}") from error
 
 
 def plan_gguf(file: GgufFile, config: ModelConfig) -> Iterator[GgufSource]:

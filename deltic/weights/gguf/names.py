@@ -45,6 +45,11 @@ class Form:
     decode: Change = _same
     encode: Change = _same
 
+    @property
+    def changes(self) -> bool:
+        """Whether values differ, not only their order."""
+        return self.decode is not _same
+
     def to_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
         """Our tensor of a GGUF tensor (in torch's shape)."""
         return self.decode(self._reorder(tensor, config, grouped=True), config)

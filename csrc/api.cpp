@@ -1,0 +1,54 @@
+// The C interface over the kernels of the level in use: no exception leaves it.
+#include <new>
+
+#include "layers.hpp"
+#include "levels.hpp"
+#include "matrix.hpp"
+#include "pool.hpp"
+
+namespace {
+
+// Status of a call that may run out of memory.
+template <typename Call> int guarded(Call &&call) {
+    try {
+        call();
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return -1;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int deltic_linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *weight, float *y) {
+    return guarded([&] { deltic::linear(pool, x, tokens, *weight, y, deltic::rows_of(*weight)); });
+}
+
+int deltic_gdn(deltic_pool *pool, const deltic_gdn_layer *layer, const deltic_states *states, const deltic_batch *batch,
+               const float *proj, float *out) {
+    return guarded([&] { deltic::kernels().gdn(pool, *layer, *states, *batch, proj, out); });
+}
+
+int deltic_attention(deltic_pool *pool, const deltic_attention_layer *layer, const deltic_kv *kv,
+                     const deltic_batch *batch, const float *cosines, const float *sines, const float *proj,
+                     float *out) {
+    return guarded([&] { deltic::kernels().attention(pool, *layer, *kv, *batch, cosines, sines, proj, out); });
+}
+
+void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,
+                     float *normed, int64_t tokens, int64_t width, float eps) {
+    deltic::kernels().add_norm(pool, residual, delta, scale, total, normed, tokens, width, eps);
+}
+
+int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
+               const deltic_weight *down, float *y) {
+    return guarded([&] { deltic::mlp(pool, x, tokens, *gate_up, *down, y); });
+}
+
+int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_batch *batch, float *final_hidden,
+                   float *logits) {
+    return guarded([&] { deltic::forward(pool, *model, *batch, final_hidden, logits); });
+}
+}

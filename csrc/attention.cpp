@@ -1,0 +1,603 @@
+// Gated attention over pages of keys and values, between the projections of a layer.
+//
+// A token's result must not depend on the chunk, the batch or the threads that it comes with, so there is one order of
+// operations per token and head. The context is cut at absolute multiples of kPart positions. Within a part: scores as
+// sums over the dimensions in their order, their maximum, weights relative to it, sums of weighted values over the
+// positions in their order. Then the parts are merged in their order (`merge`). Whether one thread does all parts or each
+// part is a job of its own, and how many queries share the keys that were loaded, changes speed only.
+//
+// Vectors of scores have positions as lanes: whatever lies in the keys of positions that a query must not see stays in
+// lanes that are masked. Values of such positions are never multiplied at all.
+#include "levels.hpp"
+#include "pool.hpp"
+#include "simd.hpp"
+
+namespace deltic::DELTIC_LEVEL {
+namespace {
+
+constexpr int64_t kPage = 16;
+constexpr int64_t kPart = 512;
+// From one query's scores to the next one's: no power of two, lest all queries of a tile share a few cache sets.
+constexpr int64_t kScores = kPart + kLanes;
+
+// Sums of a tile of queries by vectors that fit into registers: kTile * kWide vectors.
+#if defined(__AVX512F__)
+constexpr int kTile = 12, kWide = 2;
+#else
+constexpr int kTile = 4, kWide = 1;
+#endif
+constexpr int64_t kPanel = kWide * kLanes;
+
+// Queries that share keys and values once those are unpacked.
+constexpr int64_t kJobQueries = 96;
+// Chunks of up to so many tokens are cut into a job per part: their results take little memory.
+constexpr int64_t kShortChunk = 8;
+
+int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
+
+// ---- Norm, rotation, storage.
+
+Floats take(const float *from, int64_t count) { return count < kLanes ? load_part(from, count) : loadf(from); }
+
+template <typename T> void put(T *to, Floats v, int64_t count) {
+    if (count >= kLanes) return store_narrow(to, v);
+    T part[kLanes];
+    store_narrow(part, v);
+    std::memcpy(to, part, size_t(count) * sizeof(T));
+}
+
+// The head of a query or key, normed, its leading `turned` dimensions rotated, times `factor`.
+template <typename T>
+void prepare_head(const float *head, const float *scale, const float *cosines, const float *sines, int64_t dim,
+                  int64_t turned, float eps, float factor, T *to) {
+    Floats squares = {};
+    for (int64_t i = 0; i < dim; i += kLanes) {
+        Floats x = take(head + i, dim - i);
+        squares = fma(x, x, squares);
+    }
+    Floats inverse = splat(1.0f / std::sqrt(sum_lanes(squares) / float(dim) + eps));
+    auto normed = [&](int64_t i, int64_t count) { return take(head + i, count) * inverse * take(scale + i, count); };
+    int64_t half = turned / 2;
+    for (int64_t i = 0; i < half; i += kLanes) {
+        int64_t j = half + i, count = half - i;
+        Floats first = normed(i, count), second = normed(j, count);
+        put(to + i, (first * take(cosines + i, count) - second * take(sines + i, count)) * factor, count);
+        put(to + j, (second * take(cosines + j, count) + first * take(sines + j, count)) * factor, count);
+    }
+    for (int64_t i = turned; i < dim; i += kLanes) put(to + i, normed(i, dim - i) * factor, dim - i);
+}
+
+// ---- What the jobs of a call share.
+
+struct Call {
+    const deltic_attention_layer &layer;
+    const deltic_kv &kv;
+    const deltic_batch &batch;
+    const float *cosines, *sines, *proj;
+    float *queries;  // [kv_heads, tokens, group, dim], ready for products with keys
+    float *out;
+    int64_t dim, group;
+    int64_t padded;  // dim, rounded up to panels
+    int64_t record;  // floats of a result: weighted values [padded], maximum, sum of weights
+
+    int64_t width() const { return (layer.gate ? 2 : 1) * layer.heads * dim + 2 * layer.kv_heads * dim; }
+    int64_t stride() const { return layer.kv_heads * dim; }  // from one position of a page to the next
+    const float *query_of(int64_t kv_head, int64_t token) const {
+        return queries + (kv_head * batch.tokens + token) * group * dim;
+    }
+};
+
+template <typename T> void prepare_token(const Call &call, int64_t token) {
+    const auto &layer = call.layer;
+    int64_t dim = call.dim, turned = layer.rotary_dim, step = layer.gate ? 2 * dim : dim;
+    const float *proj = call.proj + token * call.width(), *keys = proj + layer.heads * step;
+    const float *values = keys + call.stride(), *cosines = call.cosines + token * turned;
+    const float *sines = call.sines + token * turned;
+    float factor = 1.0f / std::sqrt(float(dim));
+    for (int64_t head = 0; head < layer.heads; ++head) {
+        int64_t place = head / call.group * call.batch.tokens + token;
+        prepare_head(proj + head * step, layer.q_norm, cosines, sines, dim, turned, layer.eps, factor,
+                     call.queries + (place * call.group + head % call.group) * dim);
+    }
+    int64_t at = call.batch.store[token] * call.stride();
+    T *key_to = static_cast<T *>(call.kv.keys) + at, *value_to = static_cast<T *>(call.kv.values) + at;
+    for (int64_t head = 0; head < layer.kv_heads; ++head)
+        prepare_head(keys + head * dim, layer.k_norm, cosines, sines, dim, turned, layer.eps, 1.0f, key_to + head * dim);
+    for (int64_t i = 0; i < call.stride(); i += kLanes)
+        put(value_to + i, take(values + i, call.stride() - i), call.stride() - i);
+}
+
+// ---- Products of a tile of queries.
+
+// Rows of 64 bytes, `stride` bytes apart, turned into vectors of their words.
+DELTIC_INLINE void transpose(const void *from, int64_t stride, Words out[kLanes]) {
+    auto row = [&](int i) { return static_cast<const char *>(from) + i * stride; };
+#if defined(__AVX512F__)
+    __m512 part[4][4];  // of rows 4 i ..: in the 128 bits of number n, column 4 n + c
+    for (int i = 0; i < 4; ++i) {
+        __m512 r0 = _mm512_loadu_ps(row(4 * i)), r1 = _mm512_loadu_ps(row(4 * i + 1));
+        __m512 r2 = _mm512_loadu_ps(row(4 * i + 2)), r3 = _mm512_loadu_ps(row(4 * i + 3));
+        __m512d a = (__m512d)_mm512_unpacklo_ps(r0, r1), b = (__m512d)_mm512_unpackhi_ps(r0, r1);
+        __m512d c = (__m512d)_mm512_unpacklo_ps(r2, r3), d = (__m512d)_mm512_unpackhi_ps(r2, r3);
+        part[i][0] = (__m512)_mm512_unpacklo_pd(a, c);
+        part[i][1] = (__m512)_mm512_unpackhi_pd(a, c);
+        part[i][2] = (__m512)_mm512_unpacklo_pd(b, d);
+        part[i][3] = (__m512)_mm512_unpackhi_pd(b, d);
+    }
+    for (int c = 0; c < 4; ++c) {
+        __m512 a = _mm512_shuffle_f32x4(part[0][c], part[1][c], 0x44);
+        __m512 b = _mm512_shuffle_f32x4(part[0][c], part[1][c], 0xee);
+        __m512 d = _mm512_shuffle_f32x4(part[2][c], part[3][c], 0x44);
+        __m512 e = _mm512_shuffle_f32x4(part[2][c], part[3][c], 0xee);
+        out[c] = (Words)_mm512_shuffle_f32x4(a, d, 0x88);
+        out[4 + c] = (Words)_mm512_shuffle_f32x4(a, d, 0xdd);
+        out[8 + c] = (Words)_mm512_shuffle_f32x4(b, e, 0x88);
+        out[12 + c] = (Words)_mm512_shuffle_f32x4(b, e, 0xdd);
+    }
+#else
+    typedef uint32_t Quad __attribute__((vector_size(16)));
+    for (int i = 0; i < kLanes; i += 4)
+        for (int j = 0; j < kLanes; j += 4) {
+            Quad r0 = load<Quad>(row(i) + 4 * j), r1 = load<Quad>(row(i + 1) + 4 * j);
+            Quad r2 = load<Quad>(row(i + 2) + 4 * j), r3 = load<Quad>(row(i + 3) + 4 * j);
+            Quad a = __builtin_shuffle(r0, r1, Quad{0, 4, 1, 5}), b = __builtin_shuffle(r0, r1, Quad{2, 6, 3, 7});
+            Quad c = __builtin_shuffle(r2, r3, Quad{0, 4, 1, 5}), d = __builtin_shuffle(r2, r3, Quad{2, 6, 3, 7});
+            auto to = [&](int n) { return reinterpret_cast<char *>(out + j + n) + 4 * i; };
+            store(to(0), __builtin_shuffle(a, c, Quad{0, 1, 4, 5}));
+            store(to(1), __builtin_shuffle(a, c, Quad{2, 3, 6, 7}));
+            store(to(2), __builtin_shuffle(b, d, Quad{0, 1, 4, 5}));
+            store(to(3), __builtin_shuffle(b, d, Quad{2, 3, 6, 7}));
+        }
+#endif
+}
+
+// Dimensions that `columns` takes at a time: those in 64 bytes.
+template <typename T> constexpr int64_t kGroup = 64 / int64_t(sizeof(T));
+
+// body(dimension, vector of 16 rows' numbers in it), in order, for kGroup dimensions.
+template <typename Body> DELTIC_INLINE void columns(const float *from, int64_t stride, Body &&body) {
+    Words words[kLanes];
+    transpose(from, stride * 4, words);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) body(i, (Floats)words[i]);
+}
+template <typename Body> DELTIC_INLINE void columns(const uint16_t *from, int64_t stride, Body &&body) {
+    Words words[kLanes];
+    transpose(from, stride * 2, words);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+        body(2 * i, (Floats)(words[i] << 16));
+        body(2 * i + 1, (Floats)(words[i] & 0xffff0000u));
+    }
+}
+
+// Asks for a line of each position of a page, for later: into the second cache, which takes more at a time.
+template <typename T> DELTIC_INLINE void fetch_lines(const T *page, int64_t stride) {
+    for (int i = 0; i < kPage; ++i) __builtin_prefetch(page + i * stride, 0, 2);
+}
+
+// Scores of a tile, queries [dim, R], at the positions of a panel of keys [dim, kPanel].
+template <int R> void score_panel(const float *queries, const float *panel, int64_t dim, float *scores) {
+    Floats sum[R][kWide] = {};
+    for (int64_t d = 0; d < dim; ++d, queries += R, panel += kPanel) {
+        Floats key[kWide];
+#pragma GCC unroll 4
+        for (int w = 0; w < kWide; ++w) key[w] = loadf(panel + w * kLanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int w = 0; w < kWide; ++w) sum[r][w] = fma(splat(queries[r]), key[w], sum[r][w]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int w = 0; w < kWide; ++w) store(scores + r * kScores + w * kLanes, sum[r][w]);
+}
+
+// The same at the positions of a page, straight from its keys; for tiles that share them with no other.
+template <int R, typename T>
+void score_page(const float *queries, const T *keys, int64_t stride, int64_t dim, float *scores, const T *next) {
+    Floats sum[R] = {};
+    for (int64_t d = 0; d < dim; d += kGroup<T>) {
+        fetch_lines(next + d, stride);
+        columns(keys + d, stride, [&](int64_t column, Floats key) {
+            const float *query = queries + (d + column) * R;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) sum[r] = fma(splat(query[r]), key, sum[r]);
+        });
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) store(scores + r * kScores, sum[r]);
+}
+
+// Adds the values [count, W vectors] times each query's weights to its sums.
+template <int R, int W, typename T>
+void weigh(const T *values, int64_t stride, const float *weights, int64_t count, float *sums, int64_t record) {
+    Floats sum[R][W];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) sum[r][w] = loadf(sums + r * record + w * kLanes);
+    for (int64_t i = 0; i < count; ++i, values += stride) {
+        Floats value[W];
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) value[w] = load_wide(values + w * kLanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int w = 0; w < W; ++w) sum[r][w] = fma(splat(weights[r * kScores + i]), value[w], sum[r][w]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) store(sums + r * record + w * kLanes, sum[r][w]);
+}
+
+// body(std::integral_constant R) for the R that a tile of so many rows is padded to.
+template <typename Body> DELTIC_INLINE void by_rows(int64_t rows, Body &&body) {
+    if (kTile == 4 || rows <= 4) return body(std::integral_constant<int, 4>());
+    if (rows <= 8) return body(std::integral_constant<int, 8>());
+    body(std::integral_constant<int, 12>());
+}
+
+// ---- Results of parts.
+
+// Scores become weights; their maximum and the sum of the weights go to `tail`.
+void soften(float *scores, int64_t count, float *tail) {
+    constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t whole = count / kLanes * kLanes;
+    Floats none = splat(-INFINITY), high = none;
+    for (int64_t i = 0; i < whole; i += kLanes) high = maximum(high, loadf(scores + i));
+    Ints seen = kLane < int32_t(count - whole);
+    if (whole < count) high = maximum(high, choose(seen, loadf(scores + whole), none));
+    float top = max_lanes(high);
+    Floats sum = {};
+    for (int64_t i = 0; i < whole; i += kLanes) {
+        Floats weight = exponential(loadf(scores + i) - top);
+        store(scores + i, weight);
+        sum += weight;
+    }
+    if (whole < count) {
+        Floats weight = choose(seen, exponential(loadf(scores + whole) - top), Floats{});
+        store(scores + whole, weight);
+        sum += weight;
+    }
+    tail[0] = top;
+    tail[1] = sum_lanes(sum);
+}
+
+// Adds the result of the next part to that of all before it.
+void merge(float *total, const float *part, int64_t padded) {
+    float top = total[padded] < part[padded] ? part[padded] : total[padded];
+    Floats old = exponential(splat(total[padded] - top)), fresh = exponential(splat(part[padded] - top));
+    for (int64_t i = 0; i < padded; i += kLanes) store(total + i, fma(loadf(part + i), fresh, loadf(total + i) * old));
+    total[padded] = top;
+    total[padded + 1] = total[padded + 1] * old[0] + part[padded + 1] * fresh[0];
+}
+
+// Output of a token's head from the result of all parts.
+void finish(const Call &call, const float *total, int64_t token, int64_t head) {
+    int64_t dim = call.dim;
+    float *to = call.out + (token * call.layer.heads + head) * dim;
+    const float *gate = call.layer.gate ? call.proj + token * call.width() + (2 * head + 1) * dim : nullptr;
+    Floats inverse = splat(1.0f / total[call.padded + 1]);
+    for (int64_t i = 0; i < dim; i += kLanes) {
+        Floats mean = loadf(total + i) * inverse;
+        put(to + i, gate ? mean * sigmoid(take(gate + i, dim - i)) : mean, dim - i);
+    }
+}
+
+// ---- Jobs.
+
+// A block of tokens of a row's chunk, for some key heads, over parts [part, end).
+struct Job {
+    int64_t row, first, tokens, head, heads, part, end;
+    float *results;  // of all parts, for `finish_job`; null: the job finishes by itself
+    int64_t step;    // floats from one part's results to the next one's
+};
+
+// Rows of a job's arrays per key head: one per query, and those that pad the last tile.
+int64_t rows_of(const Call &call, int64_t tokens) { return round_up(tokens * call.group, 4); }
+
+// A thread's memory.
+struct Space {
+    float *queries, *scores, *panel, *total, *part;
+
+    static int64_t panel_floats(const Call &call) { return most(call.dim, kPart) * kPanel; }
+    static int64_t floats(const Call &call, int64_t rows) {
+        return rows * (call.dim + kScores + 2 * call.record) + panel_floats(call) + kLanes;
+    }
+    Space(const Call &call, int64_t rows, float *from) {
+        scores = from;
+        total = scores + rows * kScores;
+        part = total + rows * call.record;
+        panel = part + rows * call.record;
+        queries = panel + panel_floats(call);
+    }
+};
+
+template <typename T> struct Worker {
+    const Call &call;
+    const Job &job;
+    const Space &space;
+    int64_t queries = job.tokens * call.group, rows = rows_of(call, job.tokens), dim = call.dim;
+    int64_t start = 0;      // first position of the part
+    int64_t positions = 0;  // of the part, that the job's last token sees
+
+    // How many positions of the part a query sees.
+    int64_t seen(int64_t query) const {
+        int64_t index = call.batch.done[job.row] + job.first + query / call.group;
+        return most(0, least(kPart, index + 1 - start));
+    }
+    int64_t tile_rows(int64_t tile) const { return least(kTile, queries - tile); }
+
+    // Keys or values of the job's first head in the page of a position.
+    const T *page(const void *pool, int64_t position) const {
+        int64_t number = call.batch.pages[job.row * call.batch.table + (start + position) / kPage];
+        return static_cast<const T *>(pool) + number * kPage * call.stride() + job.head * dim;
+    }
+    // The same of the next page that the job needs of these, if there is one.
+    const T *next_page(const void *pool, int64_t position) const {
+        return page(pool, position + kPage < positions ? position + kPage : position);
+    }
+
+    // Queries as [dim, rows of the tile], tile by tile.
+    void pack_queries() {
+        for (int64_t h = 0; h < job.heads; ++h) {
+            const float *from = call.query_of(job.head + h, call.batch.starts[job.row] + job.first);
+            for (int64_t tile = 0; tile < queries; tile += kTile)
+                by_rows(tile_rows(tile), [&](auto padded) {
+                    pack_tile<padded.value>(from + tile * dim, space.queries + (h * rows + tile) * dim);
+                });
+        }
+    }
+    // Rows that pad the tile hold whatever follows, and so do their results, which nobody reads.
+    template <int R> void pack_tile(const float *from, float *to) {
+        int64_t whole = dim / kLanes * kLanes;
+        // lanes behind the tile's rows are overwritten by the next dimension
+        for (int64_t d = 0; d < whole; d += kLanes)
+            columns(from + d, dim, [&](int64_t i, Floats column) { store(to + (d + i) * R, column); });
+        for (int64_t d = whole; d < dim; ++d)
+            for (int64_t r = 0; r < R; ++r) to[d * R + r] = from[r * dim + d];
+    }
+
+    // body(row, query, head) for all queries.
+    template <typename Body> void each_query(Body &&body) {
+        for (int64_t h = 0; h < job.heads; ++h)
+            for (int64_t query = 0; query < queries; ++query) body(h * rows + query, query, job.head + h);
+    }
+
+    void run() {
+        pack_queries();
+        int64_t last = call.batch.done[job.row] + job.first + job.tokens;
+        for (int64_t part = job.part; part < job.end; ++part) {
+            start = part * kPart;
+            positions = least(kPart, last - start);
+            float *result = job.results ? job.results + part * job.step : part ? space.part : space.total;
+            run_part(result);
+            if (result == space.part)
+                each_query([&](int64_t row, int64_t query, int64_t) {
+                    if (seen(query)) merge(space.total + row * call.record, result + row * call.record, call.padded);
+                });
+        }
+        if (!job.results) finish_job(space.total);
+    }
+
+    // The output from the results of all parts.
+    void finish_job(const float *total) {
+        each_query([&](int64_t row, int64_t query, int64_t head) {
+            int64_t token = call.batch.starts[job.row] + job.first + query / call.group;
+            finish(call, total + row * call.record, token, head * call.group + query % call.group);
+        });
+    }
+    // The same where each part was a job of its own.
+    void merge_parts() {
+        each_query([&](int64_t row, int64_t query, int64_t) {
+            int64_t index = call.batch.done[job.row] + job.first + query / call.group;
+            float *total = job.results + row * call.record;
+            for (int64_t part = 1; part <= index / kPart; ++part) merge(total, total + part * job.step, call.padded);
+        });
+        finish_job(job.results);
+    }
+
+    // A single tile uses what it loads once: unpacking it to memory would be in vain.
+    static bool direct(const Call &call, int64_t tokens) {
+        return tokens * call.group <= kTile && call.dim % kGroup<T> == 0 && call.dim % kPanel == 0;
+    }
+
+    void run_part(float *result) {
+        bool straight = direct(call, job.tokens);
+        std::memset(result, 0, size_t(job.heads * rows * call.record) * sizeof(float));
+        straight ? score_directly() : score();
+        each_query([&](int64_t row, int64_t query, int64_t) {
+            if (int64_t count = seen(query))
+                soften(space.scores + row * kScores, count, result + row * call.record + call.padded);
+        });
+        straight ? weigh_directly(result) : weigh_panels(result);
+    }
+
+    // All heads of a page before the next page: memory is fastest when it is read in one go.
+    void score_directly() {
+        by_rows(queries, [&](auto padded) {
+            for (int64_t i = 0; i < positions; i += kPage) {
+                const T *keys = page(call.kv.keys, i), *next = next_page(call.kv.keys, i);
+                for (int64_t h = 0; h < job.heads; ++h)
+                    score_page<padded.value>(space.queries + h * rows * dim, keys + h * dim, call.stride(), dim,
+                                             space.scores + h * rows * kScores + i, next + h * dim);
+            }
+        });
+    }
+
+    void weigh_directly(float *result) {
+        int64_t shared = seen(0);
+        for (int64_t i = 0; i < positions; i += kPage) {
+            const T *values = page(call.kv.values, i), *next = next_page(call.kv.values, i);
+            for (int64_t h = 0; h < job.heads; ++h)
+                for (int64_t d = 0; d < dim; d += kPanel) {
+                    const T *from = values + h * dim + d;
+                    fetch_lines(next + h * dim + d, call.stride());
+                    weigh_tile(from, call.stride(), i, least(positions, i + kPage), shared,
+                               space.scores + h * rows * kScores, 0, result + h * rows * call.record + d);
+                }
+        }
+    }
+
+    void score() {
+        for (int64_t i = 0; i < positions; i += kPanel) {
+            for (int64_t j = 0; j < kPanel && i + j < positions; j += kPage) unpack_keys(i + j, space.panel + j);
+            for (int64_t tile = 0; tile < queries; tile += kTile) {
+                if (seen(tile + tile_rows(tile) - 1) <= i) continue;
+                by_rows(tile_rows(tile), [&](auto rows) {
+                    score_panel<rows.value>(space.queries + tile * dim, space.panel, dim,
+                                            space.scores + tile * kScores + i);
+                });
+            }
+        }
+    }
+    // Keys of the page at a position as [dim, kPanel].
+    void unpack_keys(int64_t position, float *to) {
+        const T *keys = page(call.kv.keys, position);
+        int64_t whole = dim / kGroup<T> * kGroup<T>;
+        for (int64_t d = 0; d < whole; d += kGroup<T>)
+            columns(keys + d, call.stride(), [&](int64_t i, Floats key) { store(to + (d + i) * kPanel, key); });
+        for (int64_t d = whole; d < dim; ++d)
+            for (int64_t i = 0; i < kPage; ++i) to[d * kPanel + i] = widen(keys[i * call.stride() + d]);
+    }
+
+    void weigh_panels(float *result) {
+        for (int64_t d = 0; d < dim; d += kPanel) {
+            unpack_values(d);
+            for (int64_t tile = 0; tile < queries; tile += kTile)
+                weigh_tile(space.panel, kPanel, 0, positions, seen(tile), space.scores + tile * kScores, tile,
+                           result + tile * call.record + d);
+        }
+    }
+    // Values of the part in a panel of dimensions, as [positions, kPanel].
+    void unpack_values(int64_t first) {
+        int64_t width = least(kPanel, dim - first);
+        for (int64_t i = 0; i < positions; ++i) {
+            const T *values = page(call.kv.values, i) + i % kPage * call.stride() + first;
+            float *to = space.panel + i * kPanel;
+            if (width == kPanel)
+                for (int w = 0; w < kPanel; w += kLanes) store(to + w, load_wide(values + w));
+            else
+                for (int w = 0; w < kPanel; ++w) to[w] = w < width ? widen(values[w]) : 0.0f;
+        }
+    }
+
+    // Adds the weighted values of positions [first, end), of which `values` has the first one. Those before `shared`,
+    // which all queries of the tile see, they take together, the rest one by one.
+    template <typename V>
+    void weigh_tile(const V *values, int64_t stride, int64_t first, int64_t end, int64_t shared, const float *weights,
+                    int64_t tile, float *sums) {
+        int64_t middle = most(first, least(end, shared));
+        if (first < middle)
+            by_rows(tile_rows(tile), [&](auto padded) {
+                weigh<padded.value, kWide>(values, stride, weights + first, middle - first, sums, call.record);
+            });
+        if (middle == end) return;
+        for (int64_t r = 0; r < tile_rows(tile); ++r) {
+            int64_t count = least(end, seen(tile + r)) - middle;
+            if (count > 0)
+                weigh<1, kWide>(values + (middle - first) * stride, stride, weights + r * kScores + middle, count,
+                                sums + r * call.record, call.record);
+        }
+    }
+};
+
+// The jobs of a call, the long ones first: prefill rows, which come last, from their ends.
+template <typename T> struct Plan {
+    const Call &call;
+    int64_t threads;
+    int64_t block = most(1, kJobQueries / call.group);  // tokens of a job
+    int64_t jobs = 0, cut = 0;                          // how many; how many are cut into a job per part
+    int64_t rows = rows_of(call, block);                // of a job, at most
+    int64_t results = 0;                                // floats of the results of those parts
+    int64_t short_parts = 0;
+
+    // body(job, whether it is to be cut) for all jobs.
+    template <typename Body> void each(Body &&body) {
+        const auto &batch = call.batch;
+        for (int64_t row = batch.rows - 1; row >= 0; --row) {
+            int64_t chunk = batch.starts[row + 1] - batch.starts[row];
+            // Threads get whole pages if there are enough for all of them.
+            bool together = short_parts >= 2 * threads && Worker<T>::direct(call, chunk);
+            int64_t heads = together ? call.layer.kv_heads : 1;
+            for (int64_t first = (chunk - 1) / block * block; first >= 0; first -= block)
+                for (int64_t head = 0; head < call.layer.kv_heads; head += heads) {
+                    int64_t tokens = least(block, chunk - first), parts = (batch.done[row] + first + tokens - 1) / kPart + 1;
+                    int64_t step = heads * rows_of(call, tokens) * call.record;
+                    body(Job{row, first, tokens, head, heads, 0, parts, nullptr, step}, chunk <= kShortChunk && parts > 1);
+                }
+        }
+    }
+    void count() {
+        each([&](const Job &job, bool) { short_parts += job.tokens <= kShortChunk && job.head == 0 ? job.end : 0; });
+        each([&](const Job &job, bool cuts) {
+            jobs += cuts ? job.end : 1;
+            cut += cuts;
+            results += cuts ? job.end * job.step : 0;
+            rows = most(rows, job.heads * rows_of(call, job.tokens));
+        });
+    }
+    // list [jobs], whole [cut].
+    void fill(Job *list, Job *whole, float *memory) {
+        each([&](Job job, bool cuts) {
+            if (!cuts) {
+                *list++ = job;
+                return;
+            }
+            job.results = memory;
+            memory += job.end * job.step;
+            *whole++ = job;
+            for (int64_t part = 0; part < whole[-1].end; ++part) {
+                job.part = part;
+                job.end = part + 1;
+                *list++ = job;
+            }
+        });
+    }
+};
+
+// Scratch slots 16 to 19.
+template <typename T> void run(deltic_pool *pool, Call &call) {
+    int64_t tokens = call.batch.tokens, at_once = 16384 / call.width() + 1;
+    call.queries = scratch_of<float>(pool, 16, (tokens * call.layer.heads + kLanes) * call.dim);  // tiles are padded
+    parallel(pool, (tokens + at_once - 1) / at_once, [&](int64_t piece, int) {
+        int64_t end = least(tokens, (piece + 1) * at_once);
+        for (int64_t token = piece * at_once; token < end; ++token) prepare_token<T>(call, token);
+    });
+
+    Plan<T> plan{call, pool_threads(pool)};
+    plan.count();
+    Job *jobs = scratch_of<Job>(pool, 17, plan.jobs + plan.cut), *whole = jobs + plan.jobs;
+    plan.fill(jobs, whole, scratch_of<float>(pool, 18, plan.results));
+    int64_t floats = round_up(Space::floats(call, plan.rows), kLanes);
+    float *memory = scratch_of<float>(pool, 19, floats * pool_threads(pool));
+    auto space_of = [&](int thread) { return Space(call, plan.rows, memory + thread * floats); };
+    parallel(pool, plan.jobs, [&](int64_t piece, int thread) {
+        Space space = space_of(thread);
+        Worker<T>{call, jobs[piece], space}.run();
+    });
+    // Merging a few parts is faster than waking a thread.
+    int64_t merged = plan.results < 65536 ? most(1, plan.cut) : 1;
+    parallel(pool, (plan.cut + merged - 1) / merged, [&](int64_t piece, int thread) {
+        Space space = space_of(thread);
+        for (int64_t i = piece * merged; i < least(plan.cut, (piece + 1) * merged); ++i)
+            Worker<T>{call, whole[i], space}.merge_parts();
+    });
+}
+
+}  // namespace
+
+void attention(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv, const deltic_batch &batch,
+               const float *cosines, const float *sines, const float *proj, float *out) {
+    int64_t padded = round_up(layer.head_dim, kPanel);
+    Call call{layer,  kv, batch, cosines, sines, proj, nullptr, out, layer.head_dim, layer.heads / layer.kv_heads,
+              padded, padded + kLanes};
+    kv.type == DELTIC_BF16 ? run<uint16_t>(pool, call) : run<float>(pool, call);
+}
+
+}  // namespace deltic::DELTIC_LEVEL

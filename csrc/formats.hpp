@@ -1,0 +1,205 @@
+// What the kernels need to know of each quantized type: how the packed fields of matrix.hpp become vectors.
+//
+// A format says:
+//   kWeights, kBytes   of a packed block of 16 rows
+//   kGroup             weights that share a scale: 16 or 32
+//   kOffset            what is taken from each code, as 128 >> kOffset; kNone: nothing
+//   kLow               how a minimum or an addend comes in: kNone, kMinima16, kMinima32 (dmin * minimum of each group is
+//                      taken away) or kAddend (m of each block is added)
+//   codes(block, g, c) the codes of the g-th 32 columns: c[i] has columns 4 i .. 4 i + 3 of the 16 rows
+//   scale(block, g)    of the g-th group, as a number per row
+//   minima(block, i)   of the groups 2 i and 2 i + 1, as pairs of 16 bits; dmin(block); addend(block)
+#pragma once
+#include "simd.hpp"
+
+namespace deltic::DELTIC_LEVEL {
+namespace {
+
+constexpr int kNone = -1;
+enum Low { kPlain, kMinima16, kMinima32, kAddend };
+
+// Planes of bits; see matrix.hpp.
+
+DELTIC_INLINE void plane8(const uint8_t *from, Bytes c[8]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) c[i] = load<Bytes>(from + 64 * i);
+}
+DELTIC_INLINE void plane4(const uint8_t *from, Bytes c[8]) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        Words both = load<Words>(from + 64 * i);
+        c[i] = (Bytes)(both & 0x0f0f0f0fu);
+        c[i + 4] = (Bytes)(both >> 4 & 0x0f0f0f0fu);
+    }
+}
+DELTIC_INLINE void plane2(const uint8_t *from, Bytes c[8], int up) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+        Words all = load<Words>(from + 64 * v);
+#pragma GCC unroll 4
+        for (int s = 0; s < 4; ++s) c[4 * v + s] |= (Bytes)((all >> 2 * s & 0x03030303u) << up);
+    }
+}
+DELTIC_INLINE void plane1(const uint8_t *from, Bytes c[8], int up) {
+    Words all = load<Words>(from);
+#pragma GCC unroll 8
+    for (int s = 0; s < 8; ++s) c[s] |= (Bytes)((all >> s & 0x01010101u) << up);
+}
+DELTIC_INLINE void clear(Bytes c[8]) {
+    for (int i = 0; i < 8; ++i) c[i] = Bytes{};
+}
+DELTIC_INLINE void map(const uint8_t *table, Bytes c[8]) {
+    Bytes entries = load<Bytes>(table);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) c[i] = lookup(entries, c[i]);
+}
+
+#define DELTIC_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
+// The sixteen numbers of IQ4_NL and IQ4_XS, and of MXFP4 (doubled), each plus 128.
+alignas(64) constexpr uint8_t kIq4[64] = DELTIC_FOUR_TIMES(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197,
+                                                           217, 241);
+alignas(64) constexpr uint8_t kMxfp4[64] = DELTIC_FOUR_TIMES(128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125,
+                                                             124, 122, 120, 116);
+
+struct Without {
+    static constexpr int kOffset = kNone;
+    static constexpr Low kLow = kPlain;
+    static DELTIC_INLINE Ints minima(const uint8_t *, int) { return Ints{}; }
+    static DELTIC_INLINE Floats dmin(const uint8_t *) { return Floats{}; }
+    static DELTIC_INLINE Floats addend(const uint8_t *) { return Floats{}; }
+};
+
+// Blocks of 32 weights: d, perhaps m, codes.
+template <int Bytes16, int CodesAt> struct Small : Without {
+    static constexpr int kWeights = 32, kGroup = 32, kBytes = 16 * Bytes16, kCodes = CodesAt;
+    static DELTIC_INLINE Floats scale(const uint8_t *block, int) { return load_half((const uint16_t *)block); }
+    static DELTIC_INLINE Floats addend(const uint8_t *block) { return load_half((const uint16_t *)block + 16); }
+};
+
+struct Q8_0 : Small<34, 32> {
+    static constexpr int kOffset = 0;
+    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) { plane8(block + kCodes, c); }
+};
+struct Q4_0 : Small<18, 32> {
+    static constexpr int kOffset = 4;
+    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) { plane4(block + kCodes, c); }
+};
+struct Q4_1 : Small<20, 64> {
+    static constexpr Low kLow = kAddend;
+    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) { plane4(block + kCodes, c); }
+};
+template <int Bytes16, int CodesAt> struct FiveBits : Small<Bytes16, CodesAt> {
+    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) {
+        plane4(block + CodesAt, c);
+        plane1(block + CodesAt + 256, c, 4);
+    }
+};
+struct Q5_0 : FiveBits<22, 32> {
+    static constexpr int kOffset = 3;
+};
+struct Q5_1 : FiveBits<24, 64> {
+    static constexpr Low kLow = kAddend;
+};
+struct IQ4_NL : Small<18, 32> {
+    static constexpr int kOffset = 0;
+    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) {
+        plane4(block + kCodes, c);
+        map(kIq4, c);
+    }
+};
+struct MXFP4 : Small<17, 16> {
+    static constexpr int kOffset = 0;
+    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) {
+        plane4(block + kCodes, c);
+        map(kMxfp4, c);
+    }
+    // 2^(e - 128)
+    static DELTIC_INLINE Floats scale(const uint8_t *block, int) {
+        Ints e = from_u8(block), normal = (e - 1) << 23, tiny = splat(0x200000) << e, is_tiny = e < 2;
+        return (Floats)((tiny & is_tiny) | (normal & ~is_tiny));
+    }
+};
+
+// Blocks of 256 weights.
+template <int Bytes16> struct Super : Without {
+    static constexpr int kWeights = 256, kBytes = 16 * Bytes16;
+    static DELTIC_INLINE Floats d(const uint8_t *block) { return load_half((const uint16_t *)block); }
+    static DELTIC_INLINE Floats dmin(const uint8_t *block) { return load_half((const uint16_t *)block + 16); }
+};
+
+// Six bits of a scale (part 0) or minimum (part 1) in nibbles and pairs of bits.
+template <int Bytes16> struct SixBits : Super<Bytes16> {
+    static constexpr int kGroup = 32;
+    static constexpr Low kLow = kMinima32;
+    static constexpr int kCodes = 64 + 192;
+    static DELTIC_INLINE Ints field(const uint8_t *block, int g, int part) {
+        Ints low = from_u8(block + 64 + 16 * g), high = from_u8(block + 192 + 16 * (g / 2));
+        return (low >> 4 * part & 15) | (high >> (4 * (g % 2) + 2 * part) & 3) << 4;
+    }
+    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
+        return Super<Bytes16>::d(block) * to_floats(field(block, g, 0));
+    }
+    static DELTIC_INLINE Ints minima(const uint8_t *block, int i) {
+        return field(block, 2 * i, 1) | field(block, 2 * i + 1, 1) << 16;
+    }
+};
+struct Q4_K : SixBits<144> {
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) { plane4(block + kCodes + 256 * g, c); }
+};
+struct Q5_K : SixBits<176> {
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
+        plane4(block + kCodes + 320 * g, c);
+        plane1(block + kCodes + 320 * g + 256, c, 4);
+    }
+};
+struct Q2_K : Super<84> {
+    static constexpr int kGroup = 16;
+    static constexpr Low kLow = kMinima16;
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
+        clear(c);
+        plane2(block + 64 + 256 + 128 * g, c, 0);
+    }
+    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
+        return d(block) * to_floats(from_u8(block + 64 + 16 * g) & 15);
+    }
+    static DELTIC_INLINE Ints minima(const uint8_t *block, int i) {
+        return from_u8(block + 64 + 32 * i) >> 4 | from_u8(block + 64 + 32 * i + 16) >> 4 << 16;
+    }
+};
+struct Q6_K : Super<210> {
+    static constexpr int kGroup = 16, kOffset = 2;
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
+        plane4(block + 32 + 256 + 384 * g, c);
+        plane2(block + 32 + 256 + 384 * g + 256, c, 4);
+    }
+    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
+        return d(block) * to_floats(from_s8((const int8_t *)block + 32 + 16 * g));
+    }
+};
+// Scales of six bits less 32: nibbles, two to a byte, and pairs of bits, four to a byte.
+template <int Bytes16, int Groups> struct Signed : Super<Bytes16> {
+    static constexpr int kCodes = 32 + 8 * Groups + 4 * Groups;
+    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
+        Ints low = from_u8(block + 32 + 16 * (g / 2)) >> 4 * (g % 2) & 15;
+        Ints high = from_u8(block + 32 + 8 * Groups + 16 * (g / 4)) >> 2 * (g % 4) & 3;
+        return Super<Bytes16>::d(block) * to_floats((low | high << 4) - 32);
+    }
+};
+struct Q3_K : Signed<110, 16> {
+    static constexpr int kGroup = 16, kOffset = 5;
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
+        clear(c);
+        plane2(block + kCodes + 192 * g, c, 0);
+        plane1(block + kCodes + 192 * g + 128, c, 2);
+    }
+};
+struct IQ4_XS : Signed<136, 8> {
+    static constexpr int kGroup = 32, kOffset = 0;
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
+        plane4(block + kCodes + 256 * g, c);
+        map(kIq4, c);
+    }
+};
+
+}  // namespace
+}  // namespace deltic::DELTIC_LEVEL

@@ -1,0 +1,47 @@
+#include "levels.hpp"
+
+#include <atomic>
+
+namespace deltic {
+namespace {
+
+#define DELTIC_TABLE(level) {level::linear, level::gdn, level::attention, level::add_norm, level::silu_mul}
+
+constexpr Kernels kTables[] = {
+    DELTIC_TABLE(portable),
+#if defined(__x86_64__)
+    DELTIC_TABLE(avx2), DELTIC_TABLE(avx512), DELTIC_TABLE(vnni), DELTIC_TABLE(bf16),
+#endif
+};
+
+int best_level() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    auto has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (!has_avx2) return DELTIC_PORTABLE;
+    auto has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (!has_avx512) return DELTIC_AVX2;
+    if (!__builtin_cpu_supports("avx512vnni")) return DELTIC_AVX512;
+    return __builtin_cpu_supports("avx512bf16") ? DELTIC_BF16_LEVEL : DELTIC_VNNI;
+#else
+    return DELTIC_PORTABLE;
+#endif
+}
+
+std::atomic<int> current{best_level()};
+
+}  // namespace
+
+const Kernels &kernels() { return kTables[current.load(std::memory_order_relaxed)]; }
+
+}  // namespace deltic
+
+extern "C" int deltic_abi(void) { return DELTIC_ABI; }
+extern "C" int deltic_best_level(void) { return deltic::best_level(); }
+extern "C" int deltic_level(void) { return deltic::current; }
+extern "C" int deltic_set_level(int level) {
+    if (level < 0 || level > deltic::best_level()) return -1;
+    deltic::current = level;
+    return 0;
+}

@@ -1,0 +1,42 @@
+// The kernels of one processor level, and which level is in use.
+#pragma once
+#include "deltic.h"
+
+namespace deltic {
+
+// What every level defines in its own namespace, from the same sources; see deltic.h and matrix.hpp.
+#define DELTIC_KERNELS                                                                                                  \
+    void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,               \
+                int64_t stride);                                                                                        \
+    void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch,   \
+            const float *proj, float *out);                                                                             \
+    void attention(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv,                          \
+                  const deltic_batch &batch, const float *cosines, const float *sines, const float *proj, float *out);  \
+    void add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,       \
+                  float *normed, int64_t tokens, int64_t width, float eps);                                             \
+    void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width);
+
+#define DELTIC_DECLARE(level)                                                                                           \
+    namespace level {                                                                                                   \
+    DELTIC_KERNELS                                                                                                      \
+    }
+DELTIC_DECLARE(portable)
+#if defined(__x86_64__)
+DELTIC_DECLARE(avx2)
+DELTIC_DECLARE(avx512)
+DELTIC_DECLARE(vnni)
+DELTIC_DECLARE(bf16)
+#endif
+
+struct Kernels {
+    decltype(&portable::linear) linear;
+    decltype(&portable::gdn) gdn;
+    decltype(&portable::attention) attention;
+    decltype(&portable::add_norm) add_norm;
+    decltype(&portable::silu_mul) silu_mul;
+};
+
+// Of the level in use.
+const Kernels &kernels();
+
+}  // namespace deltic

@@ -1,0 +1,388 @@
+// GGUF blocks to packed matrices (matrix.hpp), and single rows of those back to numbers.
+//
+// The codes of a quantized type are one or two planes of bits, in files as in packed blocks: in a file, the lowest
+// field of each of `run` bytes comes first, then the next field of each, and so on. What is left of a block are up to
+// two float16 and up to 16 bytes of scales.
+#include "matrix.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace deltic {
+namespace {
+
+constexpr int64_t kVector = 64, kGroup = 32;
+constexpr int kWords = 8;          // words of four codes in a group
+constexpr int kMostScales = 16;    // bytes
+constexpr int kLargestBlock = 210; // bytes, in a file
+
+// 16 bytes of a row, or four bytes each of four rows.
+typedef uint32_t Quad __attribute__((vector_size(16)));
+
+template <typename T> T load(const void *from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+template <typename T> void store(void *to, T value) { std::memcpy(to, &value, sizeof value); }
+
+// ---- Planes.
+
+// The word of a group that is kept in field `s` of the vector `v`.
+constexpr int word_of(int bits, int v, int s) { return bits == 4 ? v + 4 * s : v * (8 / bits) + s; }
+
+constexpr uint32_t mask_of(int bits) { return ((1u << bits) - 1) * 0x01010101u; }
+
+// The lowest four bits, each in a byte of its own.
+uint32_t spread(uint32_t bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
+
+// The codes of 16 weights in a file's plane.
+template <int kBits, int kRun> Quad read_codes(const uint8_t *plane, int first) {
+    if constexpr (kRun == 1) {
+        uint32_t bits = load<uint32_t>(plane) >> first;
+        return Quad{spread(bits), spread(bits >> 4), spread(bits >> 8), spread(bits >> 12)};
+    }
+    constexpr int kFields = 8 / kBits;
+    int byte = first / (kRun * kFields) * kRun + first % kRun, shift = first / kRun % kFields * kBits;
+    Quad codes = load<Quad>(plane + byte);
+    return kBits == 8 ? codes ^ 0x80808080u : codes >> shift & mask_of(kBits);
+}
+
+void transpose(const Quad *rows, Quad *columns) {
+    for (int i = 0; i < 4; ++i) columns[i] = Quad{rows[0][i], rows[1][i], rows[2][i], rows[3][i]};
+}
+
+// Packs the planes of 16 rows, for every group one, `stride` bytes apart.
+template <int kBits, int kRun>
+void pack_plane(const uint8_t *const *blocks, int offset, int groups, uint8_t *packed, int64_t stride) {
+    for (int group = 0; group < groups; ++group, packed += stride) {
+        for (int row = 0; row < kPanel; row += 4) {
+            Quad words[kWords];
+            for (int half = 0; half < 2; ++half) {
+                Quad codes[4];
+                for (int i = 0; i < 4; ++i) {
+                    codes[i] = read_codes<kBits, kRun>(blocks[row + i] + offset, group * int(kGroup) + half * 16);
+                }
+                transpose(codes, words + 4 * half);
+            }
+            for (int v = 0; v < kBits; ++v) {
+                Quad fields = {};
+                for (int s = 0; s < 8 / kBits; ++s) fields |= words[word_of(kBits, v, s)] << s * kBits;
+                store(packed + v * kVector + row * 4, fields);
+            }
+        }
+    }
+}
+
+// Puts a row's part of a packed plane into bits `position` and up of its group's codes.
+template <int kBits> void unpack_plane(const uint8_t *packed, int64_t row, int position, uint32_t *words) {
+    for (int v = 0; v < kBits; ++v) {
+        uint32_t fields = load<uint32_t>(packed + v * kVector + row * 4);
+        for (int s = 0; s < 8 / kBits; ++s) {
+            words[word_of(kBits, v, s)] |= (fields >> s * kBits & mask_of(kBits)) << position;
+        }
+    }
+}
+
+struct Plane {
+    int bits, offset; // in a file's block
+    decltype(&pack_plane<4, 32>) pack;
+    decltype(&unpack_plane<4>) unpack;
+};
+template <int kBits, int kRun> constexpr Plane plane(int offset) {
+    return {kBits, offset, pack_plane<kBits, kRun>, unpack_plane<kBits>};
+}
+
+// ---- Bytes of scales, from a file's block in packed order.
+
+template <int kFrom, int kCount> void copy_scales(const uint8_t *block, uint8_t *out) {
+    std::memcpy(out, block + kFrom, kCount);
+}
+
+// Q4_K, Q5_K. Six bits of the first four scales, then of the first four minima, then low nibbles of the last four of
+// both; their high bits are the top two of the bytes before.
+void scales_and_minima(const uint8_t *block, uint8_t *out) {
+    const uint8_t *scales = block + 4, *minima = scales + 4, *last = scales + 8;
+    uint8_t high[8];
+    for (int g = 0; g < 4; ++g) {
+        out[g] = uint8_t((scales[g] & 15) | minima[g] << 4);
+        out[g + 4] = last[g];
+        high[g] = uint8_t((scales[g] >> 4 & 3) | (minima[g] >> 4 & 3) << 2);
+        high[g + 4] = uint8_t(scales[g] >> 6 | minima[g] >> 6 << 2);
+    }
+    for (int g = 0; g < 4; ++g) out[g + 8] = uint8_t(high[2 * g] | high[2 * g + 1] << 4);
+}
+
+// Q3_K. Low nibbles of the first eight scales and, in the high halves, of the last eight; then their high bits, those
+// of four scales in a row in one place of four bytes.
+void q3_k_scales(const uint8_t *block, uint8_t *out) {
+    const uint8_t *low = block + 96, *high = low + 8;
+    for (int g = 0; g < 4; ++g) {
+        out[g] = uint8_t((low[2 * g] & 15) | low[2 * g + 1] << 4);
+        out[g + 4] = uint8_t(low[2 * g] >> 4 | (low[2 * g + 1] & 0xf0));
+        out[g + 8] = 0;
+        for (int s = 0; s < 4; ++s) out[g + 8] |= uint8_t((high[s] >> 2 * g & 3) << 2 * s);
+    }
+}
+
+void iq4_xs_scales(const uint8_t *block, uint8_t *out) {
+    std::memcpy(out, block + 4, 4);
+    std::memcpy(out + 4, block + 2, 2);
+}
+
+// ---- What a row's block multiplies its codes with: a weight is scale * number - minimum.
+
+struct Factors {
+    float scale[16], minimum[16]; // of every 16 weights
+};
+
+float widen_half(uint16_t bits) {
+    uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7fff;
+    if (rest < 0x400) return std::bit_cast<float>(std::bit_cast<uint32_t>(float(rest) * 0x1p-24f) | sign);
+    uint32_t exponent = rest >= 0x7c00 ? 255 - 31 : 127 - 15;
+    return std::bit_cast<float>(sign | ((exponent << 10) + rest) << 13);
+}
+
+void no_scales(float d, float, const uint8_t *, Factors &factors) {
+    for (int i = 0; i < 2; ++i) factors.scale[i] = d, factors.minimum[i] = 0;
+}
+void plus(float d, float m, const uint8_t *, Factors &factors) {
+    for (int i = 0; i < 2; ++i) factors.scale[i] = d, factors.minimum[i] = -m;
+}
+// Half of 2^(e - 127), because the numbers are doubled.
+void power(float, float, const uint8_t *e, Factors &factors) {
+    float scale = std::bit_cast<float>(*e < 2 ? 0x00200000u << *e : uint32_t(*e - 1) << 23);
+    no_scales(scale, 0, e, factors);
+}
+void scale_and_minimum_of_32(float d, float dmin, const uint8_t *bytes, Factors &factors) {
+    for (int i = 0; i < 16; ++i) {
+        int low = bytes[i / 2], high = bytes[8 + i / 4] >> 4 * (i / 2 % 2);
+        factors.scale[i] = d * float((low & 15) | (high & 3) << 4);
+        factors.minimum[i] = dmin * float(low >> 4 | (high >> 2 & 3) << 4);
+    }
+}
+void scale_and_minimum_of_16(float d, float dmin, const uint8_t *bytes, Factors &factors) {
+    for (int i = 0; i < 16; ++i) {
+        factors.scale[i] = d * float(bytes[i] & 15);
+        factors.minimum[i] = dmin * float(bytes[i] >> 4);
+    }
+}
+void signed_of_16(float d, float, const uint8_t *bytes, Factors &factors) {
+    for (int i = 0; i < 16; ++i) factors.scale[i] = d * float(int8_t(bytes[i])), factors.minimum[i] = 0;
+}
+// Six bits, less 32: a nibble of `kLow` bytes, and two bits of the others.
+template <int kLow> void six_bits(float d, float, const uint8_t *bytes, Factors &factors) {
+    for (int i = 0; i < 16; ++i) {
+        int g = i * kLow / 8, low = bytes[g / 2] >> 4 * (g % 2) & 15, high = bytes[kLow + g / 4] >> 2 * (g % 4) & 3;
+        factors.scale[i] = d * float((low | high << 4) - 32), factors.minimum[i] = 0;
+    }
+}
+
+// ---- Types.
+
+constexpr int8_t kIq4[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kMxfp4[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+struct Type {
+    int64_t id, weights, bytes; // in a block of a file
+    int halves;
+    int half[2];                // where they are in a file's block
+    int scales;                 // bytes
+    void (*read_scales)(const uint8_t *block, uint8_t *out);
+    void (*factors)(float d, float minimum, const uint8_t *scales, Factors &factors);
+    int planes;
+    Plane plane[2];
+    int zero;                   // the code of number 0
+    const int8_t *numbers;      // of all codes, where they are not just code - zero
+};
+
+constexpr Type kTypes[] = {
+    {DELTIC_F32, 1, 4},
+    {DELTIC_F16, 1, 2},
+    {DELTIC_BF16, 2, 4},
+    {DELTIC_Q4_0, 32, 18, 1, {0}, 0, nullptr, no_scales, 1, {plane<4, 16>(2)}, 8},
+    {DELTIC_Q4_1, 32, 20, 2, {0, 2}, 0, nullptr, plus, 1, {plane<4, 16>(4)}},
+    {DELTIC_Q5_0, 32, 22, 1, {0}, 0, nullptr, no_scales, 2, {plane<4, 16>(6), plane<1, 1>(2)}, 16},
+    {DELTIC_Q5_1, 32, 24, 2, {0, 2}, 0, nullptr, plus, 2, {plane<4, 16>(8), plane<1, 1>(4)}},
+    {DELTIC_Q8_0, 32, 34, 1, {0}, 0, nullptr, no_scales, 1, {plane<8, 32>(2)}, 128},
+    {DELTIC_IQ4_NL, 32, 18, 1, {0}, 0, nullptr, no_scales, 1, {plane<4, 16>(2)}, 0, kIq4},
+    {DELTIC_MXFP4, 32, 17, 0, {}, 1, copy_scales<0, 1>, power, 1, {plane<4, 16>(1)}, 0, kMxfp4},
+    {DELTIC_Q2_K, 256, 84, 2, {80, 82}, 16, copy_scales<0, 16>, scale_and_minimum_of_16, 1, {plane<2, 32>(16)}},
+    {DELTIC_Q3_K, 256, 110, 1, {108}, 12, q3_k_scales, six_bits<8>, 2, {plane<2, 32>(32), plane<1, 32>(0)}, 4},
+    {DELTIC_Q4_K, 256, 144, 2, {0, 2}, 12, scales_and_minima, scale_and_minimum_of_32, 1, {plane<4, 32>(16)}},
+    {DELTIC_Q5_K, 256, 176, 2, {0, 2}, 12, scales_and_minima, scale_and_minimum_of_32, 2,
+     {plane<4, 32>(48), plane<1, 32>(16)}},
+    {DELTIC_Q6_K, 256, 210, 1, {208}, 16, copy_scales<192, 16>, signed_of_16, 2,
+     {plane<4, 64>(0), plane<2, 32>(128)}, 32},
+    {DELTIC_IQ4_XS, 256, 136, 1, {0}, 6, iq4_xs_scales, six_bits<4>, 1, {plane<4, 16>(8)}, 0, kIq4},
+};
+
+const Type *find(int64_t id) {
+    for (const Type &type : kTypes) {
+        if (type.id == id) return &type;
+    }
+    return nullptr;
+}
+
+int64_t blocks_of(const Type &type, int64_t columns) { return columns / type.weights + (columns % type.weights != 0); }
+
+int64_t group_bytes(const Type &type) {
+    int64_t bits = 0;
+    for (int i = 0; i < type.planes; ++i) bits += type.plane[i].bits;
+    return bits * kVector;
+}
+
+// ---- Packing.
+
+// Blocks of one word: `rows` rows of `columns` words, `stride` bytes apart.
+template <typename Word>
+void pack_words(const uint8_t *from, int64_t stride, int64_t rows, int64_t columns, uint8_t *packed) {
+    constexpr int64_t kTile = 64; // columns that the first cache keeps until all rows are there
+    constexpr int64_t kSize = sizeof(Word);
+    if (rows < kPanel) std::memset(packed, 0, size_t(columns * kPanel * kSize));
+    for (int64_t first = 0; first < columns; first += kTile) {
+        int64_t count = std::min(columns - first, kTile);
+        for (int64_t row = 0; row < rows; ++row) {
+            const uint8_t *words = from + row * stride + first * kSize;
+            uint8_t *to = packed + (first * kPanel + row) * kSize;
+            for (int64_t i = 0; i < count; ++i) store(to + i * kPanel * kSize, load<Word>(words + i * kSize));
+        }
+    }
+}
+
+void pack_words(const Type &type, const uint8_t *from, int64_t rows, int64_t columns, uint8_t *packed) {
+    if (type.id == DELTIC_F32) return pack_words<uint32_t>(from, columns * 4, rows, columns, packed);
+    if (type.id == DELTIC_F16) return pack_words<uint16_t>(from, columns * 2, rows, columns, packed);
+    pack_words<uint32_t>(from, columns * 2, rows, columns / 2, packed);
+    if (columns % 2 == 0) return;
+    for (int64_t row = 0; row < kPanel; ++row) {
+        uint32_t word = row < rows ? load<uint16_t>(from + (row * columns + columns - 1) * 2) : 0;
+        store(packed + columns / 2 * kVector + row * 4, word);
+    }
+}
+
+void pack_block(const Type &type, const uint8_t *const *blocks, uint8_t *packed) {
+    for (int i = 0; i < type.halves; ++i, packed += 2 * kPanel) {
+        for (int row = 0; row < kPanel; ++row) store(packed + 2 * row, load<uint16_t>(blocks[row] + type.half[i]));
+    }
+    for (int row = 0; row < kPanel && type.scales; ++row) {
+        uint8_t scales[kMostScales];
+        type.read_scales(blocks[row], scales);
+        for (int i = 0; i < type.scales; ++i) packed[i * kPanel + row] = scales[i];
+    }
+    packed += type.scales * kPanel;
+    for (int i = 0; i < type.planes; ++i) {
+        const Plane &plane = type.plane[i];
+        plane.pack(blocks, plane.offset, int(type.weights / kGroup), packed, group_bytes(type));
+        packed += plane.bits * kVector;
+    }
+}
+
+void pack_panel(const Type &type, const uint8_t *from, int64_t rows, int64_t columns, uint8_t *packed) {
+    if (!type.planes) return pack_words(type, from, rows, columns, packed);
+    int64_t count = blocks_of(type, columns);
+    // A block that packs to zeros stands for the rows that are missing.
+    uint8_t zeros[kLargestBlock] = {};
+    if (type.plane[0].bits == 8) std::memset(zeros + type.plane[0].offset, 0x80, kGroup);
+    const uint8_t *blocks[kPanel];
+    for (int64_t i = 0; i < count; ++i, packed += type.bytes * kPanel) {
+        for (int64_t row = 0; row < kPanel; ++row) {
+            blocks[row] = row < rows ? from + (row * count + i) * type.bytes : zeros;
+            // Sixteen streams are more than processors foresee: ask for the next blocks (harmless past the last).
+            for (int64_t at = 0; at < type.bytes; at += kVector) __builtin_prefetch(blocks[row] + type.bytes + at);
+        }
+        pack_block(type, blocks, packed);
+    }
+}
+
+// ---- Unpacking.
+
+float word_number(const Type &type, const uint8_t *panel, int64_t row, int64_t column) {
+    if (type.id == DELTIC_F32) return load<float>(panel + (column * kPanel + row) * 4);
+    if (type.id == DELTIC_F16) return widen_half(load<uint16_t>(panel + (column * kPanel + row) * 2));
+    uint32_t bits = load<uint16_t>(panel + column / 2 * kVector + row * 4 + column % 2 * 2);
+    return std::bit_cast<float>(bits << 16);
+}
+
+void unpack_group(const Type &type, const uint8_t *packed, int64_t row, const float *scale, const float *minimum,
+                  float *out) {
+    uint32_t words[kWords] = {};
+    for (int i = 0, position = 0; i < type.planes; position += type.plane[i++].bits) {
+        type.plane[i].unpack(packed, row, position, words);
+        packed += type.plane[i].bits * kVector;
+    }
+    uint8_t codes[kGroup];
+    std::memcpy(codes, words, sizeof codes);
+    int numbers[kGroup];
+    for (int i = 0; i < kGroup; ++i) numbers[i] = type.numbers ? type.numbers[codes[i]] : codes[i] - type.zero;
+    for (int half = 0; half < 2; ++half) {
+        for (int i = half * 16; i < half * 16 + 16; ++i) out[i] = float(numbers[i]) * scale[half] - minimum[half];
+    }
+}
+
+void unpack_block(const Type &type, const uint8_t *packed, int64_t row, float *out) {
+    float halves[2] = {};
+    uint8_t scales[kMostScales];
+    Factors factors;
+    for (int i = 0; i < type.halves; ++i, packed += 2 * kPanel) {
+        halves[i] = widen_half(load<uint16_t>(packed + 2 * row));
+    }
+    for (int i = 0; i < type.scales; ++i, packed += kPanel) scales[i] = packed[row];
+    type.factors(halves[0], halves[1], scales, factors);
+    for (int64_t group = 0; group < type.weights / kGroup; ++group, packed += group_bytes(type)) {
+        unpack_group(type, packed, row, factors.scale + 2 * group, factors.minimum + 2 * group, out + group * kGroup);
+    }
+}
+
+void unpack_row(const Type &type, const uint8_t *panel, int64_t row, int64_t columns, float *out) {
+    if (!type.planes) {
+        for (int64_t column = 0; column < columns; ++column) out[column] = word_number(type, panel, row, column);
+        return;
+    }
+    for (int64_t i = 0; i < columns / type.weights; ++i) {
+        unpack_block(type, panel + i * type.bytes * kPanel, row, out + i * type.weights);
+    }
+}
+
+} // namespace
+
+BlockShape block_shape(int64_t id) {
+    const Type *type = find(id);
+    return type ? BlockShape{type->weights, type->bytes * kPanel} : BlockShape{0, 0};
+}
+
+} // namespace deltic
+
+using namespace deltic;
+
+extern "C" int64_t deltic_packed_bytes(int64_t id, int64_t rows, int64_t columns) {
+    const Type *type = find(id);
+    if (!type || rows < 0 || columns <= 0 || (columns % type->weights && id != DELTIC_BF16)) return -1;
+    int64_t panels = rows / kPanel + (rows % kPanel != 0), bytes;
+    bool overflow = __builtin_mul_overflow(blocks_of(*type, columns), type->bytes * kPanel, &bytes) ||
+                    __builtin_mul_overflow(bytes, panels, &bytes);
+    return overflow ? -1 : bytes;
+}
+
+extern "C" void deltic_pack(int64_t id, const void *blocks, int64_t first, int64_t count, int64_t columns,
+                            void *packed) {
+    const Type &type = *find(id);
+    int64_t panel = blocks_of(type, columns) * type.bytes * kPanel;
+    // In a file, the last block of a row with an odd number of bfloat16 is a half one.
+    int64_t row = type.bytes * columns / type.weights;
+    auto from = static_cast<const uint8_t *>(blocks);
+    auto to = static_cast<uint8_t *>(packed) + first / kPanel * panel;
+    for (int64_t done = 0; done < count; done += kPanel, to += panel) {
+        pack_panel(type, from + done * row, std::min(count - done, kPanel), columns, to);
+    }
+}
+
+extern "C" void deltic_unpack_rows(const deltic_matrix *matrix, const int64_t *rows, int64_t count, float *out) {
+    const Type &type = *find(matrix->type);
+    int64_t panel = panel_bytes(*matrix);
+    auto data = static_cast<const uint8_t *>(matrix->data);
+    for (int64_t i = 0; i < count; ++i, out += matrix->columns) {
+        unpack_row(type, data + rows[i] / kPanel * panel, rows[i] % kPanel, matrix->columns, out);
+    }
+}

@@ -1,0 +1,111 @@
+// A whole step: embedding, layers, head.
+#include <cmath>
+#include <cstring>
+
+#include "layers.hpp"
+#include "levels.hpp"
+#include "matrix.hpp"
+#include "pool.hpp"
+
+namespace deltic {
+namespace {
+
+// Scratch slots of a step; the kernels that it calls have the others.
+enum { kResidual = 24, kNormed, kDelta, kProj, kMixed, kCosines, kSines, kLast };
+
+// Rotary tables [tokens, rotary_dim], halves repeated.
+void rotary(deltic_pool *pool, const deltic_model &model, const deltic_batch &batch, float *cosines, float *sines) {
+    int64_t half = model.rotary_dim / 2, tokens = batch.tokens;
+    parallel(pool, (tokens + 15) / 16, [&](int64_t piece, int) {
+        for (int64_t token = piece * 16; token < tokens && token < piece * 16 + 16; ++token)
+            for (int64_t i = 0; i < half; ++i) {
+                float angle = float(batch.positions[model.axes[i] * tokens + token]) * model.frequencies[i];
+                float *cosine = cosines + token * 2 * half + i, *sine = sines + token * 2 * half + i;
+                cosine[0] = cosine[half] = float(std::cos(double(angle)));
+                sine[0] = sine[half] = float(std::sin(double(angle)));
+            }
+    });
+}
+
+// The rows that `index` names, one after another; in place, as the index ascends.
+void gather(float *rows, int64_t width, const int64_t *index, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+        std::memmove(rows + i * width, rows + index[i] * width, size_t(width) * sizeof(float));
+}
+
+struct Step {
+    deltic_pool *pool;
+    const deltic_model &model;
+    const deltic_batch &batch;
+    float *residual, *normed, *delta, *cosines, *sines;
+
+    // The mixer of a layer without its output projection: [tokens, columns of that projection].
+    float *mix(const deltic_layer &layer) const {
+        const deltic_weight &in = layer.gdn ? layer.gdn->in_proj : layer.attention->qkv;
+        const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
+        float *proj = scratch_of<float>(pool, kProj, batch.tokens * rows_of(in));
+        float *mixed = scratch_of<float>(pool, kMixed, batch.tokens * out.parts[0].columns);
+        linear(pool, normed, batch.tokens, in, proj, rows_of(in));
+        if (layer.gdn)
+            kernels().gdn(pool, *layer.gdn, *layer.states, batch, proj, mixed);
+        else
+            kernels().attention(pool, *layer.attention, *layer.kv, batch, cosines, sines, proj, mixed);
+        return mixed;
+    }
+
+    // One layer; the last one goes on with the tokens alone whose logits are wanted. Returns how many go on.
+    int64_t run(const deltic_layer &layer, bool first, bool last) const {
+        const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
+        int64_t tokens = batch.tokens, hidden = model.hidden;
+        kernels().add_norm(pool, residual, first ? nullptr : delta, layer.input_norm, residual, normed, tokens, hidden,
+                           model.eps);
+        float *mixed = mix(layer);
+        if (last) {
+            tokens = batch.logits;
+            gather(mixed, out.parts[0].columns, batch.logit_tokens, tokens);
+            gather(residual, hidden, batch.logit_tokens, tokens);
+        }
+        linear(pool, mixed, tokens, out, delta, hidden);
+        kernels().add_norm(pool, residual, delta, layer.post_norm, residual, normed, tokens, hidden, model.eps);
+        mlp(pool, normed, tokens, layer.gate_up, layer.down, delta);
+        return tokens;
+    }
+};
+
+}  // namespace
+
+void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride) {
+    kernels().linear(pool, x, tokens, weight, y, stride);
+}
+
+void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &gate_up, const deltic_weight &down,
+         float *y) {
+    int64_t both = rows_of(gate_up), width = both / 2;
+    float *wide = scratch_of<float>(pool, 4, tokens * both), *gated = scratch_of<float>(pool, 5, tokens * width);
+    linear(pool, x, tokens, gate_up, wide, both);
+    kernels().silu_mul(pool, wide, gated, tokens, width);
+    linear(pool, gated, tokens, down, y, rows_of(down));
+}
+
+void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &batch, float *final_hidden,
+             float *logits) {
+    int64_t tokens = batch.tokens, hidden = model.hidden;
+    float *row[7];
+    for (int slot = kResidual; slot <= kDelta; ++slot)
+        row[slot - kResidual] = scratch_of<float>(pool, slot, tokens * hidden);
+    for (int slot = kCosines; slot <= kSines; ++slot)
+        row[slot - kResidual] = scratch_of<float>(pool, slot, tokens * model.rotary_dim);
+    Step step{pool, model, batch, row[0], row[1], row[2], row[5], row[6]};
+    rotary(pool, model, batch, step.cosines, step.sines);
+    parallel(pool, (tokens + 15) / 16, [&](int64_t piece, int) {
+        int64_t begin = piece * 16, end = begin + 16 < tokens ? begin + 16 : tokens;
+        deltic_unpack_rows(&model.embedding, batch.ids + begin, end - begin, step.residual + begin * hidden);
+    });
+    for (int64_t index = 0; index < model.layers; ++index)
+        tokens = step.run(model.layer[index], index == 0, index + 1 == model.layers);
+    float *last = final_hidden ? final_hidden : scratch_of<float>(pool, kLast, tokens * hidden);
+    kernels().add_norm(pool, step.residual, step.delta, model.norm, step.residual, last, tokens, hidden, model.eps);
+    if (logits) linear(pool, last, tokens, model.head, logits, rows_of(model.head));
+}
+
+}  // namespace deltic

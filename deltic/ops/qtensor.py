@@ -1,0 +1,85 @@
+"""Matrices that stay packed: quantized blocks, or plain numbers in the order that the compiled kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 30)}
+"""Name and number of the GGUF type that a dtype is."""
+_ALIGNMENT = 64
+_ROWS = 16
+_PIECE = 16 << 20
+"""Bytes that are read and packed at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QTensor:
+    """A matrix [rows, columns] packed as csrc/matrix.hpp says.
+
+    type: name of its GGUF type. data: uint8, aligned. matrix: the struct by which the kernels know it.
+    """
+
+    type: str
+    rows: int
+    columns: int
+    data: Tensor
+    matrix: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """The rows `ids` [N] int64 as float32 [N, columns]."""
+        from deltic.ops.cpu.library import library
+
+        out = torch.empty(len(ids), self.columns)
+        wanted = ids.contiguous()
+        library().deltic_unpack_rows(byref(self.matrix), wanted.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+    def dequantize(self) -> Tensor:
+        """The whole matrix in float32."""
+        return self.lookup(torch.arange(self.rows))
+
+
+def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int,
+              read: Callable[[int, int], Any]) -> QTensor:
+    """Pack a matrix whose rows take `row_bytes` in a file or tensor; `read(start, count)` gives its bytes as a
+    contiguous uint8 array or tensor. Piece by piece, so that memory stays near the size of the result."""
+    from deltic.ops.cpu.library import Matrix, library
+
+    size = library().deltic_packed_bytes(number, rows, columns)
+    if size < 0:
+        raise ValueError(f"a matrix of {columns} columns cannot be packed as {type}")
+    raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+    skip = -raw.data_ptr() % _ALIGNMENT
+    data = raw[skip:skip + size]
+    step = max(_ROWS, _PIECE // row_bytes // _ROWS * _ROWS)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        piece = torch.as_tensor(read(first * row_bytes, count * row_bytes))
+        library().deltic_pack(number, piece.data_ptr(), first, count, columns, data.data_ptr())
+    return QTensor(type, rows, columns, data, Matrix(number, rows, columns, data.data_ptr()))
+
+
+def pack_tensor(weight: Tensor) -> QTensor:
+    """Pack a matrix [rows, columns] of float32, float16 or bfloat16."""
+    name, number = PLAIN_TYPES[weight.dtype]
+    raw = weight.contiguous().view(-1).view(torch.uint8)
+    rows, columns = weight.shape
+    return pack_rows(name, number, rows, columns, columns * weight.itemsize,
+                     lambda start, count: raw[start:start + count])
