@@ -21,10 +21,13 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Worker:
-    """A process that loads something once and then works on tasks, one at a time and only when asked."""
+    """A process that loads something once and then works on tasks, one at a time and only when asked.
 
-    def __init__(self, script: str, settings: dict[str, Any]) -> None:
-        command = [sys.executable, script, "--worker", json.dumps(settings)]
+    python: the interpreter, where the script needs packages that this one does not have.
+    """
+
+    def __init__(self, script: str, settings: dict[str, Any], python: str = sys.executable) -> None:
+        command = [python, script, "--worker", json.dumps(settings)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                          env=environment())
         self.ready = self._read()
@@ -73,9 +76,9 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 def record(file: str, result: dict[str, Any]) -> None:
     """Append a line to results/FILE.jsonl, with what is needed to understand and repeat it, and print it."""
-    import torch
+    from deltic.ops.cpu import threads as threads_in_use
 
-    threads = result.get("threads", torch.get_num_threads())
+    threads = result.get("threads", threads_in_use())
     line = {"bench": file, **result, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": shlex.join(["python", *sys.argv]), "machine": {**machine_facts(), "threads": threads},
             "load_average": os.getloadavg()[0], "version": __version__, "commit": commit()}

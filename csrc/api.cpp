@@ -47,6 +47,13 @@ int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_w
     return guarded([&] { deltic::mlp(pool, x, tokens, *gate_up, *down, y); });
 }
 
+int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,
+               const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy) {
+    return guarded([&] {
+        deltic::kernels().top(pool, logits, rows, width, count, temperatures, values, ids, log_totals, healthy);
+    });
+}
+
 int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_batch *batch, float *final_hidden,
                    float *logits) {
     return guarded([&] { deltic::forward(pool, *model, *batch, final_hidden, logits); });

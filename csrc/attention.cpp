@@ -3,8 +3,8 @@
 // A token's result must not depend on the chunk, the batch or the threads that it comes with, so there is one order of
 // operations per token and head. The context is cut at absolute multiples of kPart positions. Within a part: scores as
 // sums over the dimensions in their order, their maximum, weights relative to it, sums of weighted values over the
-// positions in their order. Then the parts are merged in their order (`merge`). Whether one thread does all parts or each
-// part is a job of its own, and how many queries share the keys that were loaded, changes speed only.
+// positions in their order. Then the parts are merged in their order (`merge`). Whether one thread does all parts or
+// each part is a job of its own, and how many queries share the keys that were loaded, changes speed only.
 //
 // Vectors of scores have positions as lanes: whatever lies in the keys of positions that a query must not see stays in
 // lanes that are masked. Values of such positions are never multiplied at all.
@@ -20,13 +20,34 @@ constexpr int64_t kPart = 512;
 // From one query's scores to the next one's: no power of two, lest all queries of a tile share a few cache sets.
 constexpr int64_t kScores = kPart + kLanes;
 
-// Sums of a tile of queries by vectors that fit into registers: kTile * kWide vectors.
+// The inner loops keep the sums of a tile of queries in registers: kTile * kWide of them, as wide as the level has.
 #if defined(__AVX512F__)
 constexpr int kTile = 12, kWide = 2;
+typedef Floats Vector;
+DELTIC_INLINE Vector add_product(Vector a, Vector b, Vector c) { return fma(a, b, c); }
+#elif defined(__AVX2__)
+constexpr int kTile = 4, kWide = 2;
+typedef float Vector __attribute__((vector_size(32)));
+DELTIC_INLINE Vector add_product(Vector a, Vector b, Vector c) {
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
 #else
-constexpr int kTile = 4, kWide = 1;
+constexpr int kTile = 2, kWide = 4;
+typedef float Vector __attribute__((vector_size(16)));
+DELTIC_INLINE Vector add_product(Vector a, Vector b, Vector c) { return a * b + c; }
 #endif
-constexpr int64_t kPanel = kWide * kLanes;
+constexpr int kVector = sizeof(Vector) / 4;
+// Positions, or dimensions of values, in a row of unpacked memory.
+constexpr int64_t kPanel = kWide * kVector;
+static_assert(kPanel % kPage == 0);
+
+DELTIC_INLINE Vector repeat(float x) { return x - Vector{}; }
+DELTIC_INLINE Vector load_vector(const float *from) { return load<Vector>(from); }
+DELTIC_INLINE Vector load_vector(const uint16_t *from) {
+    typedef uint16_t Few __attribute__((vector_size(kVector * 2)));
+    typedef uint32_t Bits __attribute__((vector_size(kVector * 4)));
+    return (Vector)(__builtin_convertvector(load<Few>(from), Bits) << 16);
+}
 
 // Queries that share keys and values once those are unpacked.
 constexpr int64_t kJobQueries = 96;
@@ -104,7 +125,8 @@ template <typename T> void prepare_token(const Call &call, int64_t token) {
     int64_t at = call.batch.store[token] * call.stride();
     T *key_to = static_cast<T *>(call.kv.keys) + at, *value_to = static_cast<T *>(call.kv.values) + at;
     for (int64_t head = 0; head < layer.kv_heads; ++head)
-        prepare_head(keys + head * dim, layer.k_norm, cosines, sines, dim, turned, layer.eps, 1.0f, key_to + head * dim);
+        prepare_head(keys + head * dim, layer.k_norm, cosines, sines, dim, turned, layer.eps, 1.0f,
+                     key_to + head * dim);
     for (int64_t i = 0; i < call.stride(); i += kLanes)
         put(value_to + i, take(values + i, call.stride() - i), call.stride() - i);
 }
@@ -180,20 +202,20 @@ template <typename T> DELTIC_INLINE void fetch_lines(const T *page, int64_t stri
 
 // Scores of a tile, queries [dim, R], at the positions of a panel of keys [dim, kPanel].
 template <int R> void score_panel(const float *queries, const float *panel, int64_t dim, float *scores) {
-    Floats sum[R][kWide] = {};
+    Vector sum[R][kWide] = {};
     for (int64_t d = 0; d < dim; ++d, queries += R, panel += kPanel) {
-        Floats key[kWide];
+        Vector key[kWide];
 #pragma GCC unroll 4
-        for (int w = 0; w < kWide; ++w) key[w] = loadf(panel + w * kLanes);
+        for (int w = 0; w < kWide; ++w) key[w] = load_vector(panel + w * kVector);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-            for (int w = 0; w < kWide; ++w) sum[r][w] = fma(splat(queries[r]), key[w], sum[r][w]);
+            for (int w = 0; w < kWide; ++w) sum[r][w] = add_product(repeat(queries[r]), key[w], sum[r][w]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int w = 0; w < kWide; ++w) store(scores + r * kScores + w * kLanes, sum[r][w]);
+        for (int w = 0; w < kWide; ++w) store(scores + r * kScores + w * kVector, sum[r][w]);
 }
 
 // The same at the positions of a page, straight from its keys; for tiles that share them with no other.
@@ -215,31 +237,35 @@ void score_page(const float *queries, const T *keys, int64_t stride, int64_t dim
 // Adds the values [count, W vectors] times each query's weights to its sums.
 template <int R, int W, typename T>
 void weigh(const T *values, int64_t stride, const float *weights, int64_t count, float *sums, int64_t record) {
-    Floats sum[R][W];
+    Vector sum[R][W];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) sum[r][w] = loadf(sums + r * record + w * kLanes);
+        for (int w = 0; w < W; ++w) sum[r][w] = load_vector(sums + r * record + w * kVector);
     for (int64_t i = 0; i < count; ++i, values += stride) {
-        Floats value[W];
+        Vector value[W];
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) value[w] = load_wide(values + w * kLanes);
+        for (int w = 0; w < W; ++w) value[w] = load_vector(values + w * kVector);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-            for (int w = 0; w < W; ++w) sum[r][w] = fma(splat(weights[r * kScores + i]), value[w], sum[r][w]);
+            for (int w = 0; w < W; ++w) sum[r][w] = add_product(repeat(weights[r * kScores + i]), value[w], sum[r][w]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) store(sums + r * record + w * kLanes, sum[r][w]);
+        for (int w = 0; w < W; ++w) store(sums + r * record + w * kVector, sum[r][w]);
 }
 
 // body(std::integral_constant R) for the R that a tile of so many rows is padded to.
 template <typename Body> DELTIC_INLINE void by_rows(int64_t rows, Body &&body) {
-    if (kTile == 4 || rows <= 4) return body(std::integral_constant<int, 4>());
-    if (rows <= 8) return body(std::integral_constant<int, 8>());
-    body(std::integral_constant<int, 12>());
+    if constexpr (kTile <= 4) {
+        body(std::integral_constant<int, kTile>());
+    } else {
+        if (rows <= 4) return body(std::integral_constant<int, 4>());
+        if (rows <= 8) return body(std::integral_constant<int, 8>());
+        body(std::integral_constant<int, 12>());
+    }
 }
 
 // ---- Results of parts.
@@ -338,9 +364,12 @@ template <typename T> struct Worker {
         int64_t number = call.batch.pages[job.row * call.batch.table + (start + position) / kPage];
         return static_cast<const T *>(pool) + number * kPage * call.stride() + job.head * dim;
     }
-    // The same of the next page that the job needs of these, if there is one.
-    const T *next_page(const void *pool, int64_t position) const {
-        return page(pool, position + kPage < positions ? position + kPage : position);
+    // What is needed after the keys, or the values, of the page at a position: the part's keys come before its values.
+    const T *after_keys(int64_t position) const {
+        return position + kPage < positions ? page(call.kv.keys, position + kPage) : page(call.kv.values, 0);
+    }
+    const T *after_values(int64_t position) const {
+        return page(call.kv.values, position + kPage < positions ? position + kPage : position);
     }
 
     // Queries as [dim, rows of the tile], tile by tile.
@@ -422,10 +451,17 @@ template <typename T> struct Worker {
     void score_directly() {
         by_rows(queries, [&](auto padded) {
             for (int64_t i = 0; i < positions; i += kPage) {
-                const T *keys = page(call.kv.keys, i), *next = next_page(call.kv.keys, i);
-                for (int64_t h = 0; h < job.heads; ++h)
-                    score_page<padded.value>(space.queries + h * rows * dim, keys + h * dim, call.stride(), dim,
-                                             space.scores + h * rows * kScores + i, next + h * dim);
+                const T *keys = page(call.kv.keys, i), *next = after_keys(i);
+                for (int64_t h = 0; h < job.heads; ++h) {
+                    const float *own = space.queries + h * rows * dim;
+                    float *scores = space.scores + h * rows * kScores + i;
+                    if constexpr (kPanel > kPage) {
+                        score_page<padded.value>(own, keys + h * dim, call.stride(), dim, scores, next + h * dim);
+                    } else {  // too few registers for unpacking on the way
+                        unpack_keys(keys + h * dim, next + h * dim, space.panel);
+                        score_panel<padded.value>(own, space.panel, dim, scores);
+                    }
+                }
             }
         });
     }
@@ -433,7 +469,7 @@ template <typename T> struct Worker {
     void weigh_directly(float *result) {
         int64_t shared = seen(0);
         for (int64_t i = 0; i < positions; i += kPage) {
-            const T *values = page(call.kv.values, i), *next = next_page(call.kv.values, i);
+            const T *values = page(call.kv.values, i), *next = after_values(i);
             for (int64_t h = 0; h < job.heads; ++h)
                 for (int64_t d = 0; d < dim; d += kPanel) {
                     const T *from = values + h * dim + d;
@@ -446,7 +482,8 @@ template <typename T> struct Worker {
 
     void score() {
         for (int64_t i = 0; i < positions; i += kPanel) {
-            for (int64_t j = 0; j < kPanel && i + j < positions; j += kPage) unpack_keys(i + j, space.panel + j);
+            for (int64_t j = 0; j < kPanel && i + j < positions; j += kPage)
+                unpack_keys(page(call.kv.keys, i + j), after_keys(i + j), space.panel + j);
             for (int64_t tile = 0; tile < queries; tile += kTile) {
                 if (seen(tile + tile_rows(tile) - 1) <= i) continue;
                 by_rows(tile_rows(tile), [&](auto rows) {
@@ -456,12 +493,13 @@ template <typename T> struct Worker {
             }
         }
     }
-    // Keys of the page at a position as [dim, kPanel].
-    void unpack_keys(int64_t position, float *to) {
-        const T *keys = page(call.kv.keys, position);
+    // Keys of a page as [dim, kPanel].
+    void unpack_keys(const T *keys, const T *next, float *to) {
         int64_t whole = dim / kGroup<T> * kGroup<T>;
-        for (int64_t d = 0; d < whole; d += kGroup<T>)
+        for (int64_t d = 0; d < whole; d += kGroup<T>) {
+            fetch_lines(next + d, call.stride());
             columns(keys + d, call.stride(), [&](int64_t i, Floats key) { store(to + (d + i) * kPanel, key); });
+        }
         for (int64_t d = whole; d < dim; ++d)
             for (int64_t i = 0; i < kPage; ++i) to[d * kPanel + i] = widen(keys[i * call.stride() + d]);
     }
@@ -481,7 +519,7 @@ template <typename T> struct Worker {
             const T *values = page(call.kv.values, i) + i % kPage * call.stride() + first;
             float *to = space.panel + i * kPanel;
             if (width == kPanel)
-                for (int w = 0; w < kPanel; w += kLanes) store(to + w, load_wide(values + w));
+                for (int w = 0; w < kPanel; w += kVector) store(to + w, load_vector(values + w));
             else
                 for (int w = 0; w < kPanel; ++w) to[w] = w < width ? widen(values[w]) : 0.0f;
         }
@@ -515,26 +553,27 @@ template <typename T> struct Plan {
     int64_t jobs = 0, cut = 0;                          // how many; how many are cut into a job per part
     int64_t rows = rows_of(call, block);                // of a job, at most
     int64_t results = 0;                                // floats of the results of those parts
-    int64_t short_parts = 0;
+    int64_t parts = 0;                                  // of all blocks of tokens
 
     // body(job, whether it is to be cut) for all jobs.
     template <typename Body> void each(Body &&body) {
         const auto &batch = call.batch;
         for (int64_t row = batch.rows - 1; row >= 0; --row) {
             int64_t chunk = batch.starts[row + 1] - batch.starts[row];
-            // Threads get whole pages if there are enough for all of them.
-            bool together = short_parts >= 2 * threads && Worker<T>::direct(call, chunk);
+            // A job takes whole pages if there is enough to do for all threads.
+            bool together = parts >= 2 * threads && Worker<T>::direct(call, chunk);
             int64_t heads = together ? call.layer.kv_heads : 1;
             for (int64_t first = (chunk - 1) / block * block; first >= 0; first -= block)
                 for (int64_t head = 0; head < call.layer.kv_heads; head += heads) {
-                    int64_t tokens = least(block, chunk - first), parts = (batch.done[row] + first + tokens - 1) / kPart + 1;
+                    int64_t tokens = least(block, chunk - first);
+                    int64_t end = (batch.done[row] + first + tokens - 1) / kPart + 1;
                     int64_t step = heads * rows_of(call, tokens) * call.record;
-                    body(Job{row, first, tokens, head, heads, 0, parts, nullptr, step}, chunk <= kShortChunk && parts > 1);
+                    body(Job{row, first, tokens, head, heads, 0, end, nullptr, step}, chunk <= kShortChunk && end > 1);
                 }
         }
     }
     void count() {
-        each([&](const Job &job, bool) { short_parts += job.tokens <= kShortChunk && job.head == 0 ? job.end : 0; });
+        each([&](const Job &job, bool) { parts += job.head == 0 ? job.end : 0; });
         each([&](const Job &job, bool cuts) {
             jobs += cuts ? job.end : 1;
             cut += cuts;

@@ -60,6 +60,10 @@ int64_t deltic_packed_bytes(int64_t type, int64_t rows, int64_t columns);
 void deltic_pack(int64_t type, const void *blocks, int64_t first, int64_t count, int64_t columns, void *packed);
 /* The numbers of single rows: out [count, columns]. Needs no pool; any thread may call it. */
 void deltic_unpack_rows(const deltic_matrix *matrix, const int64_t *rows, int64_t count, float *out);
+/* Rows of numbers to rows of blocks as they lie in a GGUF file, of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K; -1
+ * for another type or columns that are no multiple of its block. No number may be beyond float16 or NaN. Needs no pool;
+ * any thread may call it. */
+int deltic_quantize(int64_t type, const float *x, int64_t rows, int64_t columns, void *blocks);
 
 /* y [tokens, rows of all parts] = x [tokens, columns] weight^T. Quantized types multiply with activations rounded to
  * 8 bits in blocks of 256 (of 32 where columns is no multiple of 256), bfloat16 with bfloat16 activations, all others
@@ -131,6 +135,12 @@ void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delt
 /* y = down(silu(gate) * up), gate and up being the two halves of the rows of gate_up. */
 int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
                const deltic_weight *down, float *y);
+
+/* The `count` largest logits of each row, best first and of equal ones the lower id first: values, ids [rows, count]
+ * (-inf and 0 where the row has fewer). healthy [rows]: all logits are finite, and they are not all equal. With
+ * temperatures [rows] also log_totals [rows]: log of the sum of exp(logit / temperature); else both are null. */
+int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,
+               const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);
 
 /* ---- A whole model. */
 

@@ -6,8 +6,7 @@
 // What the convolution and the gates make of the tokens lies in scratch, one entry per head and token:
 //   key entry:   key [key_pad], query / sqrt(key_dim) [key_pad], key . query
 //   value entry: value, later the rule's output [value_pad], decay, beta
-// Pads are zero. A window of the batch's tokens is worked on at a time, so that entries stay in the cache. Scratch slots
-// 6 to 8.
+// Pads are zero. The batch is worked on in windows of tokens, so that entries stay in the cache. Scratch slots 6 to 8.
 #include <math.h>
 
 #include "levels.hpp"
@@ -26,8 +25,10 @@ constexpr int kNative = 8;
 constexpr int kNative = 4;
 #endif
 typedef float Native __attribute__((vector_size(kNative * 4)));
+typedef uint32_t NativeWords __attribute__((vector_size(kNative * 4)));
 
 DELTIC_INLINE Native spread(float x) { return x - Native{}; }
+DELTIC_INLINE Native loadn(const float *from) { return load<Native>(from); }
 DELTIC_INLINE Native fused(Native a, Native b, Native c) {
 #if defined(__AVX512F__)
     return (Native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -65,12 +66,11 @@ struct Job {
     const deltic_batch &batch;
     const float *proj;
     float *out;
-    int64_t group, channels, width;                         // value heads per key head; numbers per token of proj
-    int64_t key_pad, value_pad, key_entry, value_entry;     // the last two: floats of an entry
-    int64_t stage_pad, work_size;
-    int64_t room;                                           // tokens that have an entry
-    float *keys, *values, *work;                            // entries; room for each thread
-    int64_t base = 0;                                       // the token of the first entry
+    int64_t group{}, channels{}, width{};            // value heads per key head; numbers per token of proj
+    int64_t key_pad{}, value_pad{}, stage_pad{};     // dimensions in whole vectors; the larger of the two
+    int64_t key_entry{}, value_entry{}, work_size{}; // floats of an entry, and of a thread's room
+    int64_t room{}, base{};                          // how many tokens have entries, and the first of them
+    float *keys{}, *values{}, *work{};               // entries; the threads' rooms
 
     Row row(int64_t index) const {
         int64_t first = batch.starts[index];
@@ -117,67 +117,63 @@ struct Job {
 
 // ---- Raw inputs: staging, convolution, ring.
 
-template <typename T> DELTIC_INLINE Floats load_some(const T *from, int64_t count) {
-    if (count >= kLanes) return load_wide(from);
-    T lanes[kLanes] = {};
-    std::memcpy(lanes, from, size_t(count) * sizeof(T));
-    return load_wide(lanes);
+// Numbers as they are after a stay in the ring; see `narrow`.
+DELTIC_INLINE Native as_stored(Native v, float) { return v; }
+DELTIC_INLINE Native as_stored(Native v, uint16_t) {
+    NativeWords word = (NativeWords)v, sick = (NativeWords)(v != v);
+    word = (word + 0x7fff + ((word >> 16) & 1)) & 0xffff0000u;
+    return (Native)((word & ~sick) | (0x7fc00000u & sick));
 }
-template <typename T> DELTIC_INLINE void store_some(T *to, Floats v, int64_t count) {
-    if (count >= kLanes) return store_narrow(to, v);
-    T lanes[kLanes];
-    store_narrow(lanes, v);
-    std::memcpy(to, lanes, size_t(count) * sizeof(T));
-}
-template <typename T> DELTIC_INLINE Floats rounded(Floats v) {
-    T lanes[kLanes];
-    store_narrow(lanes, v);
-    return load_wide(lanes);
+template <typename T> DELTIC_INLINE float as_stored(float value) {
+    T kept;
+    narrow(value, kept);
+    return widen(kept);
 }
 
 // The raw inputs of `count` tokens from the chunk's token `begin` on, and of the kernel - 1 before these, as floats.
+// `ahead`: how far behind these the inputs lie that are staged next; so few at a time come from everywhere that the
+// processor does not see them coming.
 template <typename T>
 void stage_inputs(const Job &job, const Row &row, int64_t begin, int64_t count, int64_t channel, int64_t channels,
-                  float *to) {
-    int64_t before = job.layer.kernel - 1;
+                  int64_t ahead, float *to) {
+    int64_t before = job.layer.kernel - 1, whole = channels / kNative * kNative;
     for (int64_t token = begin - before; token < begin + count; ++token, to += job.stage_pad) {
+        std::memset(to + whole, 0, size_t(padded(channels) - whole) * 4);
         if (token >= 0) {
             const float *from = job.proj + (row.first + token) * job.width + channel;
-            for (int64_t j = 0; j < channels; j += kLanes) store(to + j, rounded<T>(load_some(from + j, channels - j)));
+            for (int64_t j = 0; j < channels; j += kLanes) __builtin_prefetch(from + ahead + j);
+            for (int64_t j = 0; j < whole; j += kNative) store(to + j, as_stored(loadn(from + j), T{}));
+            for (int64_t j = whole; j < channels; ++j) to[j] = as_stored<T>(from[j]);
         } else if (row.done + token >= 0) {
-            int64_t place = (row.done + token) % job.states.places;
+            int64_t place = (row.done + token) % job.states.places, j = 0;
             const T *from = job.ring_of<T>(row.source) + place * job.channels + channel;
-            for (int64_t j = 0; j < channels; j += kLanes) store(to + j, load_some(from + j, channels - j));
+            for (; j + kLanes <= channels; j += kLanes) store(to + j, load_wide(from + j));
+            for (; j < channels; ++j) to[j] = widen(from[j]);
         } else {
-            for (int64_t j = 0; j < channels; j += kLanes) store(to + j, Floats{});
+            std::memset(to, 0, size_t(whole) * 4);
         }
     }
 }
 
-// to [4, stride]: 16 channels of [channels, 4].
-DELTIC_INLINE void transpose_four(const float *from, float *to, int64_t stride) {
-#define DELTIC_EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-#define DELTIC_ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-    Floats a = loadf(from), b = loadf(from + 16), c = loadf(from + 32), d = loadf(from + 48);
-    Floats even = DELTIC_EVEN(a, b), even_too = DELTIC_EVEN(c, d), odd = DELTIC_ODD(a, b), odd_too = DELTIC_ODD(c, d);
-    store(to, DELTIC_EVEN(even, even_too));
-    store(to + stride, DELTIC_EVEN(odd, odd_too));
-    store(to + 2 * stride, DELTIC_ODD(even, even_too));
-    store(to + 3 * stride, DELTIC_ODD(odd, odd_too));
-#undef DELTIC_EVEN
-#undef DELTIC_ODD
+// [channels, 4] -> four rows; written so that compilers see the vectors in it.
+void split_four(const float *__restrict from, int64_t channels, float *__restrict a, float *__restrict b,
+                float *__restrict c, float *__restrict d) {
+    for (int64_t i = 0; i < channels; ++i, from += 4) {
+        a[i] = from[0];
+        b[i] = from[1];
+        c[i] = from[2];
+        d[i] = from[3];
+    }
 }
 
 // The channels' taps as [kernel, stage_pad].
 void arrange_taps(const Job &job, int64_t channel, int64_t channels, float *to) {
-    int64_t kernel = job.layer.kernel, stride = job.stage_pad, j = 0;
+    int64_t kernel = job.layer.kernel, stride = job.stage_pad;
     const float *from = job.layer.conv + channel * kernel;
-    if (kernel == 4)
-        for (; j + kLanes <= channels; j += kLanes) transpose_four(from + 4 * j, to + j, stride);
-    for (int64_t tap = 0; tap < kernel; ++tap) {
-        for (int64_t i = j; i < channels; ++i) to[tap * stride + i] = from[i * kernel + tap];
-        for (int64_t i = channels; i < padded(channels); ++i) to[tap * stride + i] = 0;
-    }
+    std::memset(to, 0, size_t(kernel * stride) * 4);
+    if (kernel == 4) return split_four(from, channels, to, to + stride, to + 2 * stride, to + 3 * stride);
+    for (int64_t tap = 0; tap < kernel; ++tap)
+        for (int64_t i = 0; i < channels; ++i) to[tap * stride + i] = from[i * kernel + tap];
 }
 
 DELTIC_INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
@@ -198,10 +194,10 @@ void convolve(const float *staged, const float *taps, int64_t any, int64_t pad, 
 
 template <typename T>
 void mix_channels(const Job &job, const Row &row, int64_t begin, int64_t count, int64_t channel, int64_t channels,
-                  float *to, int64_t stride, int thread) {
+                  int64_t ahead, float *to, int64_t stride, int thread) {
     float *staged = job.stage_of(thread), *taps = job.taps_of(thread);
     int64_t kernel = job.layer.kernel;
-    stage_inputs<T>(job, row, begin, count, channel, channels, staged);
+    stage_inputs<T>(job, row, begin, count, channel, channels, ahead, staged);
     arrange_taps(job, channel, channels, taps);
     auto run = kernel == 4 ? convolve<4> : convolve<0>;
     run(staged, taps, kernel, job.stage_pad, count, channels, to, stride);
@@ -221,7 +217,9 @@ void advance_ring(const Job &job, const Row &row, int64_t slot, int64_t length, 
     for (int64_t position = most(row.done, length - places); position < length; ++position) {
         const float *raw = job.proj + (row.first + position - row.done) * job.width + first;
         T *place = to + position % places * channels;
-        for (int64_t j = 0; j < count; j += kLanes) store_some(place + j, load_some(raw + j, count - j), count - j);
+        int64_t j = 0;
+        for (; j + kLanes <= count; j += kLanes) store_narrow(place + j, loadf(raw + j));
+        for (; j < count; ++j) narrow(raw[j], place[j]);
     }
 }
 
@@ -235,13 +233,19 @@ template <typename T> void advance_rings(const Job &job, const Row &row, int64_t
 
 // ---- Entries.
 
+// `count` is a multiple of 16.
 DELTIC_INLINE float dot(const float *a, const float *b, int64_t count) {
-    Floats sum = {};
-    for (int64_t j = 0; j < count; j += kLanes) sum = fma(loadf(a + j), loadf(b + j), sum);
-    return sum_lanes(sum);
+    Native sum = {};
+    for (int64_t j = 0; j < count; j += kNative) sum = fused(loadn(a + j), loadn(b + j), sum);
+    float lane[kNative];
+    store(lane, sum);
+#pragma GCC unroll 4
+    for (int width = kNative / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+    return lane[0];
 }
 DELTIC_INLINE void scale(float *x, int64_t count, float factor) {
-    for (int64_t j = 0; j < count; j += kLanes) store(x + j, loadf(x + j) * factor);
+    for (int64_t j = 0; j < count; j += kNative) store(x + j, loadn(x + j) * spread(factor));
 }
 
 // Queries and keys of one entry get length 1, queries over sqrt(key_dim).
@@ -268,16 +272,19 @@ void prepare(const Job &job, const Row &row, int64_t begin, int64_t count, int64
     const deltic_gdn_layer &layer = job.layer;
     int64_t token = row.first + begin, keys = layer.key_heads * layer.key_dim;
     float *entry = job.key_at(head, token);
-    auto mix = [&](int64_t channel, int64_t channels, float *to, int64_t stride) {
-        mix_channels<T>(job, row, begin, count, channel, channels, to, stride, thread);
+    auto mix = [&](int64_t channel, int64_t channels, int64_t next, float *to, int64_t stride) {
+        mix_channels<T>(job, row, begin, count, channel, channels, next - channel, to, stride, thread);
     };
-    mix(keys + head * layer.key_dim, layer.key_dim, entry, job.key_entry);
-    mix(head * layer.key_dim, layer.key_dim, entry + job.key_pad, job.key_entry);
+    int64_t query = head * layer.key_dim, key = keys + query;
+    auto channel_of = [&](int64_t member) { return 2 * keys + job.value_head(head, member) * layer.value_dim; };
+    mix(query, layer.key_dim, key, entry + job.key_pad, job.key_entry);
+    mix(key, layer.key_dim, channel_of(0), entry, job.key_entry);
     for (int64_t t = 0; t < count; ++t) finish_key(job, entry + t * job.key_entry);
     for (int64_t member = 0; member < job.group; ++member) {
         int64_t value = job.value_head(head, member);
         entry = job.value_at(value, token);
-        mix(2 * keys + value * layer.value_dim, layer.value_dim, entry, job.value_entry);
+        int64_t next = member + 1 < job.group ? channel_of(member + 1) : query + layer.key_dim;
+        mix(channel_of(member), layer.value_dim, next, entry, job.value_entry);
         for (int64_t t = 0; t < count; ++t) finish_value(job, value, token + t, entry + t * job.value_entry);
     }
 }
@@ -298,7 +305,7 @@ DELTIC_INLINE void recall_row(const Columns<N> &row, float key, float query, Col
 
 template <int N> DELTIC_INLINE Columns<N> load_row(const float *from) {
     Columns<N> row;
-    for (int n = 0; n < N; ++n) row.at[n] = load<Native>(from + n * kNative);
+    for (int n = 0; n < N; ++n) row.at[n] = loadn(from + n * kNative);
     return row;
 }
 template <int N> DELTIC_INLINE void store_row(float *to, const Columns<N> &row) {
@@ -373,13 +380,13 @@ void run_tokens(const Job &job, float *state, const float *key, float *entry, in
 void copy_columns(const float *from, int64_t stride, float *to, int64_t to_stride, int64_t rows, int64_t count) {
     for (int64_t i = 0; i < rows; ++i, from += stride, to += to_stride) {
         int64_t j = 0;
-        for (; j + kNative <= count; j += kNative) store(to + j, load<Native>(from + j));
+        for (; j + kNative <= count; j += kNative) store(to + j, loadn(from + j));
         if (j < count) std::memcpy(to + j, from + j, size_t(count - j) * 4);
     }
 }
 
-// Takes the columns from `column` on, at most kSlice, of a value head through a part: in a copy without gaps, which fits
-// the first-level cache.
+// Takes the columns from `column` on, at most kSlice, of a value head through a part: in a copy without gaps, which
+// fits the first-level cache.
 void run_slice(const Job &job, const Part &part, int64_t head, int64_t column, int thread) {
     const Row &row = part.row;
     int64_t rows = job.layer.key_dim, stride = job.layer.value_dim, count = least(stride - column, kSlice);
@@ -429,7 +436,9 @@ void step_head(const Job &job, const Row &row, int64_t head, int thread) {
     for (; columns - column >= 2 * kNative; column += 2 * kNative) step_columns<2>(job, from, to, key, entry, column);
     for (; columns - column >= kNative; column += kNative) step_columns<1>(job, from, to, key, entry, column);
     if (column < columns) run_slice(job, {row, 0, 1}, head, column, thread);
-    job.each_emit(row, row.done + 1, [&](int64_t slot) { std::memcpy(job.state_of(slot, head), to, size_t(size) * 4); });
+    job.each_emit(row, row.done + 1, [&](int64_t slot) {
+        std::memcpy(job.state_of(slot, head), to, size_t(size) * 4);
+    });
 }
 
 // ---- What comes out.
@@ -441,10 +450,14 @@ void norm_head(const Job &job, int64_t head, int64_t token) {
     float *out = job.out + token * job.layer.value_heads * count + at;
     float mean = dot(x, x, padded(count)) / float(count);
     float factor = 1.0f / std::sqrt(mean + job.layer.eps);
-    for (int64_t j = 0; j < count; j += kLanes) {
-        Floats scaled = loadf(x + j) * factor * load_some(job.layer.norm + j, count - j);
-        store_some(out + j, scaled * silu(load_some(z + j, count - j)), count - j);
+    int64_t j = 0;
+    for (; j + kLanes <= count; j += kLanes) {
+        __builtin_prefetch(z + count + j);  // the next head's
+        store(out + j, loadf(x + j) * factor * loadf(job.layer.norm + j) * silu(loadf(z + j)));
     }
+    if (j == count) return;
+    Floats scaled = loadf(x + j) * factor * load_part(job.layer.norm + j, count - j);
+    store_part(out + j, scaled * silu(load_part(z + j, count - j)), count - j);
 }
 
 // ---- Tasks.

@@ -5,7 +5,7 @@
 namespace deltic {
 namespace {
 
-#define DELTIC_TABLE(level) {level::linear, level::gdn, level::attention, level::add_norm, level::silu_mul}
+#define DELTIC_TABLE(level) {level::linear, level::gdn, level::attention, level::add_norm, level::silu_mul, level::top}
 
 constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable),

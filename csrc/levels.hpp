@@ -14,7 +14,9 @@ namespace deltic {
                   const deltic_batch &batch, const float *cosines, const float *sines, const float *proj, float *out);  \
     void add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,       \
                   float *normed, int64_t tokens, int64_t width, float eps);                                             \
-    void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width);
+    void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width);                  \
+    void top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,                        \
+             const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);
 
 #define DELTIC_DECLARE(level)                                                                                           \
     namespace level {                                                                                                   \
@@ -34,6 +36,7 @@ struct Kernels {
     decltype(&portable::attention) attention;
     decltype(&portable::add_norm) add_norm;
     decltype(&portable::silu_mul) silu_mul;
+    decltype(&portable::top) top;
 };
 
 // Of the level in use.

@@ -3,6 +3,7 @@
 // The codes of a quantized type are one or two planes of bits, in files as in packed blocks: in a file, the lowest
 // field of each of `run` bytes comes first, then the next field of each, and so on. What is left of a block are up to
 // two float16 and up to 16 bytes of scales.
+#include "half.hpp"
 #include "matrix.hpp"
 
 #include <algorithm>
@@ -136,13 +137,6 @@ void iq4_xs_scales(const uint8_t *block, uint8_t *out) {
 struct Factors {
     float scale[16], minimum[16]; // of every 16 weights
 };
-
-float widen_half(uint16_t bits) {
-    uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7fff;
-    if (rest < 0x400) return std::bit_cast<float>(std::bit_cast<uint32_t>(float(rest) * 0x1p-24f) | sign);
-    uint32_t exponent = rest >= 0x7c00 ? 255 - 31 : 127 - 15;
-    return std::bit_cast<float>(sign | ((exponent << 10) + rest) << 13);
-}
 
 void no_scales(float d, float, const uint8_t *, Factors &factors) {
     for (int i = 0; i < 2; ++i) factors.scale[i] = d, factors.minimum[i] = 0;

@@ -35,6 +35,34 @@ template <typename V, typename T> DELTIC_INLINE V load(const T *from) {
 }
 template <typename V, typename T> DELTIC_INLINE void store(T *to, V v) { std::memcpy(to, &v, sizeof v); }
 
+// Per lane: all ones where a < b, and where v is NaN. Comparisons of vectors wider than a register become scalar code,
+// so they are made in registers.
+#if defined(__AVX512F__)
+constexpr int kRegister = 64;
+#elif defined(__AVX2__)
+constexpr int kRegister = 32;
+#else
+constexpr int kRegister = 16;
+#endif
+typedef float Register __attribute__((vector_size(kRegister)));
+typedef int32_t RegisterMask __attribute__((vector_size(kRegister)));
+union Registers {
+    Floats floats;
+    Ints ints;
+    Register part[64 / kRegister];
+    RegisterMask mask[64 / kRegister];
+};
+DELTIC_INLINE Ints less(Floats a, Floats b) {
+    Registers x{a}, y{b}, out;
+    for (int i = 0; i < 64 / kRegister; ++i) out.mask[i] = x.part[i] < y.part[i];
+    return out.ints;
+}
+DELTIC_INLINE Ints is_nan(Floats v) {
+    Registers x{v}, out;
+    for (int i = 0; i < 64 / kRegister; ++i) out.mask[i] = x.part[i] != x.part[i];
+    return out.ints;
+}
+
 DELTIC_INLINE Floats loadf(const float *from) { return load<Floats>(from); }
 // Taking 0 away changes nothing, adding it would change -0: only the former is left out by the compiler.
 DELTIC_INLINE Floats splat(float x) { return x - Floats{}; }
@@ -131,7 +159,7 @@ DELTIC_INLINE Floats load_wide(const float *from) { return loadf(from); }
 DELTIC_INLINE void store_narrow(uint16_t *to, Floats v) {
     Words word = (Words)v;
     Words rounded = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
-    Words sick = (Words)(v != v);
+    Words sick = (Words)is_nan(v);
     rounded = (rounded & ~sick) | (0x7fc0 & sick);
     to_u16(to, rounded);
 }
@@ -243,12 +271,12 @@ DELTIC_INLINE float max_lanes(Floats v) {
 DELTIC_INLINE Floats choose(Ints mask, Floats yes, Floats no) {
     return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask));
 }
-DELTIC_INLINE Floats maximum(Floats a, Floats b) { return choose(a < b, b, a); }
+DELTIC_INLINE Floats maximum(Floats a, Floats b) { return choose(less(a, b), b, a); }
 
 // exp, relative error below 2e-7, clamped to the range of normal numbers; NaN stays NaN.
 DELTIC_INLINE Floats exponential(Floats x) {
-    x = choose(x > 88.0f, splat(88.0f), x);
-    x = choose(x < -87.0f, splat(-87.0f), x);
+    x = choose(less(splat(88.0f), x), splat(88.0f), x);
+    x = choose(less(x, splat(-87.0f)), splat(-87.0f), x);
     // adding and taking away 1.5 * 2^23 rounds to an integer
     Floats shifted = fma(x, splat(1.44269504f), splat(12582912.0f));
     Floats n = shifted - 12582912.0f;

@@ -102,7 +102,7 @@ def test_every_type_there_and_back(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", THEIRS)
 @pytest.mark.parametrize("name", [name for name in samples() if name != "subnormal"])
 def test_simple_types_are_the_references(kind: str, name: str) -> None:
-    values = samples()[name]
+    values = samples()[name] + np.float32(0)  # gguf-py leaves it to numpy whether the least of several zeros is -0
     with np.errstate(all="ignore"):
         expected = quants.quantize(values, GGMLQuantizationType[kind])
     assert np.array_equal(quantize(values, BY_NAME[kind]), expected.view(np.uint8).reshape(len(values), -1))

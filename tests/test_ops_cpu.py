@@ -10,7 +10,7 @@ from test_ops_ref import clone_state
 from test_ops_torch import *  # noqa: F403  (its tests run here too, on the compiled backend)
 
 from deltic.ops import backends, explain, ref, select
-from deltic.ops.cpu import missing
+from deltic.ops.cpu import library, missing
 from deltic.ops.cpu.kernels import head
 from deltic.ops.qtensor import pack_tensor
 
@@ -50,12 +50,12 @@ def test_head_of_few_tokens(rows: int, width: int) -> None:
     assert whole.dtype == torch.float32 and (whole - exact).norm() <= 1e-5 * exact.norm()
     for tokens in range(1, 20):
         assert torch.equal(head(x[:tokens], weight), whole[:tokens])
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
+    before = library.threads()
+    library.use_threads(3)
     try:
         assert torch.equal(head(x, weight), whole)
     finally:
-        torch.set_num_threads(before)
+        library.use_threads(before)
 
 
 def test_head_passes_nan_on() -> None:
@@ -82,6 +82,6 @@ def test_extreme_gates_and_norms(dtype: torch.dtype) -> None:
 
 def test_what_is_missing_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.ops.cpu.load", lambda: "install g++")
-    kernels = ("pack", "add_norm", "gdn_mixer", "attention_mixer", "mlp", "head", "step")
+    kernels = ("pack", "add_norm", "gdn_mixer", "attention_mixer", "mlp", "head", "sample", "step")
     assert missing() == dict.fromkeys(kernels, "install g++")
     assert explain(select())["gdn_mixer"] == "torch (install g++)" and explain(select())["rope"] == "torch"

@@ -18,7 +18,9 @@ def machine_facts() -> dict[str, Any]:
     """Processor, cores, threads, memory and the versions below us."""
     import torch
 
-    return {"cpu": cpu_name(), "cores": available_cores(), "threads": torch.get_num_threads(),
+    from deltic.ops.cpu import threads
+
+    return {"cpu": cpu_name(), "cores": available_cores(), "threads": threads(),
             "memory_mib": memory_mib(), "python": platform.python_version(), "torch": torch.__version__}
 
 

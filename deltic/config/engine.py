@@ -18,6 +18,7 @@ _RANGES: Final = {
 }
 _CACHED_PARAMETERS: Final = 8_000_000
 _PACKED: Final = ("auto", "on", "off")
+_QUANTS: Final = ("none", "q8_0", "q4_k")
 _CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
@@ -45,6 +46,8 @@ class EngineConfig:
     cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
+    quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "
+                         "in Q4_K_M files", choices=_QUANTS)
     cpu_level: str = _option("auto", "instructions that the CPU kernels use; auto: the best that the processor has",
                              choices=_CPU_LEVELS)
     ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
@@ -60,7 +63,7 @@ class EngineConfig:
             raise ConfigError(f"device must be cpu, cuda or cuda:N, not {self.device!r}", "device")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}", "dtype")
-        for name, choices in {"packed_weights": _PACKED, "cpu_level": _CPU_LEVELS}.items():
+        for name, choices in {"packed_weights": _PACKED, "quant": _QUANTS, "cpu_level": _CPU_LEVELS}.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(getattr(self, name))}", name)
         if self.memory is not None:

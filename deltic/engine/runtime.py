@@ -21,13 +21,14 @@ from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, 
 from deltic.engine.heap import keep_freed_memory
 from deltic.errors import ConfigError
 from deltic.model.decoder import Decoder, Observer, build
-from deltic.ops import select
-from deltic.ops.cpu import missing, use_level
+from deltic.ops import Ops, select
+from deltic.ops.cpu import missing, use_level, use_threads
 from deltic.ops.records import Batch, Block, Stores
 from deltic.weights.fingerprint import fingerprint
 from deltic.weights.gguf.load import wants_packing
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import ModelFiles, open_model
+from deltic.weights.quant import quantize_weights
 from deltic.weights.random import random_weights
 
 log = logging.getLogger("deltic")
@@ -121,15 +122,17 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
-        dtype = _prepare(config, options)
+        dtype = _prepare(config, options, ops)
         weights: dict[str, Block] = {**random_weights(config, dtype, model.seed, device=options.device,
                                                       initializer_range=model.initializer_range)}
     else:
         files = open_model(model, revision, progress=progress is not None)
         name, config, generation = model or "tiny", files.config, files.generation
-        dtype = _prepare(config, options)
+        dtype = _prepare(config, options, ops)
         tiled = _keeps_packed(files, options)
         weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
+    if options.quant != "none":
+        weights = _quantize(weights, options, config, tiled)
     identity = fingerprint(weights, (config, dtype, STATE_LAYOUT)) if options.cache_dir else ""
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
     keep_freed_memory()
@@ -171,10 +174,22 @@ def _with_tiers(runtime: Runtime, identity: str) -> Runtime:
     return replace(runtime, cache=cache, notes=notes)
 
 
-def _prepare(config: ModelConfig, options: EngineConfig) -> DType:
+def _prepare(config: ModelConfig, options: EngineConfig, ops: Ops) -> DType:
     """Set the process up for this model; returns the dtype of its weights and activations."""
-    torch.set_num_threads(options.threads_for(config.parameter_count))
+    use_threads(options.threads_for(config.parameter_count), ops)
     return config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
+
+
+def _quantize(weights: dict[str, Block], options: EngineConfig, config: ModelConfig, tiled: bool) -> dict[str, Block]:
+    """The weights in the quantized form that `options.quant` asks for."""
+    reason = "on a GPU" if options.device != "cpu" else missing().get("step")
+    if tiled:
+        reason = "for weights that are quantized already: leave it out, or load the unquantized model"
+    if reason:
+        raise ConfigError(f"quant={options.quant} is not possible {reason}", "quant")
+    plain = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    weights.clear()
+    return quantize_weights(plain, options.quant, config)
 
 
 def _keeps_packed(files: ModelFiles, options: EngineConfig) -> bool:

@@ -5,21 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from deltic.errors import ConfigError
 from deltic.ops import Ops
+from deltic.ops.cpu import library
 from deltic.ops.cpu.kernels import add_norm, attention_mixer, gdn_mixer, head, mlp, pack
 from deltic.ops.cpu.library import LEVELS, load
+from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import step
 from deltic.ops.torch import OPS as TORCH_OPS
 
 _KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer,
-                            "attention_mixer": attention_mixer, "mlp": mlp, "head": head, "step": step}
+                            "attention_mixer": attention_mixer, "mlp": mlp, "head": head, "sample": sample,
+                            "step": step}
 
 
 def missing() -> dict[str, str]:
     """Kernels that cannot be used here, and why."""
-    library = load()
-    return dict.fromkeys(_KERNELS, library) if isinstance(library, str) else {}
+    loaded = load()
+    return dict.fromkeys(_KERNELS, loaded) if isinstance(loaded, str) else {}
 
 
 def use_level(level: str) -> None:
@@ -27,14 +32,27 @@ def use_level(level: str) -> None:
 
     ConfigError if this processor does not have them.
     """
-    library = load()
-    if isinstance(library, str):
+    loaded = load()
+    if isinstance(loaded, str):
         if level != "auto":
-            raise ConfigError(f"cpu_level={level}: {library}", "cpu_level")
+            raise ConfigError(f"cpu_level={level}: {loaded}", "cpu_level")
         return
-    best = library.deltic_best_level()
-    if library.deltic_set_level(best if level == "auto" else LEVELS.index(level)):
+    best = loaded.deltic_best_level()
+    if loaded.deltic_set_level(best if level == "auto" else LEVELS.index(level)):
         raise ConfigError(f"cpu_level={level}: this processor has {LEVELS[best]} at most", "cpu_level")
+
+
+def use_threads(count: int, ops: Ops) -> None:
+    """How many threads the process uses for these ops from now on: the kernels, or else torch. (Two pools of threads
+    that take turns would spin in each other's way.)"""
+    native = not missing() and ops.step is step
+    library.use_threads(count if native else 1)
+    torch.set_num_threads(1 if native else count)
+
+
+def threads() -> int:
+    """How many threads the process uses for its ops."""
+    return max(library.threads(), torch.get_num_threads())
 
 
 def overlay() -> Ops:

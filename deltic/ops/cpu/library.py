@@ -105,11 +105,13 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_packed_bytes": (_I, [_I, _I, _I]),
     "deltic_pack": (None, [_I, _P, _I, _I, _I, _P]),
     "deltic_unpack_rows": (None, [POINTER(Matrix), _P, _I, _P]),
+    "deltic_quantize": (c_int, [_I, _P, _I, _I, _P]),
     "deltic_linear": (c_int, [_P, _P, _I, POINTER(LinearWeight), _P]),
     "deltic_gdn": (c_int, [_P, POINTER(GdnLayer), POINTER(States), POINTER(StepBatch), _P, _P]),
     "deltic_attention": (c_int, [_P, POINTER(AttentionLayer), POINTER(Kv), POINTER(StepBatch), _P, _P, _P, _P]),
     "deltic_add_norm": (None, [_P, _P, _P, _P, _P, _P, _I, _I, c_float]),
     "deltic_mlp": (c_int, [_P, _P, _I, POINTER(LinearWeight), POINTER(LinearWeight), _P]),
+    "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
 }
 
@@ -139,9 +141,22 @@ def library() -> ctypes.CDLL:
     return found
 
 
+_threads = [1]
+
+
+def use_threads(count: int) -> None:
+    """How many threads the kernels use from now on, in the whole process."""
+    _threads[0] = count
+
+
+def threads() -> int:
+    """How many threads the kernels use."""
+    return _threads[0]
+
+
 def pool() -> int:
-    """The pool of as many threads as torch uses."""
-    return _pool(torch.get_num_threads())
+    """The pool of as many threads as `use_threads` said."""
+    return _pool(_threads[0])
 
 
 @cache

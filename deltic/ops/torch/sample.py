@@ -9,7 +9,15 @@ from deltic.ops.noise import gumbel
 from deltic.ops.records import Adjust, Sampled, Sampling
 
 _FLAT = 1e-6
-_CANDIDATES = 256
+CANDIDATES = 256
+"""Tokens among which the filters look first."""
+
+
+def apply(logits: Tensor, adjust: Adjust) -> None:
+    """Change the logits [L, V] in place."""
+    old = logits[adjust.row, adjust.token]
+    new = torch.where(old > 0, old / adjust.repetition, old * adjust.repetition)
+    logits[adjust.row, adjust.token] = new + adjust.offset
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
@@ -18,7 +26,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     healthy = ((high - low) >= _FLAT) & torch.isfinite(high - low)
     reports = _logprobs(logits, sampling.top_logprobs)
     if sampling.adjust is not None:
-        _apply(logits, sampling.adjust)
+        apply(logits, sampling.adjust)
     tokens = logits.argmax(-1) if sampling.greedy else _draw(logits, sampling)
     if reports is None:
         return Sampled(tokens, healthy)
@@ -33,12 +41,6 @@ def _logprobs(logits: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor
     chances = logits.double().log_softmax(-1).float()
     tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return chances, tokens, chances.gather(1, tokens)
-
-
-def _apply(logits: Tensor, adjust: Adjust) -> None:
-    old = logits[adjust.row, adjust.token]
-    new = torch.where(old > 0, old / adjust.repetition, old * adjust.repetition)
-    logits[adjust.row, adjust.token] = new + adjust.offset
 
 
 def _draw(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -56,23 +58,29 @@ def _draw(logits: Tensor, sampling: Sampling) -> Tensor:
 def _filter(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Scores of the tokens that may be drawn, others -inf, and their ids [L, n]: of the few best tokens if these
     provably hold all that the filters keep in every row, else of the whole vocabulary."""
-    count = min(_CANDIDATES, scores.shape[1])
+    count = min(CANDIDATES, scores.shape[1])
     total = scores.logsumexp(-1, keepdim=True)
+    # in order of their ids, so that a stable sort puts the lower one of two equals first
     ids = scores.topk(count).indices.sort(-1).values
-    values, kept, ids = _ranked(scores, ids, total, sampling)
-    if count < scores.shape[1]:
-        # tokens that tie with the last candidate may have been left out
-        certain = (values > values[:, -1:]).sum(-1)
-        drawn = sampling.temperature > 0
-        if bool((drawn & (kept.sum(-1) > certain)).any()):
-            every = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-            values, kept, ids = _ranked(scores, every, total, sampling)
+    values, order = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    kept = keep(values, total, sampling)
+    if count < scores.shape[1] and not complete(values, kept, sampling):
+        values, ids = scores.sort(dim=-1, descending=True, stable=True)
+        kept = keep(values, total, sampling)
+    else:
+        ids = ids.gather(1, order)
     return values.masked_fill(~kept, -torch.inf), ids
 
 
-def _ranked(scores: Tensor, ids: Tensor, total: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates best first (lower id first on ties): scores, whether the filters keep them, ids."""
-    values, order = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+def complete(values: Tensor, kept: Tensor, sampling: Sampling) -> bool:
+    """Whether the best tokens hold all that the filters keep, in every row that is drawn from: tokens that tie with the
+    last one may have been left out."""
+    certain = (values > values[:, -1:]).sum(-1)
+    return not bool(((sampling.temperature > 0) & (kept.sum(-1) > certain)).any())
+
+
+def keep(values: Tensor, total: Tensor, sampling: Sampling) -> Tensor:
+    """Which candidates the filters keep: values [L, n] float64, best first; total [L, 1]: logsumexp of the row."""
     rank = torch.arange(values.shape[1], device=values.device)
     top_k = sampling.top_k[:, None]
     in_k = (top_k == 0) | (rank < top_k)
@@ -81,4 +89,4 @@ def _ranked(scores: Tensor, ids: Tensor, total: Tensor, sampling: Sampling) -> t
     top_p = sampling.top_p[:, None].double()
     in_p = (top_p >= 1) | (chances.cumsum(-1) - chances < top_p) | (rank == 0)
     likely = (values - values[:, :1]).exp() >= sampling.min_p[:, None].double()
-    return values, in_k & in_p & likely, ids.gather(1, order)
+    return in_k & in_p & likely

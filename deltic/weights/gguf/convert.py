@@ -20,21 +20,18 @@ from typing import Final
 import torch
 
 from deltic.config import DType, ModelConfig
-from deltic.errors import ModelError
 from deltic.weights.files import Stored
 from deltic.weights.gguf.blocks import BY_NAME, BlockType, Bytes
 from deltic.weights.gguf.load import GgufSource, plan_gguf, read_gguf
 from deltic.weights.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
 from deltic.weights.gguf.names import gguf_name
-from deltic.weights.gguf.quantize import quantize
+from deltic.weights.gguf.quantize import quantize_in_pieces
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.gguf.write import NewTensor, write_gguf
 from deltic.weights.hub import ModelFiles
 from deltic.weights.names import HEAD, expected_tensors, packed_parts, split_packed, tensor_dtype
 from deltic.weights.safetensors import TORCH_DTYPES, Progress, check_tied, plan_directory, read_stored
 
-_PIECE: Final = 1 << 18
-"""Weights that a thread quantizes at a time: temporaries of a few MiB."""
 _MOST_THREADS: Final = 8
 _STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down)\.weight")
@@ -97,7 +94,7 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
     config, kind = files.config, FILE_TYPES[type]
     sources = list(_sources(files))
     shapes = expected_tensors(config)
-    targets = {name: _target(name, shapes[name], config, kind) for source in sources for name in source.names}
+    targets = {name: target_of(name, shapes[name], config, kind) for source in sources for name in source.names}
     _report_fallbacks(targets, config, kind)
     metadata = {
         **config_to_gguf(config), "general.type": "model", "general.name": name, "general.file_type": kind.id,
@@ -112,7 +109,8 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
 # Which types
 
 
-def _target(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> NewTensor:
+def target_of(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> NewTensor:
+    """What a tensor of ours with `shape` becomes in a file of this type."""
     theirs, form = gguf_name(name, config.architecture, config.layer_types)
     stored = form.shape(shape, config)
     wanted = BY_NAME[_wanted(theirs, stored, config, kind)]
@@ -200,17 +198,9 @@ def _data(sources: Iterable[_Source], targets: Mapping[str, NewTensor], config: 
             for name in source.names:
                 _, form = gguf_name(name, config.architecture, config.layer_types)
                 matrix = form.from_ours(tensors.pop(name), config).reshape(-1, targets[name].shape[-1])
-                pieces = matrix.split(max(1, _PIECE // matrix.shape[1]))
-                yield pool.map(partial(_blocks, targets[name]), pieces)
+                yield quantize_in_pieces(targets[name].name, matrix, targets[name].type, pool)
                 done += targets[name].nbytes
                 if progress is not None:
                     progress(done, total)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _blocks(target: NewTensor, rows: torch.Tensor) -> Bytes:
-    try:
-        return quantize(rows.float().numpy(), target.type)
-    except ModelError as error:
-        raise ModelError(f"tensor {target.name!r}: {error}") from error

@@ -1,0 +1,156 @@
+// Choosing among logits: the most probable tokens of a row, and whether the row is sound.
+#include "levels.hpp"
+#include "pool.hpp"
+#include "simd.hpp"
+
+namespace deltic::DELTIC_LEVEL {
+namespace {
+
+constexpr int64_t kRun = 256;  // logits whose largest is kept, to find where the best ones are
+
+// What a run, or a whole row, is like. sick: a logit is not finite.
+struct Row {
+    float low, high;
+    bool sick;
+};
+
+Row read_run(const float *logits, int64_t count, float *largest) {
+    Floats high = splat(-__builtin_inff()), low = splat(__builtin_inff()), bad = {};
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        Floats v = loadf(logits + i);
+        high = maximum(high, v);
+        low = choose(less(v, low), v, low);
+        bad = bad + (v - v);
+    }
+    Row row{-max_lanes(-low), max_lanes(high), sum_lanes(bad) != 0};
+    for (; i < count; ++i) {
+        row.high = row.high < logits[i] ? logits[i] : row.high;
+        row.low = logits[i] < row.low ? logits[i] : row.low;
+        row.sick |= logits[i] - logits[i] != 0;
+    }
+    *largest = row.high;
+    return row;
+}
+
+// Sum of exp((logit - most) * inverse) over a run.
+double total_of(const float *logits, int64_t count, float most, float inverse) {
+    Floats sum = {};
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        Floats x = (loadf(logits + i) - most) * inverse;
+        // what `exponential` would clamp counts for nothing
+        sum = sum + choose(less(x, splat(-87.0f)), Floats{}, exponential(x));
+    }
+    double total = sum_lanes(sum);
+    for (; i < count; ++i) total += std::exp(double(logits[i] - most) * inverse);
+    return total;
+}
+
+struct Entry {
+    float value;
+    int64_t id;
+};
+DELTIC_INLINE bool before(const Entry &a, const Entry &b) {
+    return a.value > b.value || (a.value == b.value && a.id < b.id);
+}
+
+// Puts the `count` best of `entries` first, in order: a heap of the best so far with the worst on top, then sorted.
+void best_first(Entry *heap, int64_t count, const Entry &fresh, int64_t &filled) {
+    auto sink = [&](int64_t at, int64_t size) {
+        Entry moving = heap[at];
+        for (int64_t child; (child = 2 * at + 1) < size; at = child) {
+            if (child + 1 < size && before(heap[child], heap[child + 1])) ++child;
+            if (!before(moving, heap[child])) break;
+            heap[at] = heap[child];
+        }
+        heap[at] = moving;
+    };
+    if (filled < count) {
+        heap[filled++] = fresh;
+        if (filled == count)
+            for (int64_t at = count / 2; at-- > 0;) sink(at, count);
+    } else if (before(fresh, heap[0])) {
+        heap[0] = fresh;
+        sink(0, count);
+    }
+}
+
+void sort(Entry *entries, int64_t count) {
+    for (int64_t step = count / 2 ? count / 2 : 1; step; step /= 2)
+        for (int64_t i = step; i < count; ++i) {
+            Entry moving = entries[i];
+            int64_t at = i;
+            for (; at >= step && before(moving, entries[at - step]); at -= step) entries[at] = entries[at - step];
+            entries[at] = moving;
+        }
+}
+
+// The `count` best entries of a row whose runs have these largest logits, in order.
+void best_of(const float *logits, int64_t width, const float *largest, int64_t count, Entry *heap, Entry *bound) {
+    int64_t runs = (width + kRun - 1) / kRun, filled = 0;
+    for (int64_t run = 0; run < runs; ++run) best_first(bound, count, {largest[run], run}, filled);
+    // `count` runs have a logit of at least this: what is smaller is not among the best
+    float least = filled < count ? -__builtin_inff() : bound[0].value;
+    filled = 0;
+    for (int64_t run = 0; run < runs; ++run) {
+        if (largest[run] < least) continue;
+        int64_t end = (run + 1) * kRun < width ? (run + 1) * kRun : width;
+        for (int64_t id = run * kRun; id < end; ++id)
+            if (logits[id] >= least) best_first(heap, count, {logits[id], id}, filled);
+    }
+    sort(heap, filled);
+    for (; filled < count; ++filled) heap[filled] = {-__builtin_inff(), 0};
+}
+
+}  // namespace
+
+// Scratch slots 0 to 3.
+void top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count, const float *temperatures,
+         float *values, int64_t *ids, double *log_totals, uint8_t *healthy) {
+    constexpr int64_t kTogether = 64;  // runs of a piece
+    int64_t runs = (width + kRun - 1) / kRun, pieces = (runs + kTogether - 1) / kTogether;
+    float *largest = scratch_of<float>(pool, 0, rows * runs);
+    Row *found = scratch_of<Row>(pool, 1, rows * runs);
+    double *sums = scratch_of<double>(pool, 2, rows * runs);
+    Entry *heaps = scratch_of<Entry>(pool, 3, rows * 2 * count);
+    auto each_run = [&](auto &&body) {
+        parallel(pool, rows * pieces, [&](int64_t piece, int) {
+            int64_t row = piece / pieces, first = piece % pieces * kTogether;
+            for (int64_t run = first; run < first + kTogether && run < runs; ++run) {
+                int64_t begin = run * kRun, size = begin + kRun < width ? kRun : width - begin;
+                body(row, row * runs + run, logits + row * width + begin, size);
+            }
+        });
+    };
+    each_run([&](int64_t, int64_t at, const float *from, int64_t size) { found[at] = read_run(from, size, largest + at); });
+    for (int64_t row = 0; row < rows; ++row) {
+        Row all = found[row * runs];
+        for (int64_t at = row * runs; at < (row + 1) * runs; ++at) {
+            all.high = all.high < found[at].high ? found[at].high : all.high;
+            all.low = found[at].low < all.low ? found[at].low : all.low;
+            all.sick |= found[at].sick;
+        }
+        found[row * runs] = all;
+        healthy[row] = !all.sick && all.high - all.low >= 1e-6f;
+    }
+    if (temperatures)
+        each_run([&](int64_t row, int64_t at, const float *from, int64_t size) {
+            float temperature = temperatures[row] > 1e-9f ? temperatures[row] : 1e-9f;
+            sums[at] = total_of(from, size, found[row * runs].high, 1.0f / temperature);
+        });
+    parallel(pool, rows, [&](int64_t row, int) {
+        Entry *heap = heaps + row * 2 * count;
+        best_of(logits + row * width, width, largest + row * runs, count, heap, heap + count);
+        for (int64_t i = 0; i < count; ++i) {
+            values[row * count + i] = heap[i].value;
+            ids[row * count + i] = heap[i].id;
+        }
+        if (!temperatures) return;
+        double sum = 0, temperature = temperatures[row] > 1e-9f ? temperatures[row] : 1e-9f;
+        for (int64_t at = row * runs; at < (row + 1) * runs; ++at) sum += sums[at];
+        log_totals[row] = double(found[row * runs].high) / temperature + std::log(sum);
+    });
+}
+
+}  // namespace deltic::DELTIC_LEVEL

@@ -1,0 +1,134 @@
+"""The compiled attention: every shape at every processor level, and the same bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import byref
+from dataclasses import replace
+
+import pytest
+import torch
+from op_cases import (
+    NAN,
+    Case,
+    Row,
+    assert_close,
+    attention_weights,
+    build_batch,
+    generator,
+    hidden_states,
+    kv_errors,
+    kv_view,
+    randn,
+)
+from test_ops_torch import TOLERANCE
+from torch import Tensor
+
+from deltic.ops import backends, ref
+from deltic.ops.cpu import library, missing
+from deltic.ops.cpu.kernels import attention_layer, kv_pages
+from deltic.ops.records import PAGE, AttentionSpec, KvView, Rope, RopeSpec
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+
+LARGE = AttentionSpec(heads=8, kv_heads=2, head_dim=64, rotary_dim=32, gate=True, eps=1e-6)
+SHAPES_OF_ATTENTION = {
+    "one head each": AttentionSpec(3, 3, 12, 12, True, 1e-6),
+    "one key head": AttentionSpec(5, 1, 7, 4, False, 1e-5),
+    "wide groups": AttentionSpec(18, 2, 32, 8, True, 1e-6),
+    "large": LARGE,
+    "large without a gate": replace(LARGE, heads=4, head_dim=128, rotary_dim=128, gate=False),
+    "odd width": replace(LARGE, head_dim=80, rotary_dim=34),
+}
+ROTARY = {spec.rotary_dim: RopeSpec(1e4, spec.rotary_dim) for spec in SHAPES_OF_ATTENTION.values()}
+
+
+@pytest.fixture(params=range(len(library.LEVELS)), ids=library.LEVELS)
+def _level(request: pytest.FixtureRequest) -> Iterator[None]:
+    if library.library().deltic_set_level(request.param):
+        pytest.skip("this processor lacks the level")
+    yield
+    library.library().deltic_set_level(library.library().deltic_best_level())
+
+
+@pytest.mark.usefixtures("_level")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES_OF_ATTENTION)
+def test_attention_shapes(name: str, dtype: torch.dtype) -> None:
+    """Contexts of one and of several parts, chunks of a few and of many tokens, at every level."""
+    spec = SHAPES_OF_ATTENTION[name]
+    case = build_batch([Row(1, 5), Row(1, 511), Row(1, 1100), Row(3, 1022), Row(5, 3), Row(40, 490), Row(70, 0)], 8)
+    x, weights, before = hidden_states(case, dtype), attention_weights(3, dtype, spec), kv_view(case, dtype, spec)
+    slow_view, fast_view = (KvView(before.keys.clone(), before.values.clone()) for _ in range(2))
+    rope = ref.OPS.rope(case.batch.positions, ROTARY[spec.rotary_dim])
+    wanted = backends()["torch"].attention_mixer(x, weights, slow_view, case.fresh(), rope)
+    output = backends()["cpu"].attention_mixer(x, weights, fast_view, case.fresh(), rope)
+    assert_close(output, wanted, TOLERANCE[dtype])
+    assert kv_errors(case, fast_view, slow_view, before) <= TOLERANCE[dtype]
+
+
+def attend(spec: AttentionSpec, proj: Tensor, rope: Rope, case: Case, view: KvView) -> Tensor:
+    """The kernel alone: proj [T, rows of qkv] -> [T, queries]."""
+    weights, out = attention_weights(3, torch.float32, spec), torch.empty(len(proj), spec.queries)
+    tables = library.address(rope.cos), library.address(rope.sin)
+    rows = library.address(proj.contiguous())
+    library.check(library.library().deltic_attention(
+        library.pool(), byref(attention_layer(weights)), byref(kv_pages(view)), library.step_batch(case.batch), *tables,
+        rows, library.address(out)))
+    return out
+
+
+def in_chunks(spec: AttentionSpec, proj: Tensor, chunks: list[int], dtype: torch.dtype, others: list[int]) -> Tensor:
+    """One sequence of len(proj) tokens in chunks; each comes with rows of one NaN token at these rotary positions."""
+    rope = ref.OPS.rope(torch.arange(len(proj)).expand(3, -1), ROTARY[spec.rotary_dim])
+    pages = -(-len(proj) // PAGE)
+    shape = (8 + pages, PAGE, spec.kv_heads, spec.head_dim)
+    view, outputs, done = KvView(torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype)), [], 0
+    table = 8 + torch.randperm(pages, generator=generator(len(chunks)))
+    for chunk in chunks:
+        case = build_batch([*(Row(1, 0) for _ in others), Row(chunk, done)], 4)
+        places = torch.arange(done, done + chunk)
+        own = table[places // PAGE] * PAGE + places % PAGE
+        sheet = torch.zeros(len(others) + 1, pages, dtype=torch.int64)
+        sheet[-1] = table
+        sheet[:-1, 0] = torch.arange(1, 1 + len(others))
+        batch = replace(case.batch, pages=sheet, store=torch.cat([sheet[:-1, 0] * PAGE, own]), memo={})
+        noise = torch.full((len(others), proj.shape[1]), NAN)
+        turns = torch.tensor([*others, *places.tolist()])
+        output = attend(spec, torch.cat([noise, proj[done : done + chunk]]), Rope(rope.cos[turns], rope.sin[turns]),
+                        replace(case, batch=batch), view)
+        outputs.append(output[len(others) :])
+        done += chunk
+    return torch.cat(outputs)
+
+
+@pytest.mark.usefixtures("_level")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES_OF_ATTENTION)
+def test_attention_does_not_depend_on_company(name: str, dtype: torch.dtype) -> None:
+    """A token's bits are the same in all chunkings, beside rows of NaN, and with other numbers of threads."""
+    spec, tokens = SHAPES_OF_ATTENTION[name], 1100
+    rows = spec.queries * (2 if spec.gate else 1) + 2 * spec.kv
+    proj = randn(generator(6), tokens, rows).float()
+    whole = in_chunks(spec, proj, [tokens], dtype, [])
+    assert not whole.isnan().any()
+    ragged = [1, 2, 500, 7, 1, 1, 1, 3, 24, 25, 1, 8, 9, 400, 13]
+    ragged.append(tokens - sum(ragged) - 40)
+    assert torch.equal(in_chunks(spec, proj, [*ragged, *[1] * 40], dtype, [0, 3]), whole)
+    before = library.threads()
+    try:
+        for threads in (1, 5):
+            library.use_threads(threads)
+            for tail in ([tokens - 610], [tokens - 620, *[1] * 10]):
+                assert torch.equal(in_chunks(spec, proj, [600, 4, *[1] * 6, *tail], dtype, [1]), whole)
+    finally:
+        library.use_threads(before)
+
+
+def test_attention_of_later_nan() -> None:
+    """What a token must not see cannot reach it, not even in its own chunk."""
+    proj = randn(generator(6), 40, LARGE.queries * 2 + 2 * LARGE.kv).float()
+    whole = in_chunks(LARGE, proj, [40], torch.bfloat16, [])
+    proj[21] = NAN
+    sick = in_chunks(LARGE, proj, [40], torch.bfloat16, [])
+    assert torch.equal(sick[:21], whole[:21]) and sick[21:].isnan().all()

@@ -1,0 +1,239 @@
+"""The compiled quantizers write what the numpy ones write, to the bit; and whole models are quantized in memory."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_models import SHAPES
+from numpy.typing import NDArray
+from support import odd_shape
+
+from deltic.config import LinearConfig, ModelConfig, RopeConfig
+from deltic.errors import ModelError
+from deltic.ops.cpu import missing
+from deltic.ops.cpu.library import library
+from deltic.ops.qtensor import QTensor
+from deltic.weights.gguf import quantize as quantize_module
+from deltic.weights.gguf.blocks import BY_NAME, decode
+from deltic.weights.gguf.convert import FILE_TYPES, target_of
+from deltic.weights.gguf.quantize import _encode, quantize, quantize_in_pieces
+from deltic.weights.quant import SCHEMES, quantize_weights
+from deltic.weights.random import random_weights
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+GUARD = 4096
+"""Bytes behind the blocks that nobody may touch."""
+
+
+def native(values: Floats, kind: str) -> Bytes:
+    """The blocks, [rows, bytes], by the library alone."""
+    rows, columns = values.shape
+    values, size = np.ascontiguousarray(values), BY_NAME[kind].size(rows * columns)
+    out = np.full(size + GUARD, 0xAA, np.uint8)
+    assert library().deltic_quantize(BY_NAME[kind].id, values.ctypes.data, rows, columns, out.ctypes.data) == 0
+    assert (out[size:] == 0xAA).all()
+    return out[:size].reshape(rows, BY_NAME[kind].size(columns))
+
+
+def samples() -> dict[str, NDArray[Any]]:
+    """Numbers as they are, and as they should not be."""
+    rng, shape = np.random.default_rng(5), (33, 512)
+    normal, signs = rng.standard_normal(shape), rng.choice([-1.0, 1.0], shape)
+    groups = np.repeat(10.0 ** rng.integers(-44, 4, (33, 16)), 32, axis=1)
+    huge = normal * 1e-3
+    huge[:, 100] = 65504 * signs[:, 0]
+    bits = rng.integers(0, 1 << 32, shape, dtype=np.uint32).view(np.float32)
+    return {
+        "normal": normal * 0.02, "heavy": rng.standard_t(3, shape), "positive": abs(normal), "negative": -abs(normal),
+        "zeros": 0 * normal, "zeros of both signs": 0 * signs, "negative zeros": -0.0 * abs(normal),
+        "equal": np.full(shape, 0.3), "equal, negative": np.full(shape, -0.3), "of one size": 0.7 * signs,
+        "sparse": normal * (rng.random(shape) < 0.02), "one huge": huge, "largest": 65504 * signs,
+        "near the limit": rng.uniform(60000, 65504, shape) * signs, "whole numbers": rng.integers(-9, 10, shape),
+        "halves": rng.integers(-255, 256, shape) / 2, "denormals": normal * 1e-41, "smallest": signs * 2.0**-149,
+        "below float16": normal * 1e-8, "around 2**-126": normal * 2.0**-126, "around 2**-120": normal * 2.0**-115,
+        "groups of all sizes": normal * groups, "numbers of all sizes": normal * 10.0 ** rng.integers(-9, 4, shape),
+        "any bits": np.where(abs(bits) <= 65504, bits, np.float32(1)),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list(samples()))
+def test_both_write_the_same_bits(kind: str, name: str) -> None:
+    values = samples()[name].astype(np.float32)
+    expected = _encode(values, BY_NAME[kind])
+    assert np.array_equal(native(values, kind), expected)
+    assert np.array_equal(quantize(values, BY_NAME[kind]), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [0, 1, 3, 17])
+@pytest.mark.parametrize("columns", [32, 96, 256, 512])
+def test_shapes(kind: str, rows: int, columns: int) -> None:
+    values = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
+    if columns % BY_NAME[kind].weights:
+        assert library().deltic_quantize(BY_NAME[kind].id, values.ctypes.data, rows, columns, None) == -1
+        return
+    expected = quantize(np.tile(values, (1, 2)), BY_NAME[kind]).reshape(rows, 2, BY_NAME[kind].size(columns))
+    assert np.array_equal(native(values, kind), expected[:, 0]) and np.array_equal(expected[:, 0], expected[:, 1])
+    assert np.array_equal(quantize(np.asfortranarray(values), BY_NAME[kind]), expected[:, 0])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_every_scale_is_rounded_as_numpy_rounds(kind: str) -> None:
+    """Every float16, the numbers halfway between two, and those next to these."""
+    halves = np.arange(0x7BFF, dtype=np.uint16).view(np.float16).astype(np.float32)
+    nexts = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middle = (halves + nexts) / 2
+    scales = np.concatenate([halves, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, nexts)])
+    factor = {"Q8_0": 127, "Q4_0": -8}[kind]
+    values = np.zeros((len(scales), 32), np.float32)
+    values[:, 7] = scales * np.float32(factor)
+    values = values[abs(values[:, 7]) <= 65504]
+    assert len(values) > 50000 and np.array_equal(native(values, kind), _encode(values, BY_NAME[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_numbers_do_no_harm(kind: str) -> None:
+    """Callers refuse them before, but nothing outside of the blocks is touched."""
+    values = np.random.default_rng(6).integers(0, 1 << 32, (200, 512), dtype=np.uint32).view(np.float32)
+    for special in (np.nan, np.inf, -np.inf):
+        values[:, ::37] = special
+        native(values, kind)
+
+
+def test_types_that_are_not_written() -> None:
+    values = np.zeros((1, 256), np.float32)
+    known = {BY_NAME[kind].id for kind in KINDS}
+    for id in (*range(-1, 50), 1 << 32, (1 << 32) + 8):
+        if id not in known:
+            assert library().deltic_quantize(id, values.ctypes.data, 1, 256, None) == -1
+
+
+def test_threads_may_share_it() -> None:
+    values = np.random.default_rng(8).standard_normal((64, 512)).astype(np.float32)
+    expected = {kind: native(values, kind) for kind in KINDS}
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [(kind, pool.submit(native, values, kind)) for kind in KINDS * 8]
+        assert all(np.array_equal(job.result(), expected[kind]) for kind, job in jobs)
+
+
+# The library's users
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16", "BF16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_matrices_are_quantized_in_pieces(kind: str, dtype: torch.dtype) -> None:
+    values = torch.randn(2003, 512, generator=torch.manual_seed(9)).to(dtype)
+    type = BY_NAME[kind]
+    with ThreadPoolExecutor(3) as pool:
+        for matrix in (values, values[:1], values.tile(1, 2)[:, 512:]):
+            pieces = list(quantize_in_pieces("t", matrix, type, pool))
+            assert np.array_equal(np.concatenate(pieces), _encode(matrix.float().contiguous().numpy(), type))
+            assert len(pieces) == -(-len(matrix) // 512)
+        values[-1, 3] = math.nan
+        if kind != "BF16":
+            with pytest.raises(ModelError, match=f"tensor 't': it has values that {kind} cannot hold"):
+                list(quantize_in_pieces("t", values, type, pool))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_library_the_same_is_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(10).standard_normal((9, 512)).astype(np.float32)
+    expected = quantize(values, BY_NAME[kind])
+    monkeypatch.setattr(quantize_module, "load", lambda: "not compiled")
+    assert np.array_equal(quantize(values, BY_NAME[kind]), expected)
+
+
+GGML = {"Q4_K": (0.07125, 0.09305), "Q5_K": (0.03613, 0.04704), "Q6_K": (0.01772, 0.02565)}
+"""Relative errors (root mean square) of ggml's quantizers (`quantize_q4_K` and so on, without importances) on the
+normal weights and those of Student's t with three degrees of freedom that the test draws."""
+
+
+@pytest.mark.parametrize("kind", list(GGML))
+def test_errors_are_near_ggmls(kind: str) -> None:
+    rng = np.random.default_rng(11)
+    for values, theirs in zip((rng.standard_normal((256, 1024)), rng.standard_t(3, (256, 1024))), GGML[kind],
+                              strict=True):
+        found = decode(quantize(values.astype(np.float32), BY_NAME[kind]).reshape(-1), BY_NAME[kind])
+        error = np.linalg.norm(found - values.reshape(-1)) / np.linalg.norm(values)
+        assert error < 1.015 * theirs
+
+
+# Whole models
+
+
+def mixed_shape() -> ModelConfig:
+    """Rows of 256 and of 288 weights: the latter fit only blocks of 32."""
+    return odd_shape(
+        vocab_size=300, hidden_size=256, intermediate_size=288, num_attention_heads=4, head_dim=64,
+        rope=RopeConfig(1e4, 6, (1, 1, 1)), linear=LinearConfig(2, 4, 10, 64, 4))
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_gets_the_types_of_a_file(scheme: str, dtype: Any) -> None:
+    config = mixed_shape()
+    weights = random_weights(config, dtype)
+    sources = dict(weights)
+    found = quantize_weights(weights, scheme, config)
+    assert not weights and list(found) == list(sources)
+    kinds = set()
+    for name, source in sources.items():
+        type, tensor = target_of(name, tuple(source.shape), config, FILE_TYPES[SCHEMES[scheme]]).type, found[name]
+        if not isinstance(tensor, QTensor):
+            assert tensor is source and type.name == "F32" and (source.ndim != 2), name
+            continue
+        kinds.add(tensor.type)
+        assert tensor.type == type.name and tensor.shape == tuple(source.shape)
+        expected = decode(quantize(source.float().numpy(), type).reshape(-1), type).reshape(tensor.shape)
+        assert torch.equal(tensor.dequantize(), torch.from_numpy(expected)), name
+    assert kinds == ({"Q8_0"} if scheme == "q8_0" else {"Q4_K", "Q5_0", "Q6_K", "Q8_0"})
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_matrices_that_fit_no_blocks_stay_as_they_are(scheme: str, shape: str) -> None:
+    config = SHAPES[shape]
+    sources = random_weights(config, "float32")
+    for name, tensor in quantize_weights(dict(sources), scheme, config).items():
+        packed = isinstance(tensor, QTensor)
+        assert packed == (sources[name].ndim == 2 and sources[name].shape[1] % 32 == 0), name
+        assert packed or tensor is sources[name]
+
+
+def test_sources_go_as_their_turn_comes() -> None:
+    config = mixed_shape()
+    weights = random_weights(config, "float32")
+    matrices = {name: weakref.ref(tensor) for name, tensor in weights.items() if tensor.ndim == 2}
+    sizes = [tensor.nbytes for tensor in weights.values()]
+    steps: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        steps.append((done, total))
+        deadline = time.monotonic() + 10  # threads let go of the last piece a moment after its result is there
+        while any(reference() is not None for name, reference in matrices.items() if name not in weights):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    quantize_weights(weights, "q8_0", config, progress)
+    assert steps == [(done, sum(sizes)) for done in np.cumsum(sizes).tolist()]
+
+
+def test_a_tensor_that_cannot_be_held_is_named() -> None:
+    config = mixed_shape()
+    weights = random_weights(config, "bfloat16")
+    weights["model.layers.1.self_attn.k_proj.weight"][3, 5] = 1e6
+    with pytest.raises(ModelError, match=r"tensor 'model\.layers\.1\.self_attn\.k_proj\.weight': it has values that"):
+        quantize_weights(weights, "q4_k", config)
