@@ -7,8 +7,8 @@
 //   kLow               how a minimum or an addend comes in: kNone, kMinima16, kMinima32 (dmin * minimum of each group is
 //                      taken away) or kAddend (m of each block is added)
 //   codes(block, g, c) the codes of the g-th 32 columns: c[i] has columns 4 i .. 4 i + 3 of the 16 rows
-//   scale(block, g)    of the g-th group, as a number per row
-//   minima(block, i)   of the groups 2 i and 2 i + 1, as pairs of 16 bits; dmin(block); addend(block)
+//   scale(block, g)    of the g-th group, as a number per row; addend(block, g) likewise
+//   minima(block, i)   of the groups 2 i and 2 i + 1, as pairs of 16 bits; dmin(block)
 #pragma once
 #include "simd.hpp"
 
@@ -32,19 +32,26 @@ DELTIC_INLINE void plane4(const uint8_t *from, Bytes c[8]) {
         c[i + 4] = (Bytes)(both >> 4 & 0x0f0f0f0fu);
     }
 }
-DELTIC_INLINE void plane2(const uint8_t *from, Bytes c[8], int up) {
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-        Words all = load<Words>(from + 64 * v);
-#pragma GCC unroll 4
-        for (int s = 0; s < 4; ++s) c[4 * v + s] |= (Bytes)((all >> 2 * s & 0x03030303u) << up);
-    }
+// Left or, with a negative count, right.
+template <int By> DELTIC_INLINE Words shifted(Words v) {
+    if constexpr (By > 0) return v << By;
+    if constexpr (By < 0) return v >> -By;
+    return v;
 }
-DELTIC_INLINE void plane1(const uint8_t *from, Bytes c[8], int up) {
-    Words all = load<Words>(from);
-#pragma GCC unroll 8
-    for (int s = 0; s < 8; ++s) c[s] |= (Bytes)((all >> s & 0x01010101u) << up);
+// Two bits of each code, to be `Up` bits higher; one bit.
+template <int Up, int S = 0> DELTIC_INLINE void two_bits(Words all, Bytes *c) {
+    c[S] |= (Bytes)(shifted<Up - 2 * S>(all) & 0x01010101u * (3 << Up));
+    if constexpr (S < 3) two_bits<Up, S + 1>(all, c);
 }
+template <int Up, int S = 0> DELTIC_INLINE void one_bit(Words all, Bytes *c) {
+    c[S] |= (Bytes)(shifted<Up - S>(all) & 0x01010101u * (1 << Up));
+    if constexpr (S < 7) one_bit<Up, S + 1>(all, c);
+}
+template <int Up> DELTIC_INLINE void plane2(const uint8_t *from, Bytes c[8]) {
+    two_bits<Up>(load<Words>(from), c);
+    two_bits<Up>(load<Words>(from + 64), c + 4);
+}
+template <int Up> DELTIC_INLINE void plane1(const uint8_t *from, Bytes c[8]) { one_bit<Up>(load<Words>(from), c); }
 DELTIC_INLINE void clear(Bytes c[8]) {
     for (int i = 0; i < 8; ++i) c[i] = Bytes{};
 }
@@ -66,56 +73,63 @@ struct Without {
     static constexpr Low kLow = kPlain;
     static DELTIC_INLINE Ints minima(const uint8_t *, int) { return Ints{}; }
     static DELTIC_INLINE Floats dmin(const uint8_t *) { return Floats{}; }
-    static DELTIC_INLINE Floats addend(const uint8_t *) { return Floats{}; }
+    static DELTIC_INLINE Floats addend(const uint8_t *, int) { return Floats{}; }
 };
 
-// Blocks of 32 weights: d, perhaps m, codes.
-template <int Bytes16, int CodesAt> struct Small : Without {
-    static constexpr int kWeights = 32, kGroup = 32, kBytes = 16 * Bytes16, kCodes = CodesAt;
-    static DELTIC_INLINE Floats scale(const uint8_t *block, int) { return load_half((const uint16_t *)block); }
-    static DELTIC_INLINE Floats addend(const uint8_t *block) { return load_half((const uint16_t *)block + 16); }
+// Types with blocks of 32 weights, of which `Blocks` (1 or 8) make a packed one: `Head` bytes of d, perhaps m, each, then
+// the codes.
+template <int Blocks, int Bytes16, int Head> struct Small : Without {
+    static constexpr int kWeights = 32 * Blocks, kGroup = 32, kBytes = 16 * Bytes16 * Blocks;
+    static DELTIC_INLINE const uint8_t *code(const uint8_t *block, int g) {
+        return block + Head * Blocks + (16 * Bytes16 - Head) * g;
+    }
+    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
+        return load_half((const uint16_t *)block + 16 * g);
+    }
+    static DELTIC_INLINE Floats addend(const uint8_t *block, int g) { return scale(block, Blocks + g); }
 };
 
-struct Q8_0 : Small<34, 32> {
+template <int Blocks> struct Q8_0 : Small<Blocks, 34, 32> {
     static constexpr int kOffset = 0;
-    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) { plane8(block + kCodes, c); }
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) { plane8(Q8_0::code(block, g), c); }
 };
-struct Q4_0 : Small<18, 32> {
+template <int Blocks, int Bytes16, int Head> struct FourBits : Small<Blocks, Bytes16, Head> {
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) { plane4(FourBits::code(block, g), c); }
+};
+template <int Blocks> struct Q4_0 : FourBits<Blocks, 18, 32> {
     static constexpr int kOffset = 4;
-    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) { plane4(block + kCodes, c); }
 };
-struct Q4_1 : Small<20, 64> {
+template <int Blocks> struct Q4_1 : FourBits<Blocks, 20, 64> {
     static constexpr Low kLow = kAddend;
-    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) { plane4(block + kCodes, c); }
 };
-template <int Bytes16, int CodesAt> struct FiveBits : Small<Bytes16, CodesAt> {
-    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) {
-        plane4(block + CodesAt, c);
-        plane1(block + CodesAt + 256, c, 4);
+template <int Blocks, int Bytes16, int Head> struct FiveBits : Small<Blocks, Bytes16, Head> {
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
+        plane4(FiveBits::code(block, g), c);
+        plane1<4>(FiveBits::code(block, g) + 256, c);
     }
 };
-struct Q5_0 : FiveBits<22, 32> {
+template <int Blocks> struct Q5_0 : FiveBits<Blocks, 22, 32> {
     static constexpr int kOffset = 3;
 };
-struct Q5_1 : FiveBits<24, 64> {
+template <int Blocks> struct Q5_1 : FiveBits<Blocks, 24, 64> {
     static constexpr Low kLow = kAddend;
 };
-struct IQ4_NL : Small<18, 32> {
+template <int Blocks> struct IQ4_NL : FourBits<Blocks, 18, 32> {
     static constexpr int kOffset = 0;
-    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) {
-        plane4(block + kCodes, c);
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
+        FourBits<Blocks, 18, 32>::codes(block, g, c);
         map(kIq4, c);
     }
 };
-struct MXFP4 : Small<17, 16> {
+template <int Blocks> struct MXFP4 : FourBits<Blocks, 17, 16> {
     static constexpr int kOffset = 0;
-    static DELTIC_INLINE void codes(const uint8_t *block, int, Bytes c[8]) {
-        plane4(block + kCodes, c);
+    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
+        FourBits<Blocks, 17, 16>::codes(block, g, c);
         map(kMxfp4, c);
     }
     // 2^(e - 128)
-    static DELTIC_INLINE Floats scale(const uint8_t *block, int) {
-        Ints e = from_u8(block), normal = (e - 1) << 23, tiny = splat(0x200000) << e, is_tiny = e < 2;
+    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
+        Ints e = from_u8(block + 16 * g), normal = (e - 1) << 23, tiny = splat(0x200000) << e, is_tiny = e < 2;
         return (Floats)((tiny & is_tiny) | (normal & ~is_tiny));
     }
 };
@@ -149,7 +163,7 @@ struct Q4_K : SixBits<144> {
 struct Q5_K : SixBits<176> {
     static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
         plane4(block + kCodes + 320 * g, c);
-        plane1(block + kCodes + 320 * g + 256, c, 4);
+        plane1<4>(block + kCodes + 320 * g + 256, c);
     }
 };
 struct Q2_K : Super<84> {
@@ -157,7 +171,7 @@ struct Q2_K : Super<84> {
     static constexpr Low kLow = kMinima16;
     static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
         clear(c);
-        plane2(block + 64 + 256 + 128 * g, c, 0);
+        plane2<0>(block + 64 + 256 + 128 * g, c);
     }
     static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
         return d(block) * to_floats(from_u8(block + 64 + 16 * g) & 15);
@@ -170,7 +184,7 @@ struct Q6_K : Super<210> {
     static constexpr int kGroup = 16, kOffset = 2;
     static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
         plane4(block + 32 + 256 + 384 * g, c);
-        plane2(block + 32 + 256 + 384 * g + 256, c, 4);
+        plane2<4>(block + 32 + 256 + 384 * g + 256, c);
     }
     static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
         return d(block) * to_floats(from_s8((const int8_t *)block + 32 + 16 * g));
@@ -189,8 +203,8 @@ struct Q3_K : Signed<110, 16> {
     static constexpr int kGroup = 16, kOffset = 5;
     static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
         clear(c);
-        plane2(block + kCodes + 192 * g, c, 0);
-        plane1(block + kCodes + 192 * g + 128, c, 2);
+        plane2<0>(block + kCodes + 192 * g, c);
+        plane1<2>(block + kCodes + 192 * g + 128, c);
     }
 };
 struct IQ4_XS : Signed<136, 8> {

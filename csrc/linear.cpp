@@ -141,16 +141,10 @@ template <int T> struct Result {
     Floats total[T];
 };
 
-template <int T> DELTIC_INLINE void prefetch(const uint8_t *from, int64_t bytes) {
-    if constexpr (T <= 2)  // few tokens: the memory is the limit
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + 4096 + at);
-}
-
 template <int T> Result<T> times_f32(const uint8_t *panel, const int32_t *tile, int64_t columns) {
     Floats total[T] = {};
     for (int64_t k = 0; k < columns; ++k) {
         Floats w = load<Floats>(panel + 64 * k);
-        prefetch<T>(panel + 64 * k, 64);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total[t]);
     }
@@ -163,7 +157,6 @@ template <int T> Result<T> times_f16(const uint8_t *panel, const int32_t *tile, 
     Floats total[T] = {};
     for (int64_t k = 0; k < columns; ++k) {
         Floats w = load_half((const uint16_t *)(panel + 32 * k));
-        prefetch<T>(panel + 32 * k, 32);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total[t]);
     }
@@ -176,7 +169,6 @@ template <int T> Result<T> times_bf16(const uint8_t *panel, const int32_t *tile,
     Floats total[T] = {};
     for (int64_t k = 0; k < (columns + 1) / 2; ++k) {
         Words w = load<Words>(panel + 64 * k);
-        prefetch<T>(panel + 64 * k, 64);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total[t] = dot2_bf16(total[t], w, uint32_t(tile[k * T + t]));
     }
@@ -196,40 +188,36 @@ DELTIC_INLINE void dots(const Bytes c[8], const int32_t *x, const int32_t *whole
         for (int t = 0; t < T; ++t) out[t] = dot4(out[t], c[i], x[i * T + t]);
 }
 
-// Block: columns that share a scale of the activations, 256 or 32.
-template <class Format, int Block, int T>
-Result<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
+template <class Format, int T> Result<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
+    constexpr int kBlock = Format::kWeights;  // of the activations too
     Int8Tile tile(memory, columns, T);
     Floats total[T] = {};
-    for (int64_t b = 0; b < columns / Block; ++b) {
-        const uint8_t *block = panel + b * (Block / Format::kWeights) * Format::kBytes;
+    for (int64_t b = 0; b < columns / kBlock; ++b) {
+        const uint8_t *block = panel + b * Format::kBytes;
         Floats sum[T] = {};
-        for (int g = 0; g < Block / 32; ++g) {
-            int64_t group = b * (Block / 32) + g;
+        for (int g = 0; g < kBlock / 32; ++g) {
+            int64_t group = b * (kBlock / 32) + g;
             const int32_t *x = tile.codes + group * 8 * T;
-            const uint8_t *at = Format::kWeights == 32 ? block + g * Format::kBytes : block;
-            constexpr int kShare = Format::kBytes * 32 / Format::kWeights;
-            prefetch<T>(block + g * kShare, kShare);
             Bytes c[8];
             Ints dot[T];
-            Format::codes(at, g, c);
+            Format::codes(block, g, c);
             if constexpr (Format::kGroup == 32) {
                 dots<Format, T, 0, 8>(c, x, tile.whole32 + group * T, dot);
-                Floats scale = Format::scale(at, g);
+                Floats scale = Format::scale(block, g);
 #pragma GCC unroll 12
                 for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
             } else {
                 dots<Format, T, 0, 4>(c, x, tile.whole16 + 2 * group * T, dot);
-                Floats scale = Format::scale(at, 2 * g);
+                Floats scale = Format::scale(block, 2 * g);
 #pragma GCC unroll 12
                 for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
                 dots<Format, T, 4, 8>(c, x, tile.whole16 + (2 * group + 1) * T, dot);
-                scale = Format::scale(at, 2 * g + 1);
+                scale = Format::scale(block, 2 * g + 1);
 #pragma GCC unroll 12
                 for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
             }
             if constexpr (Format::kLow == kAddend) {
-                Floats addend = Format::addend(at);
+                Floats addend = Format::addend(block, g);
 #pragma GCC unroll 12
                 for (int t = 0; t < T; ++t) sum[t] = fma(addend, splat(tile.sums32[group * T + t]), sum[t]);
             }
@@ -266,9 +254,9 @@ template <int T> struct Float16 {
 template <int T> struct Bfloat16 {
     static constexpr auto times = times_bf16<T>;
 };
-template <class Format, int Block> struct Int8 {
+template <class Format> struct Int8 {
     template <int T> struct Sized {
-        static constexpr auto times = times_int8<Format, Block, T>;
+        static constexpr auto times = times_int8<Format, T>;
     };
 };
 
@@ -302,10 +290,11 @@ template <template <int> class Times> constexpr KernelSet kernel_set(Form form) 
     return {form, {nullptr, sized<1, Times>(), sized<2, Times>(), nullptr, sized<4, Times>(), nullptr, nullptr, nullptr,
                    sized<8, Times>(), nullptr, nullptr, nullptr, sized<12, Times>()}};
 }
-template <class Format> KernelSet int8_set(int64_t columns) {
-    if (columns % 256 == 0) return kernel_set<Int8<Format, 256>::template Sized>(kInt8x256);
-    if constexpr (Format::kWeights == 32) return kernel_set<Int8<Format, 32>::template Sized>(kInt8x32);
-    return {};
+template <class Format> constexpr KernelSet int8_set() {
+    return kernel_set<Int8<Format>::template Sized>(Format::kWeights == 256 ? kInt8x256 : kInt8x32);
+}
+template <template <int> class Format> KernelSet int8_set(int64_t columns) {
+    return columns % 256 == 0 ? int8_set<Format<8>>() : int8_set<Format<1>>();
 }
 
 KernelSet kernels_for(int64_t type, int64_t columns) {
@@ -318,13 +307,13 @@ KernelSet kernels_for(int64_t type, int64_t columns) {
         case DELTIC_Q5_0: return int8_set<Q5_0>(columns);
         case DELTIC_Q5_1: return int8_set<Q5_1>(columns);
         case DELTIC_Q8_0: return int8_set<Q8_0>(columns);
-        case DELTIC_Q2_K: return int8_set<Q2_K>(columns);
-        case DELTIC_Q3_K: return int8_set<Q3_K>(columns);
-        case DELTIC_Q4_K: return int8_set<Q4_K>(columns);
-        case DELTIC_Q5_K: return int8_set<Q5_K>(columns);
-        case DELTIC_Q6_K: return int8_set<Q6_K>(columns);
+        case DELTIC_Q2_K: return int8_set<Q2_K>();
+        case DELTIC_Q3_K: return int8_set<Q3_K>();
+        case DELTIC_Q4_K: return int8_set<Q4_K>();
+        case DELTIC_Q5_K: return int8_set<Q5_K>();
+        case DELTIC_Q6_K: return int8_set<Q6_K>();
         case DELTIC_IQ4_NL: return int8_set<IQ4_NL>(columns);
-        case DELTIC_IQ4_XS: return int8_set<IQ4_XS>(columns);
+        case DELTIC_IQ4_XS: return int8_set<IQ4_XS>();
         case DELTIC_MXFP4: return int8_set<MXFP4>(columns);
         default: return {};
     }

@@ -9,7 +9,9 @@
 //   BF16           two columns: uint16 [16][2]; an odd last column is padded with 0
 //   32 weights     Q4_0 Q5_0 Q8_0 IQ4_NL: half d[16], codes
 //                  Q4_1 Q5_1: half d[16], half m[16], codes
-//                  MXFP4: uint8 e[16], codes
+//                  MXFP4: uint8 e[16], codes (a weight is the table's number, doubled, times 2^(e - 128))
+//                  Where the columns are a multiple of 256, eight such blocks make one: d[8][16], m[8][16] or e[8][16]
+//                  first, then the codes of all eight. (So they lie on whole cache lines.)
 //   256 weights    Q4_K Q5_K: half d[16], half dmin[16], uint8 low[8][16], uint8 high[4][16], codes of 8 groups of 32
 //                      scale of group g: low[g] & 15 | (high[g / 2] >> 4 * (g % 2) & 3) << 4
 //                      minimum:          low[g] >> 4 | (high[g / 2] >> 4 * (g % 2) + 2 & 3) << 4

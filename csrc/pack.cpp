@@ -221,6 +221,9 @@ const Type *find(int64_t id) {
 
 int64_t blocks_of(const Type &type, int64_t columns) { return columns / type.weights + (columns % type.weights != 0); }
 
+// Blocks of a file that make one packed block.
+int64_t together_of(const Type &type, int64_t columns) { return type.weights == 32 && columns % 256 == 0 ? 8 : 1; }
+
 int64_t group_bytes(const Type &type) {
     int64_t bits = 0;
     for (int i = 0; i < type.planes; ++i) bits += type.plane[i].bits;
@@ -256,37 +259,50 @@ void pack_words(const Type &type, const uint8_t *from, int64_t rows, int64_t col
     }
 }
 
-void pack_block(const Type &type, const uint8_t *const *blocks, uint8_t *packed) {
-    for (int i = 0; i < type.halves; ++i, packed += 2 * kPanel) {
-        for (int row = 0; row < kPanel; ++row) store(packed + 2 * row, load<uint16_t>(blocks[row] + type.half[i]));
+// Where the fields of the `index`-th of `together` blocks of a file are in a packed block.
+struct Fields {
+    int64_t half[2], scales, codes;
+
+    Fields(const Type &type, int64_t index, int64_t together) {
+        for (int i = 0; i < 2; ++i) half[i] = (i * together + index) * 2 * kPanel;
+        scales = (type.halves * 2 * together + index * type.scales) * kPanel;
+        codes = (type.halves * 2 + type.scales) * kPanel * together + index * group_bytes(type);
+    }
+};
+
+void pack_block(const Type &type, const uint8_t *const *blocks, const Fields &fields, uint8_t *packed) {
+    for (int i = 0; i < type.halves; ++i) {
+        uint8_t *to = packed + fields.half[i];
+        for (int row = 0; row < kPanel; ++row) store(to + 2 * row, load<uint16_t>(blocks[row] + type.half[i]));
     }
     for (int row = 0; row < kPanel && type.scales; ++row) {
         uint8_t scales[kMostScales];
         type.read_scales(blocks[row], scales);
-        for (int i = 0; i < type.scales; ++i) packed[i * kPanel + row] = scales[i];
+        for (int i = 0; i < type.scales; ++i) packed[fields.scales + i * kPanel + row] = scales[i];
     }
-    packed += type.scales * kPanel;
+    uint8_t *codes = packed + fields.codes;
     for (int i = 0; i < type.planes; ++i) {
         const Plane &plane = type.plane[i];
-        plane.pack(blocks, plane.offset, int(type.weights / kGroup), packed, group_bytes(type));
-        packed += plane.bits * kVector;
+        plane.pack(blocks, plane.offset, int(type.weights / kGroup), codes, group_bytes(type));
+        codes += plane.bits * kVector;
     }
 }
 
 void pack_panel(const Type &type, const uint8_t *from, int64_t rows, int64_t columns, uint8_t *packed) {
     if (!type.planes) return pack_words(type, from, rows, columns, packed);
-    int64_t count = blocks_of(type, columns);
+    int64_t count = blocks_of(type, columns), together = together_of(type, columns);
     // A block that packs to zeros stands for the rows that are missing.
     uint8_t zeros[kLargestBlock] = {};
     if (type.plane[0].bits == 8) std::memset(zeros + type.plane[0].offset, 0x80, kGroup);
     const uint8_t *blocks[kPanel];
-    for (int64_t i = 0; i < count; ++i, packed += type.bytes * kPanel) {
+    for (int64_t i = 0; i < count; ++i) {
         for (int64_t row = 0; row < kPanel; ++row) {
             blocks[row] = row < rows ? from + (row * count + i) * type.bytes : zeros;
             // Sixteen streams are more than processors foresee: ask for the next blocks (harmless past the last).
             for (int64_t at = 0; at < type.bytes; at += kVector) __builtin_prefetch(blocks[row] + type.bytes + at);
         }
-        pack_block(type, blocks, packed);
+        pack_block(type, blocks, Fields(type, i % together, together), packed);
+        if ((i + 1) % together == 0) packed += type.bytes * kPanel * together;
     }
 }
 
@@ -315,17 +331,16 @@ void unpack_group(const Type &type, const uint8_t *packed, int64_t row, const fl
     }
 }
 
-void unpack_block(const Type &type, const uint8_t *packed, int64_t row, float *out) {
+void unpack_block(const Type &type, const uint8_t *packed, const Fields &fields, int64_t row, float *out) {
     float halves[2] = {};
     uint8_t scales[kMostScales];
     Factors factors;
-    for (int i = 0; i < type.halves; ++i, packed += 2 * kPanel) {
-        halves[i] = widen_half(load<uint16_t>(packed + 2 * row));
-    }
-    for (int i = 0; i < type.scales; ++i, packed += kPanel) scales[i] = packed[row];
+    for (int i = 0; i < type.halves; ++i) halves[i] = widen_half(load<uint16_t>(packed + fields.half[i] + 2 * row));
+    for (int i = 0; i < type.scales; ++i) scales[i] = packed[fields.scales + i * kPanel + row];
     type.factors(halves[0], halves[1], scales, factors);
-    for (int64_t group = 0; group < type.weights / kGroup; ++group, packed += group_bytes(type)) {
-        unpack_group(type, packed, row, factors.scale + 2 * group, factors.minimum + 2 * group, out + group * kGroup);
+    const uint8_t *codes = packed + fields.codes;
+    for (int64_t group = 0; group < type.weights / kGroup; ++group, codes += group_bytes(type)) {
+        unpack_group(type, codes, row, factors.scale + 2 * group, factors.minimum + 2 * group, out + group * kGroup);
     }
 }
 
@@ -334,8 +349,10 @@ void unpack_row(const Type &type, const uint8_t *panel, int64_t row, int64_t col
         for (int64_t column = 0; column < columns; ++column) out[column] = word_number(type, panel, row, column);
         return;
     }
+    int64_t together = together_of(type, columns);
     for (int64_t i = 0; i < columns / type.weights; ++i) {
-        unpack_block(type, panel + i * type.bytes * kPanel, row, out + i * type.weights);
+        const uint8_t *packed = panel + i / together * together * type.bytes * kPanel;
+        unpack_block(type, packed, Fields(type, i % together, together), row, out + i * type.weights);
     }
 }
 

@@ -9,6 +9,10 @@
 
 #include "deltic.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define DELTIC_PAUSE() _mm_pause()
@@ -34,6 +38,8 @@ template <typename Ready> bool look(Ready ready) {
     return ready();
 }
 
+constexpr int64_t kLargePage = 2 << 20;
+
 struct Scratch {
     void *data = nullptr;
     int64_t bytes = 0;
@@ -41,33 +47,42 @@ struct Scratch {
 
 }  // namespace
 
-// One job at a time. `ticket` holds the job's number in its upper half and the next piece in its lower one, so that a
-// thread which wakes up late can never take a piece of a job that it has not read.
+// The pieces of one thread. `ticket` holds the job's number in its upper half and the next piece in its lower one, so
+// that a thread which wakes up late can never take a piece of a job that it has not read.
+struct alignas(64) Share {
+    std::atomic<uint64_t> ticket{0};
+    std::atomic<uint32_t> end{0};
+};
+
+// One job at a time. Each thread has a share of neighbouring pieces, because memory is read fastest in one stream per
+// thread; who is done with his own goes on with those of others.
 struct deltic_pool {
     std::vector<std::thread> threads;
     Scratch buffers[deltic::kScratch];
 
-    std::atomic<uint64_t> ticket{0};
+    std::vector<Share> shares;
     std::atomic<uint32_t> job{0};      // number of the newest job: what sleeping threads wait on
     std::atomic<uint32_t> left{0};     // pieces of it that are not done
     std::atomic<bool> closing{false};
-    std::atomic<int64_t> pieces{0};
     std::atomic<void (*)(void *, int64_t, int)> body{nullptr};
     std::atomic<void *> context{nullptr};
 
-    // Takes pieces of job `number` until none is left.
+    // Takes pieces of job `number` until none is left: its own ones first.
     void work(uint32_t number, int thread) {
-        uint64_t seen = ticket.load(std::memory_order_acquire);
+        for (size_t i = 0; i < shares.size(); ++i) take(shares[(size_t(thread) + i) % shares.size()], number, thread);
+    }
+
+    void take(Share &share, uint32_t number, int thread) {
+        uint64_t seen = share.ticket.load(std::memory_order_acquire);
         while (uint32_t(seen >> 32) == number) {
-            int64_t piece = int64_t(seen & 0xffffffff);
             auto run = body.load(std::memory_order_relaxed);
             auto with = context.load(std::memory_order_relaxed);
-            if (piece >= pieces.load(std::memory_order_relaxed)) return;
+            if (uint32_t(seen) >= share.end.load(std::memory_order_relaxed)) return;
             // the fields read above belong to this job if the ticket is still the same
-            if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
-            run(with, piece, thread);
+            if (!share.ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+            run(with, uint32_t(seen), thread);
             if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) left.notify_all();
-            seen = ticket.load(std::memory_order_acquire);
+            seen = share.ticket.load(std::memory_order_acquire);
         }
     }
 
@@ -94,13 +109,19 @@ void run_pieces(deltic_pool *pool, int64_t pieces, void (*body)(void *, int64_t,
         return;
     }
     uint32_t number = pool->job.load(std::memory_order_relaxed) + 1;
-    // nobody takes pieces while the job changes: the old ticket has none left, the new number is not out yet
-    pool->ticket.store(uint64_t(number) << 32 | 0xffffffffu, std::memory_order_release);
-    pool->pieces.store(pieces, std::memory_order_relaxed);
+    // nobody takes pieces while the job changes: first the old tickets become void, and the new ones come last
+    for (Share &share : pool->shares)
+        share.ticket.store(uint64_t(number) << 32 | 0xffffffffu, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     pool->body.store(body, std::memory_order_relaxed);
     pool->context.store(context, std::memory_order_relaxed);
     pool->left.store(uint32_t(pieces), std::memory_order_relaxed);
-    pool->ticket.store(uint64_t(number) << 32, std::memory_order_release);
+    int64_t shares = int64_t(pool->shares.size());
+    for (int64_t i = 0; i < shares; ++i) {
+        Share &share = pool->shares[size_t(i)];
+        share.end.store(uint32_t(pieces * (i + 1) / shares), std::memory_order_relaxed);
+        share.ticket.store(uint64_t(number) << 32 | uint32_t(pieces * i / shares), std::memory_order_release);
+    }
     pool->job.store(number, std::memory_order_release);
     pool->job.notify_all();
     pool->work(number, 0);
@@ -118,10 +139,14 @@ void *scratch(deltic_pool *pool, int slot, int64_t bytes) {
     if (buffer.bytes < bytes) {
         std::free(buffer.data);
         buffer = {};
-        int64_t size = (bytes + 63) / 64 * 64;
-        buffer.data = std::aligned_alloc(64, size_t(size));
+        // whole large pages for what is large: activations are streamed as weights are
+        int64_t page = bytes >= kLargePage ? kLargePage : 64, size = (bytes + page - 1) / page * page;
+        buffer.data = std::aligned_alloc(size_t(page), size_t(size));
         if (!buffer.data) throw std::bad_alloc();
         buffer.bytes = size;
+#if defined(MADV_HUGEPAGE)
+        if (page == kLargePage) madvise(buffer.data, size_t(size), MADV_HUGEPAGE);
+#endif
     }
     return buffer.data;
 }
@@ -132,6 +157,7 @@ extern "C" deltic_pool *deltic_pool_new(int threads) {
     auto *pool = new (std::nothrow) deltic_pool;
     if (!pool) return nullptr;
     try {
+        pool->shares = std::vector<Share>(size_t(threads < 1 ? 1 : threads));
         for (int thread = 1; thread < threads; ++thread) pool->threads.emplace_back([pool, thread] { pool->serve(thread); });
     } catch (...) {  // fewer threads than asked for: the work is still done
     }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deltic.config import ModelConfig
+from deltic.ops.memory import reserve
 from deltic.ops.records import PAGE, KvView, StateView
 
 STATE_LAYOUT = 1
@@ -76,8 +77,8 @@ def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, de
     heads = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim) if linear else (1, 1, 1)
     conv = (linear.conv_kernel, config.conv_dim) if linear else (1, 1)
     return Storage(
-        keys=torch.empty(kv, dtype=dtype, device=device),
-        values=torch.empty(kv, dtype=dtype, device=device),
-        recurrent=torch.empty((recurrent, slots, *heads), dtype=torch.float32, device=device),
-        conv=torch.empty((recurrent, slots, *conv), dtype=dtype, device=device),
+        keys=reserve(kv, dtype, device),
+        values=reserve(kv, dtype, device),
+        recurrent=reserve((recurrent, slots, *heads), torch.float32, device),
+        conv=reserve((recurrent, slots, *conv), dtype, device),
     )

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltic.ops.memory import Arena
+
 PLAIN_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 30)}
 """Name and number of the GGUF type that a dtype is."""
-_ALIGNMENT = 64
+_ARENA = Arena()
 _ROWS = 16
 _PIECE = 16 << 20
 """Bytes that are read and packed at a time."""
@@ -65,9 +67,7 @@ def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int,
     size = library().deltic_packed_bytes(number, rows, columns)
     if size < 0:
         raise ValueError(f"a matrix of {columns} columns cannot be packed as {type}")
-    raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
-    skip = -raw.data_ptr() % _ALIGNMENT
-    data = raw[skip:skip + size]
+    data = _ARENA.take(size)
     step = max(_ROWS, _PIECE // row_bytes // _ROWS * _ROWS)
     for first in range(0, rows, step):
         count = min(step, rows - first)

@@ -1,0 +1,64 @@
+"""Host memory in large pages. Weights and states are streamed from end to end, and looking up where each 4 KiB page
+lies takes as long as reading it: with pages of 2 MiB the same loop reads up to twice as fast."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import sys
+
+import torch
+from torch import Tensor
+
+_LARGE_PAGE = 2 << 20
+_CHUNK = 64 << 20
+_NO_RESERVE = 0x4000
+"""Linux's MAP_NORESERVE."""
+_WORTH = 64 << 10
+"""Smaller tensors would fill large pages badly, and are not streamed."""
+_ALIGNMENT = 64
+
+
+def large_pages() -> bool:
+    """Whether this system takes the advice."""
+    return sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
+    """A tensor whose memory comes into being where it is written to, in large pages if it is large; not initialised."""
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size < 2 * _LARGE_PAGE or not large_pages():
+        return torch.empty(shape, dtype=dtype, device=device)
+    return _map(size)[:size].view(dtype).view(shape)
+
+
+class Arena:
+    """Tensors of bytes, one behind another in large pages. A chunk is given back when the last tensor in it dies."""
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, size: int) -> Tensor:
+        """uint8 [size], aligned to 64 bytes; not initialised."""
+        if size < _WORTH or not large_pages():
+            raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+            skip = -raw.data_ptr() % _ALIGNMENT
+            return raw[skip:skip + size]
+        if size >= _CHUNK // 2:
+            return _map(size)[:size]
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = _map(_CHUNK), 0
+        start = self._used
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return self._chunk[start:start + size]
+
+
+def _map(size: int) -> Tensor:
+    """uint8 of at least `size` bytes, from a border of large pages on, that take memory only once they are written."""
+    whole = -(-size // _LARGE_PAGE) * _LARGE_PAGE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = mmap.mmap(-1, whole + _LARGE_PAGE, flags=flags)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _LARGE_PAGE
+    memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=whole, offset=start)
