@@ -142,6 +142,13 @@ int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_w
 int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,
                const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);
 
+/* Draws a token of each row among what deltic_top found of `width` logits: temperature 0 takes the best; else top_k (0:
+ * all), top_p and min_p filter, and the largest logit / temperature + Gumbel noise of (key, id) wins. tokens [rows]: -1
+ * where the filters may have kept tokens beyond the `count` candidates. All parameters [rows]. Needs no pool. */
+void deltic_draw(const float *values, const int64_t *ids, int64_t rows, int64_t count, int64_t width,
+                 const float *temperatures, const int64_t *top_k, const float *top_p, const float *min_p,
+                 const double *log_totals, const int64_t *keys, int64_t *tokens);
+
 /* ---- A whole model. */
 
 /* One of gdn and attention is null. */

@@ -198,6 +198,18 @@ def test_quantized_blocks_lie_as_matrix_hpp_says(name: str) -> None:
     assert same(np.array(found, np.float32), numbers(name, raw))
 
 
+@pytest.mark.parametrize("name", [name for name in sorted(HEADERS) if BY_NAME[name].weights == 32])
+def test_eight_small_blocks_lie_as_matrix_hpp_says(name: str) -> None:
+    """Field after field of the eight blocks, then their codes."""
+    nbytes, field = BY_NAME[name].nbytes, 16 if name == "MXFP4" else 32
+    raw = file_rows(name, 19, 256)
+    single = [pack(name, np.ascontiguousarray(raw[:, i * nbytes:(i + 1) * nbytes]), 32).reshape(2, -1)
+              for i in range(8)]
+    heads = [block[:, at:at + field] for at in range(0, HEADERS[name], field) for block in single]
+    expected = np.concatenate([*heads, *(block[:, HEADERS[name]:] for block in single)], axis=1)
+    assert np.array_equal(pack(name, raw, 256).reshape(2, -1), expected)
+
+
 def test_single_columns_lie_as_matrix_hpp_says() -> None:
     for name, kind in (("F32", np.uint32), ("F16", np.uint16)):
         raw = file_rows(name, 19, 5)

@@ -262,6 +262,10 @@ def test_backends_draw_the_same_tokens(vocabulary: int, spread: str, ties: bool)
             sampling = make_sampling(settings, keys, adjust=adjust, top_logprobs=3)
             slow, fast = (OPS[name].sample(logits.clone(), sampling) for name in ("ref", "torch"))
             assert same_reports(fast, slow)
+            for name in ("torch", "cpu"):
+                bare = OPS[name].sample(logits.clone(), replace(sampling, top_logprobs=None))
+                assert bare.tokens.tolist() == slow.tokens.tolist()
+                assert bare.healthy.tolist() == slow.healthy.tolist()
 
 
 def same_reports(left: Sampled, right: Sampled) -> bool:

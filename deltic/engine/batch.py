@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from functools import cache
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -22,7 +26,7 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False) -> Batch:
     wanted = list(range(starts[-1])) if all_logits else [end - 1 for row, end in zip(rows, starts[1:], strict=True)
                                                          if row.logits]
     width = max(len(row.pages) for row in rows)
-    positions = [row.done + i for row, chunk in zip(rows, chunks, strict=True) for i in range(chunk)]
+    positions = [index for row, chunk in zip(rows, chunks, strict=True) for index in range(row.done, row.done + chunk)]
     sources = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     done = [row.done for row in rows]
@@ -43,10 +47,15 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False) -> Batch:
         layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
         done=fields["done"], pages=fields["pages"].view(len(rows), width), store=fields["store"],
         source=fields["sources"], target=fields["targets"], base=fields["done"],
-        append=torch.zeros(len(rows), dtype=torch.bool, device=device),
+        append=_no_appends(len(rows), device),
         emit_row=fields["emit_row"], emit_length=fields["emit_length"], emit_slot=fields["emit_slot"],
         logit_tokens=fields["logit_tokens"],
         span=_span(sources[:singles], targets[:singles]))
+
+
+@cache
+def _no_appends(rows: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, dtype=torch.bool, device=device)
 
 
 def _flat(row: Row, index: int) -> int:
@@ -60,6 +69,7 @@ def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
 
 
 def _upload(device: torch.device, **lists: list[int]) -> dict[str, Tensor]:
-    flat = torch.tensor([value for values in lists.values() for value in values], dtype=torch.int64).to(device)
+    # torch.tensor looks at every number several times
+    flat = torch.frombuffer(array("q", chain.from_iterable(lists.values())), dtype=torch.int64).to(device)
     sizes = [len(values) for values in lists.values()]
     return dict(zip(lists, flat.split(sizes), strict=True))

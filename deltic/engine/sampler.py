@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -17,16 +19,28 @@ def sampling_of(sequences: List[Sequence], device: torch.device) -> Sampling:
     """Row i draws the next token of sequence i."""
     params = [sequence.sampling for sequence in sequences]
     greedy = all(p.temperature == 0 for p in params)
-    numbers = torch.tensor([[_number(p.temperature, 1.0), _number(p.top_p, 1.0), _number(p.min_p, 0.0)]
-                            for p in params], device=device)
-    keys = [[p.top_k or 0, 0 if p.temperature == 0 else sample_key(s.seed, s.choice, len(s.tokens))]
-            for p, s in zip(params, sequences, strict=True)]
-    integers = torch.tensor(keys, dtype=torch.int64, device=device)
     wanted = [p.logprobs for p in params if p.logprobs is not None]
+    adjust = _adjust(sequences, device)
+    if greedy and not wanted and adjust is None:
+        return _greedy(len(sequences), device)
+    numbers = array("f", [_number(p.temperature, 1.0) for p in params])
+    numbers.extend(_number(p.top_p, 1.0) for p in params)
+    numbers.extend(_number(p.min_p, 0.0) for p in params)
+    integers = array("q", [p.top_k or 0 for p in params])
+    integers.extend(0 if p.temperature == 0 else sample_key(s.seed, s.choice, len(s.tokens))
+                    for p, s in zip(params, sequences, strict=True))
+    temperature, top_p, min_p = torch.frombuffer(numbers, dtype=torch.float32).to(device).view(3, -1)
+    top_k, key = torch.frombuffer(integers, dtype=torch.int64).to(device).view(2, -1)
     return Sampling(
-        temperature=numbers[:, 0], top_p=numbers[:, 1], min_p=numbers[:, 2],
-        top_k=integers[:, 0], key=integers[:, 1], adjust=_adjust(sequences, device), greedy=greedy,
+        temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, key=key, adjust=adjust, greedy=greedy,
         filtered=not greedy and any(map(_filters, params)), top_logprobs=max(wanted) if wanted else None)
+
+
+@cache
+def _greedy(rows: int, device: torch.device) -> Sampling:
+    """What every step of nothing but greedy sequences has."""
+    zeros, integers = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+    return Sampling(zeros, integers, zeros + 1, zeros, integers)
 
 
 def _number(value: float | None, neutral: float) -> float:

@@ -7,6 +7,7 @@ import ctypes
 import math
 import mmap
 import sys
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -37,21 +38,22 @@ class Arena:
     """Tensors of bytes, one behind another in large pages. A chunk is given back when the last tensor in it dies."""
 
     def __init__(self) -> None:
-        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._chunk, self._used, self._lock = torch.empty(0, dtype=torch.uint8), 0, Lock()
 
     def take(self, size: int) -> Tensor:
-        """uint8 [size], aligned to 64 bytes; not initialised."""
+        """uint8 [size], aligned to 64 bytes; not initialised. Any thread may call it."""
         if size < _WORTH or not large_pages():
             raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
             skip = -raw.data_ptr() % _ALIGNMENT
             return raw[skip:skip + size]
         if size >= _CHUNK // 2:
             return _map(size)[:size]
-        if self._used + size > len(self._chunk):
-            self._chunk, self._used = _map(_CHUNK), 0
-        start = self._used
-        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return self._chunk[start:start + size]
+        with self._lock:
+            if self._used + size > len(self._chunk):
+                self._chunk, self._used = _map(_CHUNK), 0
+            start = self._used
+            self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+            return self._chunk[start:start + size]
 
 
 def _map(size: int) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from deltic.ops.cpu.library import address, check, library, pool
-from deltic.ops.noise import gumbel
 from deltic.ops.records import Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
-from deltic.ops.torch.sample import CANDIDATES, apply, complete, keep
+from deltic.ops.torch.sample import CANDIDATES, apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,12 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
         apply(logits, sampling.adjust)
     if sampling.greedy:
         best = _best(logits, 1)
-        return Sampled(best.ids[:, 0], best.healthy if healthy is None else healthy)
-    best = _best(logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
-    tokens = _draw(best, sampling, logits.shape[1])
-    if tokens is None:
-        tokens = TORCH.sample(logits, sampling).tokens
+        tokens = best.ids.view(-1)
+    else:
+        best = _best(logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
+        tokens = _draw(best, sampling, logits.shape[1])
+        if -1 in tokens.tolist():
+            tokens = TORCH.sample(logits, replace(sampling, adjust=None)).tokens
     return Sampled(tokens, best.healthy if healthy is None else healthy)
 
 
@@ -49,20 +49,18 @@ def _best(logits: Tensor, count: int, temperature: Tensor | None = None) -> _Bes
     healthy = torch.empty(rows, dtype=torch.bool)
     totals, heat = None, None
     if temperature is not None:
-        totals, heat = torch.empty(rows, dtype=torch.float64), temperature.float().contiguous()
+        totals, heat = torch.empty(rows, dtype=torch.float64), temperature.contiguous()
     check(library().deltic_top(pool(), address(logits), rows, width, count, address(heat), address(values),
                                address(ids), address(totals), address(healthy)))
     return _Best(values, ids, totals, healthy)
 
 
-def _draw(best: _Best, sampling: Sampling, width: int) -> Tensor | None:
-    """The tokens drawn among the best ones [L]; None if the filters may keep others too."""
-    assert best.totals is not None
-    heat = sampling.temperature.clamp(min=1e-9)[:, None].double()
-    scores = best.values.double() / heat
-    kept = keep(scores, best.totals[:, None], sampling)
-    if best.ids.shape[1] < width and not complete(scores, kept, sampling):
-        return None
-    noisy = scores.masked_fill(~kept, -torch.inf) + gumbel(sampling.key, best.ids)
-    drawn = best.ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
-    return torch.where(sampling.temperature == 0, best.ids[:, 0], drawn)
+def _draw(best: _Best, sampling: Sampling, width: int) -> Tensor:
+    """The tokens drawn among the best ones [L]; -1 where the filters may keep others too."""
+    rows, count = best.ids.shape
+    tokens = torch.empty(rows, dtype=torch.int64)
+    columns = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
+    keys = sampling.key.contiguous()
+    library().deltic_draw(address(best.values), address(best.ids), rows, count, width, *map(address, columns),
+                          address(best.totals), address(keys), address(tokens))
+    return tokens

@@ -63,23 +63,23 @@ def _filter(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     # in order of their ids, so that a stable sort puts the lower one of two equals first
     ids = scores.topk(count).indices.sort(-1).values
     values, order = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    kept = keep(values, total, sampling)
-    if count < scores.shape[1] and not complete(values, kept, sampling):
+    kept = _keep(values, total, sampling)
+    if count < scores.shape[1] and not _complete(values, kept, sampling):
         values, ids = scores.sort(dim=-1, descending=True, stable=True)
-        kept = keep(values, total, sampling)
+        kept = _keep(values, total, sampling)
     else:
         ids = ids.gather(1, order)
     return values.masked_fill(~kept, -torch.inf), ids
 
 
-def complete(values: Tensor, kept: Tensor, sampling: Sampling) -> bool:
+def _complete(values: Tensor, kept: Tensor, sampling: Sampling) -> bool:
     """Whether the best tokens hold all that the filters keep, in every row that is drawn from: tokens that tie with the
     last one may have been left out."""
     certain = (values > values[:, -1:]).sum(-1)
     return not bool(((sampling.temperature > 0) & (kept.sum(-1) > certain)).any())
 
 
-def keep(values: Tensor, total: Tensor, sampling: Sampling) -> Tensor:
+def _keep(values: Tensor, total: Tensor, sampling: Sampling) -> Tensor:
     """Which candidates the filters keep: values [L, n] float64, best first; total [L, 1]: logsumexp of the row."""
     rank = torch.arange(values.shape[1], device=values.device)
     top_k = sampling.top_k[:, None]

@@ -129,6 +129,26 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8") from error
 
+    def strings(self, count: int, what: str) -> list[str]:
+        """As many `string`s. Vocabularies have hundreds of thousands: this loop calls as little as it can."""
+        read, found, position = self.file.read, [], self.position
+        for _ in range(count):
+            head = read(8)
+            after = position + 8 + int.from_bytes(head, "little")
+            data = read(after - position - 8) if after <= self.end else b""
+            if len(head) + len(data) != after - position:
+                break
+            try:
+                found.append(data.decode())
+            except UnicodeDecodeError:
+                break
+            position = after
+        self.position = position
+        if len(found) < count:
+            self.file.seek(position)
+            self.string(what)  # says what is wrong
+        return found
+
     def name(self, what: str) -> str:
         name = self.string(what)
         if not 0 < len(name) <= _MAX_NAME:
@@ -194,6 +214,8 @@ def _array(cursor: _Cursor, what: str) -> Any:
         raise cursor.error(f"{what} is an array of arrays, which is not supported")
     read = _reader(cursor, kind, what)
     count = cursor.count(f"the length of {what}", _LEAST_BYTES[kind], _MAX_ARRAY)
+    if kind == _STRING:
+        return cursor.strings(count, what)
     dtype = _SCALARS.get(kind)
     if dtype is not None:
         return np.frombuffer(cursor.take(count * dtype.itemsize, what), dtype)

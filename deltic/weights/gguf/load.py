@@ -4,13 +4,14 @@ as they are."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
 
-from deltic.config import DType, ModelConfig
+from deltic.config import DType, ModelConfig, available_cores
 from deltic.errors import ModelError
 from deltic.ops.qtensor import pack_rows
 from deltic.ops.records import Block
@@ -74,11 +75,16 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
     _check_complete(source, config, sources)
     total, done = sum(part.stored.nbytes for part in sources), 0
     tensors: dict[str, Block] = {}
-    for part in sources:
-        tensors |= dict(_pack(part) if _is_matrix(part) else _floats(part, config))
-        done += part.stored.nbytes
-        if progress is not None:
-            progress(done, total)
+
+    def read(part: GgufSource) -> dict[str, Block]:
+        return dict(_pack(part) if _is_matrix(part) else _floats(part, config))
+
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for part, found in zip(sources, pool.map(read, sources), strict=True):
+            tensors |= found
+            done += part.stored.nbytes
+            if progress is not None:
+                progress(done, total)
     return {name: tensors[name] for name in expected_tensors(config)}
 
 
