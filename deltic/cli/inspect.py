@@ -54,8 +54,11 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
     llm = open_llm(args)
     runtime = llm.runtime
-    return {"model": runtime.name, "path": str(runtime.path),
-            **_facts(runtime.config, runtime.options, runtime.memory, runtime.decoder.ops),
+    facts = _facts(runtime.config, runtime.options, runtime.memory, runtime.decoder.ops)
+    kinds = runtime.decoder.weight_kinds()
+    kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
+    facts["weights"] |= {"mib": _mib(sum(kinds.values())), "kept_as": kept}
+    return {"model": runtime.name, "path": str(runtime.path), **facts,
             "tokenizer": _text_facts(llm.front, runtime.generation.eos_token_ids),
             "generation": runtime.generation.sampling()}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltic.config import ModelConfig
 from deltic.ops import Ops
-from deltic.ops.qtensor import QTensor
+from deltic.ops.qtensor import PLAIN_TYPES, QTensor
 from deltic.ops.records import (
     AttentionSpec,
     AttentionWeights,
@@ -27,6 +27,7 @@ from deltic.ops.records import (
     Weight,
 )
 
+_GGUF_NAMES = {dtype: name for dtype, (name, _) in PLAIN_TYPES.items()}
 Observer = Callable[[int, Tensor], None]
 """Called with (layer index, residual stream [T, H]) after each layer; for diagnosis."""
 
@@ -70,12 +71,21 @@ class Decoder:
             return self.ops.gdn_mixer(x, layer.mixer, stores.states[layer.store], batch)
         return self.ops.attention_mixer(x, layer.mixer, stores.kv[layer.store], batch, rope)
 
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters, a tied head counted once."""
+    def weight_kinds(self) -> dict[str, int]:
+        """Bytes of the parameters by the form that they are kept in (a GGUF type, or a dtype), a tied head counted
+        once."""
         weights: list[Weight] = [self.stack.embedding, self.stack.norm, self.stack.head]
         for layer in self.stack.layers:
             weights += _weights(layer)
-        return sum({id(block): block.nbytes for weight in weights for block in _blocks(weight)}.values())
+        kinds: dict[str, int] = {}
+        for block in {id(block): block for weight in weights for block in _blocks(weight)}.values():
+            kind = block.type if isinstance(block, QTensor) else _GGUF_NAMES.get(block.dtype, str(block.dtype))
+            kinds[kind] = kinds.get(kind, 0) + block.nbytes
+        return kinds
+
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, a tied head counted once."""
+        return sum(self.weight_kinds().values())
 
 
 def _blocks(weight: Weight) -> tuple[Block, ...]:
