@@ -260,9 +260,9 @@ def test_backends_draw_the_same_tokens(vocabulary: int, spread: str, ties: bool)
     for settings in (mixed, hot, cold):
         for adjust in (None, random_adjust(vocabulary, rows, vocabulary)):
             sampling = make_sampling(settings, keys, adjust=adjust, top_logprobs=3)
-            slow, fast = (OPS[name].sample(logits.clone(), sampling) for name in ("ref", "torch"))
-            assert same_reports(fast, slow)
+            slow = OPS["ref"].sample(logits.clone(), sampling)
             for name in ("torch", "cpu"):
+                assert same_reports(OPS[name].sample(logits.clone(), sampling), slow)
                 bare = OPS[name].sample(logits.clone(), replace(sampling, top_logprobs=None))
                 assert bare.tokens.tolist() == slow.tokens.tolist()
                 assert bare.healthy.tolist() == slow.healthy.tolist()

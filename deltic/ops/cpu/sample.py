@@ -26,21 +26,34 @@ class _Best:
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     plain = sampling.greedy or sampling.filtered
-    if not plain or sampling.top_logprobs is not None or logits.dtype != torch.float32 or not logits.is_contiguous():
+    if not plain or logits.dtype != torch.float32 or not logits.is_contiguous():
         return TORCH.sample(logits, sampling)
-    healthy = None
+    count, raw, reports, healthy = sampling.top_logprobs, logits, None, None
+    if count is not None:
+        reports = _best(logits, min(max(count, 1), logits.shape[1]), torch.ones(len(logits)))
     if sampling.adjust is not None:
         healthy = _best(logits, 1).healthy
+        raw = logits.clone() if reports else logits
         apply(logits, sampling.adjust)
+    best, tokens = _choose(logits, sampling)
+    result = Sampled(tokens, best.healthy if healthy is None else healthy)
+    if reports is None or reports.totals is None:
+        return result
+    chances = (raw.gather(1, tokens[:, None]).double() - reports.totals[:, None])[:, 0].float()
+    top = (reports.values.double() - reports.totals[:, None]).float()
+    return replace(result, logprobs=chances, top_tokens=reports.ids[:, :count], top_logprobs=top[:, :count])
+
+
+def _choose(logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
+    """What is best in each row, and the tokens chosen [L]."""
     if sampling.greedy:
         best = _best(logits, 1)
-        tokens = best.ids.view(-1)
-    else:
-        best = _best(logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
-        tokens = _draw(best, sampling, logits.shape[1])
-        if -1 in tokens.tolist():
-            tokens = TORCH.sample(logits, replace(sampling, adjust=None)).tokens
-    return Sampled(tokens, best.healthy if healthy is None else healthy)
+        return best, best.ids.view(-1)
+    best = _best(logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
+    tokens = _draw(best, sampling, logits.shape[1])
+    if -1 in tokens.tolist():
+        tokens = TORCH.sample(logits, replace(sampling, adjust=None, top_logprobs=None)).tokens
+    return best, tokens
 
 
 def _best(logits: Tensor, count: int, temperature: Tensor | None = None) -> _Best:
