@@ -54,6 +54,13 @@ int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t wid
     });
 }
 
+int deltic_draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
+                    const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens) {
+    return guarded([&] {
+        deltic::kernels().draw_any(pool, logits, rows, width, temperatures, keys, values, ids, tokens);
+    });
+}
+
 int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_batch *batch, float *final_hidden,
                    float *logits) {
     return guarded([&] { deltic::forward(pool, *model, *batch, final_hidden, logits); });

@@ -149,6 +149,11 @@ void deltic_draw(const float *values, const int64_t *ids, int64_t rows, int64_t 
                  const float *temperatures, const int64_t *top_k, const float *top_p, const float *min_p,
                  const double *log_totals, const int64_t *keys, int64_t *tokens);
 
+/* The same without filters, among all `width` logits; values, ids [rows]: the best of each row (deltic_top with count
+ * 1). Rows that are not healthy get any token. */
+int deltic_draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
+                    const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);
+
 /* ---- A whole model. */
 
 /* One of gdn and attention is null. */

@@ -4,18 +4,9 @@
 #include <cstdint>
 
 #include "deltic.h"
+#include "noise.hpp"
 
 namespace {
-
-// Standard Gumbel noise of a draw's key and a token's id; finite.
-double gumbel(uint64_t key, uint64_t id) {
-    uint64_t word = key + id * 0x9E3779B97F4A7C15u;
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
-    word = (word ^ word >> 27) * 0x94D049BB133111EBu;
-    word ^= word >> 31;
-    double uniform = std::min((double(word >> 11) + 0.5) * 0x1p-53, 1 - 0x1p-53);
-    return -std::log(-std::log(uniform));
-}
 
 // One row's candidates: logits, best first, and ids.
 struct Row {
@@ -44,7 +35,7 @@ int64_t draw(const Row &row, bool all, int64_t top_k, double top_p, double min_p
         bool in_p = top_p >= 1 || rank == 0 || together - chance < top_p;
         if (!in_p || std::exp(row.score(rank) - row.score(0)) < min_p) continue;
         ++kept;
-        double noisy = row.score(rank) + gumbel(key, uint64_t(row.ids[rank]));
+        double noisy = row.score(rank) + deltic::gumbel(key, uint64_t(row.ids[rank]));
         if (noisy > best) best = noisy, chosen = row.ids[rank];
     }
     // what ties with the last candidate may have been left out

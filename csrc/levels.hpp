@@ -16,7 +16,9 @@ namespace deltic {
                   float *normed, int64_t tokens, int64_t width, float eps);                                             \
     void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width);                  \
     void top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,                        \
-             const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);
+             const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);             \
+    void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,       \
+                  const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);
 
 #define DELTIC_DECLARE(level)                                                                                           \
     namespace level {                                                                                                   \
@@ -37,6 +39,7 @@ struct Kernels {
     decltype(&portable::add_norm) add_norm;
     decltype(&portable::silu_mul) silu_mul;
     decltype(&portable::top) top;
+    decltype(&portable::draw_any) draw_any;
 };
 
 // Of the level in use.

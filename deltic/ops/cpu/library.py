@@ -113,6 +113,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_mlp": (c_int, [_P, _P, _I, POINTER(LinearWeight), POINTER(LinearWeight), _P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_draw": (None, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _P, _P]),
+    "deltic_draw_any": (c_int, [_P, _P, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
 }
 

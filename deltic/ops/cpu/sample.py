@@ -25,8 +25,7 @@ class _Best:
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
-    plain = sampling.greedy or sampling.filtered
-    if not plain or logits.dtype != torch.float32 or not logits.is_contiguous():
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
         return TORCH.sample(logits, sampling)
     count, raw, reports, healthy = sampling.top_logprobs, logits, None, None
     if count is not None:
@@ -49,6 +48,9 @@ def _choose(logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
     if sampling.greedy:
         best = _best(logits, 1)
         return best, best.ids.view(-1)
+    if not sampling.filtered:
+        best = _best(logits, 1)
+        return best, _draw_any(logits, best, sampling)
     best = _best(logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
     tokens = _draw(best, sampling, logits.shape[1])
     if -1 in tokens.tolist():
@@ -76,4 +78,14 @@ def _draw(best: _Best, sampling: Sampling, width: int) -> Tensor:
     keys = sampling.key.contiguous()
     library().deltic_draw(address(best.values), address(best.ids), rows, count, width, *map(address, columns),
                           address(best.totals), address(keys), address(tokens))
+    return tokens
+
+
+def _draw_any(logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
+    """The tokens drawn among all [L]."""
+    rows, width = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64)
+    heat, keys = sampling.temperature.contiguous(), sampling.key.contiguous()
+    check(library().deltic_draw_any(pool(), address(logits), rows, width, address(heat), address(keys),
+                                    address(best.values), address(best.ids), address(tokens)))
     return tokens
