@@ -17,7 +17,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LIBRARY = "deltic/ops/cpu/libdeltic.so"
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+         "-fno-strict-aliasing")
 PER_LEVEL = ("linear", "gdn", "attention", "elementwise", "sample")
 """Sources that are compiled once for every level; the others have no vector code."""
 _AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",

@@ -28,9 +28,9 @@ int tile_of(int64_t rest) {
     return 1;
 }
 
-// ---- Activations, in tiles: for each number of columns, of all tokens of the tile.
+// ---- Activations, in tiles: column after column, each of all tokens of the tile.
 
-// How many bytes a token takes in a tile, by the form that the weights want.
+// The forms of activations that weights want.
 enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kForms };
 
 // A tile of T tokens rounded to 8 bits.
@@ -123,11 +123,11 @@ void fill_tile(const float *x, int64_t columns, int tokens, Form form, int32_t *
         if (form == kFloat32) {
             for (int64_t k = 0; k < columns; ++k) tile[k * tokens + t] = std::bit_cast<int32_t>(x[k]);
         } else if (form == kBfloat16) {
-            for (int64_t k = 0; k < columns; k += 2) {
-                uint16_t first, second = 0;
-                narrow(x[k], first);
-                if (k + 1 < columns) narrow(x[k + 1], second);
-                tile[k / 2 * tokens + t] = first | uint32_t(second) << 16;
+            for (int64_t k = 0; k < columns; k += kLanes) {
+                int64_t count = columns - k < kLanes ? columns - k : kLanes;
+                int32_t pairs[kLanes / 2];
+                store_narrow((uint16_t *)pairs, load_part(x + k, count));
+                for (int64_t i = 0; i < (count + 1) / 2; ++i) tile[(k / 2 + i) * tokens + t] = pairs[i];
             }
         } else {
             round_token(x, columns, form == kInt8x256 ? 256 : 32, Int8Tile(tile, columns, tokens), t, tokens);
@@ -137,44 +137,30 @@ void fill_tile(const float *x, int64_t columns, int tokens, Form form, int32_t *
 
 // ---- One panel times one tile: y[t][0 .. 15].
 
-template <int T> struct Result {
-    Floats total[T];
+template <int T> struct Sums {
+    Floats of[T];
 };
 
-template <int T> Result<T> times_f32(const uint8_t *panel, const int32_t *tile, int64_t columns) {
-    Floats total[T] = {};
+// Weights that are one number per row and column; `Load` makes them Floats.
+template <int T, typename Number, Floats Load(const Number *)>
+Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns) {
+    Sums<T> total = {};
     for (int64_t k = 0; k < columns; ++k) {
-        Floats w = load<Floats>(panel + 64 * k);
+        Floats w = Load((const Number *)panel + kPanel * k);
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) total[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total[t]);
+        for (int t = 0; t < T; ++t) total.of[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total.of[t]);
     }
-    Result<T> result;
-    for (int t = 0; t < T; ++t) result.total[t] = total[t];
-    return result;
+    return total;
 }
 
-template <int T> Result<T> times_f16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
-    Floats total[T] = {};
-    for (int64_t k = 0; k < columns; ++k) {
-        Floats w = load_half((const uint16_t *)(panel + 32 * k));
-#pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) total[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total[t]);
-    }
-    Result<T> result;
-    for (int t = 0; t < T; ++t) result.total[t] = total[t];
-    return result;
-}
-
-template <int T> Result<T> times_bf16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
-    Floats total[T] = {};
+template <int T> Sums<T> times_bf16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
+    Sums<T> total = {};
     for (int64_t k = 0; k < (columns + 1) / 2; ++k) {
         Words w = load<Words>(panel + 64 * k);
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) total[t] = dot2_bf16(total[t], w, uint32_t(tile[k * T + t]));
+        for (int t = 0; t < T; ++t) total.of[t] = dot2_bf16(total.of[t], w, uint32_t(tile[k * T + t]));
     }
-    Result<T> result;
-    for (int t = 0; t < T; ++t) result.total[t] = total[t];
-    return result;
+    return total;
 }
 
 // Integer sums of codes c[From .. To) with the activations x, for all tokens, from what the offset makes of their sums.
@@ -188,10 +174,10 @@ DELTIC_INLINE void dots(const Bytes c[8], const int32_t *x, const int32_t *whole
         for (int t = 0; t < T; ++t) out[t] = dot4(out[t], c[i], x[i * T + t]);
 }
 
-template <class Format, int T> Result<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
+template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
     constexpr int kBlock = Format::kWeights;  // of the activations too
     Int8Tile tile(memory, columns, T);
-    Floats total[T] = {};
+    Sums<T> total = {};
     for (int64_t b = 0; b < columns / kBlock; ++b) {
         const uint8_t *block = panel + b * Format::kBytes;
         Floats sum[T] = {};
@@ -238,18 +224,16 @@ template <class Format, int T> Result<T> times_int8(const uint8_t *panel, const 
             }
         }
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) total[t] = fma(splat(tile.scales[b * T + t]), sum[t], total[t]);
+        for (int t = 0; t < T; ++t) total.of[t] = fma(splat(tile.scales[b * T + t]), sum[t], total.of[t]);
     }
-    Result<T> result;
-    for (int t = 0; t < T; ++t) result.total[t] = total[t];
-    return result;
+    return total;
 }
 
 template <int T> struct Float32 {
-    static constexpr auto times = times_f32<T>;
+    static constexpr auto times = times_floats<T, float, loadf>;
 };
 template <int T> struct Float16 {
-    static constexpr auto times = times_f16<T>;
+    static constexpr auto times = times_floats<T, uint16_t, load_half>;
 };
 template <int T> struct Bfloat16 {
     static constexpr auto times = times_bf16<T>;
@@ -265,14 +249,14 @@ template <class Format> struct Int8 {
 // A kernel for one size of tiles: writes rows `rows` (at most 16) of the panel for its tokens.
 using Kernel = void (*)(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride, int64_t rows);
 
-template <int T, Result<T> Times(const uint8_t *, const int32_t *, int64_t)>
+template <int T, Sums<T> Times(const uint8_t *, const int32_t *, int64_t)>
 void write(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride, int64_t rows) {
-    Result<T> result = Times(panel, tile, columns);
+    Sums<T> sums = Times(panel, tile, columns);
     for (int t = 0; t < T; ++t) {
         if (rows == kPanel)
-            store(y + t * stride, result.total[t]);
+            store(y + t * stride, sums.of[t]);
         else
-            store_part(y + t * stride, result.total[t], rows);
+            store_part(y + t * stride, sums.of[t], rows);
     }
 }
 
