@@ -25,7 +25,7 @@ from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_level, use_threads
 from deltic.ops.records import Batch, Block, Stores
 from deltic.weights.fingerprint import fingerprint
-from deltic.weights.gguf.load import wants_packing
+from deltic.weights.gguf.load import is_quantized, wants_packing
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.quant import quantize_weights
@@ -197,6 +197,8 @@ def _keeps_packed(files: ModelFiles, options: EngineConfig) -> bool:
     if files.gguf is None or options.packed_weights == "off":
         return False
     reason = "on a GPU" if options.device != "cpu" else missing().get("step")
+    if reason is None and options.quant != "none":  # only what is quantized already cannot be quantized
+        return options.packed_weights == "on" or is_quantized(files.gguf)
     if reason is None:
         return options.packed_weights == "on" or wants_packing(files.gguf)
     if options.packed_weights == "on":

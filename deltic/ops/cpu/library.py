@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
+import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
@@ -156,17 +159,37 @@ def threads() -> int:
     return _threads[0]
 
 
+class _Pool:
+    """A pool of threads, which goes with this object. (Not at exit, when others may still be at work, nor in a forked
+    process, which has none of the threads.)"""
+
+    def __init__(self, threads: int) -> None:
+        made: int | None = library().deltic_pool_new(threads)
+        if not made:
+            raise MemoryError("no memory for the threads of the CPU kernels")
+        self.threads, self.address = threads, made
+        weakref.finalize(self, _free, made, os.getpid()).atexit = False
+
+
+def _free(address: int, process: int) -> None:
+    if os.getpid() == process:
+        library().deltic_pool_free(address)
+
+
+class _Own(threading.local):
+    pool: _Pool | None = None
+
+
+_own = _Own()
+
+
 def pool() -> int:
-    """The pool of as many threads as `use_threads` said."""
-    return _pool(_threads[0])
-
-
-@cache
-def _pool(threads: int) -> int:
-    made: int | None = library().deltic_pool_new(threads)
-    if not made:
-        raise MemoryError("no memory for the threads of the CPU kernels")
-    return made
+    """The pool of as many threads as `use_threads` said. Each of Python's threads has its own, as a pool serves one
+    call at a time."""
+    known = _own.pool
+    if known is None or known.threads != _threads[0]:
+        known = _own.pool = _Pool(_threads[0])
+    return known.address
 
 
 def step_batch(batch: Batch) -> Any:

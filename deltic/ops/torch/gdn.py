@@ -162,7 +162,7 @@ def _convolve(qkv: Tensor, history: Tensor, conv: Tensor, batch: Batch, dtype: t
     """Causal depthwise convolution and silu of the longer rows -> [their tokens, C]."""
     layout, start, outputs = batch.layout, batch.layout.singles, []
     # as an image of width 1 with its channels last, which is how the tokens lie in memory
-    kernel = conv[:, None, :, None]
+    kernel = conv.to(qkv.dtype)[:, None, :, None]
     for row in range(layout.singles, layout.rows):
         end = start + layout.chunks[row]
         padded = torch.cat((history[row], qkv[start:end]))[None, :, None].permute(0, 3, 1, 2)

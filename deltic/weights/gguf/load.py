@@ -94,6 +94,11 @@ def wants_packing(file: GgufFile) -> bool:
     return any(tensor.type.weights == 256 for tensor in tensors) or sum(t.nbytes for t in tensors) >= _LARGE
 
 
+def is_quantized(file: GgufFile) -> bool:
+    """Whether any of its numbers share a scale."""
+    return any(tensor.type.weights > 1 for tensor in file.tensors.values())
+
+
 def _is_matrix(part: GgufSource) -> bool:
     return all(len(shape) == 2 for shape in part.shapes) and not part.place.form.changes
 
