@@ -1,0 +1,203 @@
+"""The threads of the compiled kernels: whatever else the machine does, a call ends, and with the same bits; between
+calls they take no time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from ctypes import byref
+from pathlib import Path
+
+import pytest
+import torch
+from op_cases import same_bits
+from torch import Tensor
+
+from deltic.ops.cpu import kernels, missing
+from deltic.ops.cpu.kernels import native_weight
+from deltic.ops.cpu.library import library, use_threads
+from deltic.ops.cpu.library import threads as used
+from deltic.ops.qtensor import QTensor, pack_tensor
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+
+PATIENCE = 120.0
+"""Seconds after which a call hangs."""
+TOKENS = 13
+
+
+def layer() -> QTensor:
+    """Of 17 pieces of work."""
+    return pack_tensor(torch.randn(535, 512, generator=torch.Generator().manual_seed(1)))
+
+
+def activations() -> Tensor:
+    return torch.randn(TOKENS, 512, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def pool(request: pytest.FixtureRequest) -> Iterator[int]:
+    made = library().deltic_pool_new(request.param)
+    assert made
+    yield made
+    library().deltic_pool_free(made)
+
+
+def multiply(pool: int, weight: QTensor, x: Tensor) -> Tensor:
+    y, struct = torch.full((len(x), weight.rows), torch.nan), native_weight(weight)
+    assert library().deltic_linear(pool, x.data_ptr(), len(x), byref(struct), y.data_ptr()) == 0
+    return y
+
+
+def alone() -> tuple[QTensor, Tensor, Tensor]:
+    """A layer, its input, and its output by one thread."""
+    weight, x = layer(), activations()
+    pool = library().deltic_pool_new(1)
+    wanted = multiply(pool, weight, x)
+    library().deltic_pool_free(pool)
+    return weight, x, wanted
+
+
+def many(pool: int, calls: int) -> None:
+    """Calls of few tokens and of many by turns, some after a pause in which the threads have gone to sleep."""
+    weight, x, wanted = alone()
+    for call in range(calls):
+        tokens = (1, 2, TOKENS, 1, 5)[call % 5]
+        assert same_bits(multiply(pool, weight, x[:tokens]), wanted[:tokens]), call
+        if call % 50 == 0:
+            time.sleep(0.001)
+
+
+def in_time(*tasks: Callable[[], None]) -> None:
+    """Run tasks at the same time, each in a thread of Python's own: one that hangs is found, and left behind."""
+    failures: list[BaseException] = []
+
+    def run(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            failures.append(error)
+
+    running = [threading.Thread(target=run, args=(task,), daemon=True) for task in tasks]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "a call hangs"
+    for failure in failures:
+        raise failure
+
+
+def test_many_small_calls(pool: int) -> None:
+    in_time(lambda: many(pool, 600))
+
+
+def test_while_others_take_all_cores(pool: int) -> None:
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        time.sleep(0.1)
+        end = time.monotonic() + 0.7
+        while time.monotonic() < end:
+            in_time(lambda: many(pool, 60))
+        assert all(other.poll() is None for other in others)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def test_idle_threads_take_no_time(pool: int) -> None:
+    many(pool, 5)
+    time.sleep(0.01)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.02
+
+
+def test_pools_work_side_by_side(pool: int) -> None:
+    other = library().deltic_pool_new(3)
+    in_time(lambda: many(pool, 300), lambda: many(other, 300))
+    library().deltic_pool_free(other)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_of_python_may_call_at_once(threads: int) -> None:
+    """Two models in one process, each in a thread of its own."""
+    weight, x, wanted = alone()
+
+    def work() -> None:
+        for call in range(200):
+            tokens = (1, 5, TOKENS)[call % 3]
+            assert same_bits(kernels.linear(x[:tokens], weight), wanted[:tokens])
+
+    before = used()
+    use_threads(threads)
+    try:
+        in_time(work, work, work)
+    finally:
+        use_threads(before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+def test_a_threads_pool_ends_with_it() -> None:
+    weight, x, _ = alone()
+    before, known = used(), len(os.listdir("/proc/self/task"))
+    use_threads(4)
+    try:
+        for _ in range(5):
+            in_time(lambda: kernels.linear(x, weight))
+    finally:
+        use_threads(before)
+    end = time.monotonic() + 10
+    while len(os.listdir("/proc/self/task")) > known:
+        assert time.monotonic() < end
+
+
+@pytest.mark.parametrize("threads", [-1, 0, 1, 2, 9])
+def test_pools_come_and_go(threads: int) -> None:
+    """Also before their threads have begun, and right after a call."""
+    weight, x, wanted = alone()
+
+    def work() -> None:
+        for number in range(50):
+            pool = library().deltic_pool_new(threads)
+            if number % 2:
+                assert same_bits(multiply(pool, weight, x[:2]), wanted[:2])
+            library().deltic_pool_free(pool)
+        library().deltic_pool_free(None)
+
+    in_time(work)
+
+
+def test_scratch_memory_grows_with_the_work(pool: int) -> None:
+    weight, x, wanted = alone()
+    for tokens in (1, 400, 3, 4000, 13, 1):
+        given = x.repeat(-(-tokens // TOKENS), 1)[:tokens]
+        assert same_bits(multiply(pool, weight, given), wanted.repeat(-(-tokens // TOKENS), 1)[:tokens])
+
+
+FORK = """
+import os, sys
+import test_native_pool as tests
+weight, x, wanted = tests.alone()
+tests.use_threads(int(sys.argv[1]))
+assert tests.same_bits(tests.kernels.linear(x, weight), wanted)
+child = os.fork()
+for _ in range(50):
+    assert tests.same_bits(tests.kernels.linear(x, weight), wanted)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_forked_process_goes_on(threads: int) -> None:
+    """Its pool has no threads but the one that calls. It ends as processes do, too."""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, str(threads)], cwd=Path(__file__).parent,
+                            capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert result.returncode == 0, result.stderr
