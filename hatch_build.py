@@ -17,10 +17,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LIBRARY = "deltic/ops/cpu/libdeltic.so"
+HEADER = "deltic/ops/cpu/deltic.h"
+"""The C interface, beside the library for those who call it from other languages."""
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
          "-fno-strict-aliasing")
 PER_LEVEL = ("linear", "gdn", "attention", "elementwise", "sample")
-"""Sources that are compiled once for every level; the others have no vector code."""
+"""Sources that are compiled once for every level; the others make do with what every processor has."""
 _AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
            "-mprefer-vector-width=512")
 LEVELS: dict[str, tuple[str, ...]] = {
@@ -42,13 +44,13 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if problem:
             print(f"deltic: no native CPU kernels, torch serves all ops: {problem}", file=sys.stderr)
             return
-        build_data["artifacts"].append(LIBRARY)
+        build_data["artifacts"] += [LIBRARY, HEADER]
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
 
 
 def compile_library(sources: Path, target: Path) -> str | None:
-    """Compile the sources to `target`, in parallel; returns why it could not be done."""
+    """Compile the sources to `target`, in parallel, their header beside it; returns why it could not be done."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         return "there is no C++ compiler (install g++, then reinstall)"
@@ -64,6 +66,7 @@ def compile_library(sources: Path, target: Path) -> str | None:
             fresh.unlink(missing_ok=True)
             return f"{compiler} failed: {error}"
         fresh.replace(target)
+        shutil.copyfile(sources / "deltic.h", target.with_name("deltic.h"))
     return None
 
 

@@ -23,40 +23,19 @@ constexpr int64_t kScores = kPart + kLanes;
 // The inner loops keep the sums of a tile of queries in registers: kTile * kWide of them, as wide as the level has.
 #if defined(__AVX512F__)
 constexpr int kTile = 12, kWide = 2;
-typedef Floats Vector;
-DELTIC_INLINE Vector add_product(Vector a, Vector b, Vector c) { return fma(a, b, c); }
 #elif defined(__AVX2__)
 constexpr int kTile = 4, kWide = 2;
-typedef float Vector __attribute__((vector_size(32)));
-DELTIC_INLINE Vector add_product(Vector a, Vector b, Vector c) {
-    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-}
 #else
 constexpr int kTile = 2, kWide = 4;
-typedef float Vector __attribute__((vector_size(16)));
-DELTIC_INLINE Vector add_product(Vector a, Vector b, Vector c) { return a * b + c; }
 #endif
-constexpr int kVector = sizeof(Vector) / 4;
 // Positions, or dimensions of values, in a row of unpacked memory.
-constexpr int64_t kPanel = kWide * kVector;
+constexpr int64_t kPanel = kWide * kNative;
 static_assert(kPanel % kPage == 0);
-
-DELTIC_INLINE Vector repeat(float x) { return x - Vector{}; }
-DELTIC_INLINE Vector load_vector(const float *from) { return load<Vector>(from); }
-DELTIC_INLINE Vector load_vector(const uint16_t *from) {
-    typedef uint16_t Few __attribute__((vector_size(kVector * 2)));
-    typedef uint32_t Bits __attribute__((vector_size(kVector * 4)));
-    return (Vector)(__builtin_convertvector(load<Few>(from), Bits) << 16);
-}
 
 // Queries that share keys and values once those are unpacked.
 constexpr int64_t kJobQueries = 96;
 // Chunks of up to so many tokens are cut into a job per part: their results take little memory.
 constexpr int64_t kShortChunk = 8;
-
-int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 
 // ---- Norm, rotation, storage.
 
@@ -202,20 +181,20 @@ template <typename T> DELTIC_INLINE void fetch_lines(const T *page, int64_t stri
 
 // Scores of a tile, queries [dim, R], at the positions of a panel of keys [dim, kPanel].
 template <int R> void score_panel(const float *queries, const float *panel, int64_t dim, float *scores) {
-    Vector sum[R][kWide] = {};
+    Native sum[R][kWide] = {};
     for (int64_t d = 0; d < dim; ++d, queries += R, panel += kPanel) {
-        Vector key[kWide];
+        Native key[kWide];
 #pragma GCC unroll 4
-        for (int w = 0; w < kWide; ++w) key[w] = load_vector(panel + w * kVector);
+        for (int w = 0; w < kWide; ++w) key[w] = load_native(panel + w * kNative);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-            for (int w = 0; w < kWide; ++w) sum[r][w] = add_product(repeat(queries[r]), key[w], sum[r][w]);
+            for (int w = 0; w < kWide; ++w) sum[r][w] = fma(splat<Native>(queries[r]), key[w], sum[r][w]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int w = 0; w < kWide; ++w) store(scores + r * kScores + w * kVector, sum[r][w]);
+        for (int w = 0; w < kWide; ++w) store(scores + r * kScores + w * kNative, sum[r][w]);
 }
 
 // The same at the positions of a page, straight from its keys; for tiles that share them with no other.
@@ -237,24 +216,24 @@ void score_page(const float *queries, const T *keys, int64_t stride, int64_t dim
 // Adds the values [count, W vectors] times each query's weights to its sums.
 template <int R, int W, typename T>
 void weigh(const T *values, int64_t stride, const float *weights, int64_t count, float *sums, int64_t record) {
-    Vector sum[R][W];
+    Native sum[R][W];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) sum[r][w] = load_vector(sums + r * record + w * kVector);
+        for (int w = 0; w < W; ++w) sum[r][w] = load_native(sums + r * record + w * kNative);
     for (int64_t i = 0; i < count; ++i, values += stride) {
-        Vector value[W];
+        Native value[W];
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) value[w] = load_vector(values + w * kVector);
+        for (int w = 0; w < W; ++w) value[w] = load_native(values + w * kNative);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-            for (int w = 0; w < W; ++w) sum[r][w] = add_product(repeat(weights[r * kScores + i]), value[w], sum[r][w]);
+            for (int w = 0; w < W; ++w) sum[r][w] = fma(splat<Native>(weights[r * kScores + i]), value[w], sum[r][w]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) store(sums + r * record + w * kVector, sum[r][w]);
+        for (int w = 0; w < W; ++w) store(sums + r * record + w * kNative, sum[r][w]);
 }
 
 // body(std::integral_constant R) for the R that a tile of so many rows is padded to.
@@ -519,7 +498,7 @@ template <typename T> struct Worker {
             const T *values = page(call.kv.values, i) + i % kPage * call.stride() + first;
             float *to = space.panel + i * kPanel;
             if (width == kPanel)
-                for (int w = 0; w < kPanel; w += kVector) store(to + w, load_vector(values + w));
+                for (int w = 0; w < kPanel; w += kNative) store(to + w, load_native(values + w));
             else
                 for (int w = 0; w < kPanel; ++w) to[w] = w < width ? widen(values[w]) : 0.0f;
         }

@@ -1,8 +1,9 @@
 /* Native CPU kernels of deltic: a flat C interface.
  *
  * Pointers are borrowed: for the call, or, inside structs that are passed again and again, by whoever made them.
- * Activations are float32, row-major. Functions that return int answer 0, or -1 where memory ran out (nothing is
- * written then that the next call could not write again). A pool serves one call at a time. */
+ * Activations are float32, row-major. Arguments are not checked: there may be no tokens, rows, logits or emits, but
+ * every other size is at least 1. A status is 0, or -1 where memory ran out; a step may then have moved states that it
+ * reads and writes in place, all else can be done again. A pool serves one call at a time. */
 #ifndef DELTIC_H
 #define DELTIC_H
 #include <stdint.h>
@@ -12,7 +13,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 2
+#define DELTIC_ABI 3
 int deltic_abi(void);
 
 /* ---- Processor levels: which instructions the kernels use. */
@@ -53,7 +54,8 @@ typedef struct {
     deltic_matrix parts[4];
 } deltic_weight;
 
-/* Bytes of a packed matrix; -1 for an unknown type or columns that are no multiple of its block. */
+/* Bytes of a packed matrix; -1 for an unknown type or columns that are no multiple of its block. All functions below
+ * take it for granted that there is such a matrix. */
 int64_t deltic_packed_bytes(int64_t type, int64_t rows, int64_t columns);
 /* Pack whole rows as they lie in a GGUF file. `first` is the number of the first of them in the matrix, a multiple of
  * 16; `count` is one too, unless these are the last rows. */
@@ -85,7 +87,7 @@ typedef struct {
     const int64_t *emit_row;     /* [emits] */
     const int64_t *emit_length;  /* [emits] */
     const int64_t *emit_slot;    /* [emits] */
-    const int64_t *logit_tokens; /* [logits] */
+    const int64_t *logit_tokens; /* [logits], ascending */
 } deltic_batch;
 
 typedef struct {
@@ -103,7 +105,7 @@ typedef struct {
 typedef struct {
     float *recurrent;        /* [slots, value_heads, key_dim, value_dim] */
     void *conv;              /* [slots, places, channels] of `type`: raw inputs, that of position p at p mod places */
-    int64_t places, type;    /* DELTIC_F32 or DELTIC_BF16 */
+    int64_t places, type;    /* at least kernel - 1; DELTIC_F32 or DELTIC_BF16 */
 } deltic_states;
 
 typedef struct {
@@ -137,8 +139,9 @@ int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_w
                const deltic_weight *down, float *y);
 
 /* The `count` largest logits of each row, best first and of equal ones the lower id first: values, ids [rows, count]
- * (-inf and 0 where the row has fewer). healthy [rows]: all logits are finite, and they are not all equal. With
- * temperatures [rows] also log_totals [rows]: log of the sum of exp(logit / temperature); else both are null. */
+ * (-inf and 0 where the row has fewer). healthy [rows]: all logits are finite, and they differ by 1e-6 or more. With
+ * temperatures [rows], taken to be at least 1e-9, also log_totals [rows]: log of the sum of exp(logit / temperature);
+ * else both are null. */
 int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,
                const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);
 
@@ -174,7 +177,7 @@ typedef struct {
     const float *norm;
     const float *frequencies; /* [rotary_dim / 2]: radians per position */
     const int64_t *axes;      /* [rotary_dim / 2]: which of the three positions turns a frequency */
-    int64_t rotary_dim;
+    int64_t rotary_dim;       /* of every attention layer */
     float eps;
 } deltic_model;
 

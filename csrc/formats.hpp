@@ -4,8 +4,8 @@
 //   kWeights, kBytes   of a packed block of 16 rows
 //   kGroup             weights that share a scale: 16 or 32
 //   kOffset            what is taken from each code, as 128 >> kOffset; kNone: nothing
-//   kLow               how a minimum or an addend comes in: kNone, kMinima16, kMinima32 (dmin * minimum of each group is
-//                      taken away) or kAddend (m of each block is added)
+//   kLow               how a minimum or an addend comes in: kPlain (not at all), kMinima16, kMinima32 (dmin * minimum
+//                      of each group is taken away) or kAddend (m of each block of 32 is added)
 //   codes(block, g, c) the codes of the g-th 32 columns: c[i] has columns 4 i .. 4 i + 3 of the 16 rows
 //   scale(block, g)    of the g-th group, as a number per row; addend(block, g) likewise
 //   minima(block, i)   of the groups 2 i and 2 i + 1, as pairs of 16 bits; dmin(block)

@@ -16,39 +16,13 @@
 namespace deltic::DELTIC_LEVEL {
 namespace {
 
-// As wide as a register of this level: the state's loops need all of them.
-#if defined(__AVX512F__)
-constexpr int kNative = 16;
-#elif defined(__AVX2__)
-constexpr int kNative = 8;
-#else
-constexpr int kNative = 4;
-#endif
-typedef float Native __attribute__((vector_size(kNative * 4)));
-typedef uint32_t NativeWords __attribute__((vector_size(kNative * 4)));
-
-DELTIC_INLINE Native spread(float x) { return x - Native{}; }
-DELTIC_INLINE Native loadn(const float *from) { return load<Native>(from); }
-DELTIC_INLINE Native fused(Native a, Native b, Native c) {
-#if defined(__AVX512F__)
-    return (Native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (Native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
-
 constexpr int64_t kSlice = 2 * kNative;  // columns of a head's state that one task takes through a chunk
 constexpr int64_t kBlock = 32;           // tokens that are convolved together
 constexpr int64_t kNormed = 8;           // tokens that are normed together
 constexpr int64_t kWindow = 128;         // tokens that have entries at the same time
 constexpr float kUnitEps = 1e-6f;
 
-DELTIC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-DELTIC_INLINE int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
-int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
-int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+DELTIC_INLINE int64_t padded(int64_t count) { return round_up(count, kLanes); }
 
 struct Row {
     int64_t index, first, tokens, done, source, target;
@@ -142,7 +116,7 @@ void stage_inputs(const Job &job, const Row &row, int64_t begin, int64_t count, 
         if (token >= 0) {
             const float *from = job.proj + (row.first + token) * job.width + channel;
             for (int64_t j = 0; j < channels; j += kLanes) __builtin_prefetch(from + ahead + j);
-            for (int64_t j = 0; j < whole; j += kNative) store(to + j, as_stored(loadn(from + j), T{}));
+            for (int64_t j = 0; j < whole; j += kNative) store(to + j, as_stored(load_native(from + j), T{}));
             for (int64_t j = whole; j < channels; ++j) to[j] = as_stored<T>(from[j]);
         } else if (row.done + token >= 0) {
             int64_t place = (row.done + token) % job.states.places, j = 0;
@@ -236,7 +210,7 @@ template <typename T> void advance_rings(const Job &job, const Row &row, int64_t
 // `count` is a multiple of 16.
 DELTIC_INLINE float dot(const float *a, const float *b, int64_t count) {
     Native sum = {};
-    for (int64_t j = 0; j < count; j += kNative) sum = fused(loadn(a + j), loadn(b + j), sum);
+    for (int64_t j = 0; j < count; j += kNative) sum = fma(load_native(a + j), load_native(b + j), sum);
     float lane[kNative];
     store(lane, sum);
 #pragma GCC unroll 4
@@ -245,7 +219,7 @@ DELTIC_INLINE float dot(const float *a, const float *b, int64_t count) {
     return lane[0];
 }
 DELTIC_INLINE void scale(float *x, int64_t count, float factor) {
-    for (int64_t j = 0; j < count; j += kNative) store(x + j, loadn(x + j) * spread(factor));
+    for (int64_t j = 0; j < count; j += kNative) store(x + j, load_native(x + j) * splat<Native>(factor));
 }
 
 // Queries and keys of one entry get length 1, queries over sqrt(key_dim).
@@ -299,13 +273,13 @@ template <int N> struct Columns {
 // Adds one row of the state to S'k and S'q.
 template <int N>
 DELTIC_INLINE void recall_row(const Columns<N> &row, float key, float query, Columns<N> &by_key, Columns<N> &by_query) {
-    for (int n = 0; n < N; ++n) by_key.at[n] = fused(spread(key), row.at[n], by_key.at[n]);
-    for (int n = 0; n < N; ++n) by_query.at[n] = fused(spread(query), row.at[n], by_query.at[n]);
+    for (int n = 0; n < N; ++n) by_key.at[n] = fma(splat<Native>(key), row.at[n], by_key.at[n]);
+    for (int n = 0; n < N; ++n) by_query.at[n] = fma(splat<Native>(query), row.at[n], by_query.at[n]);
 }
 
 template <int N> DELTIC_INLINE Columns<N> load_row(const float *from) {
     Columns<N> row;
-    for (int n = 0; n < N; ++n) row.at[n] = loadn(from + n * kNative);
+    for (int n = 0; n < N; ++n) row.at[n] = load_native(from + n * kNative);
     return row;
 }
 template <int N> DELTIC_INLINE void store_row(float *to, const Columns<N> &row) {
@@ -316,7 +290,7 @@ template <int N> DELTIC_INLINE void store_row(float *to, const Columns<N> &row) 
 template <int N>
 DELTIC_INLINE Columns<N> updated_row(const float *from, float decay, float key, const Columns<N> &update) {
     Columns<N> row = load_row<N>(from);
-    for (int n = 0; n < N; ++n) row.at[n] = fused(spread(key), update.at[n], row.at[n] * spread(decay));
+    for (int n = 0; n < N; ++n) row.at[n] = fma(splat<Native>(key), update.at[n], row.at[n] * splat<Native>(decay));
     return row;
 }
 
@@ -354,8 +328,8 @@ DELTIC_INLINE Columns<N> settle(float *value, float decay, float beta, float mat
                                 const Columns<N> &by_query) {
     Columns<N> update, v = load_row<N>(value);
     for (int n = 0; n < N; ++n) {
-        update.at[n] = fused(spread(-decay), by_key.at[n], v.at[n]) * spread(beta);
-        v.at[n] = fused(spread(match), update.at[n], by_query.at[n] * spread(decay));
+        update.at[n] = fma(splat<Native>(-decay), by_key.at[n], v.at[n]) * splat<Native>(beta);
+        v.at[n] = fma(splat<Native>(match), update.at[n], by_query.at[n] * splat<Native>(decay));
     }
     store_row<N>(value, v);
     return update;
@@ -380,7 +354,7 @@ void run_tokens(const Job &job, float *state, const float *key, float *entry, in
 void copy_columns(const float *from, int64_t stride, float *to, int64_t to_stride, int64_t rows, int64_t count) {
     for (int64_t i = 0; i < rows; ++i, from += stride, to += to_stride) {
         int64_t j = 0;
-        for (; j + kNative <= count; j += kNative) store(to + j, loadn(from + j));
+        for (; j + kNative <= count; j += kNative) store(to + j, load_native(from + j));
         if (j < count) std::memcpy(to + j, from + j, size_t(count - j) * 4);
     }
 }

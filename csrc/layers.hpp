@@ -4,7 +4,7 @@
 
 namespace deltic {
 
-// y [tokens, stride]: its leading columns become x [tokens, columns] weight^T. Scratch slots 0 to 2.
+// y [tokens, stride]: its leading columns become x [tokens, columns] weight^T. Scratch slots 0 to 3.
 void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride);
 
 // Scratch slots 0 to 5.

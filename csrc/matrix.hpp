@@ -1,4 +1,4 @@
-// How packed matrices lie in memory, and the linear layers on them.
+// How packed matrices lie in memory.
 //
 // A matrix is cut into panels of 16 rows, so that one vector holds the same column of 16 rows. Rows beyond the last
 // one are zero. A panel runs over its columns block by block; a block has the fields of 16 blocks of the GGUF type, in

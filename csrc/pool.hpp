@@ -3,8 +3,8 @@
 // Inline code here and in simd.hpp is always inlined or of internal linkage: a function that the linker may share between
 // files would carry the instructions of whichever level it was compiled for.
 //
-// Idle threads sleep; a thread whose core is taken by another program
-// delays nobody, because work is handed out in small pieces.
+// Idle threads sleep. A thread whose core is taken by another program holds up the piece that it has begun, and no
+// more: work is handed out in small pieces.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -19,7 +19,8 @@ void run_pieces(deltic_pool *pool, int64_t pieces, void (*body)(void *, int64_t,
 
 int pool_threads(const deltic_pool *pool);
 
-// `bytes` of scratch memory, aligned to 64, that stay valid until `release`; kept by the pool for the next call.
+// `bytes` of scratch memory, aligned to 64, that stay valid until more is asked of the same slot; not initialised. Null
+// may stand for no bytes. Throws std::bad_alloc.
 // slot: buffers in use at the same time need different ones (0 .. kScratch - 1). Each kernel documents the slots
 // that it takes.
 constexpr int kScratch = 32;

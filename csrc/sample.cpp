@@ -56,7 +56,7 @@ DELTIC_INLINE bool before(const Entry &a, const Entry &b) {
     return a.value > b.value || (a.value == b.value && a.id < b.id);
 }
 
-// Puts the `count` best of `entries` first, in order: a heap of the best so far with the worst on top, then sorted.
+// Adds an entry to the `count` best ones so far, if it is one of them: a heap with the worst on top once it is full.
 void best_first(Entry *heap, int64_t count, const Entry &fresh, int64_t &filled) {
     auto sink = [&](int64_t at, int64_t size) {
         Entry moving = heap[at];

@@ -28,6 +28,11 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 
+DELTIC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+DELTIC_INLINE int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
+DELTIC_INLINE int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+DELTIC_INLINE int64_t round_up(int64_t count, int64_t step) { return pieces_of(count, step) * step; }
+
 template <typename V, typename T> DELTIC_INLINE V load(const T *from) {
     V v;
     std::memcpy(&v, from, sizeof v);
@@ -35,37 +40,40 @@ template <typename V, typename T> DELTIC_INLINE V load(const T *from) {
 }
 template <typename V, typename T> DELTIC_INLINE void store(T *to, V v) { std::memcpy(to, &v, sizeof v); }
 
+// As wide as a register of this level, for loops that need all of them.
+#if defined(__AVX512F__)
+constexpr int kNative = 16;
+#elif defined(__AVX2__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+typedef float Native __attribute__((vector_size(kNative * 4)));
+typedef int32_t NativeMask __attribute__((vector_size(kNative * 4)));
+typedef uint32_t NativeWords __attribute__((vector_size(kNative * 4)));
+
 // Per lane: all ones where a < b, and where v is NaN. Comparisons of vectors wider than a register become scalar code,
 // so they are made in registers.
-#if defined(__AVX512F__)
-constexpr int kRegister = 64;
-#elif defined(__AVX2__)
-constexpr int kRegister = 32;
-#else
-constexpr int kRegister = 16;
-#endif
-typedef float Register __attribute__((vector_size(kRegister)));
-typedef int32_t RegisterMask __attribute__((vector_size(kRegister)));
 union Registers {
     Floats floats;
     Ints ints;
-    Register part[64 / kRegister];
-    RegisterMask mask[64 / kRegister];
+    Native part[kLanes / kNative];
+    NativeMask mask[kLanes / kNative];
 };
 DELTIC_INLINE Ints less(Floats a, Floats b) {
     Registers x{a}, y{b}, out;
-    for (int i = 0; i < 64 / kRegister; ++i) out.mask[i] = x.part[i] < y.part[i];
+    for (int i = 0; i < kLanes / kNative; ++i) out.mask[i] = x.part[i] < y.part[i];
     return out.ints;
 }
 DELTIC_INLINE Ints is_nan(Floats v) {
     Registers x{v}, out;
-    for (int i = 0; i < 64 / kRegister; ++i) out.mask[i] = x.part[i] != x.part[i];
+    for (int i = 0; i < kLanes / kNative; ++i) out.mask[i] = x.part[i] != x.part[i];
     return out.ints;
 }
 
 DELTIC_INLINE Floats loadf(const float *from) { return load<Floats>(from); }
 // Taking 0 away changes nothing, adding it would change -0: only the former is left out by the compiler.
-DELTIC_INLINE Floats splat(float x) { return x - Floats{}; }
+template <typename V = Floats> DELTIC_INLINE V splat(float x) { return x - V{}; }
 DELTIC_INLINE Ints splat(int32_t x) { return Ints{} + x; }
 
 // The first `count` lanes; the others are 0 (load) or untouched (store).
@@ -89,6 +97,15 @@ DELTIC_INLINE Floats fma(Floats a, Floats b, Floats c) {
     return a * b + c;
 #endif
 }
+#if !defined(__AVX512F__)  // where it is, Native and Floats are one type
+DELTIC_INLINE Native fma(Native a, Native b, Native c) {
+#if defined(__FMA__)
+    return (Native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+#endif
 
 DELTIC_INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
@@ -154,6 +171,11 @@ DELTIC_INLINE void narrow(float value, uint16_t &bits) {
 }
 DELTIC_INLINE void narrow(float value, float &out) { out = value; }
 
+DELTIC_INLINE Native load_native(const float *from) { return load<Native>(from); }
+DELTIC_INLINE Native load_native(const uint16_t *from) {
+    typedef uint16_t Few __attribute__((vector_size(kNative * 2)));
+    return (Native)(__builtin_convertvector(load<Few>(from), NativeWords) << 16);
+}
 DELTIC_INLINE Floats load_wide(const uint16_t *from) { return (Floats)(from_u16(from) << 16); }
 DELTIC_INLINE Floats load_wide(const float *from) { return loadf(from); }
 DELTIC_INLINE void store_narrow(uint16_t *to, Floats v) {

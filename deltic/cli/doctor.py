@@ -160,7 +160,7 @@ def check_kernels(args: argparse.Namespace) -> Finding:
         faults.append(("warning", f"the library is older than its source in csrc: {_reinstall()}"))
     level, slow = _level(loaded.deltic_best_level())
     faults += [("warning", slow)] if slow else []
-    return _finding("kernels", level, faults)
+    return _finding("kernels", f"{level}; library and C header in {path.parent}", faults)
 
 
 def check_processor(args: argparse.Namespace) -> Finding:

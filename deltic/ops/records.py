@@ -63,7 +63,7 @@ class Batch:
         fit) instead of folding all of them. Only with source = target, chunk <= RING.
     emit_row, emit_length, emit_slot [E]: write the row's state after `emit_length` tokens of its sequence
         (done < emit_length <= done + chunk) to this slot, folded.
-    logit_tokens [L]: batch indices of the tokens whose logits are wanted.
+    logit_tokens [L]: batch indices of the tokens whose logits are wanted, ascending.
     span: the slots of the leading single-token rows when they are consecutive and read and written in place, as
         (first, end), so that a backend may take a view; None otherwise.
     memo: what a backend derives from this batch once and uses in every layer.

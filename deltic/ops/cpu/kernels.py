@@ -22,7 +22,7 @@ from deltic.ops.cpu.library import (
     pool,
     step_batch,
 )
-from deltic.ops.qtensor import PLAIN_TYPES, QTensor, pack_tensor
+from deltic.ops.qtensor import QTensor, pack_tensor
 from deltic.ops.records import (
     AttentionWeights,
     Batch,
@@ -39,7 +39,7 @@ from deltic.ops.torch.basic import linear as torch_linear
 
 
 def pack(weight: Tensor, table: bool) -> Block:
-    return pack_tensor(weight) if weight.dtype in PLAIN_TYPES and weight.device.type == "cpu" else weight
+    return pack_tensor(weight) if weight.dtype in KINDS and weight.device.type == "cpu" else weight
 
 
 def packed(weight: Weight) -> bool:

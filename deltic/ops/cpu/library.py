@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltic.ops.records import Batch
 
-_ABI = 2
+_ABI = 3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.bfloat16: 30}

@@ -1,0 +1,169 @@
+"""The C interface is what deltic.h says, for Python and for the example programs in C and Rust."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltic.config.engine import _CPU_LEVELS
+from deltic.ops.cpu import library, missing
+from deltic.weights.gguf.blocks import BY_NAME
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "native"
+PLACE = Path(library.__file__).parent
+"""Where the installed library and header lie."""
+HEADER = re.sub(r"/\*.*?\*/", " ", (ROOT / "csrc" / "deltic.h").read_text(encoding="utf-8"), flags=re.DOTALL)
+FUNCTIONS = {name: (result.split(), arguments) for result, name, arguments in re.findall(
+    r"^(\w[\w \n]*?[ *]+)(deltic_\w+)\(([^)]*)\);", HEADER, re.MULTILINE)}
+STRUCTS = {str(kind.__doc__).strip("`."): kind for kind in vars(library).values()
+           if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind is not ctypes.Structure}
+"""Python's structs by their C names."""
+C_FLAGS = ("-std=c11", "-O2", "-Wall", "-Wextra", "-pedantic", "-Werror")
+NUMBERS: dict[Any, str] = {ctypes.c_int: "int", ctypes.c_int64: "int64_t", ctypes.c_float: "float"}
+GCC, RUSTC = shutil.which("gcc"), shutil.which("rustc")
+needs_gcc = pytest.mark.skipif(not GCC, reason="there is no gcc")
+needs_rustc = pytest.mark.skipif(not RUSTC, reason="there is no rustc")
+
+
+def run(*command: object, **options: Any) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def built(target: Path, language: str) -> Path:
+    """The example in C or Rust, against the installed library."""
+    link = ("-L", PLACE, "-ldeltic", f"-Wl,-rpath,{PLACE}")
+    if language == "c":
+        run(GCC, *C_FLAGS, EXAMPLES / "decode.c", "-I", PLACE, *link, "-o", target)
+    else:
+        run(RUSTC, "--edition", "2021", "-O", "-D", "warnings", EXAMPLES / "decode.rs", "-L", PLACE, "-C",
+            f"link-arg=-Wl,-rpath,{PLACE}", "-o", target)
+    return target
+
+
+# Examples
+
+
+LANGUAGES = [pytest.param("c", marks=needs_gcc), pytest.param("rust", marks=needs_rustc)]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_an_example_runs_at_every_level(tmp_path: Path, language: str) -> None:
+    """It fails by itself if a token's result depends on its batch; the ids do not depend on the threads either."""
+    program = built(tmp_path / "decode", language)
+    for level in range(library.library().deltic_best_level() + 1):
+        ids = run(program, 1, level).split()
+        assert len(ids) == 30 and len(set(ids)) > 5 and all(0 <= int(id) < 500 for id in ids)
+        assert run(program, 3, level).split() == ids
+
+
+@needs_gcc
+@needs_rustc
+def test_both_examples_choose_the_same_ids(tmp_path: Path) -> None:
+    assert run(built(tmp_path / "decode-c", "c")) == run(built(tmp_path / "decode-rust", "rust"))
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_examples_page_says_how(tmp_path: Path, language: str) -> None:
+    """Its commands work as they stand."""
+    first, *blocks = re.findall(r"```sh\n(.*?)```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    script = first + blocks[["c", "rust"].index(language)]
+    shutil.copytree(EXAMPLES, tmp_path / "examples" / "native")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(PLACE.parents[2])}
+    assert run("bash", "-ec", script, cwd=tmp_path, env=environment) == run(built(tmp_path / "decode", language))
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_an_example_refuses_a_level_that_is_not_there(tmp_path: Path, language: str) -> None:
+    program = built(tmp_path / "decode", language)
+    for level in ("-1", "99"):
+        done = subprocess.run([program, "1", level], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and "no such level" in done.stderr and not done.stdout
+
+
+# The header
+
+
+def test_the_header_lies_beside_the_library() -> None:
+    assert (PLACE / "deltic.h").read_bytes() == (ROOT / "csrc" / "deltic.h").read_bytes()
+
+
+def test_the_header_is_understood_here() -> None:
+    assert {"deltic_abi", "deltic_pool_new", "deltic_forward"} <= set(FUNCTIONS)
+    assert len(FUNCTIONS) == len(set(re.findall(r"\bdeltic_\w+(?=\()", HEADER)))
+    assert set(STRUCTS) == set(re.findall(r"^\} (deltic_\w+);", HEADER, re.MULTILINE))
+
+
+@needs_gcc
+def test_structs_are_laid_out_alike(tmp_path: Path) -> None:
+    """Sizes, and of every field its offset, its size, and whether it is a whole number, a fraction or neither."""
+    lines, expected = [], []
+    for name, kind in STRUCTS.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        expected.append(f"{name} {ctypes.sizeof(kind)}")
+        for field, form in ((entry[0], entry[1]) for entry in kind._fields_):
+            at = f"(({name} *)0)->{field}"
+            lines.append(f'printf("{name}.{field} %zu %zu %s\\n", offsetof({name}, {field}), sizeof({at}), '
+                         f'_Generic({at}, int64_t: "int64_t", float: "float", default: "other"));')
+            place = getattr(kind, field)
+            expected.append(f"{name}.{field} {place.offset} {place.size} {NUMBERS.get(form, 'other')}")
+    source, program = tmp_path / "layout.c", tmp_path / "layout"
+    source.write_text('#include <stddef.h>\n#include <stdio.h>\n#include "deltic.h"\nint main(void) {\n'
+                      + "\n".join(lines) + "\nreturn 0;\n}\n")
+    run(GCC, *C_FLAGS, "-I", ROOT / "csrc", source, "-o", program)
+    assert run(program).splitlines() == expected
+
+
+def in_c(form: Any) -> str:
+    """A ctypes type as the header writes it, void * for any pointer but those to structs."""
+    if form in NUMBERS:
+        return NUMBERS[form]
+    pointed = getattr(form, "_type_", None)
+    return f"{str(pointed.__doc__).strip('`.')} *" if isinstance(pointed, type) else "void *"
+
+
+def declared(parameter: str, known: set[str]) -> str:
+    """The same of a parameter in the header."""
+    words = parameter.replace("*", " * ").replace("const", " ").split()
+    if "*" not in words:
+        return words[0]
+    return f"{words[0]} *" if words[0] in known else "void *"
+
+
+@pytest.mark.parametrize("name", sorted(library._SIGNATURES))
+def test_functions_are_called_as_they_are_declared(name: str) -> None:
+    result, arguments = library._SIGNATURES[name]
+    words, text = FUNCTIONS[name]
+    parameters = [] if text == "void" else [declared(part, set(STRUCTS)) for part in text.split(",")]
+    assert [in_c(form) for form in arguments] == parameters
+    assert ("void" if result is None else in_c(result)) == ("void *" if "*" in words else words[0])
+
+
+def test_every_declared_function_is_exported() -> None:
+    loaded = library.library()
+    assert not [name for name in FUNCTIONS if not hasattr(loaded, name)]
+
+
+def test_constants_agree() -> None:
+    rust = (EXAMPLES / "decode.rs").read_text(encoding="utf-8")
+    abi = int(re.findall(r"#define DELTIC_ABI (\d+)", HEADER)[0])
+    assert abi == library._ABI == library.library().deltic_abi()
+    assert f"pub const ABI: c_int = {abi};" in rust
+    types = {name: int(number) for name, number in re.findall(r"DELTIC_(\w+) = (\d+)", HEADER)}
+    assert len(types) > 10 and all(BY_NAME[name].id == number for name, number in types.items())
+    levels = re.findall(r"DELTIC_(\w+)", re.findall(r"enum \{( DELTIC_PORTABLE[^}]*)\}", HEADER)[0])
+    assert levels.pop() == "LEVELS"
+    assert tuple(level.removesuffix("_LEVEL").lower() for level in levels) == library.LEVELS == _CPU_LEVELS[1:]
