@@ -1,0 +1,149 @@
+"""The compiled kernels give the same bits however the work is cut, shared or resumed, also from packed weights; they
+reuse as much of every scenario's prompts as the other backends; and they do not drift."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from op_cases import Row, build_batch, gdn_weights, generator, randn
+from support import Forcing, Reference, drain, greedy, lively, numbers, odd_shape, reference, with_sample
+from test_ops_gdn_cpu import core, empty_view
+from test_prefix_reuse import runtime_of, usage_of
+from torch import Tensor
+from torch.nn import functional
+
+from deltic.cli import main
+from deltic.cli.scenarios import SCENARIOS
+from deltic.config import EngineConfig, LinearConfig
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.ops.cpu import missing
+from deltic.ops.cpu.library import threads as used
+from deltic.ops.cpu.library import use_threads
+from deltic.ops.records import GdnSpec, GdnWeights
+from deltic.types import Request, SamplingParams
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+
+PROMPT, ANSWER, SEED = 83, 24, 77
+DRAWN = SamplingParams(temperature=1.0, max_tokens=ANSWER, ignore_eos=True, seed=SEED)
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"},
+    "q8_0": {"dtype": "float32", "quant": "q8_0"}, "q4_k": {"dtype": "bfloat16", "quant": "q4_k"}}
+BLOCKS = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
+"""A shape that can be quantized."""
+
+
+@cache
+def model(kind: str) -> Runtime:
+    options = EngineConfig(**{"memory": "8MiB", "max_batch": 8, "threads": 1, **KINDS[kind]})
+    return load(RandomModel(shape=BLOCKS, initializer_range=0.1), options)
+
+
+@cache
+def expected(kind: str) -> Reference:
+    """One token at a time, on one thread."""
+    answer = reference(model(kind), numbers(5, PROMPT, BLOCKS.vocab_size), ANSWER)
+    lively(answer.tokens)
+    return answer
+
+
+def recorded(kind: str, budget: int, batch: int, kept: int) -> Tensor:
+    """The logits of the reference's answer, drawn among others from a prompt whose first tokens are `kept` already."""
+    answer, forcing = expected(kind), Forcing(model(kind))
+    forcing.force(SEED, answer)
+    engine = Engine(runtime_of(with_sample(model(kind), forcing.sample), budget=budget))
+    if kept:
+        engine.add(greedy(answer.prompt[:kept], 1, "before"))
+        drain(engine)
+    seen = Request("seen", answer.prompt, DRAWN)
+    others = [greedy(numbers(50 + i, 20 + 9 * i, BLOCKS.vocab_size), 30 - 2 * i, f"n{i}") for i in range(batch - 1)]
+    for request in (*others[:1], seen, *others[1:]):
+        engine.add(request)
+    answers = drain(engine)
+    assert usage_of(answers, "seen").cached_tokens == kept
+    return forcing.recorded(SEED)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("budget", "batch", "kept"), [(1, 1, 0), (7, 3, 0), (64, 8, 53), (512, 3, 64), (512, 1, 0),
+                                                       (7, 8, 83)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_l6_bit_for_bit(kind: str, budget: int, batch: int, kept: int, threads: int) -> None:
+    wanted, before = expected(kind).logits, used()
+    try:
+        use_threads(threads)
+        assert torch.equal(recorded(kind, budget, batch, kept), wanted)
+    finally:
+        use_threads(before)
+
+
+# Scenarios
+
+
+def reused(scenario: str, capsys: Any, *options: str) -> list[tuple[str, int, int]]:
+    assert main(["bench", "--scenario", scenario, "--prompt-tokens", "70", "--turn-tokens", "21", "--new-tokens", "20",
+                 "--turns", "5", "--threads", "1", "--memory", "32MiB", "--json", *options]) == 0
+    requests = json.loads(capsys.readouterr().out)["requests"]
+    return [(r["request"], r["prompt_tokens"], r["cached_tokens"]) for r in requests]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios_reuse_what_they_reuse_on_other_backends(scenario: str, capsys: Any) -> None:
+    wanted = reused(scenario, capsys, "--dtype", "float32", "--ops", "torch")
+    assert sum(cached for _, _, cached in wanted) > 0
+    for options in (("--dtype", "float32"), ("--dtype", "bfloat16"), ("--quant", "q8_0")):
+        assert reused(scenario, capsys, *options, "--ops", "cpu") == wanted
+
+
+# Drift
+
+STEPS, LAST = 8192, 512
+
+
+def exact(proj: Tensor, weights: GdnWeights, conv: Tensor) -> tuple[Tensor, Tensor]:
+    """What lies between a layer's projections, in float64: outputs [T, Hv Dv] and the last state."""
+    spec = weights.spec
+    kinds = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
+    mixed, gate, beta, alpha = proj.double().split(kinds, -1)
+    padded = functional.pad(mixed, (0, 0, spec.conv_kernel - 1, 0))
+    mixed = functional.silu(sum(padded[tap:tap + len(proj)] * conv[:, tap].double() for tap in range(spec.conv_kernel)))
+    query, key, value = mixed.split([spec.keys, spec.keys, spec.values], -1)
+    query, key = ((x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
+        spec.value_heads // spec.key_heads, 1) for x in (y.view(len(proj), spec.key_heads, -1) for y in (query, key)))
+    value, beta = value.view(len(proj), spec.value_heads, -1), beta.sigmoid()
+    decay = (weights.decay.double() * functional.softplus(alpha + weights.dt_bias.double())).exp()
+    state, outputs = torch.zeros(spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float64), []
+    for q, k, v, a, b in zip(query, key, value, decay, beta, strict=True):
+        state = state * a[:, None, None]
+        update = (v - torch.einsum("hkv,hk->hv", state, k)) * b[:, None]
+        state = state + k[:, :, None] * update[:, None, :]
+        outputs.append(torch.einsum("hkv,hk->hv", state, q) / spec.key_dim ** 0.5)
+    output = torch.stack(outputs)
+    normed = output * (output.square().mean(-1, keepdim=True) + spec.eps).rsqrt() * weights.norm.double()
+    return (normed * functional.silu(gate.view_as(normed))).flatten(1), state
+
+
+@pytest.mark.parametrize("chunk", [1, 256])
+def test_no_drift_over_8192_steps(chunk: int) -> None:
+    """Plain float32 is 6.3e-7 off at the end, relative RMS, when each product rounds twice."""
+    spec = GdnSpec(2, 4, 128, 128, 4, 1e-6)
+    weights = gdn_weights(3, torch.float32, spec)
+    proj = randn(generator(9), STEPS, spec.channels + spec.values + 2 * spec.value_heads).float()
+    wanted, last = exact(proj, weights, weights.conv.float())
+    view, outputs = empty_view(spec, torch.float32, 2), []
+    for done in range(0, STEPS, chunk):
+        batch = replace(build_batch([Row(chunk, done)]).batch, source=torch.tensor([1]), target=torch.tensor([1]))
+        outputs.append(core(proj[done:done + chunk], weights, view, batch))
+    found = torch.cat(outputs)
+    errors = [off(found[part], wanted[part]) for part in (slice(0, LAST), slice(STEPS - LAST, STEPS))]
+    assert max(errors) <= 6.3e-7 and errors[1] <= 1.5 * errors[0] and off(view.recurrent[1], last) <= 6.3e-7
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
