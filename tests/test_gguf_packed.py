@@ -394,6 +394,12 @@ print(json.dumps([peak() - before, sum(block.nbytes for block in weights.values(
 """
 
 
+def test_loading_imports_no_compiler(written: Written) -> None:
+    """Torch brings one, which takes longer than loading; operations on its meta device are enough to import it."""
+    script = "import sys; from deltic import Session; Session(sys.argv[1]); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script, str(written("three to a key", "Q4_K_M"))], check=True)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory as Linux counts it")
 @pytest.mark.parametrize("kind", ["F32", "Q4_K"])
 def test_loading_takes_no_more_memory_than_the_result(written: Written, tmp_path: Path, kind: str) -> None:
