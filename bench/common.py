@@ -74,13 +74,19 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
             "runs": [round(value, 4) for value in values]}
 
 
+def _without_folder(argument: str) -> str:
+    """Where files lie on one machine says nothing on another."""
+    return Path(argument).name if "/" in argument and Path(argument).exists() else argument
+
+
 def record(file: str, result: dict[str, Any]) -> None:
     """Append a line to results/FILE.jsonl, with what is needed to understand and repeat it, and print it."""
     from deltic.ops.cpu import threads as threads_in_use
 
     threads = result.get("threads", threads_in_use())
     line = {"bench": file, **result, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": shlex.join(["python", *sys.argv]), "machine": {**machine_facts(), "threads": threads},
+            "command": shlex.join(["python", *map(_without_folder, sys.argv)]),
+            "machine": {**machine_facts(), "threads": threads},
             "load_average": os.getloadavg()[0], "version": __version__, "commit": commit()}
     path = ROOT / "bench" / "results" / f"{file}.jsonl"
     path.parent.mkdir(exist_ok=True)

@@ -207,20 +207,19 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 def _deltic(settings: dict[str, Any]) -> Any:
     """The prefix cache is off: no prompt comes twice, and the peers keep nothing either."""
-    import torch
-
     from deltic import LLM, __version__
     from deltic.cli.measure import Case, trial
     from deltic.ops import explain
 
+    started = time.perf_counter()
     llm = LLM(settings["model"], threads=settings["threads"], max_batch=settings["batch"], max_context=_CONTEXT,
               prefix_cache=False)
-    seeds = count()
+    load_seconds, seeds = round(time.perf_counter() - started, 3), count()
 
     def measure(task: Task) -> float | None:
         run = trial(llm.engine, Case(task.prompt_tokens, task.new_tokens, task.batch), next(seeds))
         return run.decode_tokens_per_second if task.name == "decode" else run.prefill_tokens_per_second
-    return {"version": __version__, "dtype": llm.runtime.config.dtype, "threads": torch.get_num_threads(),
+    return {"version": __version__, "dtype": llm.runtime.config.dtype, "load_seconds": load_seconds,
             "ops": explain(llm.runtime.decoder.ops)}, measure
 
 
