@@ -37,6 +37,19 @@ int deltic_attention(deltic_pool *pool, const deltic_attention_layer *layer, con
     return guarded([&] { deltic::kernels().attention(pool, *layer, *kv, *batch, cosines, sines, proj, out); });
 }
 
+int deltic_fold_ring(deltic_pool *pool, const deltic_gdn_layer *layer, const deltic_states *states, int64_t count,
+                     int64_t source, int64_t ring, int64_t base, int64_t done, int64_t target) {
+    return guarded([&] {
+        deltic::kernels().fold_ring(pool, *layer, states, count, source, ring, base, done, target);
+    });
+}
+
+int deltic_store_kv(deltic_pool *pool, const deltic_attention_layer *layer, const deltic_weight *weight,
+                    const deltic_kv *kv, const deltic_batch *batch, const float *cosines, const float *sines,
+                    const float *x) {
+    return guarded([&] { deltic::store_kv(pool, *layer, weight, *kv, *batch, cosines, sines, x); });
+}
+
 void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,
                      float *normed, int64_t tokens, int64_t width, float eps) {
     deltic::kernels().add_norm(pool, residual, delta, scale, total, normed, tokens, width, eps);
@@ -63,6 +76,16 @@ int deltic_draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_
 
 int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_batch *batch, float *final_hidden,
                    float *logits) {
-    return guarded([&] { deltic::forward(pool, *model, *batch, final_hidden, logits); });
+    return guarded([&] { deltic::forward(pool, *model, *batch, nullptr, final_hidden, logits); });
+}
+
+int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const float *hidden,
+                       float *slots) {
+    return guarded([&] { deltic::follow(pool, *head, *batch, hidden, slots); });
+}
+
+int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const int64_t *counts,
+                      int64_t most, const float *slots, const deltic_drawing *drawing, int64_t *tokens) {
+    return guarded([&] { deltic::guess(pool, *head, *batch, counts, most, slots, *drawing, tokens); });
 }
 }

@@ -89,25 +89,30 @@ struct Call {
     }
 };
 
+// keys: of the token, its values behind them, as they come from the projection.
+template <typename T> void store_token(const Call &call, int64_t token, const float *keys) {
+    const auto &layer = call.layer;
+    int64_t dim = call.dim, turned = layer.rotary_dim, at = call.batch.store[token] * call.stride();
+    const float *values = keys + call.stride();
+    T *key_to = static_cast<T *>(call.kv.keys) + at, *value_to = static_cast<T *>(call.kv.values) + at;
+    for (int64_t head = 0; head < layer.kv_heads; ++head)
+        prepare_head(keys + head * dim, layer.k_norm, call.cosines + token * turned, call.sines + token * turned, dim,
+                     turned, layer.eps, 1.0f, key_to + head * dim);
+    for (int64_t i = 0; i < call.stride(); i += kLanes)
+        put(value_to + i, take(values + i, call.stride() - i), call.stride() - i);
+}
+
 template <typename T> void prepare_token(const Call &call, int64_t token) {
     const auto &layer = call.layer;
     int64_t dim = call.dim, turned = layer.rotary_dim, step = layer.gate ? 2 * dim : dim;
-    const float *proj = call.proj + token * call.width(), *keys = proj + layer.heads * step;
-    const float *values = keys + call.stride(), *cosines = call.cosines + token * turned;
-    const float *sines = call.sines + token * turned;
+    const float *proj = call.proj + token * call.width();
     float factor = 1.0f / std::sqrt(float(dim));
     for (int64_t head = 0; head < layer.heads; ++head) {
         int64_t place = head / call.group * call.batch.tokens + token;
-        prepare_head(proj + head * step, layer.q_norm, cosines, sines, dim, turned, layer.eps, factor,
-                     call.queries + (place * call.group + head % call.group) * dim);
+        prepare_head(proj + head * step, layer.q_norm, call.cosines + token * turned, call.sines + token * turned, dim,
+                     turned, layer.eps, factor, call.queries + (place * call.group + head % call.group) * dim);
     }
-    int64_t at = call.batch.store[token] * call.stride();
-    T *key_to = static_cast<T *>(call.kv.keys) + at, *value_to = static_cast<T *>(call.kv.values) + at;
-    for (int64_t head = 0; head < layer.kv_heads; ++head)
-        prepare_head(keys + head * dim, layer.k_norm, cosines, sines, dim, turned, layer.eps, 1.0f,
-                     key_to + head * dim);
-    for (int64_t i = 0; i < call.stride(); i += kLanes)
-        put(value_to + i, take(values + i, call.stride() - i), call.stride() - i);
+    store_token<T>(call, token, proj + layer.heads * step);
 }
 
 // ---- Products of a tile of queries.
@@ -579,14 +584,20 @@ template <typename T> struct Plan {
     }
 };
 
+// body(token), in pieces of so many that handing them out costs nothing.
+template <typename Body> void by_token(deltic_pool *pool, int64_t tokens, int64_t width, Body &&body) {
+    int64_t at_once = 16384 / width + 1;
+    parallel(pool, pieces_of(tokens, at_once), [&](int64_t piece, int) {
+        int64_t end = least(tokens, (piece + 1) * at_once);
+        for (int64_t token = piece * at_once; token < end; ++token) body(token);
+    });
+}
+
 // Scratch slots 16 to 19.
 template <typename T> void run(deltic_pool *pool, Call &call) {
-    int64_t tokens = call.batch.tokens, at_once = 16384 / call.width() + 1;
+    int64_t tokens = call.batch.tokens;
     call.queries = scratch_of<float>(pool, 16, (tokens * call.layer.heads + kLanes) * call.dim);  // tiles are padded
-    parallel(pool, (tokens + at_once - 1) / at_once, [&](int64_t piece, int) {
-        int64_t end = least(tokens, (piece + 1) * at_once);
-        for (int64_t token = piece * at_once; token < end; ++token) prepare_token<T>(call, token);
-    });
+    by_token(pool, tokens, call.width(), [&](int64_t token) { prepare_token<T>(call, token); });
 
     Plan<T> plan{call, pool_threads(pool)};
     plan.count();
@@ -616,6 +627,16 @@ void attention(deltic_pool *pool, const deltic_attention_layer &layer, const del
     Call call{layer,  kv, batch, cosines, sines, proj, nullptr, out, layer.head_dim, layer.heads / layer.kv_heads,
               padded, padded + kLanes};
     kv.type == DELTIC_BF16 ? run<uint16_t>(pool, call) : run<float>(pool, call);
+}
+
+void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv, const deltic_batch &batch,
+              const float *cosines, const float *sines, const float *proj) {
+    Call call{layer, kv, batch, cosines, sines, proj, nullptr, nullptr, layer.head_dim};
+    int64_t width = 2 * call.stride();
+    by_token(pool, batch.tokens, width, [&](int64_t token) {
+        const float *keys = proj + token * width;
+        kv.type == DELTIC_BF16 ? store_token<uint16_t>(call, token, keys) : store_token<float>(call, token, keys);
+    });
 }
 
 }  // namespace deltic::DELTIC_LEVEL

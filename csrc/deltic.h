@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 3
+#define DELTIC_ABI 5
 int deltic_abi(void);
 
 /* ---- Processor levels: which instructions the kernels use. */
@@ -84,6 +84,9 @@ typedef struct {
     const int64_t *store;        /* [tokens] */
     const int64_t *source;       /* [rows] */
     const int64_t *target;       /* [rows] */
+    const int64_t *base;         /* [rows]; like the next two not read where the states have no replay rings */
+    const int64_t *ring;         /* [rows] */
+    const uint8_t *append;       /* [rows] */
     const int64_t *emit_row;     /* [emits] */
     const int64_t *emit_length;  /* [emits] */
     const int64_t *emit_slot;    /* [emits] */
@@ -106,6 +109,11 @@ typedef struct {
     float *recurrent;        /* [slots, value_heads, key_dim, value_dim] */
     void *conv;              /* [slots, places, channels] of `type`: raw inputs, that of position p at p mod places */
     int64_t places, type;    /* at least kernel - 1; DELTIC_F32 or DELTIC_BF16 */
+    /* Replay rings: units of 16 entries, that of position p at p mod 16; all null if there are none. */
+    void *inputs;            /* [units, 16, channels] of `type`: raw inputs */
+    float *keys;             /* [units, 16, key_heads, key_dim] */
+    float *updates;          /* [units, 16, value_heads, value_dim] */
+    float *decays;           /* [units, 16, value_heads] */
 } deltic_states;
 
 typedef struct {
@@ -123,12 +131,24 @@ typedef struct {
 } deltic_kv;
 
 /* What lies between the projections of a layer. proj [tokens, rows of in_proj or qkv]; out [tokens, value_heads *
- * value_dim or heads * head_dim]. States: rows with done = 0 start from zero; the target slots and the emit slots are
- * written. cosines, sines [tokens, rotary_dim]. */
+ * value_dim or heads * head_dim]. States: rows with base = 0, or done = 0 where there are no rings, start from zero.
+ * Written are the target slots, but for those of rows that append and fit, the rings of rows that append, and the emit
+ * slots. cosines, sines [tokens, rotary_dim]. */
 int deltic_gdn(deltic_pool *pool, const deltic_gdn_layer *layer, const deltic_states *states, const deltic_batch *batch,
                const float *proj, float *out);
 int deltic_attention(deltic_pool *pool, const deltic_attention_layer *layer, const deltic_kv *kv,
                      const deltic_batch *batch, const float *cosines, const float *sines, const float *proj, float *out);
+
+/* Writes slot `target` in `count` layers of one shape, for which `layer` stands: slot `source`, which is as of `base`
+ * tokens, brought to `done` by entries of unit `ring`. The source may be the target. */
+int deltic_fold_ring(deltic_pool *pool, const deltic_gdn_layer *layer, const deltic_states *states, int64_t count,
+                     int64_t source, int64_t ring, int64_t base, int64_t done, int64_t target);
+
+/* Stores keys and values as deltic_attention does. weight: rows k, v; x [tokens, its columns]. Where weight is null, x
+ * is its product [tokens, 2 * kv_heads * head_dim] already. Of the layer its norm of keys and its shape count. */
+int deltic_store_kv(deltic_pool *pool, const deltic_attention_layer *layer, const deltic_weight *weight,
+                    const deltic_kv *kv, const deltic_batch *batch, const float *cosines, const float *sines,
+                    const float *x);
 
 /* total [tokens, width] = residual + delta (delta may be null, total may be residual);
  * normed = total / sqrt(mean(total^2) + eps) * scale. */
@@ -181,10 +201,41 @@ typedef struct {
     float eps;
 } deltic_model;
 
-/* Runs a step. final [logits, hidden]: after the last norm, of the tokens in logit_tokens; logits [logits, vocabulary];
- * either may be null. */
+/* Runs a step. logits [logits, vocabulary]: of the tokens in logit_tokens. final_hidden [tokens, hidden]: all tokens
+ * after the last norm; null if they are not wanted, which spares work. */
 int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_batch *batch, float *final_hidden,
                    float *logits);
+
+/* ---- A draft head (multi-token prediction): one more attention layer, which takes a token and the hidden state before
+ * it, after the model's last norm, and guesses the token that follows. */
+
+typedef struct {
+    deltic_model model;         /* its layer and norm, the embedding that it looks tokens up in, the rows it guesses with */
+    deltic_weight fc;           /* [hidden, 2 * hidden]: columns of the embedding, then of the hidden state */
+    deltic_weight kv;           /* the rows k, v of its layer's qkv */
+    const float *norm_embedding, *norm_hidden; /* [hidden] */
+} deltic_draft_head;
+
+/* To be called after every step of the model: stores the head's keys and values of the step's tokens. hidden [tokens,
+ * hidden]: what deltic_forward gave. slots [slots, hidden]: the hidden state of the last token of each slot; read at the
+ * sources, written at the targets of rows that do not append, and at the emit slots. */
+int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const float *hidden,
+                       float *slots);
+
+/* How tokens are drawn, as in deltic_draw; all [rows], but keys [rows, most]. filtered: some row has filters. */
+typedef struct {
+    const float *temperatures;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+    const int64_t *keys;
+    int64_t filtered;
+} deltic_drawing;
+
+/* Guesses what follows the tokens of a batch of single-token rows, counts[row] of at most `most` tokens each: tokens
+ * [rows, most]. The pages of a row must have room for as many tokens from `done` on; their keys and values are
+ * overwritten. */
+int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const int64_t *counts,
+                      int64_t most, const float *slots, const deltic_drawing *drawing, int64_t *tokens);
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,9 @@
 // A token's numbers come from the same operations in the same order however its sequence is cut into chunks: the rule
 // runs token by token, every sum has one order, and raw inputs take the ring's type before anything is computed.
 //
+// A slot is wholly as of some number of tokens. What came after may lie in a unit of replay entries: what each token
+// added to the state, which `replay` adds by the same operations, so that the result has the same bits.
+//
 // What the convolution and the gates make of the tokens lies in scratch, one entry per head and token:
 //   key entry:   key [key_pad], query / sqrt(key_dim) [key_pad], key . query
 //   value entry: value, later the rule's output [value_pad], decay, beta
@@ -20,12 +23,19 @@ constexpr int64_t kSlice = 2 * kNative;  // columns of a head's state that one t
 constexpr int64_t kBlock = 32;           // tokens that are convolved together
 constexpr int64_t kNormed = 8;           // tokens that are normed together
 constexpr int64_t kWindow = 128;         // tokens that have entries at the same time
+constexpr int64_t kReplay = 16;          // replay entries in a unit
 constexpr float kUnitEps = 1e-6f;
 
 DELTIC_INLINE int64_t padded(int64_t count) { return round_up(count, kLanes); }
 
 struct Row {
     int64_t index, first, tokens, done, source, target;
+    int64_t base, next;  // how many tokens the source is as of, and the target after the step
+    int64_t unit;        // has the replay entries of base .. done - 1
+
+    // Whether the chunk becomes replay entries.
+    bool appends() const { return next < done + tokens; }
+    bool replays() const { return base < done || appends(); }
 };
 
 // `count` tokens of a row's chunk from its token `begin` on.
@@ -47,9 +57,14 @@ struct Job {
     float *keys{}, *values{}, *work{};               // entries; the threads' rooms
 
     Row row(int64_t index) const {
-        int64_t first = batch.starts[index];
-        return {index, first, batch.starts[index + 1] - first, batch.done[index], batch.source[index],
-                batch.target[index]};
+        int64_t first = batch.starts[index], tokens = batch.starts[index + 1] - first, done = batch.done[index];
+        Row row{index, first, tokens, done, batch.source[index], batch.target[index], done, done + tokens, 0};
+        if (states.keys) {
+            row.base = batch.base[index];
+            row.unit = batch.ring[index];
+            if (batch.append[index]) row.next = done + tokens - row.base <= kReplay ? row.base : done;
+        }
+        return row;
     }
     // The row's tokens among batch tokens begin .. end - 1.
     Part part(int64_t index, int64_t begin, int64_t end) const {
@@ -70,10 +85,25 @@ struct Job {
     template <typename T> T *ring_of(int64_t slot) const {
         return static_cast<T *>(states.conv) + slot * states.places * channels;
     }
-    // A thread's room: state of a slice, then taps, then staged inputs.
+    // Replay entries of a position.
+    static int64_t entry_of(const Row &row, int64_t position) { return row.unit * kReplay + position % kReplay; }
+    template <typename T> T *replay_inputs(const Row &row, int64_t position) const {
+        return static_cast<T *>(states.inputs) + entry_of(row, position) * channels;
+    }
+    float *replay_key(const Row &row, int64_t position, int64_t head) const {
+        return states.keys + (entry_of(row, position) * layer.key_heads + head) * layer.key_dim;
+    }
+    float *replay_update(const Row &row, int64_t position, int64_t head) const {
+        return states.updates + (entry_of(row, position) * layer.value_heads + head) * layer.value_dim;
+    }
+    float *replay_decay(const Row &row, int64_t position, int64_t head) const {
+        return states.decays + entry_of(row, position) * layer.value_heads + head;
+    }
+    // A thread's room: state of a slice, then taps, then staged inputs, then updates of a slice.
     float *slice_of(int thread) const { return work + thread * work_size; }
     float *taps_of(int thread) const { return slice_of(thread) + layer.key_dim * kSlice; }
     float *stage_of(int thread) const { return taps_of(thread) + layer.kernel * stage_pad; }
+    float *updates_of(int thread) const { return stage_of(thread) + (layer.kernel + kBlock) * stage_pad; }
 
     template <typename Body> DELTIC_INLINE void each_emit(const Row &row, int64_t length, Body &&body) const {
         for (int64_t emit = 0; emit < batch.emits; ++emit)
@@ -119,8 +149,10 @@ void stage_inputs(const Job &job, const Row &row, int64_t begin, int64_t count, 
             for (int64_t j = 0; j < whole; j += kNative) store(to + j, as_stored(load_native(from + j), T{}));
             for (int64_t j = whole; j < channels; ++j) to[j] = as_stored<T>(from[j]);
         } else if (row.done + token >= 0) {
-            int64_t place = (row.done + token) % job.states.places, j = 0;
-            const T *from = job.ring_of<T>(row.source) + place * job.channels + channel;
+            int64_t position = row.done + token, place = position % job.states.places, j = 0;
+            const T *from = position < row.base ? job.ring_of<T>(row.source) + place * job.channels
+                                                : job.replay_inputs<T>(row, position);
+            from += channel;
             for (; j + kLanes <= channels; j += kLanes) store(to + j, load_wide(from + j));
             for (; j < channels; ++j) to[j] = widen(from[j]);
         } else {
@@ -177,32 +209,43 @@ void mix_channels(const Job &job, const Row &row, int64_t begin, int64_t count, 
     run(staged, taps, kernel, job.stage_pad, count, channels, to, stride);
 }
 
+// A raw input of the chunk in `count` channels from `first` on, as it is stored.
+template <typename T>
+void keep_input(const Job &job, const Row &row, int64_t position, int64_t first, int64_t count, T *to) {
+    const float *raw = job.proj + (row.first + position - row.done) * job.width + first;
+    int64_t j = 0;
+    for (; j + kLanes <= count; j += kLanes) store_narrow(to + j, loadf(raw + j));
+    for (; j < count; ++j) narrow(raw[j], to[j]);
+}
+
 // The ring of `slot` as it is after `length` tokens of the row's sequence, in `count` channels from `first` on.
 template <typename T>
 void advance_ring(const Job &job, const Row &row, int64_t slot, int64_t length, int64_t first, int64_t count) {
     int64_t places = job.states.places, channels = job.channels;
     const T *from = job.ring_of<T>(row.source) + first;
     T *to = job.ring_of<T>(slot) + first;
-    if (row.done == 0 || slot != row.source)
+    if (row.base == 0 || slot != row.source)
         for (int64_t at = 0; at < places * channels; at += channels) {
-            if (row.done) std::memcpy(to + at, from + at, size_t(count) * sizeof(T));
+            if (row.base) std::memcpy(to + at, from + at, size_t(count) * sizeof(T));
             else std::memset(to + at, 0, size_t(count) * sizeof(T));
         }
-    for (int64_t position = most(row.done, length - places); position < length; ++position) {
-        const float *raw = job.proj + (row.first + position - row.done) * job.width + first;
+    for (int64_t position = most(row.base, length - places); position < length; ++position) {
         T *place = to + position % places * channels;
-        int64_t j = 0;
-        for (; j + kLanes <= count; j += kLanes) store_narrow(place + j, loadf(raw + j));
-        for (; j < count; ++j) narrow(raw[j], place[j]);
+        if (position >= row.done) keep_input<T>(job, row, position, first, count, place);
+        else std::memcpy(place, job.replay_inputs<T>(row, position) + first, size_t(count) * sizeof(T));
     }
 }
 
-// All rings that the row writes. An emitted one comes before its target, which may be the source of both.
+// All rings and replay entries that the row writes. An emitted ring comes before its target, which may be the source of
+// both, and the target before the entries, which may take the places of those that it needs.
 template <typename T> void advance_rings(const Job &job, const Row &row, int64_t first, int64_t count) {
     for (int64_t emit = 0; emit < job.batch.emits; ++emit)
         if (job.batch.emit_row[emit] == row.index)
             advance_ring<T>(job, row, job.batch.emit_slot[emit], job.batch.emit_length[emit], first, count);
-    advance_ring<T>(job, row, row.target, row.done + row.tokens, first, count);
+    if (row.next > row.base) advance_ring<T>(job, row, row.target, row.next, first, count);
+    if (!row.appends()) return;
+    for (int64_t position = row.done; position < row.done + row.tokens; ++position)
+        keep_input<T>(job, row, position, first, count, job.replay_inputs<T>(row, position) + first);
 }
 
 // ---- Entries.
@@ -288,8 +331,7 @@ template <int N> DELTIC_INLINE void store_row(float *to, const Columns<N> &row) 
 
 // One row of a S + k u'.
 template <int N>
-DELTIC_INLINE Columns<N> updated_row(const float *from, float decay, float key, const Columns<N> &update) {
-    Columns<N> row = load_row<N>(from);
+DELTIC_INLINE Columns<N> updated_row(Columns<N> row, float decay, float key, const Columns<N> &update) {
     for (int n = 0; n < N; ++n) row.at[n] = fma(splat<Native>(key), update.at[n], row.at[n] * splat<Native>(decay));
     return row;
 }
@@ -306,7 +348,7 @@ template <int N>
 DELTIC_INLINE void remember(const float *from, float *to, int64_t stride, float decay, const float *key,
                             int64_t key_dim, const Columns<N> &update) {
     for (int64_t i = 0; i < key_dim; ++i)
-        store_row<N>(to + i * stride, updated_row<N>(from + i * stride, decay, key[i], update));
+        store_row<N>(to + i * stride, updated_row<N>(load_row<N>(from + i * stride), decay, key[i], update));
 }
 
 // `remember` for one token and `recall` for the next in one pass.
@@ -316,7 +358,7 @@ DELTIC_INLINE void remember_and_recall(float *state, float decay, const float *k
                                        Columns<N> &by_key, Columns<N> &by_query) {
     by_key = by_query = {};
     for (int64_t i = 0; i < key_dim; ++i) {
-        Columns<N> row = updated_row<N>(state + i * N * kNative, decay, key[i], update);
+        Columns<N> row = updated_row<N>(load_row<N>(state + i * N * kNative), decay, key[i], update);
         store_row<N>(state + i * N * kNative, row);
         recall_row<N>(row, next_key[i], next_query[i], by_key, by_query);
     }
@@ -335,15 +377,46 @@ DELTIC_INLINE Columns<N> settle(float *value, float decay, float beta, float mat
     return update;
 }
 
-// Takes a slice of a state, [key_dim, N registers] without gaps, through `count` tokens.
+// The replay entries of a slice, oldest first; updates [count, N registers].
+struct Past {
+    int64_t count;
+    const float *key[kReplay];
+    float decay[kReplay];
+    const float *updates;
+};
+
+// R rows of a slice from row `first` on, brought forward: as many as keep the multipliers busy.
+template <int N, int R> DELTIC_INLINE void replay_rows(float *state, const Past &past, int64_t first) {
+    Columns<N> row[R];
+    for (int r = 0; r < R; ++r) row[r] = load_row<N>(state + (first + r) * N * kNative);
+    for (int64_t i = 0; i < past.count; ++i) {
+        Columns<N> update = load_row<N>(past.updates + i * N * kNative);
+        for (int r = 0; r < R; ++r) row[r] = updated_row<N>(row[r], past.decay[i], past.key[i][first + r], update);
+    }
+    for (int r = 0; r < R; ++r) store_row<N>(state + (first + r) * N * kNative, row[r]);
+}
+
+template <int N> void replay(float *state, const Past &past, int64_t key_dim) {
+    int64_t i = 0;
+    for (; i + 4 <= key_dim; i += 4) replay_rows<N, 4>(state, past, i);
+    for (; i < key_dim; ++i) replay_rows<N, 1>(state, past, i);
+}
+
+// Takes a slice of a state, [key_dim, N registers] without gaps, through `count` tokens. Their u go to `updates`, if
+// that is not null.
 template <int N>
-void run_tokens(const Job &job, float *state, const float *key, float *entry, int64_t column, int64_t count) {
+void run_tokens(const Job &job, float *state, const float *key, float *entry, int64_t column, int64_t count,
+                float *updates) {
     int64_t key_dim = job.layer.key_dim, pad = job.key_pad;
     Columns<N> by_key, by_query;
     recall<N>(state, N * kNative, key, key + pad, key_dim, by_key, by_query);
     for (; count; --count, key += job.key_entry, entry += job.value_entry) {
         float decay = entry[job.value_pad], beta = entry[job.value_pad + 1];
         Columns<N> update = settle<N>(entry + column, decay, beta, key[2 * pad], by_key, by_query);
+        if (updates) {
+            store_row<N>(updates, update);
+            updates += N * kNative;
+        }
         const float *next = key + job.key_entry;
         if (count == 1) remember<N>(state, state, N * kNative, decay, key, key_dim, update);
         else remember_and_recall<N>(state, decay, key, update, next, next + pad, key_dim, by_key, by_query);
@@ -359,6 +432,21 @@ void copy_columns(const float *from, int64_t stride, float *to, int64_t to_strid
     }
 }
 
+// Brings the columns of a value head from `column` on, [key_dim, width] at `state`, from position `begin` to `end` by
+// replay entries. updates: room for theirs.
+void replay_slice(const Job &job, const Row &row, int64_t begin, int64_t end, int64_t head, int64_t column,
+                  int64_t count, int64_t width, float *state, float *updates) {
+    Past past{end - begin, {}, {}, updates};
+    if (count < width) std::memset(updates, 0, size_t(past.count * width) * 4);
+    for (int64_t i = 0; i < past.count; ++i) {
+        past.key[i] = job.replay_key(row, begin + i, job.key_head(head));
+        past.decay[i] = *job.replay_decay(row, begin + i, head);
+        std::memcpy(updates + i * width, job.replay_update(row, begin + i, head) + column, size_t(count) * 4);
+    }
+    auto run = width > kNative ? replay<2> : replay<1>;
+    run(state, past, job.layer.key_dim);
+}
+
 // Takes the columns from `column` on, at most kSlice, of a value head through a part: in a copy without gaps, which
 // fits the first-level cache.
 void run_slice(const Job &job, const Part &part, int64_t head, int64_t column, int thread) {
@@ -366,20 +454,29 @@ void run_slice(const Job &job, const Part &part, int64_t head, int64_t column, i
     int64_t rows = job.layer.key_dim, stride = job.layer.value_dim, count = least(stride - column, kSlice);
     int64_t position = row.done + part.begin, end = position + part.count;
     int64_t width = count > kNative ? 2 * kNative : kNative;
-    float *state = job.slice_of(thread);
+    // the parts before this one have left the target as of `next`, and replay entries of what came after
+    int64_t base = part.begin ? least(row.next, position) : row.base;
+    float *state = job.slice_of(thread), *updates = row.appends() ? job.updates_of(thread) : nullptr;
     const float *from = job.state_of(part.begin ? row.target : row.source, head) + column;
-    if (position == 0 || count < width) std::memset(state, 0, size_t(rows * width) * 4);
-    if (position) copy_columns(from, stride, state, width, rows, count);
+    auto save = [&](int64_t slot) {
+        copy_columns(state, width, job.state_of(slot, head) + column, stride, rows, count);
+    };
+    if (base == 0 || count < width) std::memset(state, 0, size_t(rows * width) * 4);
+    if (base) copy_columns(from, stride, state, width, rows, count);
+    if (base < position)
+        replay_slice(job, row, base, position, head, column, count, width, state, job.updates_of(thread));
+    if (row.appends() && row.next > base) save(row.target);
     while (position < end) {
         int64_t token = row.first + position - row.done, stop = job.next_stop(row, position, end);
         auto run = width > kNative ? run_tokens<2> : run_tokens<1>;
-        run(job, state, job.key_at(job.key_head(head), token), job.value_at(head, token), column, stop - position);
+        run(job, state, job.key_at(job.key_head(head), token), job.value_at(head, token), column, stop - position,
+            updates);
+        for (; position < stop && updates; ++position, updates += width)
+            std::memcpy(job.replay_update(row, position, head) + column, updates, size_t(count) * 4);
         position = stop;
-        job.each_emit(row, position, [&](int64_t slot) {
-            copy_columns(state, width, job.state_of(slot, head) + column, stride, rows, count);
-        });
+        job.each_emit(row, position, save);
     }
-    copy_columns(state, width, job.state_of(row.target, head) + column, stride, rows, count);
+    if (!row.appends()) save(row.target);
 }
 
 // One token on N registers of columns that stay where they are.
@@ -399,6 +496,10 @@ void step_head(const Job &job, const Row &row, int64_t head, int thread) {
     int64_t columns = job.layer.value_dim, size = job.layer.key_dim * columns, column = 0;
     const float *from = job.state_of(row.source, head), *key = job.key_at(job.key_head(head), row.first);
     float *to = job.state_of(row.target, head), *entry = job.value_at(head, row.first);
+    if (row.replays()) {
+        for (; column < columns; column += kSlice) run_slice(job, {row, 0, 1}, head, column, thread);
+        return;
+    }
     if (row.done == 0) {
         std::memset(to, 0, size_t(size) * 4);
         from = to;
@@ -436,6 +537,20 @@ void norm_head(const Job &job, int64_t head, int64_t token) {
 
 // ---- Tasks.
 
+// Keys and decays of a part as replay entries, for a key head. No other task may still need the entries whose places
+// they take.
+void append_entries(const Job &job, const Part &part, int64_t head) {
+    const Row &row = part.row;
+    for (int64_t position = row.done + part.begin, end = position + part.count; position < end; ++position) {
+        int64_t token = row.first + position - row.done;
+        std::memcpy(job.replay_key(row, position, head), job.key_at(head, token), size_t(job.layer.key_dim) * 4);
+        for (int64_t member = 0; member < job.group; ++member) {
+            int64_t value = job.value_head(head, member);
+            *job.replay_decay(row, position, value) = job.value_at(value, token)[job.value_pad];
+        }
+    }
+}
+
 // A row of one token, in one key head: all there is to do.
 template <typename T> void step_single(const Job &job, const Row &row, int64_t head, int thread) {
     const deltic_gdn_layer &layer = job.layer;
@@ -449,6 +564,7 @@ template <typename T> void step_single(const Job &job, const Row &row, int64_t h
         step_head(job, row, value, thread);
         norm_head(job, value, row.first);
     }
+    if (row.appends()) append_entries(job, {row, 0, 1}, head);
 }
 
 // Tokens begin .. end - 1 of the batch, which belong to the rows first .. last - 1.
@@ -499,8 +615,17 @@ template <typename T> void run_window(const Job &job, deltic_pool *pool, const W
     });
 }
 
-void norm_window(const Job &job, deltic_pool *pool, const Window &window) {
-    parallel(pool, pieces_of(window.end - window.begin, kNormed), [&](int64_t piece, int) {
+// Norms, and what else can only be done once the rule has run.
+void finish_window(const Job &job, deltic_pool *pool, const Window &window) {
+    int64_t rows = window.last - window.first;
+    parallel(pool, pieces_of(window.end - window.begin, kNormed) + rows, [&](int64_t piece, int) {
+        if (piece < rows) {
+            Part part = job.part(window.first + piece, window.begin, window.end);
+            for (int64_t head = 0; part.row.appends() && head < job.layer.key_heads; ++head)
+                append_entries(job, part, head);
+            return;
+        }
+        piece -= rows;
         int64_t begin = window.begin + piece * kNormed, end = least(begin + kNormed, window.end);
         for (int64_t head = 0; head < job.layer.value_heads; ++head)
             for (int64_t token = begin; token < end; ++token) norm_head(job, head, token);
@@ -516,16 +641,14 @@ template <typename T> void run(Job &job, deltic_pool *pool, int64_t singles) {
         job.base = begin - singles;
         prepare_window<T>(job, pool, window, begin == singles ? singles : 0);
         run_window<T>(job, pool, window);
-        norm_window(job, pool, window);
+        finish_window(job, pool, window);
         begin = window.end;
         row = window.first;
     }
 }
 
-}  // namespace
-
-void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch,
-         const float *proj, float *out) {
+Job job_of(const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch, const float *proj,
+           float *out) {
     Job job{layer, states, batch, proj, out};
     int64_t values = layer.value_heads * layer.value_dim;
     job.group = layer.value_heads / layer.key_heads;
@@ -536,7 +659,15 @@ void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &
     job.key_entry = 2 * job.key_pad + kLanes;
     job.value_entry = job.value_pad + kLanes;
     job.stage_pad = most(job.key_pad, job.value_pad);
-    job.work_size = padded(layer.key_dim * kSlice + (2 * layer.kernel + kBlock) * job.stage_pad);
+    job.work_size = padded((layer.key_dim + kReplay) * kSlice + (2 * layer.kernel + kBlock) * job.stage_pad);
+    return job;
+}
+
+}  // namespace
+
+void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch,
+         const float *proj, float *out) {
+    Job job = job_of(layer, states, batch, proj, out);
     int64_t singles = 0;
     while (singles < batch.rows && batch.starts[singles + 1] - batch.starts[singles] == 1) ++singles;
     job.room = singles + least(batch.tokens - singles, kWindow);
@@ -545,6 +676,24 @@ void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &
     job.work = scratch_of<float>(pool, 8, pool_threads(pool) * job.work_size);
     if (states.type == DELTIC_BF16) run<uint16_t>(job, pool, singles);
     else run<float>(job, pool, singles);
+}
+
+void fold_ring(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states *states, int64_t count,
+               int64_t source, int64_t ring, int64_t base, int64_t done, int64_t target) {
+    deltic_batch none{};
+    // a row without tokens, which leaves everything in its target
+    Row row{0, 0, 0, done, source, target, base, done, ring};
+    int64_t slices = pieces_of(layer.value_dim, kSlice), per_layer = layer.value_heads * slices + 1;
+    int64_t work_size = job_of(layer, *states, none, nullptr, nullptr).work_size;
+    float *work = scratch_of<float>(pool, 8, pool_threads(pool) * work_size);
+    parallel(pool, count * per_layer, [&](int64_t piece, int thread) {
+        Job job = job_of(layer, states[piece / per_layer], none, nullptr, nullptr);
+        job.work = work;
+        int64_t slice = piece % per_layer;
+        if (slice < per_layer - 1) run_slice(job, {row, 0, 0}, slice / slices, slice % slices * kSlice, thread);
+        else if (job.states.type == DELTIC_BF16) advance_ring<uint16_t>(job, row, target, done, 0, job.channels);
+        else advance_ring<float>(job, row, target, done, 0, job.channels);
+    });
 }
 
 }  // namespace deltic::DELTIC_LEVEL

@@ -11,8 +11,22 @@ void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weig
 void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &gate_up, const deltic_weight &down,
          float *y);
 
-// Scratch slots of all kernels, and from 24 on.
-void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &batch, float *final_hidden,
-             float *logits);
+// Scratch slots 0 to 4.
+void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_weight *weight, const deltic_kv &kv,
+              const deltic_batch &batch, const float *cosines, const float *sines, const float *x);
+
+// Scratch slots of all kernels, and 24 to 31. input [tokens, hidden]: of the first layer; null: the tokens' embeddings.
+void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &batch, const float *input,
+             float *final_hidden, float *logits);
+
+// Stores the keys and values that a model's only layer makes of its input [tokens, hidden]. Slots as above.
+void store_kv(deltic_pool *pool, const deltic_model &model, const deltic_weight &kv, const deltic_batch &batch,
+              const float *input);
+
+// See deltic_head_follow and deltic_head_guess. Slots as above, and 32 to 38.
+void follow(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const float *hidden,
+            float *slots);
+void guess(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const int64_t *counts,
+           int64_t most, const float *slots, const deltic_drawing &drawing, int64_t *tokens);
 
 }  // namespace deltic

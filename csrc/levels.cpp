@@ -5,8 +5,8 @@
 namespace deltic {
 namespace {
 
-#define DELTIC_TABLE(level) {level::linear, level::gdn, level::attention, level::add_norm, level::silu_mul, level::top, \
-                             level::draw_any}
+#define DELTIC_TABLE(level) {level::linear,   level::gdn,      level::attention, level::fold_ring, level::store_kv, \
+                             level::add_norm, level::silu_mul, level::top,       level::draw_any}
 
 constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable),

@@ -12,6 +12,10 @@ namespace deltic {
             const float *proj, float *out);                                                                             \
     void attention(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv,                          \
                   const deltic_batch &batch, const float *cosines, const float *sines, const float *proj, float *out);  \
+    void fold_ring(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states *states, int64_t count,         \
+                   int64_t source, int64_t ring, int64_t base, int64_t done, int64_t target);                           \
+    void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv,                           \
+                  const deltic_batch &batch, const float *cosines, const float *sines, const float *proj);              \
     void add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,       \
                   float *normed, int64_t tokens, int64_t width, float eps);                                             \
     void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width);                  \
@@ -36,6 +40,8 @@ struct Kernels {
     decltype(&portable::linear) linear;
     decltype(&portable::gdn) gdn;
     decltype(&portable::attention) attention;
+    decltype(&portable::fold_ring) fold_ring;
+    decltype(&portable::store_kv) store_kv;
     decltype(&portable::add_norm) add_norm;
     decltype(&portable::silu_mul) silu_mul;
     decltype(&portable::top) top;

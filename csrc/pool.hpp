@@ -23,7 +23,7 @@ int pool_threads(const deltic_pool *pool);
 // may stand for no bytes. Throws std::bad_alloc.
 // slot: buffers in use at the same time need different ones (0 .. kScratch - 1). Each kernel documents the slots
 // that it takes.
-constexpr int kScratch = 32;
+constexpr int kScratch = 40;
 void *scratch(deltic_pool *pool, int slot, int64_t bytes);
 template <typename T> [[gnu::always_inline]] inline T *scratch_of(deltic_pool *pool, int slot, int64_t count) {
     return static_cast<T *>(scratch(pool, slot, count * int64_t(sizeof(T))));

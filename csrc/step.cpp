@@ -27,10 +27,10 @@ void rotary(deltic_pool *pool, const deltic_model &model, const deltic_batch &ba
     });
 }
 
-// The rows that `index` names, one after another; in place, as the index ascends.
-void gather(float *rows, int64_t width, const int64_t *index, int64_t count) {
+// The rows that `index` names, one after another; `to` may be `rows`, as the index ascends.
+void gather(const float *rows, float *to, int64_t width, const int64_t *index, int64_t count) {
     for (int64_t i = 0; i < count; ++i)
-        std::memmove(rows + i * width, rows + index[i] * width, size_t(width) * sizeof(float));
+        std::memmove(to + i * width, rows + index[i] * width, size_t(width) * sizeof(float));
 }
 
 struct Step {
@@ -53,17 +53,17 @@ struct Step {
         return mixed;
     }
 
-    // One layer; the last one goes on with the tokens alone whose logits are wanted. Returns how many go on.
-    int64_t run(const deltic_layer &layer, bool first, bool last) const {
+    // One layer. `select`: go on with the tokens alone whose logits are wanted. Returns how many go on.
+    int64_t run(const deltic_layer &layer, bool first, bool select) const {
         const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
         int64_t tokens = batch.tokens, hidden = model.hidden;
         kernels().add_norm(pool, residual, first ? nullptr : delta, layer.input_norm, residual, normed, tokens, hidden,
                            model.eps);
         float *mixed = mix(layer);
-        if (last) {
+        if (select) {
             tokens = batch.logits;
-            gather(mixed, out.parts[0].columns, batch.logit_tokens, tokens);
-            gather(residual, hidden, batch.logit_tokens, tokens);
+            gather(mixed, mixed, out.parts[0].columns, batch.logit_tokens, tokens);
+            gather(residual, residual, hidden, batch.logit_tokens, tokens);
         }
         linear(pool, mixed, tokens, out, delta, hidden);
         kernels().add_norm(pool, residual, delta, layer.post_norm, residual, normed, tokens, hidden, model.eps);
@@ -87,8 +87,31 @@ void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight 
     linear(pool, gated, tokens, down, y, rows_of(down));
 }
 
-void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &batch, float *final_hidden,
-             float *logits) {
+void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_weight *weight, const deltic_kv &kv,
+              const deltic_batch &batch, const float *cosines, const float *sines, const float *x) {
+    if (weight) {
+        float *proj = scratch_of<float>(pool, 4, batch.tokens * rows_of(*weight));
+        linear(pool, x, batch.tokens, *weight, proj, rows_of(*weight));
+        x = proj;
+    }
+    kernels().store_kv(pool, layer, kv, batch, cosines, sines, x);
+}
+
+void store_kv(deltic_pool *pool, const deltic_model &model, const deltic_weight &kv, const deltic_batch &batch,
+              const float *input) {
+    const deltic_layer &layer = model.layer[0];
+    int64_t tokens = batch.tokens, hidden = model.hidden;
+    float *residual = scratch_of<float>(pool, kResidual, tokens * hidden);
+    float *normed = scratch_of<float>(pool, kNormed, tokens * hidden);
+    float *cosines = scratch_of<float>(pool, kCosines, tokens * model.rotary_dim);
+    float *sines = scratch_of<float>(pool, kSines, tokens * model.rotary_dim);
+    rotary(pool, model, batch, cosines, sines);
+    kernels().add_norm(pool, input, nullptr, layer.input_norm, residual, normed, tokens, hidden, model.eps);
+    store_kv(pool, *layer.attention, &kv, *layer.kv, batch, cosines, sines, normed);
+}
+
+void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &batch, const float *input,
+             float *final_hidden, float *logits) {
     int64_t tokens = batch.tokens, hidden = model.hidden;
     float *row[7];
     for (int slot = kResidual; slot <= kDelta; ++slot)
@@ -99,13 +122,16 @@ void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &b
     rotary(pool, model, batch, step.cosines, step.sines);
     parallel(pool, (tokens + 15) / 16, [&](int64_t piece, int) {
         int64_t begin = piece * 16, end = begin + 16 < tokens ? begin + 16 : tokens;
-        deltic_unpack_rows(&model.embedding, batch.ids + begin, end - begin, step.residual + begin * hidden);
+        float *to = step.residual + begin * hidden;
+        if (input) std::memcpy(to, input + begin * hidden, size_t((end - begin) * hidden) * sizeof(float));
+        else deltic_unpack_rows(&model.embedding, batch.ids + begin, end - begin, to);
     });
     for (int64_t index = 0; index < model.layers; ++index)
-        tokens = step.run(model.layer[index], index == 0, index + 1 == model.layers);
-    float *last = final_hidden ? final_hidden : scratch_of<float>(pool, kLast, tokens * hidden);
-    kernels().add_norm(pool, step.residual, step.delta, model.norm, step.residual, last, tokens, hidden, model.eps);
-    if (logits) linear(pool, last, tokens, model.head, logits, rows_of(model.head));
+        tokens = step.run(model.layer[index], index == 0, index + 1 == model.layers && !final_hidden);
+    float *last = scratch_of<float>(pool, kLast, batch.logits * hidden), *normed = final_hidden ? final_hidden : last;
+    kernels().add_norm(pool, step.residual, step.delta, model.norm, step.residual, normed, tokens, hidden, model.eps);
+    if (final_hidden) gather(final_hidden, last, hidden, batch.logit_tokens, batch.logits);
+    linear(pool, last, batch.logits, model.head, logits, rows_of(model.head));
 }
 
 }  // namespace deltic

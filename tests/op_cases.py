@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.ops import Ops
+from deltic.ops import Ops, ref
 from deltic.ops.records import (
     PAGE,
     RING,
@@ -20,6 +20,7 @@ from deltic.ops.records import (
     GdnWeights,
     KvView,
     Layout,
+    RingView,
     Rope,
     RopeSpec,
     StateView,
@@ -29,15 +30,16 @@ GDN = GdnSpec(key_heads=2, value_heads=6, key_dim=5, value_dim=7, conv_kernel=4,
 ATTENTION = AttentionSpec(heads=6, kv_heads=2, head_dim=10, rotary_dim=6, gate=True, eps=1e-6)
 ROPE = RopeSpec(theta=10_000.0, rotary_dim=6, sections=(1, 1, 1))
 HIDDEN = 13
-WIDTH = GDN.conv_kernel - 1 + RING
-"""Conv ring places: enough for the longest chunk that can be appended."""
+WIDTH = GDN.conv_kernel + 1
+"""Places of a slot's ring of convolution inputs."""
 CHUNKS = (1, 2, 7, 63, 64, 65, 130)
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row to build: `ring` entries lie unfolded before `done`; emits are numbers of the chunk's tokens."""
+    """One row to build: the last `ring` tokens before `done` are entries of a ring unit, which its slot is not as of;
+    emits are numbers of the chunk's tokens."""
 
     chunk: int
     done: int = 0
@@ -46,15 +48,25 @@ class Row:
     in_place: bool = True
     emits: tuple[int, ...] = ()
 
+    @property
+    def base(self) -> int:
+        return self.done - self.ring
+
+    @property
+    def after(self) -> int:
+        """What the target is as of after the step."""
+        return ref.next_base(self.base, self.done, self.chunk, self.append)
+
 
 @dataclass(frozen=True)
 class Case:
-    """A batch and the memory around it: rows in batch order, numbers of slots and pages that exist."""
+    """A batch and the memory around it: rows in batch order, numbers of slots, ring units and pages that exist."""
 
     name: str
     rows: tuple[Row, ...]
     batch: Batch
     slots: int
+    units: int
     pages: int
     seed: int = field(default=0)
 
@@ -91,6 +103,13 @@ def _slots(rows: Sequence[Row], consecutive: bool,
     return sources, targets, emits, total
 
 
+def _units(rows: Sequence[Row], rng: torch.Generator) -> tuple[list[int], int]:
+    """Distinct ring units; rows without a ring have unit 0, which must not be touched, as the last one."""
+    users = sum(row.append or row.ring > 0 for row in rows)
+    free = (1 + torch.randperm(users, generator=rng)).tolist()
+    return [free.pop() if row.append or row.ring else 0 for row in rows], users + 2
+
+
 def _page_table(contexts: Sequence[int], rng: torch.Generator) -> tuple[Tensor, int]:
     """Pages in random order, padded with page 0, which no row owns; some pages are owned by nobody."""
     counts = [-(-context // PAGE) for context in contexts]
@@ -115,6 +134,7 @@ def build_batch(rows: Iterable[Row], seed: int = 0, consecutive: bool = False, n
     contexts = tuple(row.done + row.chunk for row in ordered)
     singles = sum(chunk == 1 for chunk in chunks)
     sources, targets, emits, slots = _slots(ordered, consecutive, rng)
+    rings, units = _units(ordered, rng)
     table, pages = _page_table(contexts, rng)
     emitted = [(index, row.done + tokens) for index, row in enumerate(ordered) for tokens in row.emits]
     total = sum(chunks)
@@ -129,7 +149,8 @@ def build_batch(rows: Iterable[Row], seed: int = 0, consecutive: bool = False, n
         store=_store(ordered, table),
         source=torch.tensor(sources),
         target=torch.tensor(targets),
-        base=torch.tensor([row.done - row.ring for row in ordered]),
+        base=torch.tensor([row.base for row in ordered]),
+        ring=torch.tensor(rings),
         append=torch.tensor([row.append for row in ordered]),
         emit_row=torch.tensor([index for index, _ in emitted], dtype=torch.int64),
         emit_length=torch.tensor([length for _, length in emitted], dtype=torch.int64),
@@ -137,7 +158,7 @@ def build_batch(rows: Iterable[Row], seed: int = 0, consecutive: bool = False, n
         logit_tokens=torch.tensor(chunks).cumsum(0) - 1,
         span=(2, 2 + singles) if consecutive and singles else None,
     )
-    return Case(name, ordered, batch, slots, pages, seed)
+    return Case(name, ordered, batch, slots, units, pages, seed)
 
 
 def random_rows(seed: int, count: int, chunks: Sequence[int] = CHUNKS, append: bool = False) -> list[Row]:
@@ -166,7 +187,11 @@ def cases() -> list[Case]:
                ((130, 3), (65, 16), (64, 1), (63, 40), (7, 2))]
     verify = [Row(4, 20, ring=5, append=True), Row(5, 40, ring=14, append=True), Row(1, 9, ring=9, append=True),
               Row(16, 30, append=True), Row(2, 0, append=True, emits=(1,)), Row(3, 17, ring=16, append=True)]
-    settled = [Row(1, 20, ring=5), Row(7, 16, ring=16, in_place=False), Row(65, 3, ring=2, emits=(1, 64))]
+    settled = [Row(1, 20, ring=5), Row(7, 16, ring=16, in_place=False), Row(65, 3, ring=2, emits=(1, 64)),
+               Row(1, 6, ring=6, in_place=False), Row(1, 18, ring=15, emits=(1,)), Row(4, 5, ring=5, emits=(1, 4))]
+    full = [Row(1, 40, ring=16, append=True, emits=(1,)), Row(16, 40, ring=1, append=True, emits=(1, 5, 16)),
+            Row(16, 16, ring=16, append=True), Row(9, 7, ring=7, append=True), Row(10, 7, ring=7, append=True),
+            Row(1, 3, ring=3, append=True), Row(1, 0, append=True), Row(16, 2, ring=1, append=True, emits=(3,))]
     named = [
         build_batch([Row(1, 0)], 1, name="first token"),
         build_batch([Row(1, 24)], 2, True, name="one row"),
@@ -179,6 +204,7 @@ def cases() -> list[Case]:
         build_batch(verify, 9, name="append"),
         build_batch([*verify[:3], *decode[:2], *lengths[:1]], 10, name="append among others"),
         build_batch(settled, 11, name="fold a ring"),
+        build_batch(full, 12, True, name="append to full rings"),
     ]
     drawn = [build_batch(random_rows(seed, 1 + seed % 8), seed, name=f"random {seed}") for seed in range(20, 26)]
     rings = [build_batch(random_rows(seed, 1 + seed % 8, (1, 2, 4, 7, 16, 33), append=True), seed,
@@ -225,29 +251,42 @@ def hidden_states(case: Case, dtype: torch.dtype, hidden: int = HIDDEN) -> Tenso
     return randn(generator(case.seed + 1000), case.batch.layout.tokens, hidden).to(dtype)
 
 
-def state_view(case: Case, dtype: torch.dtype, spec: GdnSpec = GDN, width: int = WIDTH) -> StateView:
-    """Slots full of NaN but for what a source slot has to hold: its state, known conv inputs and ring entries."""
-    rng, fine = generator(case.seed + 2000), torch.promote_types(dtype, torch.float32)
-    slots, heads = case.slots, spec.value_heads
-    view = StateView(
-        recurrent=torch.full((slots, heads, spec.key_dim, spec.value_dim), NAN, dtype=fine),
-        conv=torch.full((slots, width, spec.channels), NAN, dtype=dtype),
-        ring_key=torch.full((slots, RING, spec.key_heads, spec.key_dim), NAN, dtype=fine),
-        ring_update=torch.full((slots, RING, heads, spec.value_dim), NAN, dtype=fine),
-        ring_decay=torch.full((slots, RING, heads), NAN, dtype=fine),
+def empty_ring(units: int, dtype: torch.dtype, spec: GdnSpec = GDN) -> RingView:
+    """Ring units full of NaN."""
+    fine = torch.promote_types(dtype, torch.float32)
+    return RingView(
+        inputs=torch.full((units, RING, spec.channels), NAN, dtype=dtype),
+        keys=torch.full((units, RING, spec.key_heads, spec.key_dim), NAN, dtype=fine),
+        updates=torch.full((units, RING, spec.value_heads, spec.value_dim), NAN, dtype=fine),
+        decays=torch.full((units, RING, spec.value_heads), NAN, dtype=fine),
+        tiled=spec.tiled,
     )
-    assert view.ring_key is not None and view.ring_update is not None and view.ring_decay is not None
-    for row, slot in zip(case.rows, case.batch.source.tolist(), strict=True):
-        if row.done:
+
+
+def empty_state(slots: int, dtype: torch.dtype, spec: GdnSpec = GDN, width: int = WIDTH, units: int = 0) -> StateView:
+    """Slots and, if any, ring units full of NaN."""
+    fine = torch.promote_types(dtype, torch.float32)
+    return StateView(torch.full((slots, spec.value_heads, spec.key_dim, spec.value_dim), NAN, dtype=fine),
+                     torch.full((slots, width, spec.channels), NAN, dtype=dtype),
+                     empty_ring(units, dtype, spec) if units else None)
+
+
+def state_view(case: Case, dtype: torch.dtype, spec: GdnSpec = GDN, width: int = WIDTH) -> StateView:
+    """Slots and ring units full of NaN but for what a row has to find: its source as of `base`, and its entries."""
+    rng, view = generator(case.seed + 2000), empty_state(case.slots, dtype, spec, width, case.units)
+    ring = view.ring
+    assert ring is not None
+    for row, slot, unit in zip(case.rows, case.batch.source.tolist(), case.batch.ring.tolist(), strict=True):
+        if row.base:
             view.recurrent[slot] = randn(rng, *view.recurrent.shape[1:])
-        for position in range(max(0, row.done - width), row.done):
+        for position in range(max(0, row.base - width), row.base):
             view.conv[slot, position % width] = randn(rng, spec.channels)
-        for position in range(row.done - row.ring, row.done):
+        for position in range(row.base, row.done):
             place = position % RING
-            view.ring_key[slot, place] = torch.nn.functional.normalize(
-                randn(rng, spec.key_heads, spec.key_dim), dim=-1)
-            view.ring_update[slot, place] = randn(rng, heads, spec.value_dim)
-            view.ring_decay[slot, place] = uniform(rng, heads)
+            ring.inputs[unit, place] = randn(rng, spec.channels)
+            ring.keys[unit, place] = torch.nn.functional.normalize(randn(rng, spec.key_heads, spec.key_dim), dim=-1)
+            ring.updates[unit, place] = randn(rng, spec.value_heads, spec.value_dim)
+            ring.decays[unit, place] = uniform(rng, spec.value_heads)
     return view
 
 
@@ -268,10 +307,12 @@ def rope_table(ops: Ops, case: Case, spec: RopeSpec = ROPE) -> Rope:
     return ops.rope(case.batch.positions, spec)
 
 
+RING_POOLS = ("inputs", "keys", "updates", "decays")
+
+
 def clone_state(view: StateView) -> StateView:
-    rings = (view.ring_key, view.ring_update, view.ring_decay)
-    return StateView(view.recurrent.clone(), view.conv.clone(), *(ring if ring is None else ring.clone()
-                                                                  for ring in rings))
+    ring = view.ring and replace(view.ring, **{name: getattr(view.ring, name).clone() for name in RING_POOLS})
+    return StateView(view.recurrent.clone(), view.conv.clone(), ring)
 
 
 # Comparison
@@ -306,13 +347,11 @@ def frozen(*records: Any) -> Callable[[], bool]:
     return lambda: all(same_bits(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
 
 
-def written_slots(case: Case) -> dict[int, tuple[int, bool]]:
-    """Of every slot that a step may write: how many tokens it is about, and whether it gets ring entries."""
+def written_slots(case: Case) -> dict[int, int]:
+    """How many tokens every slot is about that a step has to write."""
     batch = case.batch
-    ends = {int(slot): (row.done + row.chunk, row.append)
-            for row, slot in zip(case.rows, batch.target, strict=True)}
-    return ends | {int(slot): (int(length), False)
-                   for slot, length in zip(batch.emit_slot, batch.emit_length, strict=True)}
+    ends = {int(slot): row.after for row, slot in zip(case.rows, batch.target, strict=True) if row.after > row.base}
+    return ends | {int(slot): int(length) for slot, length in zip(batch.emit_slot, batch.emit_length, strict=True)}
 
 
 def conv_places(length: int, width: int) -> list[int]:
@@ -321,35 +360,44 @@ def conv_places(length: int, width: int) -> list[int]:
 
 
 def state_errors(case: Case, actual: StateView, expected: StateView, before: StateView) -> dict[str, float]:
-    """Compare two backends' slots after one step.
+    """Compare two backends' slots and ring units after one step.
 
     Asserts that nothing was written that must not be; returns the worst relative RMS of each kind of content.
     """
-    errors = {"recurrent": 0.0, "conv": 0.0, "ring_key": 0.0, "ring_update": 0.0, "ring_decay": 0.0}
-    written = written_slots(case)
-    appended = {int(slot): [(row.done + token) % RING for token in range(row.chunk)]
-                for row, slot in zip(case.rows, case.batch.target, strict=True) if row.append}
+    errors, written = {"recurrent": 0.0, "conv": 0.0}, written_slots(case)
     for name in errors:
         pools = [getattr(view, name) for view in (actual, expected, before)]
-        for slot in range(case.slots):
-            new, wanted, old = (pool[slot] for pool in pools)
-            if slot not in written or (name.startswith("ring") and slot not in appended):
+        for slot, (new, wanted, old) in enumerate(zip(*pools, strict=True)):
+            if slot not in written:
                 assert same_bits(new, old), f"{name} of slot {slot} was written"
                 continue
-            if name == "recurrent" and same_bits(wanted, old):
-                assert same_bits(new, old), f"the state of slot {slot} was written"
-                continue
             if name == "conv":
-                places = conv_places(written[slot][0], len(new))
+                places = conv_places(written[slot], len(new))
                 new, wanted = new[places], wanted[places]
-            if name.startswith("ring"):
-                kept = [place for place in range(RING) if place not in appended[slot]]
-                assert same_bits(new[kept], old[kept]), f"{name} of slot {slot}: a kept entry was written"
-                new, wanted = new[appended[slot]], wanted[appended[slot]]
-            error = relative_rms(new, wanted)
-            assert error == error, f"{name} of slot {slot} has NaN"
-            errors[name] = max(errors[name], error)
+            errors[name] = max(errors[name], _error(new, wanted, f"{name} of slot {slot}"))
+    return errors | ring_errors(case, actual.ring, expected.ring, before.ring)
+
+
+def ring_errors(case: Case, actual: RingView | None, expected: RingView | None,
+                before: RingView | None) -> dict[str, float]:
+    errors = dict.fromkeys(RING_POOLS, 0.0)
+    appended = {int(unit): [(row.done + token) % RING for token in range(row.chunk)]
+                for row, unit in zip(case.rows, case.batch.ring, strict=True) if row.append}
+    for name in errors:
+        pools = [getattr(view, name) for view in (actual, expected, before)]
+        for unit, (new, wanted, old) in enumerate(zip(*pools, strict=True)):
+            fresh = appended.get(unit, [])
+            kept = [place for place in range(RING) if place not in fresh]
+            assert same_bits(new[kept], old[kept]), f"{name} of unit {unit}: a kept entry was written"
+            if fresh:
+                errors[name] = max(errors[name], _error(new[fresh], wanted[fresh], f"{name} of unit {unit}"))
     return errors
+
+
+def _error(new: Tensor, wanted: Tensor, what: str) -> float:
+    error = relative_rms(new, wanted)
+    assert error == error, f"{what} has NaN"
+    return error
 
 
 def kv_errors(case: Case, actual: KvView, expected: KvView, before: KvView) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import Row, build_batch, gdn_weights, generator, randn
+from op_cases import Row, build_batch, empty_state, gdn_weights, generator, randn
 from support import Forcing, Reference, drain, greedy, lively, numbers, odd_shape, reference, with_sample
 from test_ops_gdn_cpu import core, empty_view
 from test_prefix_reuse import runtime_of, usage_of
@@ -23,6 +23,7 @@ from deltic.config import EngineConfig, LinearConfig
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.ops.cpu import missing
+from deltic.ops.cpu.kernels import fold_ring
 from deltic.ops.cpu.library import threads as used
 from deltic.ops.cpu.library import use_threads
 from deltic.ops.records import GdnSpec, GdnWeights
@@ -129,20 +130,54 @@ def exact(proj: Tensor, weights: GdnWeights, conv: Tensor) -> tuple[Tensor, Tens
     return (normed * functional.silu(gate.view_as(normed))).flatten(1), state
 
 
+SPEC = GdnSpec(2, 4, 128, 128, 4, 1e-6)
+WEIGHTS = gdn_weights(3, torch.float32, SPEC)
+
+
+def inputs() -> Tensor:
+    return randn(generator(9), STEPS, SPEC.channels + SPEC.values + 2 * SPEC.value_heads).float()
+
+
+@cache
+def plain_run(chunk: int) -> tuple[Tensor, Tensor]:
+    """Outputs, and the last state."""
+    proj, view, outputs = inputs(), empty_view(SPEC, torch.float32, 2), []
+    for done in range(0, STEPS, chunk):
+        batch = replace(build_batch([Row(chunk, done)]).batch, source=torch.tensor([1]), target=torch.tensor([1]))
+        outputs.append(core(proj[done:done + chunk], WEIGHTS, view, batch))
+    return torch.cat(outputs), view.recurrent[1]
+
+
+@cache
+def exact_run() -> tuple[Tensor, Tensor]:
+    return exact(inputs(), WEIGHTS, WEIGHTS.conv.float())
+
+
 @pytest.mark.parametrize("chunk", [1, 256])
 def test_no_drift_over_8192_steps(chunk: int) -> None:
     """Plain float32 is 6.3e-7 off at the end, relative RMS, when each product rounds twice."""
-    spec = GdnSpec(2, 4, 128, 128, 4, 1e-6)
-    weights = gdn_weights(3, torch.float32, spec)
-    proj = randn(generator(9), STEPS, spec.channels + spec.values + 2 * spec.value_heads).float()
-    wanted, last = exact(proj, weights, weights.conv.float())
-    view, outputs = empty_view(spec, torch.float32, 2), []
-    for done in range(0, STEPS, chunk):
-        batch = replace(build_batch([Row(chunk, done)]).batch, source=torch.tensor([1]), target=torch.tensor([1]))
-        outputs.append(core(proj[done:done + chunk], weights, view, batch))
-    found = torch.cat(outputs)
+    wanted, last = exact_run()
+    found, state = plain_run(chunk)
     errors = [off(found[part], wanted[part]) for part in (slice(0, LAST), slice(STEPS - LAST, STEPS))]
-    assert max(errors) <= 6.3e-7 and errors[1] <= 1.5 * errors[0] and off(view.recurrent[1], last) <= 6.3e-7
+    assert max(errors) <= 6.3e-7 and errors[1] <= 1.5 * errors[0] and off(state, last) <= 6.3e-7
+
+
+def test_no_drift_with_rejected_drafts() -> None:
+    """8,192 tokens through a replay ring have the bits of the plain steps."""
+    rng, proj, done, base, outputs = generator(5), inputs(), 0, 0, []
+    view = empty_state(2, torch.float32, SPEC, units=1)
+    place = torch.tensor([1])
+    while done < STEPS:
+        chunk, right = (int(torch.randint(1, most, (1,), generator=rng)) for most in (6, 6))
+        right = min(right, chunk, STEPS - done)
+        piece = torch.cat([proj[done:done + right], randn(rng, chunk - right, proj.shape[1]).float()])
+        row = Row(chunk, done, done - base, append=True)
+        batch = replace(build_batch([row]).batch, source=place, target=place, ring=torch.tensor([0]))
+        outputs.append(core(piece, WEIGHTS, view, batch)[:right])
+        done, base = done + right, row.after
+    fold_ring((view,), 1, 0, base, done, 1)
+    wanted, last = plain_run(1)
+    assert torch.equal(torch.cat(outputs), wanted) and torch.equal(view.recurrent[1], last)
 
 
 def off(found: Tensor, wanted: Tensor) -> float:

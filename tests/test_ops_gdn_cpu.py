@@ -14,6 +14,7 @@ from op_cases import (
     assert_close,
     build_batch,
     clone_state,
+    empty_state,
     gdn_weights,
     generator,
     hidden_states,
@@ -53,13 +54,11 @@ def _level(request: pytest.FixtureRequest) -> Iterator[None]:
     library().deltic_set_level(before)
 
 
-def core(proj: Tensor, weights: GdnWeights, view: StateView, batch: Batch, tiled: bool = False) -> Tensor:
+def core(proj: Tensor, weights: GdnWeights, view: StateView, batch: Batch) -> Tensor:
     """What lies between the projections."""
     conv, mixed = weights.conv.float().contiguous(), torch.empty(len(proj), weights.spec.values)
-    layer = gdn_layer(weights, conv)
-    layer.tiled = tiled
-    check(library().deltic_gdn(pool(), byref(layer), byref(slots(view)), step_batch(batch), address(proj),
-                               address(mixed)))
+    check(library().deltic_gdn(pool(), byref(gdn_layer(weights, conv)), byref(slots(view)), step_batch(batch),
+                               address(proj), address(mixed)))
     return mixed
 
 
@@ -68,8 +67,7 @@ def projected(spec: GdnSpec, tokens: int) -> Tensor:
 
 
 def empty_view(spec: GdnSpec, dtype: torch.dtype, slots: int) -> StateView:
-    recurrent = torch.full((slots, spec.value_heads, spec.key_dim, spec.value_dim), torch.nan)
-    return StateView(recurrent, torch.full((slots, 7, spec.channels), torch.nan, dtype=dtype))
+    return empty_state(slots, dtype, spec, width=7)
 
 
 def in_chunks(proj: Tensor, weights: GdnWeights, dtype: torch.dtype, chunks: Sequence[int]) -> tuple[Tensor, StateView]:
@@ -156,15 +154,15 @@ def test_tiled_heads(chunks: list[int]) -> None:
     keys, values = 2 * spec.keys, spec.values
     moved = torch.cat([torch.arange(keys), keys + columns, keys + values + columns,
                        keys + 2 * values + order, keys + 2 * values + heads + order])
-    tiled = replace(weights, conv=weights.conv[moved[: spec.channels]], decay=weights.decay[order],
-                    dt_bias=weights.dt_bias[order])
+    tiled = replace(weights, spec=replace(spec, tiled=True), conv=weights.conv[moved[: spec.channels]],
+                    decay=weights.decay[order], dt_bias=weights.dt_bias[order])
     views, done = [empty_view(spec, torch.float32, 2) for _ in range(2)], 0
     for chunk in chunks:
         batch = build_batch([Row(chunk, done)]).batch
         batch = replace(batch, source=torch.tensor([1]), target=torch.tensor([1]))
         part = proj[done : done + chunk]
         wanted = core(part, weights, views[0], batch)
-        output = core(part[:, moved].contiguous(), tiled, views[1], batch, tiled=True)
+        output = core(part[:, moved].contiguous(), tiled, views[1], batch)
         assert same_bits(output, wanted[:, columns])
         assert same_bits(views[1].recurrent[1], views[0].recurrent[1][order])
         done += chunk

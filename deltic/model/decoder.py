@@ -43,7 +43,8 @@ class Decoder:
     dtype: torch.dtype
 
     def forward(self, batch: Batch, stores: Stores, observe: Observer | None = None) -> Tensor:
-        """Run one step; returns the hidden states after the final norm of the tokens `batch.logit_tokens` [L, H].
+        """Run one step; returns the hidden states after the final norm: of the tokens `batch.logit_tokens` [L, H], or,
+        with `batch.layout.hidden`, of all tokens [T, H].
 
         Mutates the stores as the mixers say: K/V of every token, the rows' target slots, the emit slots.
         """
@@ -57,10 +58,10 @@ class Decoder:
             delta = ops.mlp(x, layer.mlp)
             if observe is not None:
                 observe(index, residual + delta)
-        wanted = batch.logit_tokens
-        if delta is not None:
-            delta = delta[wanted]
-        return ops.add_norm(residual[wanted], delta, stack.norm, stack.eps)[1]
+        if not batch.layout.hidden:
+            wanted = batch.logit_tokens
+            residual, delta = residual[wanted], None if delta is None else delta[wanted]
+        return ops.add_norm(residual, delta, stack.norm, stack.eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [L, H] -> logits [L, V] float32."""
@@ -108,13 +109,13 @@ def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch
     counts = {"linear_attention": 0, "full_attention": 0}
     layers = []
     for index, kind in enumerate(config.layer_types):
-        take = _Taker(weights, f"model.layers.{index}.", ops, config.norm_offset)
+        take = Taker(weights, f"model.layers.{index}.", ops, config.norm_offset)
         mixer = _gdn(config, take, tiled) if kind == "linear_attention" else _attention(config, take)
         layers.append(Layer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
                             MlpWeights(take.linear("mlp.gate_proj", "mlp.up_proj"), take.linear("mlp.down_proj")),
                             counts[kind]))
         counts[kind] += 1
-    top = _Taker(weights, "", ops, config.norm_offset)
+    top = Taker(weights, "", ops, config.norm_offset)
     embedding = top.block("model.embed_tokens", table=True)
     head = embedding if config.tie_word_embeddings else top.block("lm_head")
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section)
@@ -122,7 +123,7 @@ def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch
     return Decoder(config, ops, stack, dtype)
 
 
-class _Taker:
+class Taker:
     """Pops the tensors of one module prefix, in the form that the ops want."""
 
     def __init__(self, weights: dict[str, Block], prefix: str, ops: Ops, norm_offset: float) -> None:
@@ -156,7 +157,7 @@ class _Taker:
         return packed[0] if len(packed) == 1 else packed
 
 
-def _gdn(config: ModelConfig, take: _Taker, tiled: bool) -> GdnWeights:
+def _gdn(config: ModelConfig, take: Taker, tiled: bool) -> GdnWeights:
     linear = config.linear
     assert linear is not None
     spec = GdnSpec(linear.num_key_heads, linear.num_value_heads, linear.key_head_dim, linear.value_head_dim,
@@ -167,7 +168,7 @@ def _gdn(config: ModelConfig, take: _Taker, tiled: bool) -> GdnWeights:
                       take.float32("linear_attn.norm.weight"), take.linear("linear_attn.out_proj"))
 
 
-def _attention(config: ModelConfig, take: _Taker) -> AttentionWeights:
+def _attention(config: ModelConfig, take: Taker) -> AttentionWeights:
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
     qkv = take.linear(*(f"self_attn.{part}_proj" for part in "qkv"))

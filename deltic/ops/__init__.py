@@ -16,10 +16,13 @@ from torch import Tensor
 
 from deltic.errors import ConfigError
 from deltic.ops.records import (
+    AttentionSpec,
     AttentionWeights,
     Batch,
     Block,
     GdnWeights,
+    HeadStep,
+    HeadWeights,
     KvView,
     MlpWeights,
     Rope,
@@ -45,15 +48,25 @@ class Ops:
     add_norm(residual [T, H], delta [T, H] | None, weight [H] float32, eps) -> (residual + delta, its RMS norm
         scaled by weight, computed in float32); both in the residual's dtype.
     gdn_mixer(x [T, H], weights, state, batch) -> [T, H]: all that is between the norm and the residual of a Gated
-        DeltaNet layer. Mutates the target and emit slots of `state`, and nothing else in it.
+        DeltaNet layer. Mutates the target and emit slots of `state`, of rows that append the ring unit, and nothing
+        else in it.
+    fold_ring(states, source, ring, base, done, target): writes slot `target` with the state as of `done`, in every
+        layer: that of slot `source`, which is as of `base`, and entries base .. done - 1 of unit `ring`. The source may
+        be the target; all but `states` are ints. Same bits as the steps that made the entries.
     attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then attends each
         row to its own context; K/V past a token's own index is never read.
+    store_kv(x [T, H], weight, k_norm [head_dim] float32, spec, kv, batch, rope): stores K/V at `batch.store` as
+        attention_mixer does, and attends to nothing. weight [2 * kv, H]: rows k, v; the same bits where attention_mixer
+        has it as a row block of its own in `qkv`.
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
-    step(ops, stack, stores) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens`, which does
+    step(ops, stack, stores) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens` and, with
+        `layout.hidden`, the hidden states of all its tokens after the final norm [T, H] float32 (else None), which does
         all that these ops would do for it; None where they have to be called one by one, because some of them are of
         another backend, for instance. Takes pointers once, so the weights and the stores must stay where they are.
+    head_step(ops, weights, stores, slots [S, H] float32) -> a draft head's `HeadStep`; None where it has to be put
+        together from these ops. slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
     copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each,
         source [N], target [N]): device copies, all layers at once.
     """
@@ -63,13 +76,16 @@ class Ops:
     rope: Callable[[Tensor, RopeSpec], Rope]
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     gdn_mixer: Callable[[Tensor, GdnWeights, StateView, Batch], Tensor]
+    fold_ring: Callable[[tuple[StateView, ...], int, int, int, int, int], None]
     attention_mixer: Callable[[Tensor, AttentionWeights, KvView, Batch, Rope], Tensor]
+    store_kv: Callable[[Tensor, Weight, Tensor, AttentionSpec, KvView, Batch, Rope], None]
     mlp: Callable[[Tensor, MlpWeights], Tensor]
     head: Callable[[Tensor, Weight], Tensor]
     sample: Callable[[Tensor, Sampling], Sampled]
     copy_slots: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
     copy_pages: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
-    step: Callable[[Ops, Stack, Stores], Callable[[Batch], Tensor] | None]
+    head_step: Callable[[Ops, HeadWeights, Stores, Tensor], HeadStep | None]
+    step: Callable[[Ops, Stack, Stores], Callable[[Batch], tuple[Tensor, Tensor | None]] | None]
 
 
 def backends() -> dict[str, Ops]:

@@ -7,6 +7,7 @@ apart. Rows with a chunk of 1 come first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class Layout:
     contexts: upper bound of each row's context length after the step (done + chunk).
     logits: number of tokens whose logits are wanted. emits: number of states to emit.
     appends: some row of the batch appends to its replay ring instead of writing its state.
+    hidden: the hidden states of all tokens after the final norm are wanted, besides the logits.
     """
 
     chunks: tuple[int, ...]
@@ -38,6 +40,7 @@ class Layout:
     logits: int
     emits: int = 0
     appends: bool = False
+    hidden: bool = False
 
     @property
     def rows(self) -> int:
@@ -56,13 +59,18 @@ class Batch:
     starts [R + 1]: first token of each row. done [R]: the cursor, tokens that the row's committed state and K/V
         hold before this step; the chunk's tokens get the cache indices done, done + 1, ...
     pages [R, P]: page table, padded with page 0. store [T]: flat K/V index (page * PAGE + offset) of each token.
-    source, target [R]: state slots to read and to write (equal: in place). A row with done = 0 starts from zero
-        state and reads nothing from its source. No row reads a slot that another row writes.
-    base [R]: tokens folded into the source state; ring entries hold base .. done - 1.
-    append [R] bool: append the chunk's entries to the target's ring (folding older entries first if they do not
-        fit) instead of folding all of them. Only with source = target, chunk <= RING.
+    source, target [R]: state slots to read and to write (equal: in place). No row reads a slot that another row
+        writes.
+    base [R]: how many tokens the source slot is as of; done where there are no rings. A row with base = 0 starts from
+        zero state and reads nothing from its source. base <= done <= base + RING.
+    ring [R]: the row's replay ring unit, which has the entries of positions base .. done - 1 and belongs to no other
+        row; any number where base = done and the row does not append.
+    append [R] bool: append the chunk's entries to the ring and leave the slot alone, as long as base ..
+        done + chunk - 1 fit; else the slot is first brought to `done`, and the ring then holds the chunk alone. Only
+        with source = target, chunk <= RING. Rows without it bring the target to done + chunk and leave the ring alone.
+        `ref.next_base` says what the slot is as of afterwards. To reject tokens, come back with a smaller `done`.
     emit_row, emit_length, emit_slot [E]: write the row's state after `emit_length` tokens of its sequence
-        (done < emit_length <= done + chunk) to this slot, folded.
+        (done < emit_length <= done + chunk) to this slot.
     logit_tokens [L]: batch indices of the tokens whose logits are wanted, ascending.
     span: the slots of the leading single-token rows when they are consecutive and read and written in place, as
         (first, end), so that a backend may take a view; None otherwise.
@@ -79,6 +87,7 @@ class Batch:
     source: Tensor
     target: Tensor
     base: Tensor
+    ring: Tensor
     append: Tensor
     emit_row: Tensor
     emit_length: Tensor
@@ -97,21 +106,39 @@ class KvView:
 
 
 @dataclass(frozen=True, slots=True)
-class StateView:
-    """One Gated DeltaNet layer's slots.
+class RingView:
+    """One Gated DeltaNet layer's replay rings: N units, each with an entry for the tokens that came after the state in
+    a slot; that of position p at place p mod RING.
 
-    recurrent [S, Hv, Dk, Dv] float32: the state with `base` tokens folded in.
-    conv [S, W, C] model dtype: ring of raw convolution inputs; the input of position p is at place p mod W.
-        W >= conv_kernel - 1 + longest appended chunk - 1, and W >= conv_kernel.
-    ring_key [S, RING, Hk, Dk] float32 (normalised keys), ring_update [S, RING, Hv, Dv] float32 (u),
-        ring_decay [S, RING, Hv] float32 (a): entry of position p at place p mod RING. None: slots without rings.
+    inputs [N, RING, C] in the dtype of the slots' conv: raw convolution inputs. keys [N, RING, Hk, Dk] float32,
+    normalised. updates [N, RING, Hv, Dv] float32: u. decays [N, RING, Hv] float32: a.
+    tiled: which key head a value head belongs to, as in the layer's `GdnSpec`.
+    """
+
+    inputs: Tensor
+    keys: Tensor
+    updates: Tensor
+    decays: Tensor
+    tiled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """One Gated DeltaNet layer's slots, each wholly as of one number of tokens, and replay rings of what came after.
+
+    recurrent [S, Hv, Dk, Dv] float32: the state.
+    conv [S, W, C] model dtype, W >= conv_kernel: ring of raw convolution inputs; that of position p at place p mod W.
+    ring: None where no row uses one.
     """
 
     recurrent: Tensor
     conv: Tensor
-    ring_key: Tensor | None = None
-    ring_update: Tensor | None = None
-    ring_decay: Tensor | None = None
+    ring: RingView | None = None
+
+    def check_order(self, spec: GdnSpec) -> None:
+        """ValueError if the rings take value heads to be in another order than the layer does."""
+        if self.ring is not None and self.ring.tiled != spec.tiled:
+            raise ValueError(f"RingView.tiled is {self.ring.tiled}, GdnSpec.tiled {spec.tiled}: make them the same")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +271,41 @@ class Stores:
 
     kv: tuple[KvView, ...]
     states: tuple[StateView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """A draft head (multi-token prediction): one more attention layer beside a decoder.
+
+    fc [H, 2 H]: columns of the embedding, then of the hidden state. norm_embedding, norm_hidden, norm [H] float32: the
+    scales themselves. layer: an attention layer; its `store` follows those of the decoder's. kv [2 * kv, H]: the rows
+    k, v of its qkv. head [N, H]: rows of the vocabulary's first N tokens.
+    """
+
+    embedding: Block
+    norm_embedding: Tensor
+    norm_hidden: Tensor
+    fc: Weight
+    layer: Layer
+    kv: Weight
+    norm: Tensor
+    head: Weight
+    rope: RopeSpec
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStep:
+    """A draft head in calls of its own, over one cache.
+
+    follow(batch, hidden [T, H] float32): after a step of the decoder, of which these are the hidden states: stores the
+        head's K/V of all tokens; the slots' hidden states are those of the last tokens, where rows do not append.
+    guess(batch, counts [R] int64, sampling) -> tokens [R, most] int64: what follows the tokens of a batch of
+        single-token rows, counts[r] <= most of them. sampling: of R * most rows, which changes no logits.
+    """
+
+    follow: Callable[[Batch, Tensor], None]
+    guess: Callable[[Batch, Tensor, Sampling], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

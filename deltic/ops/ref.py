@@ -29,8 +29,11 @@ from deltic.ops.records import (
     Block,
     GdnSpec,
     GdnWeights,
+    HeadStep,
+    HeadWeights,
     KvView,
     MlpWeights,
+    RingView,
     Rope,
     RopeSpec,
     Sampled,
@@ -40,6 +43,7 @@ from deltic.ops.records import (
     Stores,
     Weight,
 )
+from deltic.types import ring_base
 
 UNIT_EPS = 1e-6
 """Added to the squared length of queries and keys of the delta rule, as the checkpoints were trained."""
@@ -97,6 +101,11 @@ def pack(weight: Tensor, table: bool) -> Block:
 def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
     """ids [T], weight [V, H] -> [T, H]."""
     return (weight.lookup(ids) if isinstance(weight, QTensor) else weight[ids]).to(dtype)
+
+
+def head_step(ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> HeadStep | None:
+    """The ops are called one by one."""
+    return None
 
 
 def step(ops: Ops, stack: Stack, stores: Stores) -> None:
@@ -257,12 +266,13 @@ def next_base(base: int, done: int, chunk: int, append: bool) -> int:
     Without append everything is folded: done + chunk. With it the ring keeps base .. done + chunk - 1 if they
     fit; otherwise base .. done - 1 are folded first and the ring holds the chunk alone: done. Rejected tokens
     move the next step's `done` back, never below this.
+    ValueError if a chunk that is to be appended is longer than a ring.
     """
     if not append:
         return done + chunk
     if chunk > RING:
         raise ValueError(f"a chunk of {chunk} tokens does not fit a replay ring of {RING}")
-    return base if done + chunk - base <= RING else done
+    return ring_base(base, done, chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +282,7 @@ class _Row:
     tokens: slice
     done: int
     base: int
+    ring: int
     append: bool
     source: int
     target: int
@@ -288,7 +299,7 @@ def _rows(batch: Batch) -> list[_Row]:
     emits = list(zip(*columns, strict=True))
     return [
         _Row(slice(starts[row], starts[row + 1]), int(batch.done[row]), int(batch.base[row]),
-             bool(batch.append[row]), int(batch.source[row]), int(batch.target[row]),
+             int(batch.ring[row]), bool(batch.append[row]), int(batch.source[row]), int(batch.target[row]),
              tuple((length, slot) for owner, length, slot in emits if owner == row))
         for row in range(batch.layout.rows)
     ]
@@ -333,71 +344,81 @@ def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
     return (normalised * functional.silu(gate.to(wide(x)))).to(x.dtype)
 
 
-def load_state(state: StateView, slot: int, base: int, done: int, dtype: torch.dtype, tiled: bool = False) -> Tensor:
-    """The slot's state after `done` tokens, [Hv, Dk, Dv]: ring entries base .. done - 1 are folded in."""
-    recurrent = state.recurrent[slot].to(dtype)
-    if done == 0:
-        return torch.zeros_like(recurrent)
+def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> tuple[Tensor, Tensor]:
+    """State [Hv, Dk, Dv] and convolution ring [W, C] as of `done` tokens, in new memory: those of the slot, which is as
+    of `base` (0: zero), brought forward by entries base .. done - 1 of the ring unit."""
+    recurrent = state.recurrent[slot].clone() if base else torch.zeros_like(state.recurrent[slot])
     if base == done:
-        return recurrent.clone()
-    assert state.ring_key is not None and state.ring_update is not None and state.ring_decay is not None
-    places = [position % RING for position in range(base, done)]
-    keys, *rings = (ring[slot, places].to(dtype) for ring in (state.ring_key, state.ring_update, state.ring_decay))
-    return fold(recurrent, spread(keys, len(recurrent), tiled), *rings)
+        return recurrent, advance_conv(state.conv[slot], state.conv[slot][:0], base, done)
+    assert state.ring is not None, "entries are wanted of slots without rings"
+    places, units = [position % RING for position in range(base, done)], state.ring
+    inputs, keys, updates, decays = (
+        pool[ring, places] for pool in (units.inputs, units.keys, units.updates, units.decays))
+    keys = spread(keys, len(recurrent), units.tiled)
+    return fold(recurrent, keys, updates, decays), advance_conv(state.conv[slot], inputs, base, done)
 
 
-def _run_row(row: _Row, taken: _Taken, state: StateView, tiled: bool) -> DeltaRun:
-    start = load_state(state, row.source, row.base, row.done, taken.value.dtype, tiled)
-    wanted = tuple(length - row.done for length, _ in row.emits)
+def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+    """Slot `target` becomes slot `source` as of `done` tokens, in every layer."""
+    for state in states:
+        state.recurrent[target], state.conv[target] = load_state(state, source, ring, base, done)
+
+
+def _run_row(row: _Row, taken: _Taken, start: Tensor) -> DeltaRun:
+    wanted, start = tuple(length - row.done for length, _ in row.emits), start.to(taken.value.dtype)
     return gated_delta(start, taken.query, taken.key, taken.value, taken.decay, taken.beta, wanted)
 
 
-def _append_entries(row: _Row, taken: _Taken, run: DeltaRun, state: StateView) -> None:
-    assert state.ring_key is not None and state.ring_update is not None and state.ring_decay is not None
+def _append_entries(row: _Row, taken: _Taken, run: DeltaRun, ring: RingView) -> None:
     for token in range(row.chunk):
         place = (row.done + token) % RING
-        state.ring_key[row.target, place] = taken.key[token, :state.ring_key.shape[2]]
-        state.ring_update[row.target, place] = run.updates[token]
-        state.ring_decay[row.target, place] = taken.decay[token]
+        ring.inputs[row.ring, place] = taken.raw[token]
+        ring.keys[row.ring, place] = taken.key[token, :ring.keys.shape[2]]
+        ring.updates[row.ring, place] = run.updates[token]
+        ring.decays[row.ring, place] = taken.decay[token]
 
 
 def _write_row(row: _Row, taken: _Taken, run: DeltaRun, conv: Tensor, state: StateView) -> None:
-    """conv: copy of the source's ring, since another row may have written to the source already."""
-    base = next_base(row.base, row.done, row.chunk, row.append)
-    if base >= row.done:
-        state.recurrent[row.target] = run.states[base - row.done]
-    if row.append:
-        _append_entries(row, taken, run, state)
-    state.conv[row.target] = advance_conv(conv, taken.raw, row.done, row.done + row.chunk)
-    for length, slot in row.emits:
+    """conv: the convolution ring before the chunk, since another row may have written to the source already."""
+    after = next_base(row.base, row.done, row.chunk, row.append)
+    written = [(after, row.target)] if after > row.base else []
+    for length, slot in (*written, *row.emits):
         state.recurrent[slot] = run.states[length - row.done]
         state.conv[slot] = advance_conv(conv, taken.raw, row.done, length)
+    if row.append:
+        assert state.ring is not None, "a row appends to slots without rings"
+        _append_entries(row, taken, run, state.ring)
+
+
+def gdn_core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+    """What lies between a layer's projections: proj [T, C + values + 2 Hv] -> [T, values]."""
+    spec = weights.spec
+    state.check_order(spec)
+    sizes = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
+    raw, gate, b, a = torch.split(proj, sizes, dim=-1)
+    decay = each_token(lambda token: decay_gate(token, weights.decay, weights.dt_bias), a)
+    beta = each_token(sigmoid, b)
+    rows, work = _rows(batch), []
+    for row in rows:
+        start, conv = load_state(state, row.source, row.ring, row.base, row.done)
+        mixed = short_conv(conv, raw[row.tokens], row.done, weights.conv)
+        taken = _Taken(raw[row.tokens], *_split_heads(mixed, spec), decay[row.tokens], beta[row.tokens])
+        work.append((row, taken, _run_row(row, taken, start), conv))
+    for row, taken, run, conv in work:
+        _write_row(row, taken, run, conv, state)
+    output = torch.cat([run.outputs for _, _, run, _ in work]).to(proj.dtype)
+    normalised = each_token(lambda x, gate: gated_norm(x, gate, weights.norm, spec.eps), output,
+                            gate.reshape(output.shape))
+    return normalised.flatten(1)
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
     """x [T, H] -> [T, H]: a Gated DeltaNet layer between its norm and its residual (arXiv 2412.06464).
 
-    Written for each row: the target's state, if its base moves or the row is new (a new row that appends
-    stores the zero state), its conv ring and, with append, its replay ring; each emit slot's state and conv
-    ring. Ring entries are not rounded, so a replayed state has the bits of the plain recurrence.
+    Written for each row: the target slot, unless it stays as of `base`; with append, the chunk's ring entries; each
+    emit slot. Ring entries are not rounded, so a replayed state has the bits of the plain recurrence.
     """
-    spec = weights.spec
-    sizes = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
-    raw, gate, b, a = torch.split(linear(x, weights.in_proj), sizes, dim=-1)
-    decay = each_token(lambda token: decay_gate(token, weights.decay, weights.dt_bias), a)
-    beta = each_token(sigmoid, b)
-    rows, work = _rows(batch), []
-    for row in rows:
-        conv = state.conv[row.source].clone()
-        mixed = short_conv(conv, raw[row.tokens], row.done, weights.conv)
-        taken = _Taken(raw[row.tokens], *_split_heads(mixed, spec), decay[row.tokens], beta[row.tokens])
-        work.append((row, taken, _run_row(row, taken, state, spec.tiled), conv))
-    for row, taken, run, conv in work:
-        _write_row(row, taken, run, conv, state)
-    output = torch.cat([run.outputs for _, _, run, _ in work]).to(x.dtype)
-    normalised = each_token(lambda x, gate: gated_norm(x, gate, weights.norm, spec.eps), output,
-                            gate.reshape(output.shape))
-    return linear(normalised.flatten(1), weights.out_proj)
+    return linear(gdn_core(linear(x, weights.in_proj), weights, state, batch), weights.out_proj)
 
 
 # Gated attention
@@ -460,6 +481,20 @@ def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
     return torch.stack([pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)])
 
 
+def _store(key: Tensor, value: Tensor, k_norm: Tensor, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
+    """key, value [T, kv_heads, D], before norm and rotation."""
+    key = rotate(each_token(lambda heads: rms_norm(heads, k_norm, eps), key), rope)
+    kv.keys.view(-1, *key.shape[1:])[batch.store] = key.to(kv.keys.dtype)
+    kv.values.view(-1, *value.shape[1:])[batch.store] = value.to(kv.values.dtype)
+
+
+def store_kv(x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+             rope: Rope) -> None:
+    """x [T, H], weight [2 * kv, H]: keys and values of all tokens, as attention_mixer stores them."""
+    key, value = linear(x, weight).unflatten(-1, (2, spec.kv_heads, spec.head_dim)).unbind(1)
+    _store(key, value, k_norm, spec.eps, kv, batch, rope)
+
+
 def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
     """x [T, H] -> [T, H]: a gated attention layer between its norm and its residual.
 
@@ -468,9 +503,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     query, gate, key, value = _project_heads(x, weights)
     eps = weights.spec.eps
     query = rotate(each_token(lambda heads: rms_norm(heads, weights.q_norm, eps), query), rope)
-    key = rotate(each_token(lambda heads: rms_norm(heads, weights.k_norm, eps), key), rope)
-    kv.keys.view(-1, *key.shape[1:])[batch.store] = key.to(kv.keys.dtype)
-    kv.values.view(-1, *value.shape[1:])[batch.store] = value.to(kv.values.dtype)
+    _store(key, value, weights.k_norm, eps, kv, batch, rope)
     output = torch.empty_like(query)
     for index, row in enumerate(_rows(batch)):
         keys, values = (_read_context(pool, batch.pages[index], row.done + row.chunk)
@@ -567,5 +600,6 @@ def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
     copy_slots(pools, source, target)
 
 
-OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer,
-          mlp=mlp, head=head, sample=sample, copy_slots=copy_slots, copy_pages=copy_pages, step=step)
+OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
+          attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, head=head, sample=sample, copy_slots=copy_slots,
+          copy_pages=copy_pages, step=step, head_step=head_step)

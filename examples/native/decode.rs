@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_int, c_void};
 
-    pub const ABI: c_int = 3;
+    pub const ABI: c_int = 5;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -51,6 +51,9 @@ mod deltic {
         pub store: *const i64,
         pub source: *const i64,
         pub target: *const i64,
+        pub base: *const i64,
+        pub ring: *const i64,
+        pub append: *const u8,
         pub emit_row: *const i64,
         pub emit_length: *const i64,
         pub emit_slot: *const i64,
@@ -80,6 +83,10 @@ mod deltic {
         pub conv: *mut c_void,
         pub places: i64,
         pub kind: i64,
+        pub inputs: *mut c_void,
+        pub keys: *mut f32,
+        pub updates: *mut f32,
+        pub decays: *mut f32,
     }
 
     #[repr(C)]
@@ -407,6 +414,9 @@ impl Engine {
             store: store.as_ptr(),
             source: slots.as_ptr(),
             target: slots.as_ptr(),
+            base: null(),
+            ring: null(),
+            append: null(),
             emit_row: null(),
             emit_length: null(),
             emit_slot: null(),
@@ -470,6 +480,10 @@ fn main() {
         conv: maker.store(SEQUENCES * KERNEL * CHANNELS * 2),
         places: KERNEL as i64,
         kind: deltic::BF16,
+        inputs: null_mut(),
+        keys: null_mut(),
+        updates: null_mut(),
+        decays: null_mut(),
     };
     let kv = Kv { keys: maker.store(page_bytes), values: maker.store(page_bytes), kind: deltic::BF16 };
     (first.gdn, first.states) = (&gdn, &states);

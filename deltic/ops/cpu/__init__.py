@@ -10,15 +10,15 @@ import torch
 from deltic.errors import ConfigError
 from deltic.ops import Ops
 from deltic.ops.cpu import library
-from deltic.ops.cpu.kernels import add_norm, attention_mixer, gdn_mixer, head, mlp, pack
+from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, pack, store_kv
 from deltic.ops.cpu.library import LEVELS, load
 from deltic.ops.cpu.sample import sample
-from deltic.ops.cpu.step import step
+from deltic.ops.cpu.step import head_step, step
 from deltic.ops.torch import OPS as TORCH_OPS
 
-_KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer,
-                            "attention_mixer": attention_mixer, "mlp": mlp, "head": head, "sample": sample,
-                            "step": step}
+_KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer, "fold_ring": fold_ring,
+                            "attention_mixer": attention_mixer, "store_kv": store_kv, "mlp": mlp, "head": head,
+                            "sample": sample, "step": step, "head_step": head_step}
 
 
 def missing() -> dict[str, str]:

@@ -24,6 +24,7 @@ from deltic.ops.cpu.library import (
 )
 from deltic.ops.qtensor import QTensor, pack_tensor
 from deltic.ops.records import (
+    AttentionSpec,
     AttentionWeights,
     Batch,
     Block,
@@ -99,19 +100,32 @@ def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> G
 
 
 def slots(view: StateView) -> States:
-    """The struct of a layer's slots."""
-    return States(address(view.recurrent), address(view.conv), view.conv.shape[1], KINDS[view.conv.dtype])
+    """The struct of a layer's slots and rings."""
+    ring = view.ring
+    parts = () if ring is None else (ring.inputs, ring.keys, ring.updates, ring.decays)
+    return States(address(view.recurrent), address(view.conv), view.conv.shape[1], KINDS[view.conv.dtype],
+                  *map(address, parts))
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    rings = batch.layout.appends or (state.ring_key is not None and bool((batch.base < batch.done).any()))
-    if x.dtype not in KINDS or state.conv.dtype not in KINDS or rings:
+    if x.dtype not in KINDS or state.conv.dtype not in KINDS:
         return TORCH.gdn_mixer(x, weights, state, batch)
+    state.check_order(weights.spec)
     conv, proj = weights.conv.float().contiguous(), linear(x, weights.in_proj)
     mixed = torch.empty(len(x), weights.spec.values)
     check(library().deltic_gdn(pool(), byref(gdn_layer(weights, conv)), byref(slots(state)), step_batch(batch),
                                address(proj), address(mixed)))
     return linear(mixed.to(x.dtype), weights.out_proj).to(x.dtype)
+
+
+def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+    if not states or states[0].conv.dtype not in KINDS or states[0].ring is None:
+        return TORCH.fold_ring(states, source, ring, base, done, target)
+    units, first = states[0].ring, states[0].recurrent
+    shape = GdnLayer(key_heads=units.keys.shape[2], value_heads=first.shape[1], key_dim=first.shape[2],
+                     value_dim=first.shape[3], kernel=1, tiled=units.tiled)
+    layers = (States * len(states))(*map(slots, states))
+    check(library().deltic_fold_ring(pool(), byref(shape), layers, len(states), source, ring, base, done, target))
 
 
 def attention_layer(weights: AttentionWeights, projections: bool = False) -> AttentionLayer:
@@ -135,3 +149,16 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     check(library().deltic_attention(pool(), byref(attention_layer(weights)), byref(kv_pages(kv)), step_batch(batch),
                                      address(rope.cos), address(rope.sin), address(proj), address(mixed)))
     return linear(mixed.to(x.dtype), weights.o_proj).to(x.dtype)
+
+
+def store_kv(x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+             rope: Rope) -> None:
+    if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
+        return TORCH.store_kv(x, weight, k_norm, spec, kv, batch, rope)
+    layer = AttentionLayer(k_norm=address(k_norm), heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+                           rotary_dim=spec.rotary_dim, eps=spec.eps)
+    multiplies = packed(weight)
+    source = x.float().contiguous() if multiplies else linear(x, weight)
+    check(library().deltic_store_kv(pool(), byref(layer), byref(native_weight(weight)) if multiplies else None,
+                                    byref(kv_pages(kv)), step_batch(batch), address(rope.cos), address(rope.sin),
+                                    address(source)))

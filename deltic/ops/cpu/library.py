@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltic.ops.records import Batch
 
-_ABI = 3
+_ABI = 5
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.bfloat16: 30}
@@ -42,7 +42,8 @@ class StepBatch(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "tokens", "logits", "emits", "table")),
         *((name, c_void_p) for name in ("ids", "positions", "starts", "done", "pages", "store", "source", "target",
-                                        "emit_row", "emit_length", "emit_slot", "logit_tokens")),
+                                        "base", "ring", "append", "emit_row", "emit_length", "emit_slot",
+                                        "logit_tokens")),
     )
 
 
@@ -60,7 +61,10 @@ class GdnLayer(Structure):
 class States(Structure):
     """`deltic_states`."""
 
-    _fields_ = (("recurrent", c_void_p), ("conv", c_void_p), ("places", c_int64), ("type", c_int64))
+    _fields_ = (
+        ("recurrent", c_void_p), ("conv", c_void_p), ("places", c_int64), ("type", c_int64),
+        *((name, c_void_p) for name in ("inputs", "keys", "updates", "decays")),
+    )
 
 
 class AttentionLayer(Structure):
@@ -98,6 +102,20 @@ class Model(Structure):
     )
 
 
+class DraftHead(Structure):
+    """`deltic_draft_head`."""
+
+    _fields_ = (("model", Model), ("fc", LinearWeight), ("kv", LinearWeight), ("norm_embedding", c_void_p),
+                ("norm_hidden", c_void_p))
+
+
+class Drawing(Structure):
+    """`deltic_drawing`."""
+
+    _fields_ = (*((name, c_void_p) for name in ("temperatures", "top_k", "top_p", "min_p", "keys")),
+                ("filtered", c_int64))
+
+
 _P, _I = c_void_p, c_int64
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_best_level": (c_int, []),
@@ -112,12 +130,17 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_linear": (c_int, [_P, _P, _I, POINTER(LinearWeight), _P]),
     "deltic_gdn": (c_int, [_P, POINTER(GdnLayer), POINTER(States), POINTER(StepBatch), _P, _P]),
     "deltic_attention": (c_int, [_P, POINTER(AttentionLayer), POINTER(Kv), POINTER(StepBatch), _P, _P, _P, _P]),
+    "deltic_fold_ring": (c_int, [_P, POINTER(GdnLayer), POINTER(States), _I, _I, _I, _I, _I, _I]),
+    "deltic_store_kv": (c_int, [_P, POINTER(AttentionLayer), POINTER(LinearWeight), POINTER(Kv), POINTER(StepBatch), _P,
+                                _P, _P]),
     "deltic_add_norm": (None, [_P, _P, _P, _P, _P, _P, _I, _I, c_float]),
     "deltic_mlp": (c_int, [_P, _P, _I, POINTER(LinearWeight), POINTER(LinearWeight), _P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_draw": (None, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _P, _P]),
     "deltic_draw_any": (c_int, [_P, _P, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
+    "deltic_head_follow": (c_int, [_P, POINTER(DraftHead), POINTER(StepBatch), _P, _P]),
+    "deltic_head_guess": (c_int, [_P, POINTER(DraftHead), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
 }
 
 
@@ -198,7 +221,8 @@ def step_batch(batch: Batch) -> Any:
     if known is None:
         layout = batch.layout
         tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
-                   batch.target, batch.emit_row, batch.emit_length, batch.emit_slot, batch.logit_tokens)
+                   batch.target, batch.base, batch.ring, batch.append, batch.emit_row, batch.emit_length,
+                   batch.emit_slot, batch.logit_tokens)
         kept = [tensor.contiguous() for tensor in tensors]
         struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.emits, batch.pages.shape[1],
                            *(tensor.data_ptr() for tensor in kept))

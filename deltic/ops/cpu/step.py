@@ -11,16 +11,78 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.cpu import kernels
 from deltic.ops.cpu.kernels import attention_layer, gdn_layer, kv_pages, native_weight, packed, slots
-from deltic.ops.cpu.library import KINDS, Model, ModelLayer, address, check, library, pool, step_batch
+from deltic.ops.cpu.library import (
+    KINDS,
+    DraftHead,
+    Drawing,
+    Model,
+    ModelLayer,
+    address,
+    check,
+    library,
+    pool,
+    step_batch,
+)
 from deltic.ops.qtensor import QTensor
-from deltic.ops.records import Batch, GdnWeights, Layer, RopeSpec, Stack, Stores
+from deltic.ops.records import (
+    Batch,
+    GdnWeights,
+    HeadStep,
+    HeadWeights,
+    Layer,
+    RopeSpec,
+    Sampling,
+    Stack,
+    Stores,
+)
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 
 
-def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], Tensor] | None:
+def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
     if not _own(ops) or not _fits(stack, stores):
         return None
+    model, kept = _model(stack, stores)
+    vocabulary, width, by_reference = len(stack.embedding), model.hidden, byref(model)
+
+    def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
+        layout = batch.layout
+        logits = torch.empty(layout.logits, vocabulary)
+        hidden = torch.empty(layout.tokens, width) if layout.hidden else None
+        check(library().deltic_forward(pool(), by_reference, step_batch(batch), address(hidden), logits.data_ptr()))
+        return logits, hidden
+
+    return run
+
+
+def head_step(ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> HeadStep | None:
+    stack = Stack(weights.embedding, (weights.layer,), weights.norm, weights.head, weights.rope, weights.eps)
+    if not _own(ops) or ops.store_kv != kernels.store_kv or not _fits(stack, stores) or not packed(weights.fc):
+        return None
+    model, kept = _model(stack, stores)
+    head = DraftHead(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
+                     address(weights.norm_hidden))
+    kept += [weights, head, slots]
+    by_reference = byref(head)
+
+    def follow(batch: Batch, hidden: Tensor) -> None:
+        check(library().deltic_head_follow(pool(), by_reference, step_batch(batch), address(hidden), address(slots)))
+
+    def guess(batch: Batch, counts: Tensor, sampling: Sampling, _kept: list[object] = kept) -> Tensor:
+        most = len(sampling.key) // len(counts)
+        columns = [column.view(-1, most)[:, 0].contiguous() for column in (
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
+        keys, tokens = sampling.key.contiguous(), torch.empty(len(counts), most, dtype=torch.int64)
+        drawing = Drawing(*map(address, columns), address(keys), sampling.filtered)
+        check(library().deltic_head_guess(pool(), by_reference, step_batch(batch), address(counts), most,
+                                          address(slots), byref(drawing), address(tokens)))
+        return tokens
+
+    return HeadStep(follow, guess)
+
+
+def _model(stack: Stack, stores: Stores) -> tuple[Model, list[object]]:
+    """The struct of a whole model, and what it borrows from."""
     layers = (ModelLayer * len(stack.layers))()
     kept: list[object] = [layers, stack, stores]
     for struct, layer in zip(layers, stack.layers, strict=True):
@@ -29,15 +91,7 @@ def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], Tensor] | 
     assert isinstance(stack.embedding, QTensor)
     model = Model(stack.embedding.columns, len(layers), layers, stack.embedding.matrix, native_weight(stack.head),
                   address(stack.norm), address(frequencies), address(axes), stack.rope.rotary_dim, stack.eps)
-    kept += [frequencies, axes, model]
-    vocabulary, by_reference = stack.embedding.rows, byref(model)
-
-    def run(batch: Batch, _kept: list[object] = kept) -> Tensor:
-        logits = torch.empty(batch.layout.logits, vocabulary)
-        check(library().deltic_forward(pool(), by_reference, step_batch(batch), None, logits.data_ptr()))
-        return logits
-
-    return run
+    return model, [*kept, frequencies, axes, model]
 
 
 def _own(ops: Ops) -> bool:
@@ -55,7 +109,7 @@ def _fits(stack: Stack, stores: Stores) -> bool:
         weights += [layer.mlp.gate_up, layer.mlp.down]
         weights += ([mixer.in_proj, mixer.out_proj] if isinstance(mixer, GdnWeights) else [mixer.qkv, mixer.o_proj])
     dtypes = {view.keys.dtype for view in stores.kv} | {view.conv.dtype for view in stores.states}
-    return all(map(packed, weights)) and dtypes <= KINDS.keys() and all(s.ring_key is None for s in stores.states)
+    return all(map(packed, weights)) and dtypes <= KINDS.keys()
 
 
 def _fill(struct: ModelLayer, layer: Layer, stores: Stores, kept: list[object]) -> None:
@@ -63,6 +117,7 @@ def _fill(struct: ModelLayer, layer: Layer, stores: Stores, kept: list[object]) 
     struct.input_norm, struct.post_norm = address(layer.input_norm), address(layer.post_norm)
     struct.gate_up, struct.down = native_weight(layer.mlp.gate_up), native_weight(layer.mlp.down)
     if isinstance(mixer, GdnWeights):
+        stores.states[layer.store].check_order(mixer.spec)
         conv = mixer.conv.float().contiguous()
         kept.append(conv)
         struct.gdn = pointer(gdn_layer(mixer, conv, projections=True))

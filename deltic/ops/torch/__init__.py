@@ -1,10 +1,11 @@
 """The default backend: the ops vectorised in plain torch, on any device."""
 
 from deltic.ops import Ops, ref
-from deltic.ops.torch.attention import attention_mixer
+from deltic.ops.torch.attention import attention_mixer, store_kv
 from deltic.ops.torch.basic import add_norm, copy, embed, head, mlp, pack, rope
-from deltic.ops.torch.gdn import gdn_mixer
+from deltic.ops.torch.gdn import fold_ring, gdn_mixer
 from deltic.ops.torch.sample import sample
 
-OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, attention_mixer=attention_mixer,
-          mlp=mlp, head=head, sample=sample, copy_slots=copy, copy_pages=copy, step=ref.step)
+OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
+          attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, head=head, sample=sample, copy_slots=copy,
+          copy_pages=copy, step=ref.step, head_step=ref.head_step)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltic.ops.records import PAGE, AttentionWeights, Batch, KvView, Rope
+from deltic.ops.records import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 from deltic.ops.torch.basic import linear, rms_norm
 
 _SHORT = 16384
@@ -22,13 +22,25 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     query = query.unflatten(-1, (spec.heads, -1))
     query, gate = query.chunk(2, dim=-1) if spec.gate else (query, None)
     query = rotate(rms_norm(query, weights.q_norm, spec.eps), rope).to(x.dtype)
-    key = rotate(rms_norm(key.unflatten(-1, (spec.kv_heads, -1)), weights.k_norm, spec.eps), rope)
-    kv.keys.flatten(0, 1).index_copy_(0, batch.store, key.to(kv.keys.dtype))
-    kv.values.flatten(0, 1).index_copy_(0, batch.store, value.unflatten(-1, (spec.kv_heads, -1)).to(kv.values.dtype))
+    _store(key, value, weights.k_norm, spec, kv, batch, rope)
     mixed = _attend(query.to(kv.keys.dtype), kv, batch).to(x.dtype)
     if gate is not None:
         mixed = mixed * gate.sigmoid()
     return linear(mixed.flatten(1), weights.o_proj)
+
+
+def store_kv(x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+             rope: Rope) -> None:
+    key, value = linear(x, weight).chunk(2, dim=-1)
+    _store(key, value, k_norm, spec, kv, batch, rope)
+
+
+def _store(key: Tensor, value: Tensor, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+           rope: Rope) -> None:
+    """key, value [T, kv], before norm and rotation."""
+    key = rotate(rms_norm(key.unflatten(-1, (spec.kv_heads, -1)), k_norm, spec.eps), rope)
+    kv.keys.flatten(0, 1).index_copy_(0, batch.store, key.to(kv.keys.dtype))
+    kv.values.flatten(0, 1).index_copy_(0, batch.store, value.unflatten(-1, (spec.kv_heads, -1)).to(kv.values.dtype))
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -16,17 +16,25 @@ from deltic.ops.torch.delta import Chunks, Gates, chunked, cut, step
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    if state.ring_key is not None and (batch.layout.appends or bool((batch.base < batch.done).any())):
-        return ref.gdn_mixer(x, weights, state, batch)
+    rings = state.ring is not None and (batch.layout.appends or bool((batch.base < batch.done).any()))
+    core = ref.gdn_core if rings else _core
+    return linear(core(linear(x, weights.in_proj), weights, state, batch), weights.out_proj)
+
+
+def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+    ref.fold_ring(states, source, ring, base, done, target)
+
+
+def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+    """What lies between the projections, of rows without rings: proj [T, C + values + 2 Hv] -> [T, values]."""
     spec, plan = weights.spec, _plan(batch, state)
-    qkv, z, beta, a = linear(x, weights.in_proj).split(
-        (spec.channels, spec.values, spec.value_heads, spec.value_heads), dim=-1)
+    qkv, z, beta, a = proj.split((spec.channels, spec.values, spec.value_heads, spec.value_heads), dim=-1)
     dtype = state.recurrent.dtype
     gates = Gates(F.softplus(a.to(dtype) + weights.dt_bias).mul_(weights.decay), beta.to(dtype).sigmoid_())
     mixed = _mix(qkv, gates, weights, state, batch, plan)
     mixed = rms_norm(mixed, weights.norm, spec.eps)
     mixed = mixed.flatten(1).mul_(F.silu(z.to(dtype), inplace=z.dtype != dtype))
-    return linear(mixed.to(x.dtype), weights.out_proj)
+    return mixed.to(proj.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,162 @@
+// A draft head: one more attention layer, which guesses what follows the token that comes next.
+#include <cstring>
+#include <vector>
+
+#include "layers.hpp"
+#include "levels.hpp"
+#include "matrix.hpp"
+#include "pool.hpp"
+
+namespace deltic {
+namespace {
+
+// Scratch slots of a head; what it calls has the others.
+enum { kEmbedded = 32, kBefore, kPart, kJoined, kInput, kHidden, kLogits };
+
+void copy_row(float *to, const float *from, int64_t width) { std::memcpy(to, from, size_t(width) * sizeof(float)); }
+
+// The layer's input for each token, [tokens, hidden], from the hidden states before the tokens.
+float *enter(deltic_pool *pool, const deltic_draft_head &head, int64_t tokens, const int64_t *ids, const float *before) {
+    const deltic_model &model = head.model;
+    int64_t hidden = model.hidden;
+    float *embedded = scratch_of<float>(pool, kEmbedded, tokens * hidden);
+    float *part = scratch_of<float>(pool, kPart, tokens * hidden);
+    float *joined = scratch_of<float>(pool, kJoined, tokens * 2 * hidden);
+    float *input = scratch_of<float>(pool, kInput, tokens * hidden);
+    deltic_unpack_rows(&model.embedding, ids, tokens, embedded);
+    const float *from[] = {embedded, before}, *norms[] = {head.norm_embedding, head.norm_hidden};
+    for (int half = 0; half < 2; ++half) {
+        // the sum with nothing is not wanted: it goes where the input will be
+        kernels().add_norm(pool, from[half], nullptr, norms[half], input, part, tokens, hidden, model.eps);
+        for (int64_t token = 0; token < tokens; ++token)
+            copy_row(joined + (2 * token + half) * hidden, part + token * hidden, hidden);
+    }
+    linear(pool, joined, tokens, head.fc, input, hidden);
+    return input;
+}
+
+// Single-token rows, each one token further than in the step before.
+struct Guesses {
+    std::vector<int64_t> ids, positions, starts, done, pages, store, index;
+
+    // Of the rows of `batch` that want more than `depth` tokens.
+    Guesses(const deltic_batch &batch, const int64_t *counts, int64_t depth, const int64_t *tokens, int64_t stride) {
+        for (int64_t row = 0; row < batch.rows; ++row)
+            if (counts[row] > depth) index.push_back(row);
+        for (int64_t row : index) {
+            int64_t place = batch.done[row] + depth;
+            const int64_t *table = batch.pages + row * batch.table;
+            ids.push_back(depth ? tokens[row * stride + depth - 1] : batch.ids[row]);
+            done.push_back(place);
+            store.push_back(table[place / 16] * 16 + place % 16);
+            pages.insert(pages.end(), table, table + batch.table);
+        }
+        for (int axis = 0; axis < 3; ++axis)
+            for (int64_t row : index) positions.push_back(batch.positions[axis * batch.rows + row] + depth);
+        for (int64_t row = 0; row <= int64_t(index.size()); ++row) starts.push_back(row);
+    }
+    deltic_batch batch(int64_t table) const {
+        deltic_batch batch{};
+        batch.rows = batch.tokens = batch.logits = int64_t(index.size());
+        batch.table = table;
+        batch.ids = ids.data();
+        batch.positions = positions.data();
+        batch.starts = batch.logit_tokens = starts.data();
+        batch.done = done.data();
+        batch.pages = pages.data();
+        batch.store = store.data();
+        return batch;
+    }
+};
+
+// The draws of one depth.
+struct Drawn {
+    static constexpr int64_t kCandidates = 64;
+    std::vector<int64_t> tokens, top_k, keys;
+    std::vector<float> temperatures, top_p, min_p;
+    bool filtered, greedy = true;
+
+    Drawn(const std::vector<int64_t> &rows, const deltic_drawing &from, int64_t depth, int64_t most)
+        : tokens(rows.size()), filtered(from.filtered) {
+        for (int64_t row : rows) {
+            greedy &= from.temperatures[row] == 0;
+            temperatures.push_back(from.temperatures[row]);
+            top_k.push_back(from.top_k[row]);
+            top_p.push_back(from.top_p[row]);
+            min_p.push_back(from.min_p[row]);
+            keys.push_back(from.keys[row * most + depth]);
+        }
+    }
+    void draw(deltic_pool *pool, const float *logits, int64_t vocabulary) {
+        auto rows = int64_t(tokens.size());
+        bool few = filtered && !greedy;
+        int64_t count = few ? (vocabulary < kCandidates ? vocabulary : kCandidates) : 1;
+        std::vector<float> values(size_t(rows * count), 0.0f);
+        std::vector<int64_t> ids(size_t(rows * count), 0);
+        std::vector<double> totals(size_t(rows), 0.0);
+        std::vector<uint8_t> healthy(size_t(rows), 0);
+        kernels().top(pool, logits, rows, vocabulary, count, few ? temperatures.data() : nullptr, values.data(), ids.data(),
+                      few ? totals.data() : nullptr, healthy.data());
+        if (few)
+            deltic_draw(values.data(), ids.data(), rows, count, vocabulary, temperatures.data(), top_k.data(), top_p.data(),
+                        min_p.data(), totals.data(), keys.data(), tokens.data());
+        else if (!greedy)
+            kernels().draw_any(pool, logits, rows, vocabulary, temperatures.data(), keys.data(), values.data(), ids.data(),
+                               tokens.data());
+        for (int64_t row = 0; row < rows; ++row)
+            if (greedy || tokens[size_t(row)] < 0) tokens[size_t(row)] = ids[size_t(row * count)];
+    }
+};
+
+}  // namespace
+
+void follow(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const float *hidden,
+            float *slots) {
+    int64_t width = head.model.hidden;
+    float *before = scratch_of<float>(pool, kBefore, batch.tokens * width);
+    for (int64_t row = 0; row < batch.rows; ++row)
+        for (int64_t token = batch.starts[row]; token < batch.starts[row + 1]; ++token) {
+            const float *from = token > batch.starts[row] ? hidden + (token - 1) * width
+                                                          : slots + batch.source[row] * width;
+            if (token > batch.starts[row] || batch.done[row]) copy_row(before + token * width, from, width);
+            else std::memset(before + token * width, 0, size_t(width) * sizeof(float));
+        }
+    float *input = enter(pool, head, batch.tokens, batch.ids, before);
+    store_kv(pool, head.model, head.kv, batch, input);
+    for (int64_t emit = 0; emit < batch.emits; ++emit) {
+        int64_t row = batch.emit_row[emit];
+        int64_t token = batch.starts[row] + batch.emit_length[emit] - batch.done[row] - 1;
+        copy_row(slots + batch.emit_slot[emit] * width, hidden + token * width, width);
+    }
+    for (int64_t row = 0; row < batch.rows; ++row)
+        if (!batch.append[row])
+            copy_row(slots + batch.target[row] * width, hidden + (batch.starts[row + 1] - 1) * width, width);
+}
+
+void guess(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const int64_t *counts,
+           int64_t most, const float *slots, const deltic_drawing &drawing, int64_t *tokens) {
+    int64_t width = head.model.hidden, vocabulary = rows_of(head.model.head);
+    std::vector<float> state(size_t(batch.rows * width), 0.0f);
+    for (int64_t row = 0; row < batch.rows; ++row)
+        if (batch.done[row]) copy_row(&state[size_t(row * width)], slots + batch.source[row] * width, width);
+    for (int64_t depth = 0; depth < most; ++depth) {
+        Guesses guesses(batch, counts, depth, tokens, most);
+        deltic_batch step = guesses.batch(batch.table);
+        float *before = scratch_of<float>(pool, kBefore, step.rows * width);
+        for (int64_t i = 0; i < step.rows; ++i)
+            copy_row(before + i * width, &state[size_t(guesses.index[size_t(i)] * width)], width);
+        float *hidden = scratch_of<float>(pool, kHidden, step.rows * width);
+        float *logits = scratch_of<float>(pool, kLogits, step.rows * vocabulary);
+        float *input = enter(pool, head, step.rows, step.ids, before);
+        forward(pool, head.model, step, input, hidden, logits);
+        Drawn drawn(guesses.index, drawing, depth, most);
+        drawn.draw(pool, logits, vocabulary);
+        for (int64_t i = 0; i < step.rows; ++i) {
+            int64_t row = guesses.index[size_t(i)];
+            tokens[row * most + depth] = drawn.tokens[size_t(i)];
+            copy_row(&state[size_t(row * width)], hidden + i * width, width);
+        }
+    }
+}
+
+}  // namespace deltic
