@@ -29,9 +29,9 @@ GGUF_NAMES = {"qwen3_5": "qwen35", "qwen3": "qwen3", "qwen3_5_moe": "qwen35moe",
 
 def metadata_of(config):
     """What llama.cpp's converter writes about a model."""
-    arch, linear = GGUF_NAMES[config.architecture], config.linear
+    arch, linear, heads = GGUF_NAMES[config.architecture], config.linear, config.num_mtp_layers
     keys = {
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers + heads, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
@@ -40,10 +40,12 @@ def metadata_of(config):
         keys |= {
             "rope.dimension_count": config.rope.rotary_dim, "full_attention_interval": 4,
             "rope.dimension_sections": [*config.rope.mrope_section, 0],
-            "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+            "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types] + [False] * heads,
             "ssm.conv_kernel": linear.conv_kernel, "ssm.state_size": linear.key_head_dim,
             "ssm.group_count": linear.num_key_heads, "ssm.time_step_rank": linear.num_value_heads,
             "ssm.inner_size": linear.value_dim}
+    if heads:
+        keys["nextn_predict_layers"] = heads
     return {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
 
 

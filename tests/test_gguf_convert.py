@@ -158,7 +158,7 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("convert")
     paths = {kind: directory / f"tiny-{kind}.gguf" for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_K_M")}
     for kind, path in paths.items():
-        convert(open_model("tiny"), tiny_texts(), "tiny", path, kind)
+        convert(open_model("tiny"), tiny_texts(), "tiny", path, kind, mtp="none")
     assert left_in(directory) == sorted(path.name for path in paths.values())
     return paths
 
@@ -193,7 +193,7 @@ def test_the_embedded_model_answers_from_its_files(tiny_files: dict[str, Path], 
 
 def test_config_sampling_and_tokenizer_are_the_directorys(tiny_files: dict[str, Path]) -> None:
     ours, theirs = open_model(None), open_model(tiny_files["BF16"])
-    assert replace(theirs.config, eos_token_ids=()) == replace(ours.config, eos_token_ids=())
+    assert replace(theirs.config, eos_token_ids=()) == replace(ours.config, eos_token_ids=(), num_mtp_layers=0)
     assert theirs.generation == ours.generation
     assert theirs.tokenizer() == replace(tiny_texts(), special_tokens=theirs.tokenizer().special_tokens)
     texts = theirs.tokenizer()
@@ -219,7 +219,7 @@ def test_the_formats_own_keys_say_the_same_without_the_whole_tokenizer(tiny_file
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_K_M"])
 def test_gguf_py_reads_the_files(tiny_files: dict[str, Path], kind: str) -> None:
     reader = gguf.GGUFReader(tiny_files[kind])
-    config = open_model(None).config
+    config = replace(open_model(None).config, num_mtp_layers=0)
     expected = gguf_tensors(config, tensors_of(None))
     assert {tensor.name for tensor in reader.tensors} == set(expected)
     for tensor in reader.tensors:
@@ -388,14 +388,14 @@ def test_weights_that_are_no_numbers_are_named_and_nothing_is_left(tmp_path: Pat
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tiny.gguf"
-    assert main(["convert", "tiny", str(path), "--json", "--name", "Tiny One"]) == 0
+    assert main(["convert", "tiny", str(path), "--json", "--name", "Tiny One", "--mtp", "none"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["type"] == "Q8_0" and facts["bytes"] == path.stat().st_size and facts["weights"] == 4548808
     assert facts["tensors"] == {"Q8_0": 63, "F32": 45} and 8.5 < facts["bits_per_weight"] < 10
     assert GgufFile.open(path).metadata["general.name"] == "Tiny One"
     assert main(["convert", "tiny", str(path)]) == 2
     assert "exists; give --force to replace it" in capsys.readouterr().err
-    assert main(["convert", "tiny", str(path), "--force", "--type", "F16"]) == 0
+    assert main(["convert", "tiny", str(path), "--force", "--type", "F16", "--mtp", "none"]) == 0
     assert "tensors          63 F16, 45 F32" in capsys.readouterr().out
     assert open_model(path).config.dtype == "float16"
 

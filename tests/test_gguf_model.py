@@ -17,7 +17,7 @@ from deltic.weights.gguf.config import config_from_gguf
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.load import load_gguf
 from deltic.weights.gguf.names import gguf_name, place
-from deltic.weights.names import expected_tensors, tensor_dtype
+from deltic.weights.names import expected_head, expected_tensors, tensor_dtype
 from deltic.weights.random import random_weights
 from deltic.weights.safetensors import TORCH_DTYPES
 
@@ -117,24 +117,17 @@ def test_fused_projections_are_split(tmp_path):
 
 
 def draft_head(config):
-    """Tensors of a draft head of one layer, under our names."""
-    layer = replace(config, layer_types=("full_attention",), num_hidden_layers=1)
-    shapes = {name.replace("model.layers.0", "mtp.layers.0"): shape
-              for name, shape in expected_tensors(layer).items() if "layers.0" in name}
-    hidden = config.hidden_size
-    shapes |= {"mtp.fc.weight": (hidden, 2 * hidden), "mtp.norm.weight": (hidden,),
-               "mtp.pre_fc_norm_embedding.weight": (hidden,), "mtp.pre_fc_norm_hidden.weight": (hidden,)}
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
+    """Tensors of a draft head, under our names."""
+    return {name: torch.randn(shape) for name, shape in expected_head(config).items()}
 
 
 def test_the_draft_head_stays_apart(tmp_path):
     config = odd_shape()
     weights, draft = random_weights(config, "float32"), draft_head(config)
-    metadata = {**metadata_of(config), "qwen35.block_count": 7, "qwen35.nextn_predict_layers": 1}
-    metadata["qwen35.attention.recurrent_layers"] += [False]
-    path = write(tmp_path / "m.gguf", metadata, gguf_tensors(config, {**weights, **draft}))
+    announced = replace(config, num_mtp_layers=1)
+    path = write(tmp_path / "m.gguf", metadata_of(announced), gguf_tensors(config, {**weights, **draft}))
     file = GgufFile.open(path)
-    assert config_from_gguf(file) == config
+    assert config_from_gguf(file) == announced
     assert_same(load_gguf(file, config), weights, config)
     for name, tensor in draft.items():
         theirs, form = gguf_name(name, config.architecture, config.layer_types)

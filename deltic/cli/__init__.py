@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "measure the speed of this machine",
     "inspect": "show what a model is and how it would run here",
     "convert": "write the model as a GGUF file",
+    "mtp": "take the multi-token-prediction head out of a model",
     "cache": "show or clear what a cache directory keeps",
     "doctor": "check the installation, and say what to do",
 }

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 HELP = "Write a model as a GGUF file, which llama.cpp reads too."
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0")
 
+_MTP = ("q8_0", "same", "none")
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=text,
@@ -27,6 +29,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--type", choices=_TYPES, type=str.upper, default="Q8_0",
                         help="how weights are stored; norms and other small tensors stay F32, and the head of a "
                              "four- or five-bit file has six bits (default: Q8_0, about half of a BF16 checkpoint)")
+    parser.add_argument("--mtp", choices=_MTP, default="q8_0",
+                        help="the multi-token-prediction head, if SRC has one. q8_0: with eight bits or more, because "
+                             "its guesses suffer from fewer (default); same: as most weights; none: leave it out")
     parser.add_argument("--name", metavar="NAME", type=text, help="the model's name in the file (default: SRC's)")
     parser.add_argument("--force", action="store_true", help="replace DST.gguf if it exists")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
@@ -42,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     files = open_model(args.source, args.revision)
     tokenizer = files.tokenizer() or _tokenizer_of(files.path)
     try:
-        written = convert(files, tokenizer, args.name or _name(args.source, files), path, args.type, bar.update)
+        written = convert(files, tokenizer, args.name or _name(args.source, files), path, args.type, bar.update,
+                          args.mtp)
     finally:
         bar.close()
     facts = _facts(path, args.type, written, time.perf_counter() - started)

@@ -20,6 +20,8 @@ _DTYPE_ALIASES: Final[Mapping[str, DType]] = {
     "float16": "float16", "fp16": "float16", "f16": "float16", "half": "float16",
 }
 
+_MTP: Final = "mtp_num_hidden_layers"
+
 # Keys are lower case without punctuation, so that `qwen3.5`, `qwen3_5` and `Qwen3_5` are one entry.
 _GENERATIONS: Final = ("qwen35", "qwen36", "qwen38")
 _CAUSAL_FORMS: Final = ("", "model", "forcausallm")
@@ -111,7 +113,11 @@ class LinearConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the checkpoint is. Build it with `from_hf` or `preset`; impossible shapes raise ModelError."""
+    """What the checkpoint is. Build it with `from_hf` or `preset`; impossible shapes raise ModelError.
+
+    num_mtp_layers: layers of the multi-token-prediction head that the checkpoint announces, which are not among the
+    num_hidden_layers and no part of the text model.
+    """
 
     architecture: str
     vocab_size: int
@@ -132,6 +138,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    num_mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.architecture not in FAMILIES:
@@ -181,6 +188,7 @@ class ModelConfig:
             eos_token_ids=token_ids(text, "eos_token_id"),
             bos_token_id=next(iter(token_ids(text, "bos_token_id")), None),
             pad_token_id=next(iter(token_ids(text, "pad_token_id")), None),
+            num_mtp_layers=integer({**text, _MTP: text.get(_MTP) or 0}, _MTP, 0, 64),
         )
 
     @classmethod
@@ -353,7 +361,7 @@ def _qwen3_5(
         num_key_value_heads=heads[1], head_dim=256, attention_output_gate=True,
         rope=RopeConfig(1e7, 64, (11, 11, 10)), linear=LinearConfig(16, value_heads, 128, 128, 4),
         rms_norm_eps=1e-6, tie_word_embeddings=tied, max_position_embeddings=262144, dtype="bfloat16",
-        eos_token_ids=(248046, 248044))
+        eos_token_ids=(248046, 248044), num_mtp_layers=1)
 
 
 def _qwen3(hidden: int, ffn: int, layers: int, heads: tuple[int, int], tied: bool) -> ModelConfig:

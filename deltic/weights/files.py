@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from deltic.errors import ModelError
+from deltic.weights.names import is_head
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -47,10 +48,11 @@ def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if len(text) > limit:
         raise ModelError(f"{path} is larger than {limit} bytes, which no file of its kind is")
-    return _parse(text, path)
+    return parse_json(text, path)
 
 
-def _parse(text: bytes, path: Path) -> dict[str, Any]:
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object `text` that came from `path`. Raises ModelError naming the path if it is none."""
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -74,14 +76,18 @@ def read_header(path: Path) -> dict[str, Stored]:
     Raises ModelError naming the file unless the tensors tile its data exactly.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise ModelError(f"{path} announces a header of {length} bytes in a file of {size}; {_AGAIN}")
-            header = _parse(file.read(length), path)
+            return parse_header(path, path.stat().st_size, file.read)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, Stored]:
+    """`read_header` of a file of `size` bytes wherever it lies; `read(count)` gives its bytes one after another."""
+    length = int.from_bytes(read(8), "little")
+    if size < 8 or length > min(size - 8, _MAX_HEADER):
+        raise ModelError(f"{path} announces a header of {length} bytes in a file of {size}; {_AGAIN}")
+    header = parse_json(read(length), path)
     header.pop("__metadata__", None)
     entries = [_entry(path, name, entry, 8 + length) for name, entry in header.items()]
     tensors = dict(sorted(entries, key=lambda item: (item[1].offset, item[1].nbytes)))
@@ -131,15 +137,22 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
 
 def _weight_map(directory: Path) -> dict[str, str]:
     path = directory / INDEX
-    weight_map = read_json(path).get("weight_map")
+    weight_map = check_weight_map(read_json(path), path)
+    for shard in dict.fromkeys(weight_map.values()):
+        if not (directory / shard).is_file():
+            raise ModelError(f"{path} names the shard {shard[:200]!r}, which is absent; download it too")
+    return weight_map
+
+
+def check_weight_map(index: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Tensor -> shard beside it, out of the index that came from `path`. ModelError naming that if it is none."""
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path} has no weight_map; {_AGAIN}")
     for shard in dict.fromkeys(map(str, weight_map.values())):
         if "/" in shard or "\\" in shard or len(shard) > 200 or not shard.endswith(".safetensors"):
             raise ModelError(f"{path} names the shard {shard[:200]!r}; "
                              "a shard is a .safetensors file beside its index")
-        if not (directory / shard).is_file():
-            raise ModelError(f"{path} names the shard {shard[:200]!r}, which is absent; download it too")
     return {name: str(shard) for name, shard in weight_map.items()}
 
 
@@ -147,6 +160,8 @@ def _single_file(directory: Path) -> Path:
     if (directory / SINGLE).exists():
         return directory / SINGLE
     found = sorted(directory.glob("*.safetensors"))
+    if len(found) > 1:
+        found = [path for path in found if not holds_only_head(path)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -155,6 +170,11 @@ def _single_file(directory: Path) -> Path:
         raise ModelError(f"{directory} has only pickled PyTorch weights, which can run code when opened; "
                          "convert them with transformers: save_pretrained(..., safe_serialization=True)")
     raise ModelError(f"{directory} has no weights: {SINGLE} or {INDEX} with its shards is needed")
+
+
+def holds_only_head(path: Path) -> bool:
+    """Whether a safetensors file has nothing but a multi-token-prediction head."""
+    return all(map(is_head, read_header(path)))
 
 
 def _union(paths: Iterable[Path]) -> dict[str, Stored]:

@@ -6,10 +6,11 @@ import errno
 import logging
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,11 +20,12 @@ from torch import Tensor
 from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.ops.records import Block
-from deltic.weights.files import find_tensors, read_json
+from deltic.weights.files import Stored, find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import load_gguf, load_packed
+from deltic.weights.gguf.load import GgufSource, load_gguf, load_gguf_head, load_packed, plan_gguf_head
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
+from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
 from deltic.weights.safetensors import Progress, load_directory
 
 EMBEDDED: Final = "tiny"
@@ -58,6 +60,34 @@ class ModelFiles:
         """The weights of a GGUF file under our names, as they are in it (`gguf.load.load_packed`)."""
         assert self.gguf is not None
         return load_packed(self.gguf, self.config, progress)
+
+    def load_head(self, dtype: DType | Literal["auto"], device: str, packed: bool = False) -> dict[str, Block] | None:
+        """The multi-token-prediction head under our names (`names.expected_head`, and what there is of
+        `names.optional_head`), None if there is none: like `load` or, with `packed`, like `load_packed`.
+
+        Raises ModelError naming the tensor that is missing, unknown, doubled, or of another shape or type, and for
+        heads of several layers or with experts.
+        """
+        kept: DType = self.config.dtype if dtype == "auto" else dtype
+        sources = self.gguf_head()
+        if sources:
+            return load_gguf_head(sources, self.config, kept, device, packed)
+        return {**load_stored_head(self.stored_head(), kept, device)} or None
+
+    def gguf_head(self) -> list[GgufSource]:
+        """Sources of the head's tensors in a GGUF file; empty if there are none."""
+        return [] if self.gguf is None else plan_gguf_head(self.gguf, self.config)
+
+    def stored_head(self) -> dict[str, Stored]:
+        """The head's tensors in the directory's safetensors files, for a GGUF file in those beside it."""
+        directory = self.path if self.gguf is None else self.path.parent
+        return find_head(directory_checkpoint(directory), self.config)
+
+    def head_kinds(self) -> dict[str, int]:
+        """Bytes of the head by stored type; empty if there is none. Raises ModelError as `load_head` does."""
+        stored = [(part.stored.type.name, part.stored.nbytes) for part in self.gguf_head()]
+        stored = stored or [(tensor.dtype, tensor.nbytes) for tensor in self.stored_head().values()]
+        return {kind: sum(size for other, size in stored if other == kind) for kind, _ in stored}
 
     def tokenizer(self) -> TokenizerTexts | None:
         """The tokenizer, where it is no file of the directory. ModelError if it cannot be used."""
@@ -145,6 +175,53 @@ def resolve(
     if isinstance(model, Path) or not _REPOSITORY.fullmatch(name):
         raise ModelError(f"{name[:300]!r} is no directory; a model is {ACCEPTED}")
     return _download(name, revision, token, progress)
+
+
+def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> Checkpoint:
+    """The files of a directory, or of a repository on the hub, of which only those bytes are downloaded that are read.
+
+    Raises ModelError as `resolve` does.
+    """
+    if model == EMBEDDED or Path(model).exists() or not _REPOSITORY.fullmatch(model):
+        path = resolve(model, revision, token)
+        if path.is_file():
+            raise ModelError(f"{path} is a GGUF file; take the original model, a directory or a Hugging Face name")
+        return directory_checkpoint(path)
+    return _remote_checkpoint(model, revision, token)
+
+
+def _remote_checkpoint(repository: str, revision: str | None, token: str | None) -> Checkpoint:
+    from huggingface_hub import HfApi, HfFileSystem
+
+    with _explained(repository, revision):
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True, token=token)
+    system = HfFileSystem(token=token)
+
+    @cache
+    def opened(name: str) -> Any:
+        return system.open(f"{repository}/{name}", "rb", revision=info.sha, cache_type="none")
+
+    def read(name: str, offset: int, count: int) -> bytes:
+        with _explained(repository, revision):
+            file = opened(name)
+            file.seek(offset)
+            found: bytes = file.read(count)
+            return found
+
+    return Checkpoint(Path(repository), {file.rfilename: file.size or 0 for file in info.siblings or []}, read)
+
+
+@contextmanager
+def _explained(repository: str, revision: str | None) -> Iterator[None]:
+    """Whatever the client raises, its own errors, its transport's or the system's, becomes a ModelError."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_offline(error):
+            raise ModelError(_explain(repository, revision, error)) from error
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"{repository} cannot be read: the Hugging Face hub cannot be reached ({reason}); check the "
+                         "network, unset HF_HUB_OFFLINE, or name a directory") from error
 
 
 def _embedded() -> Path:

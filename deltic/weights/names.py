@@ -34,6 +34,10 @@ _IGNORED: Final = re.compile(
     r"^((model|language_model)\.){0,2}(mtp|visual|vision_tower|vision_model|multi_modal_projector)\."
     r"|\.rotary_emb\.(original_)?inv_freq$"
     r"|\.linear_attn\.conv1d\.bias$")
+_HEAD: Final = re.compile(r"(?:(?:model|language_model)\.){0,2}(mtp\..*)", re.DOTALL)
+_HEAD_TABLES: Final = ("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")
+_EXPERTS: Final = re.compile(r"\.mlp\.(gate\.|experts|shared_expert)")
+_NORM: Final = re.compile(r"(norm|norm_embedding|norm_hidden)\.weight$")
 _PACKED: Final[Mapping[str, tuple[str, ...]]] = {
     ".in_proj_qkvz.weight": (".in_proj_qkv.weight", ".in_proj_z.weight"),
     ".in_proj_ba.weight": (".in_proj_b.weight", ".in_proj_a.weight"),
@@ -58,9 +62,37 @@ def canonical(name: str) -> str | None:
     raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized Qwen3.5 or Qwen3 checkpoint?")
 
 
+def is_head(name: str) -> bool:
+    """Whether a checkpoint's tensor belongs to a multi-token-prediction head of any kind."""
+    return _HEAD.fullmatch(name) is not None
+
+
+def canonical_head(name: str) -> str | None:
+    """Our name (`mtp.` and what follows) of a tensor of the multi-token-prediction head; `None` for any other tensor.
+
+    Raises ModelError for a tensor of a kind of head that is not supported.
+    """
+    found = _HEAD.fullmatch(name)
+    if found is None:
+        return None
+    rest = found[1]
+    if rest.startswith("mtp.layers.") and not rest.startswith("mtp.layers.0."):
+        raise ModelError(f"tensor {name[:200]!r}: the multi-token-prediction head has several layers, heads of one are "
+                         "supported; use the model without its head")
+    if _EXPERTS.search(rest):
+        raise ModelError(f"tensor {name[:200]!r}: multi-token-prediction heads with a mixture of experts are not "
+                         "supported yet; use the model without its head")
+    return rest
+
+
+def is_norm(name: str) -> bool:
+    """Whether a tensor of ours is the scale of a norm."""
+    return _NORM.search(name) is not None
+
+
 def tensor_dtype(name: str, dtype: DType) -> DType:
     """Dtype in which a tensor is kept: vectors (norms, decay parameters) are float32, as the math is."""
-    return "float32" if name.endswith(("norm.weight", ".A_log", ".dt_bias")) else dtype
+    return "float32" if is_norm(name) or name.endswith((".A_log", ".dt_bias")) else dtype
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -75,6 +107,30 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     if not config.tie_word_embeddings:
         tensors[HEAD] = (config.vocab_size, hidden)
     return tensors
+
+
+def expected_head(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of the model's multi-token-prediction head by canonical name, with its shape.
+
+    Raises ModelError for a head of several layers.
+    """
+    if config.num_mtp_layers > 1:
+        raise ModelError(f"the multi-token-prediction head has {config.num_mtp_layers} layers (mtp_num_hidden_layers, "
+                         "nextn_predict_layers), heads of one are supported; use the model without its head")
+    hidden = config.hidden_size
+    layer = {**_attention_tensors(config), **_block(config)}
+    return {
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (hidden,),
+        **{f"mtp.layers.0.{name}": shape for name, shape in layer.items()},
+        "mtp.norm.weight": (hidden,),
+    }
+
+
+def optional_head(config: ModelConfig) -> dict[str, Shape]:
+    """What a head has of its own where it does not share the model's: the embedding, the matrix of its logits."""
+    return dict.fromkeys(_HEAD_TABLES, (config.vocab_size, config.hidden_size))
 
 
 def _block(config: ModelConfig) -> dict[str, Shape]:

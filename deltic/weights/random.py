@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
 
 from deltic.config import DType, ModelConfig, available_cores
-from deltic.weights.names import Shape, expected_tensors, tensor_dtype
+from deltic.weights.names import Shape, expected_head, expected_tensors, is_norm, tensor_dtype
 from deltic.weights.safetensors import TORCH_DTYPES
 
 
@@ -29,21 +30,36 @@ def random_weights(
     tokens, so that a lost or stale recurrent state shows in the output. A tensor's values depend on seed, name,
     shape, dtype and architecture only.
     """
+    return _random(expected_tensors(config), config, dtype, seed, torch.device(device), initializer_range)
+
+
+def random_head(
+    config: ModelConfig,
+    dtype: DType | Literal["auto"] = "auto",
+    seed: int = 0,
+    *,
+    device: str | torch.device = "cpu",
+    initializer_range: float | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of `expected_head(config)`, made as `random_weights` makes those of the trunk."""
+    return _random(expected_head(config), config, dtype, seed, torch.device(device), initializer_range)
+
+
+def _random(shapes: Mapping[str, Shape], config: ModelConfig, dtype: DType | Literal["auto"], seed: int,
+            place: torch.device, spread: float | None) -> dict[str, torch.Tensor]:
     kept: DType = config.dtype if dtype == "auto" else dtype
-    place = torch.device(device)
 
     def make(item: tuple[str, Shape]) -> tuple[str, torch.Tensor]:
         name, shape = item
         tensor = torch.empty(shape, dtype=TORCH_DTYPES[tensor_dtype(name, kept)], device=place)
         # The CPU generator looks at the low 32 bits of a seed only.
         generator = torch.Generator(place).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        return name, _fill(name, tensor, generator, initializer_range, config.norm_offset)
+        return name, _fill(name, tensor, generator, spread, config.norm_offset)
 
-    items = expected_tensors(config).items()
     if place.type != "cpu":
-        return dict(map(make, items))
+        return dict(map(make, shapes.items()))
     with ThreadPoolExecutor(available_cores()) as pool:
-        return dict(pool.map(make, items))
+        return dict(pool.map(make, shapes.items()))
 
 
 def _fill(name: str, tensor: torch.Tensor, generator: torch.Generator, spread: float | None,
@@ -54,7 +70,7 @@ def _fill(name: str, tensor: torch.Tensor, generator: torch.Generator, spread: f
         # The inverse of softplus, of time steps between 0.001 and 0.1.
         step = tensor.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
         return step.expm1_().log_()
-    if name.endswith("norm.weight"):
+    if is_norm(name):
         # the norm inside linear_attn multiplies by its plain weight in every family
         return tensor.normal_(1.0 if "linear_attn" in name else 1.0 - norm_offset, 0.02, generator=generator)
     return tensor.normal_(0.0, spread or tensor.shape[-1] ** -0.5, generator=generator)

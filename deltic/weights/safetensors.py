@@ -84,13 +84,14 @@ def plan_directory(directory: Path, config: ModelConfig) -> dict[str, Stored]:
                                  f"{stored_name!r}; keep the files of one revision")
             served[part] = stored_name
         shape = packed_shape(name, config) if packed_parts(name) else shapes[name]
-        _check_stored(stored_name, stored, shape)
+        check_stored(stored_name, stored, shape)
         sources[name] = stored
     _check_complete(directory, expected, served)
     return sources
 
 
-def _check_stored(name: str, stored: Stored, shape: Shape) -> None:
+def check_stored(name: str, stored: Stored, shape: Shape) -> None:
+    """Raise ModelError naming the tensor unless it has this shape and can be read."""
     if stored.shape != shape:
         raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json asks for "
                          f"{list(shape)}; take the config.json that belongs to the weights")

@@ -41,7 +41,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     """The ModelConfig of a GGUF file, as `ModelConfig.from_hf` makes it of a config.json.
 
     The vocabulary's size is that of the embedding, which may have more rows than there are tokens; a file without
-    output.weight has a tied head; the draft head's blocks do not count.
+    output.weight has a tied head; the blocks of a multi-token-prediction head (nextn) are not among its layers.
     Raises ModelError naming the file, and the key that is absent, of the wrong type, absurd or unsupported.
     """
     try:
@@ -97,6 +97,7 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": keys.uniform("feed_forward_length", 1 << 20),
         "num_key_value_heads": keys.uniform("attention.head_count_kv", 4096),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
+        "mtp_num_hidden_layers": keys.integer_or("nextn_predict_layers", 0, 0, 64),
         "rope_parameters": _rope(keys, family), **keys.integers(_INTEGERS),
         **(_linear(keys) if "linear_attention" in layers else {}), **_tokens(metadata),
     }

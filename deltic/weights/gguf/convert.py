@@ -12,10 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -29,12 +29,21 @@ from deltic.weights.gguf.quantize import quantize_in_pieces
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.gguf.write import NewTensor, write_gguf
 from deltic.weights.hub import ModelFiles
-from deltic.weights.names import HEAD, expected_tensors, packed_parts, split_packed, tensor_dtype
+from deltic.weights.names import (
+    HEAD,
+    expected_head,
+    expected_tensors,
+    optional_head,
+    packed_parts,
+    split_packed,
+    tensor_dtype,
+)
 from deltic.weights.safetensors import TORCH_DTYPES, Progress, check_tied, plan_directory, read_stored
 
 _MOST_THREADS: Final = 8
 _STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_BLOCK: Final = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down)\.weight")
+_BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)\.weight")
+_SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down")
 """Tensors of which a mixed file keeps some with more bits."""
 _ALWAYS_F32: Final = re.compile(r".*(_norm|ssm_conv1d)\.weight")
 _FITTING: Final[Mapping[str, str]] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -46,18 +55,20 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class FileType:
     """A type of files: the number that general.file_type gives it, the type of most matrices, the type of the head
-    (and of an embedding that is also the head), and the type of matrices that need more bits."""
+    (and of an embedding that is also the head), the type of matrices that need more bits, and the type of those of the
+    multi-token-prediction head, whose guesses suffer from fewer than eight bits."""
 
     id: int
     most: str
     head: str
     sensitive: str
+    mtp: str = "Q8_0"
 
 
 FILE_TYPES: Final[Mapping[str, FileType]] = {
-    "F32": FileType(0, "F32", "F32", "F32"),
-    "F16": FileType(1, "F16", "F16", "F16"),
-    "BF16": FileType(32, "BF16", "BF16", "BF16"),
+    "F32": FileType(0, "F32", "F32", "F32", "F32"),
+    "F16": FileType(1, "F16", "F16", "F16", "F16"),
+    "BF16": FileType(32, "BF16", "BF16", "BF16", "BF16"),
     "Q8_0": FileType(7, "Q8_0", "Q8_0", "Q8_0"),
     "Q6_K": FileType(18, "Q6_K", "Q6_K", "Q6_K"),
     "Q5_K_M": FileType(17, "Q5_K", "Q6_K", "Q6_K"),
@@ -84,16 +95,22 @@ class Written:
 
 
 def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path, type: str,
-            progress: Progress | None = None) -> Written:
+            progress: Progress | None = None, mtp: Literal["q8_0", "same", "none"] = "q8_0") -> Written:
     """Write the text model of `files` to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`.
 
-    One tensor is in memory at a time. `progress(done, total)` counts bytes of tensors. An existing file is replaced
-    when the new one is complete. Raises ModelError naming a tensor that cannot be read or stored, DelticError where
-    the file cannot be written.
+    mtp: its multi-token-prediction head, if there is one, with Q8_0 or more, with the type of most of the matrices, or
+    left out. One tensor is in memory at a time. `progress(done, total)` counts bytes of tensors. An existing file is
+    replaced when the new one is complete. Raises ModelError naming a tensor that cannot be read or stored, DelticError
+    where the file cannot be written.
     """
     config, kind = files.config, FILE_TYPES[type]
     sources = list(_sources(files))
-    shapes = expected_tensors(config)
+    head = list(_head_sources(files)) if mtp != "none" else []
+    config = replace(config, num_mtp_layers=1 if head else 0)
+    if mtp == "same":
+        kind = replace(kind, mtp=kind.most)
+    sources += head
+    shapes = {**expected_tensors(config), **expected_head(config), **optional_head(config)}
     targets = {name: target_of(name, shapes[name], config, kind) for source in sources for name in source.names}
     _report_fallbacks(targets, config, kind)
     metadata = {
@@ -125,7 +142,12 @@ def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileTy
     if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
         return kind.head
     block = _BLOCK.fullmatch(name)
-    return kind.sensitive if block and _more_bits(int(block[1]), config.num_hidden_layers) else kind.most
+    if block is None:
+        return kind.most
+    if int(block[1]) >= config.num_hidden_layers:
+        return kind.mtp
+    more = block[2] in _SENSITIVE and _more_bits(int(block[1]), config.num_hidden_layers)
+    return kind.sensitive if more else kind.most
 
 
 def _more_bits(block: int, blocks: int) -> bool:
@@ -175,6 +197,15 @@ def _sources(files: ModelFiles) -> Iterator[_Source]:
     for name, stored in plan.items():
         if name != HEAD or not config.tie_word_embeddings:
             yield _Source(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
+
+
+def _head_sources(files: ModelFiles) -> Iterator[_Source]:
+    """Those of the multi-token-prediction head, none if there is none."""
+    config, parts = files.config, files.gguf_head()
+    for part in parts:
+        yield _Source(part.place.names, partial(_of_gguf, part, config))
+    for name, stored in files.stored_head().items() if not parts else ():
+        yield _Source((name,), partial(_of_directory, name, stored, config))
 
 
 def _of_gguf(part: GgufSource, config: ModelConfig) -> dict[str, torch.Tensor]:

@@ -3,7 +3,9 @@ as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +21,14 @@ from deltic.weights.gguf.blocks import Bytes, fill
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.header import GgufTensor
 from deltic.weights.gguf.names import Place, gguf_name, place
-from deltic.weights.names import HEAD, Shape, expected_tensors, tensor_dtype
+from deltic.weights.names import HEAD, Shape, expected_head, expected_tensors, optional_head, tensor_dtype
 from deltic.weights.safetensors import TORCH_DTYPES, Progress
 
 _LARGE: Final = 256 << 20
+_FEW_BITS: Final = 5
+"""Types with fewer bits a weight, the scales included, are those of four bits and less."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +49,16 @@ def load_gguf(
 ) -> dict[str, torch.Tensor]:
     """Load the text model of a GGUF file: the tensors of `expected_tensors(config)`, contiguous, on `device`.
 
-    Matrices are dequantized to `dtype` (`auto`: the config's), norms and decay parameters to float32. The draft head's
-    blocks stay on disk. `progress(done, total)` counts bytes of the file. Memory stays near the size of the result:
-    tensors are read one by one, and piece by piece.
+    Matrices are dequantized to `dtype` (`auto`: the config's), norms and decay parameters to float32. A head for
+    multi-token prediction stays on disk. `progress(done, total)` counts bytes of the file. Memory stays near the size
+    of the result: tensors are read one by one, and piece by piece.
     Raises ModelError naming the tensor that is unknown, missing, doubled, or of another shape or an unsupported type,
     and naming the file that is absent, truncated or corrupt.
     """
     file = source if isinstance(source, GgufFile) else GgufFile.open(source)
     kept: DType = config.dtype if dtype == "auto" else dtype
     sources = list(plan_gguf(file, config))
-    _check_complete(file, config, sources)
+    _check_complete(file, config, expected_tensors(config), sources)
     total, done = sum(part.stored.nbytes for part in sources), 0
     tensors: dict[str, torch.Tensor] = {}
     for part in sources:
@@ -72,7 +78,7 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
     `progress` and errors as `load_gguf`.
     """
     sources = list(plan_gguf(source, config))
-    _check_complete(source, config, sources)
+    _check_complete(source, config, expected_tensors(config), sources)
     total, done = sum(part.stored.nbytes for part in sources), 0
     tensors: dict[str, Block] = {}
 
@@ -86,6 +92,38 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
             if progress is not None:
                 progress(done, total)
     return {name: tensors[name] for name in expected_tensors(config)}
+
+
+def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType, device: str | torch.device,
+                   packed: bool) -> dict[str, Block]:
+    """The tensors of a multi-token-prediction head from `plan_gguf_head`: matrices dequantized to `dtype`, on `device`,
+    or with `packed` as they are, as `load_packed` keeps the trunk's. Logs a warning where they have few bits."""
+    _warn_few_bits(sources)
+    tensors: dict[str, Block] = {}
+    for part in sources:
+        if packed:
+            tensors |= _pack(part) if _is_matrix(part) else _floats(part, config)
+        else:
+            tensors |= {name: tensor.contiguous().to(device) for name, tensor in read_gguf(part, config, dtype)}
+    return tensors
+
+
+def plan_gguf_head(file: GgufFile, config: ModelConfig) -> list[GgufSource]:
+    """Sources of the tensors of `expected_head(config)`, and those of `optional_head(config)` that there are, in file
+    order, all but the data checked; empty if the file has no head."""
+    expected = expected_head(config)
+    sources = list(_plan(file, config, {**expected, **optional_head(config)}, mtp=True))
+    if sources:
+        _check_complete(file, config, expected, sources)
+    return sources
+
+
+def _warn_few_bits(sources: list[GgufSource]) -> None:
+    few = [part.stored for part in sources if part.stored.nbytes * 8 < _FEW_BITS * math.prod(part.stored.shape)]
+    if few:
+        logger.warning("%s: %d tensors of the multi-token-prediction head have four bits or fewer (such as %s, %s), so "
+                       "that its guesses are worse: take a file whose nextn tensors are Q8_0, or convert the original "
+                       "model with deltic convert", few[0].path, len(few), few[0].name, few[0].type.name)
 
 
 def wants_packing(file: GgufFile) -> bool:
@@ -127,11 +165,15 @@ def _floats(part: GgufSource, config: ModelConfig) -> Iterator[tuple[str, Block]
 
 def plan_gguf(file: GgufFile, config: ModelConfig) -> Iterator[GgufSource]:
     """Sources of the trunk's tensors in file order, all but the data checked."""
-    expected = expected_tensors(config)
+    return _plan(file, config, expected_tensors(config), mtp=False)
+
+
+def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mtp: bool) -> Iterator[GgufSource]:
+    """Sources of the tensors of the trunk or of the head."""
     served: dict[str, str] = {}
     for stored in file.tensors.values():
         found = place(stored.name, config.architecture, config.layer_types)
-        if found.mtp:
+        if found.mtp != mtp:
             continue
         for name in found.names:
             if name not in expected:
@@ -157,9 +199,10 @@ def _check_shape(source: GgufSource, config: ModelConfig) -> None:
                          "which is not supported; choose another quantization, such as Q4_K_M or Q8_0")
 
 
-def _check_complete(file: GgufFile, config: ModelConfig, sources: list[GgufSource]) -> None:
+def _check_complete(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape],
+                    sources: list[GgufSource]) -> None:
     served = {name for source in sources for name in source.place.names}
-    missing = [name for name in expected_tensors(config) if name not in served]
+    missing = [name for name in expected if name not in served]
     if missing == [HEAD]:
         raise ModelError(f"tensor 'output.weight' is missing in {file.paths[0]}; if the head is the embedding, "
                          "set tie_word_embeddings")

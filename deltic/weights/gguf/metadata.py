@@ -33,28 +33,30 @@ _DEFAULT_TEMPLATE: Final = "default"
 def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
     """The metadata of a model's shape, which `config_from_gguf` reads."""
     architecture = _ARCHITECTURES[config.architecture]
+    heads = config.num_mtp_layers
     keys = {
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers + heads, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(config.rope.theta),
         "rope.dimension_count": config.rope.rotary_dim,
         **({"rope.dimension_sections": [*config.rope.mrope_section, 0]} if config.rope.mrope_section else {}),
-        **({} if config.linear is None else _linear(config.linear, config.layer_types)),
+        **({} if config.linear is None else _linear(config.linear, config.layer_types, heads)),
+        **({"nextn_predict_layers": heads} if heads else {}),
     }
     return {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
 
 
-def _linear(linear: LinearConfig, kinds: Sequence[str]) -> dict[str, Any]:
-    """The interval is given where the layers have one."""
+def _linear(linear: LinearConfig, kinds: Sequence[str], heads: int) -> dict[str, Any]:
+    """The interval is given where the layers have one. The blocks of the `heads` come last and are not recurrent."""
     recurrent = [kind == "linear_attention" for kind in kinds]
     interval = recurrent.index(False) + 1 if False in recurrent else len(kinds) + 1
     regular = recurrent == [(index + 1) % interval != 0 for index in range(len(kinds))]
     return {
         "ssm.conv_kernel": linear.conv_kernel, "ssm.state_size": linear.key_head_dim,
         "ssm.group_count": linear.num_key_heads, "ssm.time_step_rank": linear.num_value_heads,
-        "ssm.inner_size": linear.value_dim, "attention.recurrent_layers": recurrent,
+        "ssm.inner_size": linear.value_dim, "attention.recurrent_layers": recurrent + [False] * heads,
         **({"full_attention_interval": interval} if regular else {}),
     }
 

@@ -181,7 +181,7 @@ _NEXTN: Final[Table] = {
     "nextn.embed_tokens.weight": ("mtp.embed_tokens.weight", PLAIN),
     "nextn.shared_head_head.weight": ("mtp.shared_head.head.weight", PLAIN),
 }
-"""What the draft head has besides its layers; in files, part of the first block behind the trunk's."""
+"""What a multi-token-prediction head has besides its layers; in files, part of the first block behind the trunk's."""
 _FUSED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 """The rows of `attn_qkv.weight` in a block with full attention: a converter's option."""
 _BLOCK_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")

@@ -6,18 +6,16 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3, li
 from __future__ import annotations
 
 import math
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from deltic.errors import DelticError, ModelError
+from deltic.errors import ModelError
 from deltic.weights.gguf.blocks import BlockType, Bytes
+from deltic.weights.writing import check_room, replacing
 
 _VERSION, _ALIGNMENT = 3, 32
 _ARRAY: Final = 9
@@ -52,44 +50,12 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[NewTen
     """
     header = _header(metadata, tensors)
     size = len(header) + sum(_aligned(tensor.nbytes) for tensor in tensors)
-    _check_room(path, size)
-    with _replacing(path) as file:
+    check_room(path, size, "make room, or choose a smaller type or another place")
+    with replacing(path) as file:
         file.write(header)
         for tensor, pieces in zip(tensors, data, strict=True):
             _write_tensor(file, tensor, pieces)
     return size
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which takes the name `path` when all went well. Errors of the system name that file."""
-    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
-    try:
-        with _explained(path):
-            with temporary.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DelticError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _check_room(path: Path, size: int) -> None:
-    with _explained(path):
-        free = shutil.disk_usage(path.parent).free
-    if size > free:
-        raise DelticError(f"{path} cannot be written: it needs {size / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} "
-                          "GB free; make room, or choose a smaller type or another place")
 
 
 def _write_tensor(file: BinaryIO, tensor: NewTensor, pieces: Iterable[Bytes]) -> None:

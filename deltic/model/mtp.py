@@ -1,0 +1,134 @@
+"""The multi-token-prediction head: one more attention layer, which guesses what follows the token that comes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deltic.config import ModelConfig
+from deltic.model.decoder import Decoder, Taker
+from deltic.ops import Ops
+from deltic.ops.qtensor import QTensor
+from deltic.ops.records import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    Block,
+    HeadWeights,
+    Layer,
+    MlpWeights,
+    Stores,
+    Weight,
+)
+
+SHORT: Final = 32_000
+"""Rows of the shortened head. Byte-pair tokenizers number their tokens by how frequent they were, so that nearly all
+tokens that are worth a guess come first (FastMTP, arXiv 2509.18362)."""
+_PANEL: Final = 16
+"""Rows of a packed matrix that lie together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp(HeadWeights):
+    """A draft head ready to run, stateless like a Decoder.
+
+    Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
+    (zero for row 0); its output there gives the logits of the token at i + 1, and takes the place of the hidden state
+    at i where guessing goes on. dtype: of the activations.
+    """
+
+    ops: Ops
+    dtype: torch.dtype
+
+    def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, stores: Stores) -> tuple[Tensor, Tensor]:
+        """Guess the tokens that follow `ids`.
+
+        ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before them, the trunk's
+        or what an earlier call returned; of any floating dtype. Stores the tokens' K/V in the head's layer.
+        -> (hidden [T, H] in `dtype`, logits [T, N] float32).
+        """
+        ops, layer = self.ops, self.layer
+        residual, x = self._enter(ids, hidden)
+        rope = ops.rope(batch.positions, self.rope)
+        assert isinstance(layer.mixer, AttentionWeights)
+        delta = ops.attention_mixer(x, layer.mixer, stores.kv[layer.store], batch, rope)
+        residual, x = ops.add_norm(residual, delta, layer.post_norm, self.eps)
+        hidden = ops.add_norm(residual, ops.mlp(x, layer.mlp), self.norm, self.eps)[1]
+        return hidden, ops.head(hidden, self.head)
+
+    def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, stores: Stores) -> None:
+        """Store the K/V of the batch's tokens in the head's layer, and nothing else.
+
+        ids [T] int64, hidden [T, H]: as for `draft`; hidden states of the trunk, so that the rows may be shared.
+        """
+        layer = self.layer
+        assert isinstance(layer.mixer, AttentionWeights)
+        self.ops.store_kv(self._enter(ids, hidden)[1], self.kv, layer.mixer.k_norm, layer.mixer.spec,
+                          stores.kv[layer.store], batch, self.ops.rope(batch.positions, self.rope))
+
+    def _enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream at the layer's input, and its norm, [T, H] each."""
+        ops = self.ops
+        embedded = ops.embed(ids, self.embedding, self.dtype)
+        parts = [ops.add_norm(x, None, norm, self.eps)[1]
+                 for x, norm in ((embedded, self.norm_embedding), (hidden.to(self.dtype), self.norm_hidden))]
+        joined = ops.head(torch.cat(parts, dim=-1), self.fc).to(self.dtype)
+        return ops.add_norm(joined, None, self.layer.input_norm, self.eps)
+
+
+def build_head(config: ModelConfig, tensors: dict[str, Block], decoder: Decoder, rows: int | None = SHORT) -> Mtp:
+    """Make a head of canonical tensors (`weights.names.expected_head`), which are taken out of `tensors`, for a trunk.
+
+    rows: guess among the vocabulary's first so many tokens only (rounded up to whole panels of 16); None: among all.
+    The embedding and the matrix of the logits are the trunk's, in its memory, unless the head has its own.
+    """
+    ops, stack = decoder.ops, decoder.stack
+    layer, top = (Taker(tensors, prefix, ops, config.norm_offset) for prefix in ("mtp.layers.0.", "mtp."))
+    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                         config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
+    kv = layer.linear("self_attn.k_proj", "self_attn.v_proj")
+    mixer = AttentionWeights(spec, _blocks(layer.linear("self_attn.q_proj")) + _blocks(kv),
+                             layer.norm("self_attn.q_norm"), layer.norm("self_attn.k_norm"),
+                             layer.linear("self_attn.o_proj"))
+    mlp = MlpWeights(layer.linear("mlp.gate_proj", "mlp.up_proj"), layer.linear("mlp.down_proj"))
+    embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else stack.embedding
+    head = top.linear("shared_head.head") if "mtp.shared_head.head.weight" in tensors else stack.head
+    fc = top.linear("fc")
+    matrices = (embedding, *(block for weight in (fc, mixer.qkv, mixer.o_proj, mlp.gate_up, mlp.down, head)
+                             for block in _blocks(weight)))
+    return Mtp(
+        embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc,
+        Layer(layer.norm("input_layernorm"), mixer, layer.norm("post_attention_layernorm"), mlp,
+              len(config.attention_layers)),
+        kv, top.norm("norm"), head if rows is None else first_rows(head, rows, ops), stack.rope, stack.eps, ops,
+        # as a whole native step computes; plain matrices want activations of their own dtype
+        torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype)
+
+
+def first_rows(weight: Weight, rows: int, ops: Ops) -> Weight:
+    """The first `rows` of a weight, rounded up to whole panels of 16, without copying them. (Of a matrix in oneDNN's
+    layout, which has no views, a copy.)"""
+    found: list[Block] = []
+    for block in _blocks(weight):
+        if rows > 0:
+            found.append(_cut(block, -(-rows // _PANEL) * _PANEL, ops))
+            rows -= len(block)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _cut(block: Block, rows: int, ops: Ops) -> Block:
+    """rows: a multiple of 16."""
+    if rows >= len(block):
+        return block
+    if isinstance(block, Tensor):
+        return ops.pack(block.to_dense()[:rows].clone(), False) if block.is_mkldnn else block[:rows]
+    panels, whole = rows // _PANEL, -(-len(block) // _PANEL)
+    matrix = type(block.matrix)(block.matrix.type, rows, block.columns, block.matrix.data)
+    return replace(block, rows=rows, data=block.data[:block.nbytes // whole * panels], matrix=matrix)
+
+
+def _blocks(weight: Weight) -> tuple[Block, ...]:
+    return weight if isinstance(weight, tuple) else (weight,)

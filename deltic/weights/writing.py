@@ -1,0 +1,45 @@
+"""Files that appear when they are complete, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from deltic.errors import DelticError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which takes the name `path` when all went well. Errors of the system name that file."""
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    try:
+        with _explained(path):
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def check_room(path: Path, size: int, advice: str) -> None:
+    """Raise DelticError, with `advice` on what to do, where the disk has no room for a file of `size` bytes."""
+    with _explained(path):
+        free = shutil.disk_usage(path.parent).free
+    if size > free:
+        raise DelticError(f"{path} cannot be written: it needs {size / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} "
+                          f"GB free; {advice}")
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DelticError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,346 @@
+"""The multi-token-prediction head against one made of transformers' modules: the same logits, however the prompt's K/V
+came to be. And wrong wirings, for which the same comparison must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support import numbers, odd_shape, transformers_model
+from torch import Tensor, nn
+
+from deltic.cache.storage import allocate
+from deltic.config import ModelConfig
+from deltic.engine.batch import build as build_batch
+from deltic.engine.scheduler import Plan, Row
+from deltic.model.decoder import Decoder, build
+from deltic.model.mtp import Mtp, build_head, first_rows
+from deltic.ops import Ops, backends
+from deltic.ops.cpu import missing
+from deltic.ops.qtensor import QTensor, pack_tensor
+from deltic.ops.records import Batch, Block, KvView, Stores
+from deltic.types import PAGE
+from deltic.weights.gguf.convert import FILE_TYPES, target_of
+from deltic.weights.names import expected_head
+from deltic.weights.quant import quantize_weights
+from deltic.weights.random import random_head, random_weights
+from deltic.weights.safetensors import load_directory
+
+PROMPT, DEPTH = 37, 3
+CHUNKS = (1, 7, 2, 16, 11)
+"""How the prompt's K/V are kept; they add up to PROMPT."""
+TOLERANCE = 1e-5
+BACKENDS = [name for name in backends() if name != "cpu" or not missing()]
+
+
+# The oracle
+
+
+class Theirs(nn.Module):
+    """A head in transformers' modules, over a trunk."""
+
+    def __init__(self, trunk: Any) -> None:
+        from transformers import Qwen3_5TextConfig
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+
+        super().__init__()
+        config = Qwen3_5TextConfig(**{**trunk.config.to_dict(), "layer_types": ["full_attention"],
+                                      "num_hidden_layers": 1})
+        config._attn_implementation = "eager"
+        hidden = config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            Qwen3_5RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(3))
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, 0)])
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for tensor in self.parameters():
+                tensor.normal_(0.0, 0.2 if tensor.ndim == 1 else 0.1, generator=generator)
+        self.trunk = [trunk]
+
+    def hidden(self, tokens: Sequence[int]) -> Tensor:
+        """The trunk's hidden states [n, H] after its final norm."""
+        found: Tensor = self.trunk[0].model(torch.tensor([list(tokens)]), use_cache=False).last_hidden_state[0]
+        return found
+
+    def forward(self, tokens: Sequence[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [n, H]: the states before the tokens -> (states [n, H], logits [n, V])."""
+        trunk = self.trunk[0]
+        ids, positions = torch.tensor([list(tokens)]), torch.arange(len(tokens))[None]
+        parts = [self.pre_fc_norm_embedding(trunk.model.embed_tokens(ids)), self.pre_fc_norm_hidden(hidden[None])]
+        x = self.fc(torch.cat(parts, dim=-1))
+        mask = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
+        x = self.layers[0](x, position_embeddings=trunk.model.rotary_emb(x, positions.expand(3, 1, -1)),
+                           attention_mask=mask, position_ids=positions)
+        out = self.norm((x if torch.is_tensor(x) else x[0])[0])
+        return out, trunk.lm_head(out)
+
+    @torch.no_grad()
+    def drafts(self, tokens: Sequence[int]) -> Tensor:
+        """The logits of DEPTH guesses, forced to say the last tokens, [DEPTH, V]: rows up to PROMPT are made of the
+        trunk's hidden states, later ones of the head's own."""
+        states = self.hidden(tokens[:PROMPT])
+        before = torch.cat([torch.zeros_like(states[:1]), states])
+        logits = []
+        for step in range(DEPTH):
+            out, found = self(tokens[:PROMPT + 1 + step], before)
+            logits.append(found[-1])
+            before = torch.cat([before, out[-1:]])
+        return torch.stack(logits)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"mtp.{name}": tensor.detach().clone() for name, tensor in self.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Pair:
+    theirs: Theirs
+    config: ModelConfig
+    weights: dict[str, Tensor]
+
+    def mtp(self, ops: Ops, rows: int | None = None) -> tuple[Decoder, Mtp]:
+        decoder = build(self.config, {**self.weights}, ops, torch.float32)
+        return decoder, build_head(self.config, {**self.theirs.tensors()}, decoder, rows)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    import json
+
+    directory = tmp_path_factory.mktemp("trunk")
+    trunk = transformers_model(directory, tie_word_embeddings=request.param)
+    config = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
+    theirs = Theirs(trunk).eval()
+    assert set(theirs.tensors()) == set(expected_head(config))
+    with torch.no_grad():
+        yield Pair(theirs, config, load_directory(directory, config))
+
+
+# Ours
+
+
+def poisoned(config: ModelConfig, mtp: Mtp) -> Stores:
+    """The head's own pages, full of NaN; those of the trunk are not there to be read."""
+    assert mtp.layer.store == len(config.attention_layers)
+    shape = (2 + -(-(PROMPT + DEPTH) // PAGE), PAGE, config.num_key_value_heads, config.head_dim)
+    nothing = torch.empty(0)
+    trunk = (KvView(nothing, nothing),) * mtp.layer.store
+    return Stores((*trunk, KvView(torch.full(shape, float("nan")), torch.full(shape, float("nan")))), ())
+
+
+PAGES = (3, 1, 4)
+
+
+def batch_of(*rows: tuple[Sequence[int], int, tuple[int, ...]]) -> Batch:
+    """rows: tokens, cursor, pages."""
+    return build_batch(Plan(tuple(Row(tuple(tokens), done, pages, 0, logits=True) for tokens, done, pages in rows)),
+                       torch.device("cpu"))
+
+
+def drafted(mtp: Mtp, config: ModelConfig, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+    """As `Theirs.drafts`: the prompt's rows through `keep`, in chunks of several lengths, and then one by one."""
+    stores, done = poisoned(config, mtp), 0
+    before = torch.cat([torch.zeros_like(hidden[:1]), hidden])
+    for chunk in CHUNKS:
+        span = slice(done, done + chunk)
+        batch = batch_of((tokens[span], done, PAGES))
+        mtp.keep(batch.ids, before[span], batch, stores)
+        done += chunk
+    state, logits = before[PROMPT:], []
+    for step in range(DEPTH):
+        batch = batch_of((tokens[PROMPT + step:PROMPT + step + 1], PROMPT + step, PAGES))
+        state, found = mtp.draft(batch.ids, state, batch, stores)
+        logits.append(found[0])
+    return torch.stack(logits)
+
+
+def error(expected: Tensor, found: Tensor) -> float:
+    assert found.isfinite().all() and found.shape == expected.shape
+    return float((expected - found).abs().max() / expected.abs().max())
+
+
+def tokens_of(config: ModelConfig, seed: int = 0) -> tuple[int, ...]:
+    return numbers(seed, PROMPT + DEPTH, config.vocab_size)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_three_guesses_are_transformers(pair: Pair, backend: str) -> None:
+    _, mtp = pair.mtp(backends()[backend])
+    tokens = tokens_of(pair.config)
+    expected = pair.theirs.drafts(tokens)
+    found = drafted(mtp, pair.config, tokens, pair.theirs.hidden(tokens[:PROMPT]))
+    assert error(expected, found) < TOLERANCE
+    assert len({int(row.argmax()) for row in expected}) == DEPTH and found.dtype == torch.float32
+
+
+def test_hidden_states_come_from_the_trunks_own_forward(pair: Pair) -> None:
+    """What `Decoder.forward` returns is what the head wants."""
+    decoder, mtp = pair.mtp(backends()["torch"])
+    tokens = tokens_of(pair.config, seed=1)
+    storage = allocate(pair.config, 4, 1, torch.float32)
+    row = Row(tokens[:PROMPT], 0, (0, 1, 2), 0, logits=True)
+    batch = build_batch(Plan((row,)), torch.device("cpu"), all_logits=True)
+    hidden = decoder.forward(batch, Stores(storage.kv_views(), storage.state_views()))
+    assert error(pair.theirs.drafts(tokens), drafted(mtp, pair.config, tokens, hidden)) < TOLERANCE
+
+
+def test_a_batch_of_several_rows_is_each_row_alone(pair: Pair) -> None:
+    _, mtp = pair.mtp(backends()["torch"])
+    tokens, generator = tokens_of(pair.config, seed=2), torch.Generator().manual_seed(3)
+    hidden = torch.randn(PROMPT, pair.config.hidden_size, generator=generator)
+    rows = [(0, 9, (0,)), (9, 21, (1, 2)), (30, 7, (4,))]
+    alone, together = [], poisoned(pair.config, mtp)
+    prompts = [(tokens[start:start + count - 1], 0, pages) for start, count, pages in rows]
+    singles = [(tokens[start + count - 1:start + count], count - 1, pages) for start, count, pages in rows]
+    befores = [hidden[start:start + count - 1] for start, count, _ in rows]
+    lasts = [hidden[start + count - 1:start + count] for start, count, _ in rows]
+    for prompt, single, before, last in zip(prompts, singles, befores, lasts, strict=True):
+        stores, batch = poisoned(pair.config, mtp), batch_of(prompt)
+        mtp.keep(batch.ids, before, batch, stores)
+        batch = batch_of(single)
+        alone.append(mtp.draft(batch.ids, last, batch, stores))
+    batch = batch_of(*prompts)
+    mtp.keep(batch.ids, torch.cat(befores), batch, together)
+    batch = batch_of(*singles)
+    states, logits = mtp.draft(batch.ids, torch.cat(lasts), batch, together)
+    assert error(torch.cat([one[0] for one in alone]), states) < TOLERANCE
+    assert error(torch.cat([one[1] for one in alone]), logits) < TOLERANCE
+
+
+# Wrong wirings must not pass
+
+
+def swapped(mtp: Mtp) -> Mtp:
+    assert isinstance(mtp.fc, Tensor)
+    return replace(mtp, fc=torch.cat(mtp.fc.chunk(2, dim=1)[::-1], dim=1))
+
+
+WRONG_HEADS = {
+    "concatenated the other way round": swapped,
+    "norms without their offset": lambda mtp: replace(mtp, norm_embedding=mtp.norm_embedding - 1),
+    "norms changed for each other": lambda mtp: replace(mtp, norm_embedding=mtp.norm_hidden,
+                                                        norm_hidden=mtp.norm_embedding),
+    "keys for values": lambda mtp: replace(mtp, kv=torch.cat(mtp.kv.chunk(2)[::-1])),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_HEADS)
+def test_a_wrong_head_is_noticed(pair: Pair, name: str) -> None:
+    _, mtp = pair.mtp(backends()["torch"])
+    tokens = tokens_of(pair.config)
+    found = drafted(WRONG_HEADS[name](mtp), pair.config, tokens, pair.theirs.hidden(tokens[:PROMPT]))
+    assert error(pair.theirs.drafts(tokens), found) > 100 * TOLERANCE
+
+
+def before_the_final_norm(pair: Pair, tokens: Sequence[int]) -> Tensor:
+    caught: list[Tensor] = []
+    hook = pair.theirs.trunk[0].model.norm.register_forward_pre_hook(lambda _m, inputs: caught.append(inputs[0][0]))
+    pair.theirs.hidden(tokens)
+    hook.remove()
+    return caught[0]
+
+
+WRONG_STATES = {
+    "before the final norm": before_the_final_norm,
+    "a row too late": lambda pair, tokens: pair.theirs.hidden(tokens).roll(1, 0),
+    "a row too early": lambda pair, tokens: pair.theirs.hidden(tokens).roll(-1, 0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_wrong_hidden_states_are_noticed(pair: Pair, name: str) -> None:
+    _, mtp = pair.mtp(backends()["torch"])
+    tokens = tokens_of(pair.config)
+    found = drafted(mtp, pair.config, tokens, WRONG_STATES[name](pair, tokens[:PROMPT]))
+    assert error(pair.theirs.drafts(tokens), found) > 100 * TOLERANCE
+
+
+# Fewer logits
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rows", "count"), [(1, 16), (32, 32), (100, 112), (305, 307), (10**6, 307), (None, 307)])
+def test_a_shortened_head_gives_the_first_logits(pair: Pair, backend: str, rows: int | None, count: int) -> None:
+    decoder, whole = pair.mtp(backends()[backend])
+    short = build_head(pair.config, {**pair.theirs.tensors()}, decoder, rows)
+    x = torch.randn(3, pair.config.hidden_size)
+    logits = decoder.ops.head(x, short.head)
+    assert torch.equal(logits, decoder.ops.head(x, whole.head)[:, :count])
+    head, full = short.head, whole.head
+    if isinstance(head, QTensor) and isinstance(full, QTensor):
+        assert head.data.data_ptr() == full.data.data_ptr() and head.matrix.data == full.matrix.data
+        assert torch.equal(head.dequantize(), full.dequantize()[:count])
+    else:
+        assert head.data_ptr() == full.data_ptr() and len(head) == count
+
+
+@pytest.mark.skipif(bool(missing()), reason="needs the compiled kernels")
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_quantized_matrices_are_cut_too(kind: str) -> None:
+    config = odd_shape(hidden_size=256, intermediate_size=256, num_mtp_layers=1)
+    packed = quantize_weights({"lm_head.weight": torch.randn(509, 256)}, kind, config)["lm_head.weight"]
+    assert isinstance(packed, QTensor) and packed.type in ("Q8_0", "Q6_K")
+    ops = backends()["cpu"]
+    for rows in (16, 47, 490):
+        cut = first_rows(packed, rows, ops)
+        assert isinstance(cut, QTensor) and len(cut) == -(-rows // 16) * 16
+        assert torch.equal(cut.dequantize(), packed.dequantize()[:len(cut)])
+        x = torch.randn(5, 256)
+        assert torch.equal(ops.head(x, cut), ops.head(x, packed)[:, :len(cut)])
+    both = first_rows((packed, pack_tensor(torch.randn(64, 256))), 520, ops)
+    assert isinstance(both, tuple) and [len(block) for block in both] == [509, 16]
+
+
+def test_matrices_in_onednns_layout_are_cut() -> None:
+    ops, weight = backends()["torch"], torch.randn(70, 32, dtype=torch.bfloat16)
+    cut = first_rows(ops.pack(weight, False), 40, ops)
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    assert torch.allclose(ops.head(x, cut), ops.head(x, weight)[:, :48], rtol=2**-6, atol=2**-6)
+
+
+# Forms of weights
+
+
+def head_of(config: ModelConfig, name: str, tensors: dict[str, Block]) -> tuple[Decoder, Mtp]:
+    ops = backends()[name]
+    decoder = build(config, {**random_weights(config)}, ops, torch.bfloat16)
+    return decoder, build_head(config, tensors, decoder)
+
+
+@pytest.mark.skipif(bool(missing()), reason="needs the compiled kernels")
+def test_packed_heads_compute_in_float32() -> None:
+    """As whole native steps do, and whatever is packed; plain ones in the model's dtype."""
+    config = odd_shape(dtype="bfloat16", num_mtp_layers=1)
+    plain, packed = (head_of(config, name, {**random_head(config)})[1] for name in ("torch", "cpu"))
+    assert (plain.dtype, packed.dtype) == (torch.bfloat16, torch.float32)
+    tokens, hidden = numbers(0, PROMPT + DEPTH, config.vocab_size), torch.randn(PROMPT, config.hidden_size)
+    left, right = (drafted(mtp, config, tokens, hidden) for mtp in (plain, packed))
+    assert 0 < error(right, left) < 0.05
+
+
+@pytest.mark.skipif(bool(missing()), reason="needs the compiled kernels")
+def test_quantized_heads_draft_too() -> None:
+    config = odd_shape(hidden_size=256, intermediate_size=256, num_attention_heads=4, head_dim=64, num_mtp_layers=1)
+    tensors = random_head(config, "bfloat16")
+    kinds = {name: target_of(name, tuple(tensor.shape), config, FILE_TYPES["Q4_K_M"]).type.name
+             for name, tensor in tensors.items()}
+    assert set(kinds.values()) == {"Q8_0", "F32"}
+    plain = head_of(config, "cpu", {**tensors})[1]
+    packed = head_of(config, "cpu", quantize_weights(tensors, "q4_k", config))[1]
+    tokens, hidden = numbers(0, PROMPT + DEPTH, config.vocab_size), torch.randn(PROMPT, config.hidden_size)
+    left, right = (drafted(mtp, config, tokens, hidden) for mtp in (plain, packed))
+    assert 0 < error(left, right) < 0.1
+
+
+def test_own_embedding_and_logits_are_used(pair: Pair) -> None:
+    decoder, shared = pair.mtp(backends()["torch"])
+    own = {name: torch.randn(pair.config.vocab_size, pair.config.hidden_size)
+           for name in ("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")}
+    tensors: dict[str, Block] = {**pair.theirs.tensors(), **own}
+    mtp = build_head(pair.config, tensors, decoder, None)
+    assert not tensors
+    assert mtp.embedding is own["mtp.embed_tokens.weight"] and mtp.head is own["mtp.shared_head.head.weight"]
+    assert shared.embedding is decoder.stack.embedding and shared.head is decoder.stack.head
