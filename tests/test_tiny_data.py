@@ -1,4 +1,4 @@
-"""The embedded demo model: its made-up conversations, its chat template, its tokenizer, its files."""
+"""The embedded demo model: its made-up conversations, its chat template, its tokenizer, its files, its draft head."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "deltic" / "models" / "tiny"
@@ -20,7 +21,9 @@ EXAMPLE = ROOT / "examples" / "tiny"
 sys.path.insert(0, str(EXAMPLE))
 import data  # noqa: E402
 import fast  # noqa: E402
+import model  # noqa: E402
 import phrases  # noqa: E402
+import train_head  # noqa: E402
 from phrases import HELDOUT, PHRASES, TRAIN  # noqa: E402
 
 sys.path.remove(str(EXAMPLE))
@@ -248,3 +251,95 @@ def test_fast_delta_rule_equals_transformers():
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-6)
     grads = [torch.autograd.grad((out * weight).sum(), inputs) for out in outputs]
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+
+
+# The draft head
+
+
+@pytest.fixture(scope="module")
+def trunk() -> Any:
+    return transformers.Qwen3_5ForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def head(trunk) -> Any:
+    """A random head whose attention and norms matter."""
+    torch.manual_seed(0)
+    head = train_head.Head(trunk.config).eval().requires_grad_(False)
+    for name, weight in head.named_parameters():
+        weight.normal_(std=0.3 if weight.ndim == 1 else 0.15)
+        assert "rotary" not in name
+    return head
+
+
+def draft_by_hand(head: Any, embedded: torch.Tensor, hidden: torch.Tensor, first: int) -> list[torch.Tensor]:
+    """The outputs of three drafts, row by row as an engine makes them, the first at row `first`."""
+    cache, outputs = transformers.DynamicCache(), []
+    for row in range(first + 3):
+        if row > first:
+            before = outputs[-1]
+        else:
+            before = hidden[:, row - 1] if row else torch.zeros_like(hidden[:, 0])
+        parts = [head.pre_fc_norm_embedding(embedded[:, row]), head.pre_fc_norm_hidden(before)]
+        x = head.fc(torch.cat(parts, -1))[:, None]
+        rotary = head.rotary(x, torch.full((3, 1, 1), row))
+        x = head.layers[0](x, position_embeddings=rotary, attention_mask=None, past_key_values=cache)
+        outputs.append(head.norm(x)[:, 0])
+    return outputs[first:]
+
+
+@pytest.mark.parametrize("first", [0, 1, 7, 10])
+def test_unrolled_drafts_equal_drafting_row_by_row(head, trunk, first):
+    generator = torch.Generator().manual_seed(first)
+    embedded, hidden = torch.randn(2, 2, 13, trunk.config.hidden_size, generator=generator)
+    embedded[:, first + 3 :], hidden[:, first:] = torch.nan, torch.nan
+    outputs = head(embedded[:, : first + 3], hidden[:, : first + 3].nan_to_num(7.0))
+    unrolled = [output[:, first + i] for i, output in enumerate(outputs)]
+    torch.testing.assert_close(unrolled, draft_by_hand(head, embedded, hidden, first), rtol=1e-4, atol=1e-5)
+
+
+def test_loss_counts_what_the_model_says_alone(trunk, head, monkeypatch):
+    monkeypatch.setattr(train_head, "WEIGHTS", (1.0, 10.0, 100.0))
+    monkeypatch.setattr(train_head, "logits_at", lambda trunk, hidden, places: torch.zeros(len(places), 7))
+    said = torch.zeros(1, 64, dtype=torch.bool)
+    said[0, 20:24] = said[0, 40] = True
+    monkeypatch.setattr(train_head, "read", lambda *_: (torch.zeros(1, 64, 192), torch.zeros(1, 64, 192), said))
+    places = torch.arange(10, 64)
+    loss = train_head.part_loss(trunk, head, torch.zeros(1, 64, dtype=torch.long), places, torch.zeros_like(places))
+    assert loss.item() / torch.tensor(7.0).log().item() == pytest.approx(3 * 1 + 2 * 10 + 1 * 100)
+
+
+def test_rounds_of_drafting():
+    room = [False, True, True, True, True, True, False, False, False, True, True, False]
+    assert train_head.rounds([0] * 12, room) == 7
+    assert train_head.rounds([0, 3, 3, 3, 2, 1, 0, 0, 0, 2, 1, 0], room) == 3
+    assert train_head.rounds([0, 1, 3, 0, 2, 1, 0, 0, 0, 0, 0, 0], room) == 5
+
+
+def test_stored_head_guesses_what_the_model_says(trunk):
+    assert trunk.config.mtp_num_hidden_layers == 1
+    head = train_head.Head(trunk.config).eval().requires_grad_(False)
+    for weight in head.parameters():
+        weight.fill_(torch.nan)
+    model.load_head(head, MODEL)
+    batch = train_head.heldout_batch(MODEL, 1, 4096)
+    parts = [train_head.hits(trunk, head, *part) for part in batch]
+    room, right = (torch.stack([counts.sum((1, 2)) for counts in both]).sum(0) for both in zip(*parts, strict=True))
+    assert (room > 300).all()
+    assert (right / room > 0.97).all()
+
+
+def test_head_survives_saving(trunk, head, tmp_path):
+    (tmp_path / "config.json").write_text('{"b": 1, "a": [2]}', encoding="utf-8")
+    model.save_head(head, tmp_path)
+    stored = safetensors_torch.load_file(tmp_path / "mtp.safetensors")
+    layer = {name.replace("model.layers.3.", "mtp.layers.0.") for name in trunk.state_dict() if ".layers.3." in name}
+    own = {"mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"}
+    assert stored.keys() == layer | own
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {
+        "a": [2], "b": 1, "mtp_num_hidden_layers": 1,
+    }  # fmt: skip
+    again = train_head.Head(trunk.config)
+    model.load_head(again, tmp_path)
+    assert all(torch.equal(w.bfloat16(), v.bfloat16()) for w, v in zip(again.parameters(), head.parameters()))

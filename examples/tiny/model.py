@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 3072
+HEAD = "mtp.safetensors"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
@@ -129,7 +131,8 @@ def build_model(config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:
 
 
 def save_model(model: Qwen3_5ForCausalLM, folder: Path) -> None:
-    """Write config.json, generation_config.json and the weights, in bf16."""
+    """Write config.json, generation_config.json and the weights, in bf16; a draft head of other weights goes."""
+    (folder / HEAD).unlink(missing_ok=True)
     tokenizer = load_tokenizer(folder)
     model.generation_config = GenerationConfig(
         do_sample=False,
@@ -138,3 +141,19 @@ def save_model(model: Qwen3_5ForCausalLM, folder: Path) -> None:
     )
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
+
+
+def save_head(head: nn.Module, folder: Path) -> None:
+    """Write the draft head's weights beside the model's, in bf16, and name it in config.json."""
+    tensors = {f"mtp.{name}": tensor.to("cpu", torch.bfloat16) for name, tensor in head.state_dict().items()}
+    save_file(tensors, folder / HEAD, metadata={"format": "pt"})
+    (folder / HEAD).chmod(0o644)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"mtp_num_hidden_layers": 1}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_head(head: nn.Module, folder: Path) -> None:
+    """Read what `save_head` wrote, into a head of any dtype."""
+    tensors = load_file(folder / HEAD)
+    head.load_state_dict({name.removeprefix("mtp."): tensor for name, tensor in tensors.items()})

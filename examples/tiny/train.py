@@ -10,14 +10,14 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import fast
 import torch
 import torch.nn.functional as F
-from data import make_sample, pieces, render, samples
+from data import Sample, make_sample, pieces, render, samples
 from model import (
     CONTROL,
     MARKUP,
@@ -42,6 +42,7 @@ PART_COST = 16384  # what starting one more part costs, in tokens
 IGNORE = -100
 Batch = list[tuple[Tensor, Tensor, Tensor]]  # inputs, the places that have a label, their labels
 Row = list[tuple[int, bool]]
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # the summed loss of one part of a batch
 
 
 def corpus(seed: int, count: int) -> Iterator[str]:
@@ -54,10 +55,13 @@ def corpus(seed: int, count: int) -> Iterator[str]:
 
 
 class Steps(Dataset[Batch]):
-    """Item i is the whole batch of step i, sorted by length into parts of about equal work."""
+    """Item i is the whole batch of step i, sorted by length into parts of about equal work.
 
-    def __init__(self, folder: Path, seed: int, steps: int, batch: int, tokens: int) -> None:
-        self.folder, self.seed, self.steps, self.batch, self.tokens = folder, seed, steps, batch, tokens
+    `sample` gives the conversation of a number; step i has those from i * batch on.
+    """
+
+    def __init__(self, folder: Path, sample: Callable[[int], Sample], steps: int, batch: int, tokens: int) -> None:
+        self.folder, self.sample, self.steps, self.batch, self.tokens = folder, sample, steps, batch, tokens
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
     def __len__(self) -> int:
@@ -75,7 +79,7 @@ class Steps(Dataset[Batch]):
         """The token ids of a sample and, beside each, whether the model says it."""
         assert self.tokenizer is not None
         row: Row = []
-        for text, spoken in pieces(render(self.tokenizer, make_sample(self.seed, index, TRAIN))):
+        for text, spoken in pieces(render(self.tokenizer, self.sample(index))):
             row += [(token, spoken) for token in self.tokenizer.backend_tokenizer.encode(text).ids]
         return row
 
@@ -135,27 +139,34 @@ def part_loss(model: Qwen3_5ForCausalLM, inputs: Tensor, places: Tensor, labels:
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
-def train_step(model: Qwen3_5ForCausalLM, batch: Batch) -> Tensor:
+def train_step(loss_of: Loss, batch: Batch, device: torch.device) -> Tensor:
     """Leave the gradients of the batch's mean loss in the parameters; return that loss."""
-    device = model.lm_head.weight.device
     count = sum(len(labels) for _, _, labels in batch)
     total = torch.zeros((), device=device)
     for part in batch:
-        loss = part_loss(model, *(t.to(device, non_blocking=True) for t in part)) / count
+        loss = loss_of(*(t.to(device, non_blocking=True) for t in part)) / count
         loss.backward()
         total += loss.detach()
     return total
 
 
-def train(model: Qwen3_5ForCausalLM, loader: DataLoader[Batch], args: argparse.Namespace) -> None:
+def train(
+    model: nn.Module,
+    loss_of: Loss,
+    loader: DataLoader[Batch],
+    args: argparse.Namespace,
+    measure: Callable[[], str] = lambda: "",
+) -> None:
+    """Minimise the loss over the loader's batches; what `measure` says ends each line of progress."""
     optimizer = optimizer_for(model, args.rate, args.decay)
     factor = partial(rate_factor, steps=args.steps, warmup=args.warmup)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    device = next(model.parameters()).device
     model.train()
     began, tokens, losses = time.perf_counter(), 0, []
     last = began
     for step, batch in enumerate(loader, 1):
-        losses.append(train_step(model, batch))
+        losses.append(train_step(loss_of, batch, device))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -165,12 +176,14 @@ def train(model: Qwen3_5ForCausalLM, loader: DataLoader[Batch], args: argparse.N
             loss = torch.stack(losses).mean().item()
             now = time.perf_counter()
             rate = tokens / (now - last) / 1e3
-            print(f"step {step:5}  loss {loss:.4f}  {rate:7.1f} k tokens/s  {now - began:6.1f} s", flush=True)
-            last, tokens, losses = now, 0, []
+            line = f"step {step:5}  loss {loss:.4f}  {rate:7.1f} k tokens/s  {now - began:6.1f} s"
+            print(f"{line}  {measure()}".rstrip(), flush=True)
+            last, tokens, losses = time.perf_counter(), 0, []
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the tiny demo model.")
+def options(description: str) -> argparse.ArgumentParser:
+    """What a training command asks for."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model's files")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=384, help="conversations in a step")
@@ -179,30 +192,41 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.05)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--corpus", type=int, default=12000, help="conversations the tokenizer learns from")
     parser.add_argument("--report", type=int, default=100, help="steps between two lines of progress")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    return parser
+
+
+def prepare(seed: int) -> torch.device:
+    """Set up transformers and torch for training; the device to train on."""
+    logging.set_verbosity_error()
+    fast.install()
+    torch.manual_seed(seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def conversations(args: argparse.Namespace) -> DataLoader[Batch]:
+    """The batches to train on."""
+    sample = partial(make_sample, args.seed, split=TRAIN)
+    steps = Steps(args.out, sample, args.steps, args.batch, args.tokens)
+    ahead = 4 if args.workers else None
+    pin = torch.cuda.is_available()
+    return DataLoader(steps, batch_size=None, num_workers=args.workers, prefetch_factor=ahead, pin_memory=pin)
 
 
 def main() -> None:
-    args = parse_args()
-    logging.set_verbosity_error()
-    fast.install()
-    torch.manual_seed(args.seed)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
+    parser = options("Train the tiny demo model.")
+    parser.add_argument("--corpus", type=int, default=12000, help="conversations the tokenizer learns from")
+    args = parser.parse_args()
+    device = prepare(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(train_tokenizer(corpus(args.seed, args.corpus)), args.out)
     tokenizer = load_tokenizer(args.out)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(model_config(tokenizer)).to(device)
     print(f"{len(tokenizer)} tokens, {sum(p.numel() for p in model.parameters())} parameters, {device}", flush=True)
-    steps = Steps(args.out, args.seed, args.steps, args.batch, args.tokens)
-    pin = device.type == "cuda"
-    ahead = 4 if args.workers else None
-    loader = DataLoader(steps, batch_size=None, num_workers=args.workers, prefetch_factor=ahead, pin_memory=pin)
-    train(model, loader, args)
+    train(model, partial(part_loss, model), conversations(args), args)
     save_model(model, args.out)
 
 
