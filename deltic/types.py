@@ -13,9 +13,43 @@ PAGE = 16
 CHUNK = 64
 """Tokens that the chunked delta rule takes at once."""
 RING = 16
-"""Entries (k, u, a) that a state slot's replay ring holds."""
+"""Entries that a replay ring holds: what came after the state that lies in its sequence's slot."""
+MAX_DRAFTS = 12
+"""Tokens that may be drafted at once: with the token before them they fit a replay ring, with room to spare."""
 
 Finish = Literal["stop", "length", "abort", "error"]
+
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Speculate with the model's own draft head, if it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """Draft up to so many tokens with the model's multi-token-prediction head."""
+
+    tokens: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ngram:
+    """Draft up to so many tokens that followed the last few tokens before, in the same prompt and answer."""
+
+    tokens: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft up to so many tokens with another, smaller model of the same vocabulary."""
+
+    model: str
+    tokens: int = 4
+
+
+Speculation = Auto | Mtp | Ngram | Draft | None
+"""How tokens are drafted that the model then verifies; None: not at all. Changes the speed of answers alone."""
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -127,6 +161,7 @@ class Request:
 
     boundaries: prompt positions (counts of tokens) that following requests are expected to share.
     matcher: makes the stop-string matcher of one choice, or None.
+    speculate: whether tokens may be drafted for this request; the answer is the same.
     """
 
     id: str
@@ -134,6 +169,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     boundaries: tuple[int, ...] = ()
     matcher: Callable[[], Matcher] | None = None
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +182,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one choice: prompt, of those reused from the cache, and generated."""
+    """Tokens of one choice: prompt, of those reused from the cache, and generated. drafted_tokens: guesses that
+    speculation made; accepted_tokens: those that the model accepted, all of them generated tokens."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +208,12 @@ class TokenOut:
     finish: Finish | None = None
     usage: Usage | None = None
     error: str | None = None
+
+
+def ring_base(base: int, done: int, chunk: int) -> int:
+    """How many tokens the state in a slot stands for after `chunk` tokens were appended to its replay ring, which held
+    those from `base` to `done`: they stay if all fit; else those before the chunk are folded into the state first."""
+    return base if done + chunk - base <= RING else done
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:

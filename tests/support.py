@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
-from deltic.cache.storage import Storage, allocate
+from deltic.cache.storage import Extras, Storage, allocate
 from deltic.config import EngineConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import RandomModel, Runtime, load
@@ -60,8 +60,9 @@ def odd_runtime() -> Runtime:
 
 @lru_cache(maxsize=1)
 def embedded_runtime() -> Runtime:
-    """The model that comes with deltic, in float32."""
-    return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1))
+    """The model that comes with deltic, in float32, without its draft head."""
+    return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1,
+                                   speculate="off"))
 
 
 @lru_cache(maxsize=1)
@@ -138,9 +139,10 @@ def _nest(directory: Path) -> None:
 
 
 def pools(runtime: Runtime, pages: int, slots: int) -> Storage:
-    """Fresh pools full of NaN: whoever reads what nobody wrote will show it."""
-    storage = allocate(runtime.config, pages, slots, runtime.cache.storage.keys.dtype)
-    for tensor in (*storage.page_tensors, *storage.slot_tensors):
+    """Fresh pools full of NaN: whoever reads what nobody wrote will show it. Everyone may have a replay ring."""
+    extras = Extras(rings=slots, head=runtime.mtp is not None, tiled=runtime.cache.storage.tiled)
+    storage = allocate(runtime.config, pages, slots, runtime.cache.storage.keys.dtype, extras=extras)
+    for tensor in (*storage.page_tensors, *storage.slot_tensors, *(storage.rings or ())):
         tensor.fill_(float("nan"))
     return storage
 

@@ -54,7 +54,7 @@ def test_the_page_is_up_to_date():
     assert found == docs.page(), "docs/cli.md is stale: run `python -m deltic.cli.docs`"
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("cache", "convert", "doctor")])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("cache", "convert", "doctor", "mtp")])
 def test_every_engine_option_is_there(command):
     shown = command_parser(command).format_help()
     assert all(f"--{field.name.replace('_', '-')}" in shown for field in fields(EngineConfig))

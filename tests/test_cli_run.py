@@ -39,7 +39,8 @@ def test_json(capsys):
     answer = as_json(capsys, "tiny", "Hi", *SHORT)
     assert set(answer) == {"model", "text", "reasoning", "tool_calls", "finish_reason", "usage", "timings"}
     assert answer["model"] == "tiny" and answer["finish_reason"] in ("stop", "length")
-    assert set(answer["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
+    assert set(answer["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens", "drafted_tokens",
+                                    "accepted_tokens"}
     assert 1 <= answer["usage"]["completion_tokens"] <= 6
     assert set(answer["timings"]) == {"load_ms", "time_to_first_token_ms", "total_ms", "tokens_per_second"}
     assert answer["timings"]["time_to_first_token_ms"] <= answer["timings"]["total_ms"]

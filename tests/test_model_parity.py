@@ -240,7 +240,7 @@ def kept_state(ops: Ops, weights: GdnWeights, state: StateView, batch: Batch, x:
     """A new sequence starts from what its slot held before."""
     if not bool(batch.done.any()):
         state.recurrent[batch.source], state.conv[batch.source] = 0.1, 0.1
-        batch = replace(batch, done=batch.done + 4, memo={})
+        batch = replace(batch, done=batch.done + 4, base=batch.base + 4, memo={})
     return ops.gdn_mixer(x, weights, state, batch)
 
 

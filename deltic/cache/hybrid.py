@@ -10,6 +10,9 @@ many tokens both contain. Only `commit` moves a cursor forward and only `restore
 Full pages hold committed tokens, never change again and may have many owners. A partial page has exactly one
 owner: whoever forks or checkpoints in the middle of a page copies it. State slots are never shared.
 
+A sequence that speculates also has a replay ring: its slot then stays as of `base` tokens, and the ring holds what came
+after. What leaves the lease (a fork, a kept end) is folded first; what is rejected is not committed.
+
 What a finished sequence leaves, and the states emitted while prompts are read, go to the prefix tree; a new sequence
 resumes there at the deepest state that its prompt begins with. The tree gives way whenever a sequence needs a unit;
 what it has been given lies in the tiers too (host memory, disk), and comes back from there.
@@ -30,7 +33,7 @@ from deltic.cache.storage import Storage
 from deltic.cache.tiers import NOTHING, Fetch, Kept, fits, restore, source_of
 from deltic.cache.tree import Mark, Match, PrefixTree
 from deltic.ops import Ops
-from deltic.ops.records import PAGE
+from deltic.ops.records import PAGE, RING
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +56,17 @@ class Lease:
     emitting: dict[int, int] = field(default_factory=dict)
     expected: set[int] = field(default_factory=set)
     guarded: list[Mark] = field(default_factory=list)
+    ring: int | None = None
+    behind: int = 0
 
     @property
     def done(self) -> int:
         return len(self.tokens)
+
+    @property
+    def base(self) -> int:
+        """Tokens that the state in the slot stands for."""
+        return self.done - self.behind
 
     @property
     def covered(self) -> int:
@@ -86,6 +96,7 @@ class HybridCache:
         self.tiers = tuple(tiers) if reuse else ()
         self.pages = Ledger("page", storage.keys.shape[1])
         self.slots = Ledger("slot", storage.recurrent.shape[1])
+        self.rings = Ledger("replay ring", storage.ring_units)
         self.tree = PrefixTree(self.pages, self.slots, storage.slot_tokens)
         self._leases: dict[int, Lease] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
@@ -230,10 +241,33 @@ class HybridCache:
             tier.offer(source_of(self.storage, Kept(tokens, lease.pages, mark.slot, mark.logits)))
         return mark
 
-    def commit(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1)."""
+    def commit(self, lease: Lease, tokens: Sequence[int], base: int | None = None) -> None:
+        """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1).
+
+        base: tokens that the state in the slot stands for now, where the step appended to the replay ring; those of
+        the step's tokens that are not committed leave nothing behind.
+        """
         assert lease.done + len(tokens) <= lease.covered, "tokens are committed past the granted pages"
         lease.tokens += tokens
+        lease.behind = 0 if base is None else lease.done - base
+        assert 0 <= lease.behind <= RING, "the cursor is not within the replay ring"
+
+    def retreat(self, lease: Lease, done: int) -> bool:
+        """Take back the last committed tokens, which were guesses; False, and no change, if they lie before the
+        replay ring."""
+        if not lease.base <= done <= lease.done:
+            return False
+        lease.behind -= lease.done - done
+        del lease.tokens[done:]
+        return True
+
+    def take_ring(self, lease: Lease) -> bool:
+        """Give the lease a replay ring, if it has none; False if there is none to be had. Where no layer is recurrent
+        nobody needs one."""
+        if lease.ring is None:
+            unit = self.rings.take()
+            lease.ring = unit[0] if unit else None
+        return lease.ring is not None or not len(self.storage.recurrent)
 
     def exchange_slots(self, lease: Lease, other: Lease) -> None:
         """Swap slots: `lease` takes the state that a step wrote into the slot of `other` instead of its own."""
@@ -250,7 +284,7 @@ class HybridCache:
         if pages is None:
             self.slots.release([slot])
             return None
-        self._copy_slot(source.slot, slot)
+        self._copy_state(source, slot)
         return self._book(Lease(slot, pages, list(source.tokens)))
 
     def checkpoint(self, lease: Lease) -> Checkpoint | None:
@@ -268,7 +302,7 @@ class HybridCache:
         self._expect(lease)
         if checkpoint is None:
             self.pages.release(lease.pages)
-            lease.pages, lease.tokens = [], []
+            lease.pages, lease.tokens, lease.behind = [], [], 0
             return True
         self._expect(checkpoint)
         others = {page for holder in self._holders() if holder is not lease for page in holder.pages}
@@ -278,7 +312,7 @@ class HybridCache:
         lease.pages = []
         pages = self._share_pages(checkpoint.pages, checkpoint.done)
         assert pages is not None
-        lease.pages, lease.tokens = pages, list(checkpoint.tokens)
+        lease.pages, lease.tokens, lease.behind = pages, list(checkpoint.tokens), 0
         self._copy_slot(checkpoint.slot, lease.slot)
         return True
 
@@ -303,7 +337,10 @@ class HybridCache:
     def release(self, lease: Lease, keep: bool = False) -> None:
         """Give back all that the lease owns; keep: the tree takes over its state and pages."""
         self._expect(lease)
+        if keep and self.reuse:
+            self._copy_state(lease, lease.slot)
         del self._leases[lease.slot]
+        self.rings.release([] if lease.ring is None else [lease.ring])
         self.slots.release(lease.emitting.values())
         full, rest = divmod(lease.done, PAGE)
         for mark in lease.guarded:
@@ -330,6 +367,7 @@ class HybridCache:
         holders = self._holders()
         emitting = [slot for lease in self._leases.values() for slot in lease.emitting.values()]
         self.slots.check([*(holder.slot for holder in holders), *emitting, *self.tree.owned_slots()])
+        self.rings.check(lease.ring for lease in self._leases.values() if lease.ring is not None)
         self.pages.check([*(page for holder in holders for page in holder.pages), *self.tree.owned_pages()])
         self.tree.check()
         guards = Counter(mark for lease in self._leases.values() for mark in lease.guarded)
@@ -382,6 +420,15 @@ class HybridCache:
             pass
         slot = self.slots.take()
         return None if slot is None else slot[0]
+
+    def _copy_state(self, source: Lease | Checkpoint, target: int) -> None:
+        """Write the state of all committed tokens into a slot, which may be the source's own."""
+        behind = source.behind if isinstance(source, Lease) else 0
+        if source.slot != target:
+            self._copy_slot(source.slot, target)
+        if behind:
+            assert isinstance(source, Lease) and source.ring is not None
+            self.ops.fold_ring(self.storage.state_views(), target, source.ring, source.base, source.done, target)
 
     def _copy_slot(self, source: int, target: int) -> None:
         self.ops.copy_slots(self.storage.slot_tensors, self._index(source), self._index(target))

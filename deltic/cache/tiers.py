@@ -96,7 +96,7 @@ def restore(storage: Storage, loaded: Loaded, pages: Sequence[int], known: int, 
             index = _places(storage, pages, start + skip, start + tensors["keys"].shape[1])
             for pool, name in zip(storage.page_tensors, ("keys", "values"), strict=True):
                 pool.flatten(1, 2).index_copy_(1, index, tensors[name][:, skip:].to(pool.device))
-    for pool, name in zip(storage.slot_tensors, ("recurrent", "conv"), strict=True):
+    for name, pool in storage.named_slots.items():
         pool[:, slot] = loaded.state[name].to(pool.device)
 
 
@@ -108,11 +108,11 @@ def fits(storage: Storage, loaded: Loaded) -> bool:
         if start != position or set(tensors) != {"keys", "values"}:
             return False
         position += tensors["keys"].shape[1]
-    return (position == loaded.done and set(loaded.state) == {"recurrent", "conv"}
+    return (position == loaded.done and set(loaded.state) == set(storage.named_slots)
             and all(_like(pool.flatten(1, 2), tensors, name) for tensors in runs
                     for pool, name in zip(storage.page_tensors, ("keys", "values"), strict=True))
             and all(pool[:, 0].shape == loaded.state[name].shape and pool.dtype == loaded.state[name].dtype
-                    for pool, name in zip(storage.slot_tensors, ("recurrent", "conv"), strict=True)))
+                    for name, pool in storage.named_slots.items()))
 
 
 def _like(pool: Tensor, tensors: Tensors, name: str) -> bool:
@@ -128,9 +128,8 @@ def _read_kv(storage: Storage, kept: Kept, start: int) -> dict[str, Tensor]:
 
 
 def _read_state(storage: Storage, slot: int) -> dict[str, Tensor]:
-    """recurrent [G, Hv, Dk, Dv], conv [G, conv_kernel, C]."""
-    return {name: pool[:, slot].to("cpu", copy=True)
-            for name, pool in zip(("recurrent", "conv"), storage.slot_tensors, strict=True)}
+    """recurrent [G, Hv, Dk, Dv], conv [G, conv_kernel, C]; with a draft head, hidden [1, H]."""
+    return {name: pool[:, slot].to("cpu", copy=True) for name, pool in storage.named_slots.items()}
 
 
 def _places(storage: Storage, pages: Sequence[int], start: int, end: int) -> Tensor:

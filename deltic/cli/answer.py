@@ -110,6 +110,8 @@ def statistics_line(choice: Choice, meter: Meter) -> str:
     timings, usage = meter.timings(), choice.usage
     rate = timings["tokens_per_second"]
     speed = "" if rate is None else f" at {rate:.1f} tokens/s"
+    if usage.drafted_tokens:
+        speed += f" ({usage.accepted_tokens} of {usage.drafted_tokens} guesses right)"
     return (f"first token {timings['time_to_first_token_ms']:.0f} ms, {usage.completion_tokens} tokens{speed}, "
             f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
             f"peak memory {peak_memory_mib():,.0f} MiB")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
 from deltic.cli.table import table
 from deltic.config import DType, EngineConfig, ModelConfig, available_memory
-from deltic.errors import ConfigError
+from deltic.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from deltic.cache.policy import MemoryPlan
@@ -54,13 +55,27 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
     llm = open_llm(args)
     runtime = llm.runtime
-    facts = _facts(runtime.config, runtime.options, runtime.memory, runtime.decoder.ops)
+    facts = _facts(runtime.config, runtime.options, runtime.memory, runtime.decoder.ops,
+                   runtime.mtp is not None)
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
     facts["weights"] |= {"mib": _mib(sum(kinds.values())), "kept_as": kept}
+    if runtime.path is not None:
+        facts["weights"]["mtp_head"] = _head_fact(runtime.path)
     return {"model": runtime.name, "path": str(runtime.path), **facts,
             "tokenizer": _text_facts(llm.front, runtime.generation.eos_token_ids),
             "generation": runtime.generation.sampling()}
+
+
+def _head_fact(path: Path) -> str | None:
+    """What there is of a multi-token-prediction head, or why it cannot be used."""
+    from deltic.weights.hub import open_model
+
+    try:
+        kinds = open_model(path).head_kinds()
+    except ModelError as error:
+        return f"unusable: {error}"
+    return ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1])) or None
 
 
 def _shape_facts(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,11 +110,13 @@ def weight_bytes(config: ModelConfig, dtype: DType) -> int:
                for name, shape in expected_tensors(config).items())
 
 
-def _facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan | None, ops: Ops) -> dict[str, Any]:
+def _facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan | None, ops: Ops,
+           head: bool = False) -> dict[str, Any]:
+    """head: a draft head runs beside the model."""
     from deltic.ops import explain
 
     return {"config": _config_facts(config), "weights": _weight_facts(config, _dtype(config, engine)),
-            "memory": _memory_facts(config, engine, plan) if plan else None, "ops": explain(ops)}
+            "memory": _memory_facts(config, engine, plan, head) if plan else None, "ops": explain(ops)}
 
 
 def _config_facts(config: ModelConfig) -> dict[str, Any]:
@@ -108,7 +125,7 @@ def _config_facts(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
         "attention_heads": config.num_attention_heads, "key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim, "vocabulary": config.vocab_size, "tied_head": config.tie_word_embeddings,
-        "context": config.max_position_embeddings}
+        "context": config.max_position_embeddings, "mtp_layers": config.num_mtp_layers}
     if config.linear:
         linear = config.linear
         facts |= {"linear_heads": f"{linear.num_key_heads} key, {linear.num_value_heads} value",
@@ -123,8 +140,8 @@ def _weight_facts(config: ModelConfig, dtype: DType) -> dict[str, Any]:
             "mib": _mib(weight_bytes(config, dtype))}
 
 
-def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan) -> dict[str, Any]:
-    page, slot = _unit_bytes(config, engine)
+def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, head: bool) -> dict[str, Any]:
+    page, slot = _unit_bytes(config, engine, head)
     return {"pages": plan.pages, "page_bytes": page, "pages_mib": _mib(plan.pages * page), "slots": plan.slots,
             "slot_bytes": slot, "slots_mib": _mib(plan.slots * slot), "max_batch": plan.max_batch,
             "max_context": plan.max_context, "warnings": list(plan.warnings)}
@@ -140,14 +157,14 @@ def _text_facts(front: Front, eos: tuple[int, ...]) -> dict[str, Any]:
             "templates": list(tokenizer.chat_templates)}
 
 
-def _unit_bytes(config: ModelConfig, engine: EngineConfig) -> tuple[int, int]:
+def _unit_bytes(config: ModelConfig, engine: EngineConfig, head: bool = False) -> tuple[int, int]:
     """Bytes of a K/V page and of a state slot."""
     import torch
 
     from deltic.cache.storage import page_bytes, slot_bytes
 
     dtype: torch.dtype = getattr(torch, _dtype(config, engine))
-    return page_bytes(config, dtype), slot_bytes(config, dtype)
+    return page_bytes(config, dtype, head), slot_bytes(config, dtype, head)
 
 
 def _dtype(config: ModelConfig, engine: EngineConfig) -> DType:

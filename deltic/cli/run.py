@@ -109,7 +109,8 @@ def _as_json(model: str, choice: Choice, timings: dict[str, float | None]) -> di
     return {"model": model, "text": choice.text, "reasoning": choice.reasoning,
             "tool_calls": [call_json(call) for call in choice.calls], "finish_reason": choice.finish, **error,
             "usage": {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens,
-                      "completion_tokens": usage.completion_tokens},
+                      "completion_tokens": usage.completion_tokens, "drafted_tokens": usage.drafted_tokens,
+                      "accepted_tokens": usage.accepted_tokens},
             "timings": timings}
 
 

@@ -8,7 +8,9 @@ from typing import Any, Final
 
 from deltic.config.machine import available_cores, parse_bytes
 from deltic.config.reading import show
+from deltic.config.speculation import parse_speculation
 from deltic.errors import ConfigError
+from deltic.types import Speculation
 
 _RANGES: Final = {
     "threads": (1, 1024),
@@ -50,6 +52,8 @@ class EngineConfig:
                          "in Q4_K_M files", choices=_QUANTS)
     cpu_level: str = _option("auto", "instructions that the CPU kernels use; auto: the best that the processor has",
                              choices=_CPU_LEVELS)
+    speculate: str = _option("auto", "draft tokens that the model verifies several at a time, which changes the speed "
+                             "alone: mtp[:N], ngram[:N], draft:MODEL[:N] or off; auto: mtp if the model has a head")
     ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
     debug_layers: bool = _option(False, "log statistics of every layer's output in every step (slow)")
 
@@ -68,6 +72,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(getattr(self, name))}", name)
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
+        parse_speculation(self.speculate)
         self._check_tiers()
         self._check_ops()
 
@@ -115,6 +120,11 @@ class EngineConfig:
     def host_memory_bytes(self) -> int | None:
         """The budget of the tier in host memory in bytes, `None` when it is to be chosen."""
         return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
+
+    @property
+    def speculation(self) -> Speculation:
+        """What `speculate` says."""
+        return parse_speculation(self.speculate)
 
     def threads_for(self, parameters: int) -> int:
         """`threads`, or else the physical cores that this process may use; for a model of so few parameters that

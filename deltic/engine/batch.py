@@ -13,18 +13,18 @@ from deltic.engine.scheduler import Plan, Row
 from deltic.ops.records import PAGE, Batch, Layout
 
 
-def build(plan: Plan, device: torch.device, all_logits: bool = False) -> Batch:
+def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False) -> Batch:
     """Lay out the plan's rows as one ragged batch; one host-to-device copy.
 
-    all_logits: want the logits of every token, not only where the rows say so.
+    all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states.
     """
     rows = plan.rows
     chunks = tuple(len(row.tokens) for row in rows)
     starts = [0]
     for chunk in chunks:
         starts.append(starts[-1] + chunk)
-    wanted = list(range(starts[-1])) if all_logits else [end - 1 for row, end in zip(rows, starts[1:], strict=True)
-                                                         if row.logits]
+    wanted = list(range(starts[-1])) if all_logits else [token for row, end in zip(rows, starts[1:], strict=True)
+                                                         for token in range(end - row.logits, end)]
     width = max(len(row.pages) for row in rows)
     positions = [index for row, chunk in zip(rows, chunks, strict=True) for index in range(row.done, row.done + chunk)]
     sources = [row.slot for row in rows]
@@ -36,18 +36,20 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False) -> Batch:
                      pages=[page for row in rows for page in (*row.pages, *(0,) * (width - len(row.pages)))],
                      store=[_flat(row, index) for row, chunk in zip(rows, chunks, strict=True)
                             for index in range(row.done, row.done + chunk)],
-                     sources=sources, targets=targets, logit_tokens=wanted,
+                     sources=sources, targets=targets, logit_tokens=wanted, rings=[row.ring for row in rows],
+                     base=[row.done if row.base is None else row.base for row in rows],
                      emit_row=[index for index, row in enumerate(rows) for _ in row.emits],
                      emit_length=[position for row in rows for position, _ in row.emits],
                      emit_slot=[slot for row in rows for _, slot in row.emits])
     singles = sum(chunk == 1 for chunk in chunks)
+    appends = [row.append for row in rows]
     layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted),
-                    len(fields["emit_row"]))
+                    len(fields["emit_row"]), any(appends), hidden)
     return Batch(
         layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
         done=fields["done"], pages=fields["pages"].view(len(rows), width), store=fields["store"],
-        source=fields["sources"], target=fields["targets"], base=fields["done"],
-        append=_no_appends(len(rows), device),
+        source=fields["sources"], target=fields["targets"], base=fields["base"], ring=fields["rings"],
+        append=torch.tensor(appends, device=device) if layout.appends else _no_appends(len(rows), device),
         emit_row=fields["emit_row"], emit_length=fields["emit_length"], emit_slot=fields["emit_slot"],
         logit_tokens=fields["logit_tokens"],
         span=_span(sources[:singles], targets[:singles]))

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,16 @@ from torch import Tensor
 
 from deltic.cache.policy import distinct, grid_spacing, kept_positions
 from deltic.engine.batch import build
+from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
+from deltic.engine.drafters import Drafter, drafter_of
 from deltic.engine.metrics import Meter
 from deltic.engine.runtime import Runtime
-from deltic.engine.sampler import logprobs_of, sampling_of
-from deltic.engine.scheduler import Plan, Scheduler
+from deltic.engine.sampler import Draw, logprobs_of, sampling_of
+from deltic.engine.scheduler import Plan, Row, Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.errors import RequestError
 from deltic.ops.records import Sampled
-from deltic.types import Request, TokenOut
+from deltic.types import MAX_DRAFTS, Finish, Request, TokenOut
 
 log = logging.getLogger("deltic")
 
@@ -36,11 +38,14 @@ _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a
 class EngineStats:
     """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
 
+    drafted_at, accepted_at: guesses that were verified, and the right ones among them, by their place in a step.
     prompt_tokens: processed ones, so those of a preempted request count again. reused_tokens: prompt tokens of
     finished requests that the cache knew.
     """
 
     steps: int = 0
+    drafted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -49,11 +54,38 @@ class EngineStats:
     last_overhead: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A sequence whose next token is to be drawn. row: its share of the step, which begins at the batch's token
+    `start`; None if its logits were known."""
+
+    sequence: Sequence
+    row: Row | None = None
+    start: int = 0
+
+    @property
+    def guesses(self) -> tuple[int, ...]:
+        return self.row.guesses if self.row else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a step has drawn; the lists are those of `sampled`."""
+
+    sampled: Sampled
+    tokens: list[int]
+    healthy: list[bool]
+
+
 class Engine:
     """Continuous batching over one `Runtime`."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, drafter: Drafter | None = None, depth: Depth | None = None) -> None:
+        """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
+        self.drafter = drafter_of(runtime) if drafter is None else drafter
+        self.depth = depth or AdaptiveDepth(self.drafter.limit if self.drafter else 0)
+        self._usual = Acceptance.hopeful(self.depth.limit)
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget)
         self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
@@ -85,8 +117,9 @@ class Engine:
             self._end(sequence)
 
     def step(self) -> list[TokenOut]:
-        """Admit, plan, run, choose, commit, emit."""
-        began = time.perf_counter()
+        """Draft, admit, plan, run, choose, commit, emit."""
+        began = start = time.perf_counter()
+        drafting = self._draft()
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
         if plan.rows or known:
@@ -98,6 +131,8 @@ class Engine:
                                  for s in self._sequences.get(request, ())]:
                     self._fail(sequence, f"internal error: {error}")
             self.stats.steps += 1
+            if drafting and len(drafting) == len(plan.rows) and not known:
+                self.depth.timed(len(drafting), max(row.drafts for row in plan.rows), time.perf_counter() - start)
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began
         return events
@@ -116,51 +151,107 @@ class Engine:
     def _advance(self, plan: Plan, sequences: list[Sequence], known: list[Sequence]) -> float:
         """Run the plan, and let the sequences whose logits the cache knew draw with it; returns the seconds spent in
         the model's forward."""
-        ready, spent, rows = [], 0.0, []
+        ready, spent, logits, first = list[Turn](), 0.0, [], 0
         if plan.rows:
-            batch = build(plan, self.runtime.cache.storage.device)
+            batch = build(plan, self.runtime.cache.storage.device, hidden=self.runtime.head is not None)
             started = time.perf_counter()
-            rows.append(self.runtime.run(batch))
+            logits.append(self.runtime.run(batch))
             spent = time.perf_counter() - started
         for row, sequence in zip(plan.rows, sequences, strict=True):
             assert sequence.lease is not None
-            self.runtime.cache.commit(sequence.lease, row.tokens)
+            if not row.drafts:
+                self.runtime.cache.commit(sequence.lease, row.tokens)
+            start, first = first, first + len(row.tokens)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
             if row.logits:
-                ready.append(sequence)
+                ready.append(Turn(sequence, row, start))
         for sequence in known:
-            rows.append(sequence.logits[None])
+            logits.append(sequence.logits[None])
             sequence.logits = None
-            ready.append(sequence)
+            ready.append(Turn(sequence))
         if ready:
-            self._choose(ready, rows[0] if len(rows) == 1 else torch.cat(rows))
+            self._choose(ready, logits[0] if len(logits) == 1 else torch.cat(logits))
         return spent
 
+    def _draft(self) -> list[Sequence]:
+        """Have tokens guessed for the sequences that are about to answer; returns these sequences."""
+        ready = [sequence for sequence in self.scheduler.running if sequence.answering]
+        for sequence in ready:
+            sequence.drafts = ()
+        if self.drafter is None:
+            return []
+        wants = [(sequence, room) for sequence in ready if (room := _room(sequence)) > 0]
+        depth = self.depth.choose([self._acceptance(sequence) for sequence, _ in wants], len(ready)) if wants else 0
+        granted, left = [], self.scheduler.token_budget - len(ready)
+        for sequence, room in wants:
+            if count := self._grant(sequence, min(depth, room, max(left, 0))):
+                granted.append((sequence, count))
+                left -= count
+        for (sequence, count), guesses in zip(granted, self.drafter.draft(granted) if granted else (), strict=True):
+            sequence.drafts = tuple(guesses[:count])
+        return ready
+
+    def _grant(self, sequence: Sequence, count: int) -> int:
+        """Room in the cache for so many guesses after the next token; for how many there is."""
+        cache, lease = self.runtime.cache, sequence.lease
+        if not count or lease is None or not cache.take_ring(lease):
+            return 0
+        return max(cache.reserve(lease, count + 1) - 1, 0)
+
+    def _acceptance(self, sequence: Sequence) -> Acceptance:
+        """What is known of the sequence's guesses, or, as long as there were none, of all guesses."""
+        if sequence.acceptance is None:
+            sequence.acceptance = Acceptance.like(self._usual)
+        return sequence.acceptance
+
     @torch.inference_mode()
-    def _choose(self, ready: list[Sequence], logits: Tensor) -> None:
-        """Draw the next token of every sequence that is ready; at the end of a prompt, of all its choices."""
-        drawing, rows = [], []
-        for row, sequence in enumerate(ready):
-            choices = [sequence, *self._siblings(sequence)]
-            drawing += choices
-            rows += [row] * len(choices)
-        # a draw may write into the logits
-        ends = {sequence: logits[row].clone() for row, sequence in enumerate(ready) if sequence.emits_end}
-        if len(drawing) > len(ready):
+    def _choose(self, ready: list[Turn], logits: Tensor) -> None:
+        """Draw what follows in every sequence that is ready; at the end of a prompt, in all its choices."""
+        turns, draws, rows, ends, first = list[tuple[Turn, int]](), list[Draw](), list[int](), {}, 0
+        for turn in ready:
+            guesses = turn.guesses
+            if turn.sequence.emits_end:
+                ends[turn.sequence] = logits[first].clone()  # a draw may write into the logits
+            for sequence in (turn.sequence, *self._siblings(turn.sequence)):
+                turns.append((turn if sequence is turn.sequence else Turn(sequence), len(draws)))
+                draws += [Draw(sequence, guesses[:count]) for count in range(len(guesses) + 1)]
+                rows += range(first, first + len(guesses) + 1)
+            first += len(guesses) + 1
+        if len(draws) > first:
             logits = logits[rows]
-        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(drawing, logits.device))
-        healthy, tokens = sampled.healthy.tolist(), sampled.tokens.tolist()
-        for index, sequence in enumerate(drawing):
-            if not healthy[index]:
-                self._fail(sequence, _SICK)
-                continue
+        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device))
+        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist())
+        for turn, place in turns:
+            sequence = turn.sequence
             try:
-                if sequence.lease and sequence.lease.emitting:
+                if sequence.lease and sequence.lease.emitting and chosen.healthy[place]:
                     self.runtime.cache.keep_emitted(sequence.lease, ends.get(sequence))
-                self._take(sequence, tokens[index], sampled, index)
+                self._follow(turn, chosen, place)
             except Exception as error:
                 log.exception("a request's own matcher failed; the request ends with an error")
                 self._fail(sequence, f"internal error: {error}")
+
+    def _follow(self, turn: Turn, chosen: Chosen, place: int) -> None:
+        """Take the tokens that were chosen for a sequence, from `place` on, as far as its guesses are right."""
+        sequence, guesses, right = turn.sequence, turn.guesses, 0
+        sequence.drafted += len(guesses)
+        while True:
+            if not chosen.healthy[place + right]:
+                return self._fail(sequence, _SICK)
+            if guesses:
+                self._commit_guess(turn, right)
+            token = chosen.tokens[place + right]
+            finish = self._take(sequence, token, chosen.sampled, place + right)
+            if finish or right == len(guesses) or token != guesses[right]:
+                break
+            right += 1
+            sequence.accepted += 1
+        if guesses:
+            self._learn(sequence, len(guesses), right)
+        if finish and sequence.generated:
+            self._forget(sequence)
+        elif finish:
+            self._end(sequence)
 
     def _siblings(self, sequence: Sequence) -> list[Sequence]:
         """The other choices of a request whose prompt has just been processed; they fork its end when they run."""
@@ -176,19 +267,33 @@ class Engine:
             self.scheduler.add(sibling)
         return siblings
 
-    def _take(self, sequence: Sequence, token: int, sampled: Sampled, row: int) -> None:
+    def _commit_guess(self, turn: Turn, index: int) -> None:
+        """One more token of a step with guesses is known to be right: the first, or a guess that was."""
+        row, lease = turn.row, turn.sequence.lease
+        assert row is not None and lease is not None
+        self.runtime.cache.commit(lease, row.tokens[index:index + 1], base_after(row))
+        if self.runtime.head:
+            self.runtime.head.settle(lease.slot, turn.start + index)
+
+    def _learn(self, sequence: Sequence, drafted: int, right: int) -> None:
+        for acceptance in (self._acceptance(sequence), self._usual):
+            acceptance.learn(drafted, right)
+        for position in range(drafted):
+            self.stats.drafted_at[position] += 1
+            self.stats.accepted_at[position] += position < right
+
+    def _take(self, sequence: Sequence, token: int, sampled: Sampled, row: int) -> Finish | None:
+        """Take one token that was chosen; returns why the answer ends with it, if it does."""
         if sequence.sampling.max_tokens == 0:
             sequence.finish = "length"
-            self._end(sequence)
-            return
+            return sequence.finish
         finish = sequence.append(token)
         self.stats.generated_tokens += 1
         self.meter.token(sequence)
         self._events.append(TokenOut(sequence.request.id, sequence.choice, token,
                                      logprobs_of(sampled, row, sequence.sampling.logprobs), finish,
                                      sequence.usage if finish else None))
-        if finish:
-            self._forget(sequence)
+        return finish
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self.stats.failed += 1
@@ -208,6 +313,8 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
+        if self.drafter:
+            self.drafter.forget(sequence)
         self.stats.finished += 1
         self.stats.reused_tokens += sequence.cached
         group = self._sequences[sequence.request.id]
@@ -249,3 +356,7 @@ class Engine:
             raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
                                "logit_bias" if foreign[0] in request.sampling.logit_bias else "stop_token_ids")
 
+
+def _room(sequence: Sequence) -> int:
+    """How many guesses a sequence can use: the token after them is not guessed."""
+    return sequence.limit - len(sequence.tokens) - 1 if sequence.request.speculate else 0

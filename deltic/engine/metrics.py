@@ -117,6 +117,7 @@ class Snapshot:
 
     finished: for whatever reason; failed: those of them that ended with an error. prompt_tokens: computed ones, those
     of a preempted sequence again; reused_tokens: prompt tokens that the cache knew. pace: generated tokens per second.
+    drafted, accepted: guesses of speculation, and the right ones among them, by their place in a step.
     """
 
     running: int
@@ -126,6 +127,8 @@ class Snapshot:
     prompt_tokens: int
     reused_tokens: int
     generated_tokens: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
     pace: float
     steps: int
     preemptions: int
@@ -143,7 +146,8 @@ def snapshot(engine: Engine) -> Snapshot:
         running=len(scheduler.running), waiting=len(scheduler.waiting),
         finished=stats.finished, failed=stats.failed,
         prompt_tokens=stats.prompt_tokens, reused_tokens=stats.reused_tokens,
-        generated_tokens=stats.generated_tokens, pace=meter.pace.read(time.perf_counter()),
+        generated_tokens=stats.generated_tokens, drafted=tuple(stats.drafted_at), accepted=tuple(stats.accepted_at),
+        pace=meter.pace.read(time.perf_counter()),
         steps=stats.steps, preemptions=scheduler.preemptions,
         pages=_pool(cache.pages), slots=_pool(cache.slots),
         tiers=(_device(cache), *map(_tier, cache.tiers)),

@@ -16,20 +16,24 @@ from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.shelf import Shelf
-from deltic.cache.storage import STATE_LAYOUT, allocate, page_bytes, slot_bytes
+from deltic.cache.storage import STATE_LAYOUT, Extras, allocate, page_bytes, ring_bytes, slot_bytes
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.engine.head import DraftHead
 from deltic.engine.heap import keep_freed_memory
-from deltic.errors import ConfigError
+from deltic.errors import ConfigError, ModelError
 from deltic.model.decoder import Decoder, Observer, build
+from deltic.model.mtp import Mtp as Head
+from deltic.model.mtp import build_head
 from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_level, use_threads
 from deltic.ops.records import Batch, Block, Stores
+from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.weights.fingerprint import fingerprint
 from deltic.weights.gguf.load import is_quantized, wants_packing
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.quant import quantize_weights
-from deltic.weights.random import random_weights
+from deltic.weights.random import random_head, random_weights
 
 log = logging.getLogger("deltic")
 
@@ -49,6 +53,7 @@ class RandomModel:
     seed: int = 0
     initializer_range: float | None = None
     shape: ModelConfig | None = None
+    head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +73,9 @@ class LayerStatistics:
 class Runtime:
     """Everything a step needs. path: the model's directory or file, None for random weights. tokenizer: its texts,
     where they are no files of the directory. notes: small texts that shall outlive the process, if there is a cache
-    directory. step: runs a batch in one call, where the ops have that. statistics: the last step's layer outputs, if
-    `options.debug_layers`."""
+    directory. step: runs a batch in one call, where the ops have that. mtp: the model's draft head, if it is used;
+    head: that head over this cache. draft: the model that drafts for this one, if another does. statistics: the last
+    step's layer outputs, if `options.debug_layers`."""
 
     name: str
     path: Path | None
@@ -82,20 +88,33 @@ class Runtime:
     stores: Stores
     tokenizer: TokenizerTexts | None = None
     notes: DiskNotes | None = None
+    mtp: Head | None = None
+    draft: Runtime | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
-    step: Callable[[Batch], Tensor] | None = field(init=False)
+    step: Callable[[Batch], tuple[Tensor, Tensor | None]] | None = field(init=False)
+    head: DraftHead | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # made anew for every copy: it has taken pointers into the stores
+        # made anew for every copy: they have taken pointers into the stores
         object.__setattr__(self, "step", self.decoder.ops.step(self.decoder.ops, self.decoder.stack, self.stores))
+        hidden = self.cache.storage.hidden
+        object.__setattr__(self, "head", DraftHead(self.mtp, self.stores, hidden)
+                           if self.mtp is not None and hidden is not None else None)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
-        """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor."""
+        """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
+        the batch must ask for the hidden states."""
+        hidden: Tensor | None
         if self.step is not None and not self.options.debug_layers:
-            return self.step(batch)
-        hidden = self.decoder.forward(batch, self.stores, self._observer())
-        return self.decoder.logits(hidden)
+            logits, hidden = self.step(batch)
+        else:
+            hidden = self.decoder.forward(batch, self.stores, self._observer())
+            logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
+        if self.head is not None:
+            assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
+            self.head.follow(batch, hidden.float())
+        return logits
 
     def _observer(self) -> Observer | None:
         if not self.options.debug_layers:
@@ -114,7 +133,23 @@ class Runtime:
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None) -> Runtime:
     """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
-    its cache."""
+    its cache; with it the draft head, or the model that drafts for it, if the options ask for one."""
+    speculation, draft = options.speculation, None
+    if isinstance(speculation, Draft):
+        options, drafting = _shared(options)
+        draft = _load(speculation.model, drafting, None, progress)
+    return replace(_load(model, options, revision, progress), draft=draft)
+
+
+def _shared(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """The options of a model and of the one that drafts for it, which gets a quarter of the memory."""
+    memory = options.memory_bytes or _free_memory(options.device) // 2
+    drafting = replace(options, memory=str(memory // 4), speculate="ngram:1", cache_dir=None, host_memory=None)
+    return replace(options, memory=str(memory - memory // 4)), drafting
+
+
+def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
+          progress: LoadProgress | None) -> Runtime:
     _check_device(options.device)
     ops = select(options.ops, options.device)
     use_level(options.cpu_level)
@@ -133,25 +168,59 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
         weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
     if options.quant != "none":
         weights = _quantize(weights, options, config, tiled)
-    identity = fingerprint(weights, (config, dtype, STATE_LAYOUT)) if options.cache_dir else ""
+    head = _head_weights(model, files, config, dtype, tiled, options)
+    identity = fingerprint(weights, (config, dtype, STATE_LAYOUT, head is not None)) if options.cache_dir else ""
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
+    mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
-    memory = _plan_memory(config, options, getattr(torch, dtype))
-    storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device)
+    memory, extras = _plan_memory(config, options, getattr(torch, dtype), mtp is not None)
+    extras = replace(extras, tiled=tiled)
+    storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device, extras)
     cache = HybridCache(storage, decoder.ops, options.prefix_cache)
     stores = Stores(storage.kv_views(), storage.state_views())
     runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache, stores,
-                      files.tokenizer() if files else None)
+                      files.tokenizer() if files else None, mtp=mtp)
     return _with_tiers(runtime, identity)
 
 
-def _plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype) -> MemoryPlan:
-    needs = MemoryNeeds(page_bytes(config, dtype), slot_bytes(config, dtype), config.max_position_embeddings,
-                        options.max_batch, options.max_context)
-    memory = split_memory(options.memory_bytes or _free_memory(options.device) // 2, needs)
+def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, config: ModelConfig, dtype: DType,
+                  tiled: bool, options: EngineConfig) -> dict[str, Block] | None:
+    """The draft head's weights, if the options want it and the model has one."""
+    speculation = options.speculation
+    if not isinstance(speculation, Auto | Mtp):
+        return None
+    found: dict[str, Block] | None
+    if isinstance(model, RandomModel):
+        found = {**random_head(config, dtype, model.seed)} if model.head else None
+    else:
+        assert files is not None
+        try:
+            found = files.load_head(dtype, options.device, tiled)
+        except ModelError as error:
+            if isinstance(speculation, Mtp):
+                raise
+            log.warning("the draft head cannot be used, so that nothing is drafted: %s", error)
+            return None
+    if found is None and isinstance(speculation, Mtp):
+        raise ConfigError(f"speculate={options.speculate}: this model has no draft head (tensors `mtp.*`): put one "
+                          "beside it (deltic mtp extract), or use speculate=ngram, draft:MODEL or off", "speculate")
+    return found
+
+
+def _plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
+                 head: bool) -> tuple[MemoryPlan, Extras]:
+    budget, ring = options.memory_bytes or _free_memory(options.device) // 2, ring_bytes(config, dtype)
+    speculates = head or isinstance(options.speculation, Ngram | Draft)
+    # rings take a quarter at most: who gets none is served without guesses
+    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if speculates else 0
+    needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
+                        config.max_position_embeddings, options.max_batch, options.max_context)
+    memory = split_memory(budget - rings * ring, needs)
     for warning in memory.warnings:
         log.warning(warning)
-    return memory
+    if speculates and not rings:
+        log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
+    return memory, Extras(min(rings, memory.max_batch), head)
 
 
 def _with_tiers(runtime: Runtime, identity: str) -> Runtime:

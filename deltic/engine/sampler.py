@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cache
@@ -15,20 +16,33 @@ from deltic.ops.records import Adjust, Sampled, Sampling
 from deltic.types import SamplingParams, TokenLogprobs
 
 
-def sampling_of(sequences: List[Sequence], device: torch.device) -> Sampling:
-    """Row i draws the next token of sequence i."""
-    params = [sequence.sampling for sequence in sequences]
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One draw: the sequence's next token, or, supposing that the guesses `ahead` are right, the one after them."""
+
+    sequence: Sequence
+    ahead: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the token that is drawn."""
+        return len(self.sequence.tokens) + len(self.ahead)
+
+
+def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int | None = None) -> Sampling:
+    """Row i makes draw i. vocabulary: the logits are those of so many tokens only, the first."""
+    params = [draw.sequence.sampling for draw in draws]
     greedy = all(p.temperature == 0 for p in params)
     wanted = [p.logprobs for p in params if p.logprobs is not None]
-    adjust = _adjust(sequences, device)
+    adjust = _adjust(draws, device, vocabulary)
     if greedy and not wanted and adjust is None:
-        return _greedy(len(sequences), device)
+        return _greedy(len(draws), device)
     numbers = array("f", [_number(p.temperature, 1.0) for p in params])
     numbers.extend(_number(p.top_p, 1.0) for p in params)
     numbers.extend(_number(p.min_p, 0.0) for p in params)
     integers = array("q", [p.top_k or 0 for p in params])
-    integers.extend(0 if p.temperature == 0 else sample_key(s.seed, s.choice, len(s.tokens))
-                    for p, s in zip(params, sequences, strict=True))
+    integers.extend(0 if p.temperature == 0 else sample_key(draw.sequence.seed, draw.sequence.choice, draw.position)
+                    for p, draw in zip(params, draws, strict=True))
     temperature, top_p, min_p = torch.frombuffer(numbers, dtype=torch.float32).to(device).view(3, -1)
     top_k, key = torch.frombuffer(integers, dtype=torch.int64).to(device).view(2, -1)
     return Sampling(
@@ -51,9 +65,9 @@ def _filters(params: SamplingParams) -> bool:
     return bool(params.top_k) or _number(params.top_p, 1.0) < 1 or bool(params.min_p)
 
 
-def _adjust(sequences: List[Sequence], device: torch.device) -> Adjust | None:
-    entries = [(row, token, change.repetition, change.offset) for row, sequence in enumerate(sequences)
-               for token, change in _changes(sequence).items()]
+def _adjust(draws: List[Draw], device: torch.device, vocabulary: int | None) -> Adjust | None:
+    entries = [(row, token, change.repetition, change.offset) for row, draw in enumerate(draws)
+               for token, change in _changes(draw).items() if vocabulary is None or token < vocabulary]
     if not entries:
         return None
     rows, tokens, repetitions, offsets = zip(*entries, strict=True)
@@ -68,19 +82,19 @@ class _Change:
     offset: float = 0.0
 
 
-def _changes(sequence: Sequence) -> dict[int, _Change]:
+def _changes(draw: Draw) -> dict[int, _Change]:
     """What penalties, bias and the minimum length change in the logits of the next token, by token id."""
-    params, changes = sequence.sampling, dict[int, _Change]()
+    sequence, params, changes = draw.sequence, draw.sequence.sampling, dict[int, _Change]()
     if params.repetition_penalty not in (None, 1.0):
-        for token in set(sequence.tokens):
+        for token in {*sequence.tokens, *draw.ahead}:
             changes[token] = _Change(repetition=_number(params.repetition_penalty, 1.0))
     if params.presence_penalty or params.frequency_penalty:
-        for token, count in sequence.counts.items():
+        for token, count in (sequence.counts + Counter(draw.ahead) if draw.ahead else sequence.counts).items():
             penalty = params.presence_penalty + params.frequency_penalty * count
             changes.setdefault(token, _Change()).offset -= penalty
     for token, bias in params.logit_bias.items():
         changes.setdefault(token, _Change()).offset += bias if bias > -100 else float("-inf")
-    if sequence.generated < params.min_tokens:
+    if sequence.generated + len(draw.ahead) < params.min_tokens:
         for token in sequence.eos:
             changes.setdefault(token, _Change()).offset = float("-inf")
     return changes

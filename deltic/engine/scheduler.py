@@ -1,8 +1,8 @@
 """Who runs in the next step, and with how many tokens. Pure Python; the plan is plain data.
 
-Running sequences come first, oldest first; each that is ready to choose its next token takes one token, and what
-is left of the token budget goes to prompts, of which the oldest always gets at least one token. When pages run
-out, the youngest running sequence is sent back to wait and later processed again.
+Running sequences come first, oldest first; each that is ready to choose its next token takes one token, beside those
+that were drafted for it, and what is left of the token budget goes to prompts, of which the oldest always gets at
+least one token. When pages run out, the youngest running sequence is sent back to wait and later processed again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from deltic.cache.hybrid import HybridCache, Lease
 from deltic.cache.tiers import NOTHING
 from deltic.engine.sequence import Sequence
-from deltic.types import PAGE, common_length
+from deltic.types import PAGE, common_length, ring_base
 
 log = logging.getLogger("deltic")
 
@@ -29,16 +29,35 @@ _PATIENCE = 0.01
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read
-    the state from `slot` and write it to `target` (None: in place), give the logits of the last token if `logits`.
-    emits: (position, slot) pairs: also write the state after `position` tokens to this slot."""
+    the state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
+    emits: (position, slot) pairs: also write the state after `position` tokens to this slot. base: tokens that the
+    state in the slot stands for (None: done); those after it are in the replay ring `ring`. append: leave this step's
+    tokens there too. drafts: how many of the tokens, the last ones, are guesses."""
 
     tokens: tuple[int, ...]
     done: int
     pages: tuple[int, ...]
     slot: int
-    logits: bool
+    logits: int
     target: int | None = None
     emits: tuple[tuple[int, int], ...] = ()
+    base: int | None = None
+    ring: int = 0
+    append: bool = False
+    drafts: int = 0
+
+    @property
+    def guesses(self) -> tuple[int, ...]:
+        """The tokens that the model has to verify."""
+        return self.tokens[len(self.tokens) - self.drafts:]
+
+
+def base_after(row: Row) -> int | None:
+    """What `HybridCache.commit` is to be told after a step with this row: tokens that the state in the slot stands for,
+    if the row was appended to the replay ring."""
+    if not row.append:
+        return None
+    return ring_base(row.done if row.base is None else row.base, row.done, len(row.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +87,10 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.pending > 1 or sequence.reading:
                 prompts.append(sequence)
-            elif sequence.pending and sequence.lease and self._grant(sequence, 1, shares):
-                shares.append((sequence, 1))
-        budget = max(self.token_budget - len(shares), 1)
+            elif sequence.pending and sequence.lease and (
+                    granted := self._grant(sequence, 1 + len(sequence.drafts), shares)):
+                shares.append((sequence, granted))
+        budget = max(self.token_budget - sum(count for _, count in shares), 1)
         for sequence in prompts:
             count = min(sequence.pending, budget)
             if count and sequence.lease and (count := self._grant(sequence, count, shares)):
@@ -192,12 +212,15 @@ class Scheduler:
         lease = sequence.lease
         assert lease is not None
         done, end = lease.done, lease.done + count
+        tokens = (*sequence.tokens[done:end], *sequence.drafts)[:count]
+        drafts = max(end - len(sequence.tokens), 0)
         emits = []
         for position in sequence.wanted:
             if done < position <= end and (slot := self.cache.emit(lease, position)) is not None:
                 emits.append((position, slot))
-        return Row(tuple(sequence.tokens[done:end]), done, tuple(lease.pages), lease.slot,
-                   end == len(sequence.tokens), emits=tuple(emits))
+        return Row(tokens, done, tuple(lease.pages), lease.slot, drafts + 1 if end >= len(sequence.tokens) else 0,
+                   emits=tuple(emits), base=lease.base, ring=lease.ring or 0,
+                   append=drafts > 0 and lease.ring is not None, drafts=drafts)
 
     def _forget_origin(self, sequence: Sequence) -> None:
         origin, sequence.origin = sequence.origin, None

@@ -9,6 +9,7 @@ from typing import Any
 
 from deltic.cache.hybrid import Checkpoint, Lease
 from deltic.cache.tiers import Fetch
+from deltic.engine.depth import Acceptance
 from deltic.types import PAGE, Finish, Matcher, Request, SamplingParams, Usage
 
 
@@ -30,7 +31,8 @@ class Sequence:
     are expected to part. wanted: prompt positions whose state is worth keeping. fetch: what the tiers bring for it.
     known: tokens that the tree knows of it, and as of which of the tree's changes. started: where its lease began.
     arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those
-    of the prompt's end, if known.
+    of the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step.
+    drafted, accepted: guesses so far, and those of them that were right. acceptance: what is known of them.
     """
 
     request: Request
@@ -54,6 +56,10 @@ class Sequence:
     admitted: float | None = None
     counts: Counter[int] = field(default_factory=Counter)
     finish: Finish | None = None
+    drafts: tuple[int, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
+    acceptance: Acceptance | None = None
 
     @property
     def done(self) -> int:
@@ -70,12 +76,17 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.request.prompt), self.cached, self.generated)
+        return Usage(len(self.request.prompt), self.cached, self.generated, self.drafted, self.accepted)
 
     @property
     def reading(self) -> bool:
         """Whether the prompt is still being processed for the first time."""
         return self.lease is not None and not self.generated and self.pending > 0
+
+    @property
+    def answering(self) -> bool:
+        """Whether the next step would do nothing but choose the next token, so that guesses of more are welcome."""
+        return self.lease is not None and self.generated > 0 and self.pending == 1 and self.logits is None
 
     @property
     def emits_end(self) -> bool:

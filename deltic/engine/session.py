@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from deltic.cache.hybrid import Checkpoint, Lease
 from deltic.engine.batch import build
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import RandomModel, load
-from deltic.engine.scheduler import Plan, Row
+from deltic.engine.scheduler import Plan, Row, base_after
 from deltic.errors import DegenerateError, RequestError
+from deltic.ops.records import Batch
+from deltic.types import MAX_DRAFTS
 
 _FLAT = 1e-6
 
@@ -27,7 +30,11 @@ class Session:
         mark = session.checkpoint()
         session.commit([5, 6]); session.restore(mark)
 
-    Every token enters the state exactly once. Errors leave the session where it was.
+    Every token enters the state exactly once. Errors leave the session where it was. Several tokens at once, of which
+    perhaps only the first few are wanted:
+
+        logits = session.verify([7, 8, 9])       # float32 [3, vocabulary]; the session stays where it is
+        session.accept(2)                        # 7 and 8 are in the state now, 9 never was
     """
 
     def __init__(self, model: str | RandomModel | None = None, dtype: str = "float32", *,
@@ -38,6 +45,7 @@ class Session:
         assert lease is not None and scratch is not None
         self._lease: Lease = lease
         self._scratch: Lease = scratch
+        self._verified: Row | None = None
 
     @property
     def position(self) -> int:
@@ -65,6 +73,40 @@ class Session:
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens whose logits nobody wants."""
         self._feed(tokens, False)
+
+    def verify(self, tokens: Sequence[int]) -> Tensor:
+        """The logits [n, V] that each of these tokens would leave, without appending them: see `accept`. Needs an
+        option `speculate` that allows it; at most 13 tokens."""
+        tokens = self._checked(tokens)
+        cache, lease = self.runtime.cache, self._lease
+        if len(tokens) > MAX_DRAFTS + 1:
+            raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
+                               "tokens")
+        if not cache.take_ring(lease):
+            raise RequestError("this session has no replay ring: load it with speculate='auto' or another way to "
+                               "speculate", "speculate")
+        if cache.reserve(lease, len(tokens)) < len(tokens):
+            raise RequestError("no pages are left: drop checkpoints, or raise memory")
+        row = Row(tuple(tokens), lease.done, tuple(lease.pages), lease.slot, len(tokens), base=lease.base,
+                  ring=lease.ring or 0, append=lease.ring is not None, drafts=len(tokens) - 1)
+        if not row.append:
+            row = replace(row, target=self._scratch.slot)
+        logits = self.runtime.run(self._batch(row)).clone()
+        _check_health(logits)
+        self._verified = row
+        return logits
+
+    def accept(self, count: int) -> None:
+        """Append the first `count` tokens of the last `verify`, at once after it; 0 forgets them all."""
+        row, self._verified = self._verified, None
+        if row is None or row.done != self.position:
+            raise RequestError("there is nothing to accept: call verify first", "count")
+        if not 0 <= count <= len(row.tokens):
+            raise RequestError(f"count must be from 0 to {len(row.tokens)}, not {count}", "count")
+        cache, lease = self.runtime.cache, self._lease
+        cache.commit(lease, row.tokens[:count], base_after(row))
+        if self.runtime.head and count:
+            self.runtime.head.settle(lease.slot, count - 1)
 
     def checkpoint(self) -> Checkpoint:
         """Keep the present position; RequestError when no more can be kept."""
@@ -96,15 +138,18 @@ class Session:
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop checkpoints, or raise memory")
         parts, size = [], self.runtime.options.token_budget
+        row = Row((), start, tuple(lease.pages), lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
         for offset in range(0, len(tokens), size):
-            chunk = tuple(tokens[offset:offset + size])
-            source = scratch.slot if offset else lease.slot
-            row = Row(chunk, start + offset, tuple(lease.pages), source, True, scratch.slot)
-            parts.append(self.runtime.run(build(Plan((row,)), cache.storage.device, all_logits)).clone())
+            row = replace(row, tokens=tuple(tokens[offset:offset + size]), done=start + offset)
+            parts.append(self.runtime.run(self._batch(row, all_logits)).clone())
             _check_health(parts[-1])
+            row = replace(row, slot=scratch.slot, base=None)
         cache.exchange_slots(lease, scratch)
         cache.commit(lease, tokens)
         return torch.cat(parts) if all_logits else parts[-1]
+
+    def _batch(self, row: Row, all_logits: bool = False) -> Batch:
+        return build(Plan((row,)), self.runtime.cache.storage.device, all_logits, self.runtime.head is not None)
 
     def _check_checkpoint(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None and not self.runtime.cache.owns(checkpoint):

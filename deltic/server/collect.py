@@ -133,7 +133,8 @@ class Run:
         total = self.usage
         self.usage = Usage(total.prompt_tokens + usage.prompt_tokens * first,
                            total.cached_tokens + usage.cached_tokens * first,
-                           total.completion_tokens + usage.completion_tokens)
+                           total.completion_tokens + usage.completion_tokens,
+                           total.drafted_tokens + usage.drafted_tokens, total.accepted_tokens + usage.accepted_tokens)
 
 
 def _whole(pieces: Sequence[Piece]) -> Whole:

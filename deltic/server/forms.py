@@ -21,10 +21,13 @@ Json = dict[str, Any]
 
 
 def usage_form(usage: Usage) -> Json:
-    """The `usage` of an answer."""
+    """The `usage` of an answer; guesses are what OpenAI calls predictions."""
     return {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": usage.accepted_tokens,
+                "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens}}
 
 
 @dataclass(frozen=True, slots=True)

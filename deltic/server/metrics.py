@@ -26,7 +26,7 @@ class _Family:
 
 def exposition(now: Snapshot, model: str) -> str:
     """The page. model: what clients call the model; the label of every sample."""
-    families = (*_requests(now), *_tokens(now), *_durations(now), *_pools(now), *_tiers(now.tiers))
+    families = (*_requests(now), *_tokens(now), *_guesses(now), *_durations(now), *_pools(now), *_tiers(now.tiers))
     return "".join(line + "\n" for family in families for line in _lines(family, model))
 
 
@@ -47,6 +47,13 @@ def _tokens(now: Snapshot) -> Iterator[_Family]:
     yield _one("generated_tokens_total", "counter", "Tokens of answers.", now.generated_tokens)
     yield _one("generated_tokens_per_second", "gauge",
                f"Tokens of answers per second, over the last {WINDOW} seconds.", now.pace)
+
+
+def _guesses(now: Snapshot) -> Iterator[_Family]:
+    for name, line, counts in (("drafted", "Tokens that speculation guessed, by their place in a step.", now.drafted),
+                               ("accepted", "Guesses that were right, by their place in a step.", now.accepted)):
+        yield _Family(f"{name}_tokens_total", "counter", line,
+                      tuple(("", {"position": str(place + 1)}, count) for place, count in enumerate(counts) if count))
 
 
 def _durations(now: Snapshot) -> Iterator[_Family]:

@@ -1,0 +1,187 @@
+"""What guessing tokens is worth: the same requests with and without, in one process, in turns.
+
+    python bench/speculation.py                    # a quarter of an hour
+    python bench/speculation.py --only embedded
+    python bench/speculation.py --pairs 2 --quick  # does it work at all
+
+embedded   the model that comes with deltic, its own head, prompts that it was not trained on: tokens per step and time
+forced     random qwen3.5-0.8b with a random head that drafts in earnest; of its guesses each is then made right with a
+           probability of 80 %, or none is. `auto` decides by itself how many to make, `fixed` always makes 3.
+           Of 1 and of 8 sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from common import ROOT, record, spread
+
+from deltic import LLM, RandomModel
+from deltic.config import EngineConfig
+from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
+from deltic.engine.drafters import HeadDrafter, Wants, drafter_of
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import Runtime, load
+from deltic.engine.sequence import Sequence as Running
+from deltic.types import Request, SamplingParams
+
+DEPTH = 3
+
+
+@dataclass
+class Forced:
+    """Lets the head draft, then makes each guess right with a probability, for as long as those before it are."""
+
+    head: HeadDrafter
+    share: float
+    answers: dict[str, Sequence[int]]
+    limit: int = DEPTH
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(1)
+
+    def draft(self, wants: Wants) -> list[list[int]]:
+        self.head.draft(wants)
+        return [self._guess(sequence, count) for sequence, count in wants]
+
+    def _guess(self, sequence: Running, count: int) -> list[int]:
+        answer = self.answers[sequence.request.id][sequence.generated:sequence.generated + count]
+        return [token if self._random.random() < self.share else token ^ 1 for token in answer]
+
+    def forget(self, sequence: Running) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a run gave: seconds from the first token on, tokens of every request, steps."""
+
+    seconds: float
+    answers: dict[str, list[int]]
+    steps: int
+    drafted: int
+    accepted: int
+
+
+def main() -> None:
+    args = _arguments()
+    if args.only in (None, "embedded"):
+        _embedded(args)
+    if args.only in (None, "forced"):
+        for kind, options in (("Q8_0", {"quant": "q8_0"}), ("bfloat16", {})):
+            _forced(args, kind, options)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--threads", type=int, help="default: what deltic chooses for the model")
+    parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
+    parser.add_argument("--only", choices=("embedded", "forced"))
+    return parser.parse_args()
+
+
+def _plain(runtime: Runtime) -> Runtime:
+    """The same weights and memory without a head."""
+    return replace(runtime, mtp=None, options=replace(runtime.options, speculate="off"))
+
+
+def _embedded(args: argparse.Namespace) -> None:
+    """Conversations whose phrasings were held out of the training."""
+    sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+    from data import heldout_set
+
+    llm = LLM(threads=args.threads, prefix_cache=False)
+    jobs = [llm.front.chat(sample.messages, SamplingParams(temperature=0.0, max_tokens=120), tools=sample.tools,
+                           variables={"enable_thinking": sample.thinking})
+            for sample in heldout_set(1, 1)[:4 if args.quick else 24]]
+    requests = [replace(job.request, id=str(index), matcher=None) for index, job in enumerate(jobs)]
+    with_head, without = llm.runtime, _plain(llm.runtime)
+    runs: dict[str, list[Served]] = {"auto": [], "off": []}
+    for pair in range(args.pairs + 1):
+        turns = [("auto", with_head), ("off", without)]
+        for name, runtime in turns if pair % 2 else reversed(turns):
+            served = _one_by_one(runtime, requests)
+            if pair:
+                runs[name].append(served)
+    tokens = sum(map(len, runs["auto"][0].answers.values()))
+    same = sum(runs["auto"][0].answers[name] == answer for name, answer in runs["off"][0].answers.items())
+    _record(args, runs, {"task": "embedded", "requests": len(requests), "tokens": tokens, "same_answers": same,
+                         "tokens_per_step": round((tokens - len(requests)) / runs["auto"][0].steps, 3)})
+
+
+def _one_by_one(runtime: Runtime, requests: Sequence[Request]) -> Served:
+    engine, runs = Engine(runtime), []
+    for request in requests:
+        runs.append(_serve(engine, [request]))
+    return Served(sum(run.seconds for run in runs), {name: answer for run in runs for name, answer in
+                                                     run.answers.items()},
+                  sum(run.steps for run in runs), sum(run.drafted for run in runs), sum(run.accepted for run in runs))
+
+
+def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> None:
+    model = RandomModel("qwen3.5-0.8b", 4 if args.quick else None, head=True)
+    runtime = load(model, EngineConfig(threads=args.threads, max_context=1024, max_batch=8, prefix_cache=False,
+                                       memory="2GiB", **options))
+    plain = _plain(runtime)
+    head = drafter_of(runtime)
+    assert isinstance(head, HeadDrafter)
+    for batch in (1, 8):
+        requests = [_request(runtime, index, 24 if args.quick else 128 if batch == 1 else 64) for index in range(batch)]
+        answers = _serve(Engine(plain), requests).answers
+        for share, name in ((0.8, "fixed"), (0.8, "auto"), (0.0, "auto")):
+            depth: Depth = FixedDepth(DEPTH) if name == "fixed" else AdaptiveDepth(DEPTH)
+            runs: dict[str, list[Served]] = {name: [], "off": []}
+            for pair in range(args.pairs + 1):
+                turns = [(name, Engine(runtime, Forced(head, share, answers), depth)), ("off", Engine(plain))]
+                for who, engine in turns if pair % 2 else reversed(turns):
+                    served = _serve(engine, requests)
+                    if pair:
+                        runs[who].append(served)
+            _record(args, runs, {"task": "forced", "weights": kind, "batch": batch, "acceptance": share,
+                                 "drafts": name, "tokens_per_step": round(
+                                     (sum(map(len, answers.values())) - batch) / runs[name][0].steps / batch, 3)})
+
+
+def _request(runtime: Runtime, index: int, tokens: int) -> Request:
+    rng = random.Random(index)
+    prompt = tuple(rng.randrange(runtime.config.vocab_size) for _ in range(64))
+    return Request(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+
+
+def _serve(engine: Engine, requests: Sequence[Request]) -> Served:
+    for request in requests:
+        engine.add(request)
+    answers: dict[str, list[int]] = {request.id: [] for request in requests}
+    began, before = None, engine.stats.steps
+    drafted, accepted = sum(engine.stats.drafted_at), sum(engine.stats.accepted_at)
+    while engine.has_work:
+        for event in engine.step():
+            if event.token is not None:
+                answers[event.request].append(event.token)
+        if began is None and all(answers.values()):
+            began, before = time.perf_counter(), engine.stats.steps
+    assert began is not None
+    return Served(time.perf_counter() - began, answers, engine.stats.steps - before,
+                  sum(engine.stats.drafted_at) - drafted, sum(engine.stats.accepted_at) - accepted)
+
+
+def _record(args: argparse.Namespace, runs: dict[str, list[Served]], facts: dict[str, Any]) -> None:
+    name = next(name for name in runs if name != "off")
+    ratios = [off.seconds / on.seconds for on, off in zip(runs[name], runs["off"], strict=True)]
+    first = runs[name][0]
+    record("speculation", {**facts, "unit": "s", "pairs": len(ratios), "depth": DEPTH,
+                           **{who: spread([run.seconds for run in found]) for who, found in runs.items()},
+                           "drafted": first.drafted, "accepted": first.accepted,
+                           "gain": round(median(ratios), 4), "gains": spread(ratios)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""How many tokens to draft: as many as measured acceptance and measured time say is fastest, perhaps none. Pure
+Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+_LEARNING = 0.08
+"""Least weight of the newest guess in what is known of a position's acceptance; the first ones weigh more."""
+_PRIOR = 3
+"""Guesses that what is hoped for weighs as much as."""
+_TIMING = 0.25
+"""Weight of the newest step in what is known of a depth's time."""
+_HOPE = 0.8
+"""How often a guess is taken to be right before anything is known."""
+_GROWTH = 0.12
+"""By how much a step is taken to be longer per draft, until one with drafts has been measured."""
+_RENEWAL = 256
+"""Steps with drafts after which one without is measured again."""
+_BURST = 3
+"""Steps with drafts that are tried in a row after a while without any."""
+_SHORTEST, _LONGEST = 48, 768
+"""Steps without drafts before they are tried again: at first, and at most."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How often the guess at each position was right where all guesses before it were: shares from 0 to 1. weights:
+    guesses that each share stands for."""
+
+    shares: list[float]
+    weights: list[int]
+
+    @classmethod
+    def hopeful(cls, limit: int) -> Acceptance:
+        return cls([_HOPE] * limit, [_PRIOR] * limit)
+
+    @classmethod
+    def like(cls, other: Acceptance) -> Acceptance:
+        """What is hoped for after these others."""
+        return cls([*other.shares], [_PRIOR] * len(other.shares))
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Of so many guesses so many were right; of those after the first wrong one nothing is known."""
+        for position in range(min(accepted + 1, drafted)):
+            share, weight = self.shares[position], self.weights[position] + 1
+            self.shares[position] = share + max(_LEARNING, 1 / weight) * ((position < accepted) - share)
+            self.weights[position] = weight
+
+    def expected(self, drafts: int) -> float:
+        """Tokens that a step with so many guesses is expected to give."""
+        total, chain = 1.0, 1.0
+        for share in self.shares[:drafts]:
+            chain *= share
+            total += chain
+        return total
+
+
+class Depth(Protocol):
+    """Decides how many tokens are drafted."""
+
+    limit: int
+
+    def choose(self, known: Sequence[Acceptance], rows: int) -> int:
+        """How many tokens to draft for each of these sequences in the next step, which will have so many rows."""
+
+    def timed(self, rows: int, drafts: int, seconds: float) -> None:
+        """A step of so many sequences, that did nothing but answer, took so long, drafting included."""
+
+
+@dataclass(slots=True)
+class FixedDepth:
+    """Always the same."""
+
+    limit: int
+
+    def choose(self, known: Sequence[Acceptance], rows: int) -> int:
+        return self.limit
+
+    def timed(self, rows: int, drafts: int, seconds: float) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class AdaptiveDepth:
+    """The depth with the most tokens per second; once that is none, others are tried again from time to time.
+
+    seconds: measured time of a step by (sequences, drafts). busy: steps with drafts since one without. quiet: steps
+    since drafts did not pay. wait: after how many of them to try again. burst: steps that are left of a try.
+    """
+
+    limit: int
+    seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    busy: int = 0
+    quiet: int = 0
+    wait: int = _SHORTEST
+    burst: int = 0
+
+    def choose(self, known: Sequence[Acceptance], rows: int) -> int:
+        if (rows, 0) not in self.seconds or self.busy >= _RENEWAL:
+            self.busy = 0
+            return 0
+        best = max(range(self.limit + 1), key=lambda drafts: self._rate(known, rows, drafts))
+        if best:
+            self.busy, self.quiet, self.burst = self.busy + 1, 0, 0
+            if all(acceptance.shares[0] > _HOPE / 2 for acceptance in known):
+                self.wait = _SHORTEST
+            return best
+        self.quiet += 1
+        if self.quiet >= self.wait:
+            self.quiet, self.burst, self.wait = 0, _BURST, min(2 * self.wait, _LONGEST)
+        if self.burst:
+            self.burst -= 1
+            return min(2, self.limit)
+        return 0
+
+    def timed(self, rows: int, drafts: int, seconds: float) -> None:
+        before = self.seconds.get((rows, drafts))
+        self.seconds[rows, drafts] = seconds if before is None else before + _TIMING * (seconds - before)
+
+    def _rate(self, known: Sequence[Acceptance], rows: int, drafts: int) -> float:
+        tokens = rows - len(known) + sum(acceptance.expected(drafts) for acceptance in known)
+        return tokens / self._estimate(rows, drafts)
+
+    def _estimate(self, rows: int, drafts: int) -> float:
+        """Seconds of a step: measured, or on a line through that of none and the nearest that was measured."""
+        if (rows, drafts) in self.seconds:
+            return self.seconds[rows, drafts]
+        plain = self.seconds[rows, 0]
+        measured = [depth for depth in range(1, self.limit + 1) if (rows, depth) in self.seconds]
+        if not measured:
+            return plain * (1 + _GROWTH * drafts)
+        nearest = min(measured, key=lambda depth: abs(depth - drafts))
+        return plain + (self.seconds[rows, nearest] - plain) * drafts / nearest

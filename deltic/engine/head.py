@@ -1,0 +1,58 @@
+"""The draft head beside a running model: its K/V grows with every step, and it guesses on from the last hidden
+state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltic.model.mtp import Mtp
+from deltic.ops.records import Batch, Sampling, Stores
+
+
+class DraftHead:
+    """A multi-token-prediction head over one cache.
+
+    Row i of its K/V is made of token i and of the model's own hidden state at position i - 1, never of a guessed one,
+    so that prefixes can be shared; the rows of guesses lie past the cursor and are overwritten. A state slot holds
+    the hidden state of its last committed token.
+    """
+
+    def __init__(self, mtp: Mtp, stores: Stores, hidden: Tensor) -> None:
+        """hidden [1, slots, H] float32: those of the state slots."""
+        self._mtp, self._stores, self._slots = mtp, stores, hidden[0]
+        self._last = hidden[0, :0]
+        self._step = mtp.ops.head_step(mtp.ops, mtp, stores, hidden[0])
+
+    def follow(self, batch: Batch, hidden: Tensor) -> None:
+        """Take note of a step. hidden [T, H] float32: of all its tokens, after the model's final norm. Which tokens of
+        appended rows are committed is told by `settle`."""
+        self._last = hidden
+        if self._step:
+            return self._step.follow(batch, hidden)
+        before = hidden.roll(1, 0)
+        firsts, ends = batch.starts[:-1], batch.starts[1:] - 1
+        before[firsts] = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
+        self._mtp.keep(batch.ids, before, batch, self._stores)
+        if batch.layout.emits:
+            rows = batch.emit_row
+            self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
+        targets = batch.target
+        if batch.layout.appends:
+            targets, ends = targets[~batch.append], ends[~batch.append]
+        self._slots[targets] = hidden[ends]
+
+    def settle(self, slot: int, token: int) -> None:
+        """The last committed token of a slot is this one of the last step's batch."""
+        self._slots[slot] = self._last[token]
+
+    def guess(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor | None:
+        """All guesses of single-token rows at once, as `HeadStep.guess` says; None where they have to be made one after
+        another, with `draft`."""
+        return self._step.guess(batch, counts, sampling) if self._step and sampling.adjust is None else None
+
+    def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Guess from single-token rows. hidden [R, H]: what the last guess gave; None: start from the model's own.
+        Returns hidden [R, H] and logits [R, N] of the vocabulary's first N tokens, float32."""
+        before = self._slots[batch.source] if hidden is None else hidden
+        return self._mtp.draft(batch.ids, before, batch, self._stores)

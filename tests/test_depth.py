@@ -1,0 +1,104 @@
+"""How many tokens are drafted follows what was measured."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from deltic.config.speculation import parse_speculation
+from deltic.engine.depth import Acceptance, AdaptiveDepth
+from deltic.errors import ConfigError
+from deltic.types import Auto, Draft, Mtp, Ngram
+
+BASE, PER_DRAFT = 0.02, 0.003
+
+
+def served(share: float, steps: int, seconds: list[float], limit: int = 3, rows: int = 1,
+           depth: AdaptiveDepth | None = None) -> tuple[float, list[int], AdaptiveDepth]:
+    """Tokens per second of sequences whose every guess is right with this probability; `seconds`: of a step with so
+    many drafts."""
+    rng, depth = random.Random(1), depth or AdaptiveDepth(limit)
+    known = [Acceptance.hopeful(limit) for _ in range(rows)]
+    tokens, spent, chosen = 0, 0.0, []
+    for _ in range(steps):
+        drafts = depth.choose(known, rows)
+        for acceptance in known:
+            right = 0
+            while right < drafts and rng.random() < share:
+                right += 1
+            acceptance.learn(drafts, right)
+            tokens += right + 1
+        spent += seconds[drafts]
+        chosen.append(drafts)
+        depth.timed(rows, drafts, seconds[drafts])
+    return tokens / spent, chosen, depth
+
+
+def linear(slope: float, limit: int = 3) -> list[float]:
+    return [BASE * (1 + slope * drafts) for drafts in range(limit + 1)]
+
+
+def test_good_guesses_are_used_fully() -> None:
+    rate, chosen, _ = served(0.8, 400, linear(0.15))
+    assert chosen[-100:] == [3] * 100
+    assert rate > 0.95 * (1 + 0.8 + 0.64 + 0.512) / linear(0.15)[3]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_bad_guesses_cost_little(rows: int) -> None:
+    rate, chosen, _ = served(0.0, 250, linear(0.25), rows=rows)
+    assert rate >= 0.95 * rows / BASE
+    assert 0 < sum(drafts > 0 for drafts in chosen[100:]) < 10, "it is tried again, but rarely"
+
+
+def test_dear_guesses_are_not_made() -> None:
+    """At large batches every row costs; then even good guesses do not pay."""
+    rate, chosen, _ = served(0.6, 300, linear(0.9), rows=8)
+    assert rate >= 0.95 * 8 / BASE and chosen[-1] == 0
+
+
+def test_it_comes_back() -> None:
+    _, chosen, depth = served(0.0, 300, linear(0.15))
+    assert chosen[-1] == 0
+    _, chosen, _ = served(0.9, 2000, linear(0.15), depth=depth)
+    assert chosen[-1] == 3
+
+
+def test_the_best_depth_lies_between() -> None:
+    """Where the second guess is mostly wrong, one is drafted."""
+    rng, depth, known = random.Random(2), AdaptiveDepth(4), [Acceptance.hopeful(4)]
+    for _ in range(500):
+        drafts = depth.choose(known, 1)
+        right = 0
+        while right < drafts and rng.random() < (0.9, 0.1, 0.1, 0.1)[right]:
+            right += 1
+        known[0].learn(drafts, right)
+        depth.timed(1, drafts, linear(0.2, 4)[drafts])
+    assert drafts == 1
+
+
+def test_what_is_behind_a_wrong_guess_teaches_nothing() -> None:
+    acceptance = Acceptance([0.5] * 3, [8] * 3)
+    acceptance.learn(3, 1)
+    assert acceptance.shares[0] > 0.5 > acceptance.shares[1] and acceptance.shares[2] == 0.5
+    assert Acceptance([0.5, 0.5], [8, 8]).expected(2) == 1.75
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("auto", Auto()), ("off", None), ("mtp", Mtp()), ("mtp:1", Mtp(1)), ("ngram:12", Ngram(12)), ("ngram", Ngram()),
+    ("draft:org/name", Draft("org/name")), ("draft:org/name:5", Draft("org/name", 5)),
+    ("draft:C:/models/x:2", Draft("C:/models/x", 2)), ("draft:C:/models/x", Draft("C:/models/x"))])
+def test_options(text: str, wanted: object) -> None:
+    assert parse_speculation(text) == wanted
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("mtp:0", "write speculate=off"), ("ngram:13", "from 1 to 12"), ("mtp:-1", "from 1 to 12"), ("mtp:x", "from 1 to"),
+    ("mtp:", "from 1 to 12"), ("draft", "names no model"), ("draft:", "names no model"), ("draft::3", "names no model"),
+    ("draft:m:0", "write speculate=off"), ("on", "must be auto, off"), ("", "must be auto"), (3, "must be auto"),
+    ("mtp:" + "9" * 5000, "from 1 to 12")])
+def test_options_that_mean_nothing(text: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_speculation(text)
+    assert caught.value.option == "speculate" and len(str(caught.value)) < 300
