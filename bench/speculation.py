@@ -134,13 +134,14 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
     head = drafter_of(runtime)
     assert isinstance(head, HeadDrafter)
     for batch in (1, 8):
-        requests = [_request(runtime, index, 24 if args.quick else 128 if batch == 1 else 64) for index in range(batch)]
+        requests = [_request(runtime, index, 24 if args.quick else 96 if batch == 1 else 48) for index in range(batch)]
         answers = _serve(Engine(plain), requests).answers
-        for share, name in ((0.8, "fixed"), (0.8, "auto"), (0.0, "auto")):
+        cases = [(0.8, "auto"), (0.0, "auto")] if batch > 1 else [(0.8, "fixed"), (0.8, "auto"), (0.0, "auto")]
+        for share, name in cases:
             depth: Depth = FixedDepth(DEPTH) if name == "fixed" else AdaptiveDepth(DEPTH)
             runs: dict[str, list[Served]] = {name: [], "off": []}
+            turns = [(name, Engine(runtime, Forced(head, share, answers), depth)), ("off", Engine(plain))]
             for pair in range(args.pairs + 1):
-                turns = [(name, Engine(runtime, Forced(head, share, answers), depth)), ("off", Engine(plain))]
                 for who, engine in turns if pair % 2 else reversed(turns):
                     served = _serve(engine, requests)
                     if pair:

@@ -84,8 +84,9 @@ int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const d
     return guarded([&] { deltic::follow(pool, *head, *batch, hidden, slots); });
 }
 
-int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const int64_t *counts,
-                      int64_t most, const float *slots, const deltic_drawing *drawing, int64_t *tokens) {
+int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch,
+                      const int64_t *counts, int64_t most, const float *slots, const deltic_drawing *drawing,
+                      int64_t *tokens) {
     return guarded([&] { deltic::guess(pool, *head, *batch, counts, most, slots, *drawing, tokens); });
 }
 }

@@ -101,7 +101,7 @@ typedef struct {
     const float *dt_bias;    /* [value_heads] */
     const float *norm;       /* [value_dim] */
     int64_t key_heads, value_heads, key_dim, value_dim, kernel;
-    int64_t tiled;           /* value head i belongs to key head i mod key_heads, not to i / (value_heads / key_heads) */
+    int64_t tiled;           /* value head i is of key head i mod key_heads, not of i / (value_heads / key_heads) */
     float eps;
 } deltic_gdn_layer;
 
@@ -137,7 +137,8 @@ typedef struct {
 int deltic_gdn(deltic_pool *pool, const deltic_gdn_layer *layer, const deltic_states *states, const deltic_batch *batch,
                const float *proj, float *out);
 int deltic_attention(deltic_pool *pool, const deltic_attention_layer *layer, const deltic_kv *kv,
-                     const deltic_batch *batch, const float *cosines, const float *sines, const float *proj, float *out);
+                     const deltic_batch *batch, const float *cosines, const float *sines, const float *proj,
+                     float *out);
 
 /* Writes slot `target` in `count` layers of one shape, for which `layer` stands: slot `source`, which is as of `base`
  * tokens, brought to `done` by entries of unit `ring`. The source may be the target. */
@@ -210,14 +211,14 @@ int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_ba
  * it, after the model's last norm, and guesses the token that follows. */
 
 typedef struct {
-    deltic_model model;         /* its layer and norm, the embedding that it looks tokens up in, the rows it guesses with */
+    deltic_model model;         /* its layer and norm, the embedding of its tokens, the rows that it guesses with */
     deltic_weight fc;           /* [hidden, 2 * hidden]: columns of the embedding, then of the hidden state */
     deltic_weight kv;           /* the rows k, v of its layer's qkv */
     const float *norm_embedding, *norm_hidden; /* [hidden] */
 } deltic_draft_head;
 
 /* To be called after every step of the model: stores the head's keys and values of the step's tokens. hidden [tokens,
- * hidden]: what deltic_forward gave. slots [slots, hidden]: the hidden state of the last token of each slot; read at the
+ * hidden]: what deltic_forward gave. slots [slots, hidden]: the hidden state of each slot's last token; read at the
  * sources, written at the targets of rows that do not append, and at the emit slots. */
 int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const float *hidden,
                        float *slots);
@@ -234,8 +235,9 @@ typedef struct {
 /* Guesses what follows the tokens of a batch of single-token rows, counts[row] of at most `most` tokens each: tokens
  * [rows, most]. The pages of a row must have room for as many tokens from `done` on; their keys and values are
  * overwritten. */
-int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const int64_t *counts,
-                      int64_t most, const float *slots, const deltic_drawing *drawing, int64_t *tokens);
+int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch,
+                      const int64_t *counts, int64_t most, const float *slots, const deltic_drawing *drawing,
+                      int64_t *tokens);
 
 #ifdef __cplusplus
 }

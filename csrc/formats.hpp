@@ -63,8 +63,8 @@ DELTIC_INLINE void map(const uint8_t *table, Bytes c[8]) {
 
 #define DELTIC_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
 // The sixteen numbers of IQ4_NL and IQ4_XS, and of MXFP4 (doubled), each plus 128.
-alignas(64) constexpr uint8_t kIq4[64] = DELTIC_FOUR_TIMES(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197,
-                                                           217, 241);
+alignas(64) constexpr uint8_t kIq4[64] = DELTIC_FOUR_TIMES(1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181,
+                                                           197, 217, 241);
 alignas(64) constexpr uint8_t kMxfp4[64] = DELTIC_FOUR_TIMES(128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125,
                                                              124, 122, 120, 116);
 
@@ -76,8 +76,8 @@ struct Without {
     static DELTIC_INLINE Floats addend(const uint8_t *, int) { return Floats{}; }
 };
 
-// Types with blocks of 32 weights, of which `Blocks` (1 or 8) make a packed one: `Head` bytes of d, perhaps m, each, then
-// the codes.
+// Types with blocks of 32 weights, of which `Blocks` (1 or 8) make a packed one: `Head` bytes of d, perhaps m, each,
+// then the codes.
 template <int Blocks, int Bytes16, int Head> struct Small : Without {
     static constexpr int kWeights = 32 * Blocks, kGroup = 32, kBytes = 16 * Bytes16 * Blocks;
     static DELTIC_INLINE const uint8_t *code(const uint8_t *block, int g) {

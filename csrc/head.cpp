@@ -16,7 +16,8 @@ enum { kEmbedded = 32, kBefore, kPart, kJoined, kInput, kHidden, kLogits };
 void copy_row(float *to, const float *from, int64_t width) { std::memcpy(to, from, size_t(width) * sizeof(float)); }
 
 // The layer's input for each token, [tokens, hidden], from the hidden states before the tokens.
-float *enter(deltic_pool *pool, const deltic_draft_head &head, int64_t tokens, const int64_t *ids, const float *before) {
+float *enter(deltic_pool *pool, const deltic_draft_head &head, int64_t tokens, const int64_t *ids,
+             const float *before) {
     const deltic_model &model = head.model;
     int64_t hidden = model.hidden;
     float *embedded = scratch_of<float>(pool, kEmbedded, tokens * hidden);
@@ -95,14 +96,14 @@ struct Drawn {
         std::vector<int64_t> ids(size_t(rows * count), 0);
         std::vector<double> totals(size_t(rows), 0.0);
         std::vector<uint8_t> healthy(size_t(rows), 0);
-        kernels().top(pool, logits, rows, vocabulary, count, few ? temperatures.data() : nullptr, values.data(), ids.data(),
-                      few ? totals.data() : nullptr, healthy.data());
+        kernels().top(pool, logits, rows, vocabulary, count, few ? temperatures.data() : nullptr, values.data(),
+                      ids.data(), few ? totals.data() : nullptr, healthy.data());
         if (few)
-            deltic_draw(values.data(), ids.data(), rows, count, vocabulary, temperatures.data(), top_k.data(), top_p.data(),
-                        min_p.data(), totals.data(), keys.data(), tokens.data());
+            deltic_draw(values.data(), ids.data(), rows, count, vocabulary, temperatures.data(), top_k.data(),
+                        top_p.data(), min_p.data(), totals.data(), keys.data(), tokens.data());
         else if (!greedy)
-            kernels().draw_any(pool, logits, rows, vocabulary, temperatures.data(), keys.data(), values.data(), ids.data(),
-                               tokens.data());
+            kernels().draw_any(pool, logits, rows, vocabulary, temperatures.data(), keys.data(), values.data(),
+                               ids.data(), tokens.data());
         for (int64_t row = 0; row < rows; ++row)
             if (greedy || tokens[size_t(row)] < 0) tokens[size_t(row)] = ids[size_t(row * count)];
     }

@@ -5,28 +5,28 @@
 namespace deltic {
 
 // What every level defines in its own namespace, from the same sources; see deltic.h and matrix.hpp.
-#define DELTIC_KERNELS                                                                                                  \
-    void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,               \
-                int64_t stride);                                                                                        \
-    void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch,   \
-            const float *proj, float *out);                                                                             \
-    void attention(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv,                          \
-                  const deltic_batch &batch, const float *cosines, const float *sines, const float *proj, float *out);  \
-    void fold_ring(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states *states, int64_t count,         \
-                   int64_t source, int64_t ring, int64_t base, int64_t done, int64_t target);                           \
-    void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv,                           \
-                  const deltic_batch &batch, const float *cosines, const float *sines, const float *proj);              \
-    void add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,       \
-                  float *normed, int64_t tokens, int64_t width, float eps);                                             \
-    void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width);                  \
-    void top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,                        \
-             const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);             \
-    void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,       \
+#define DELTIC_KERNELS                                                                                                 \
+    void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,              \
+                int64_t stride);                                                                                       \
+    void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch, \
+            const float *proj, float *out);                                                                            \
+    void attention(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv,                        \
+                  const deltic_batch &batch, const float *cosines, const float *sines, const float *proj, float *out); \
+    void fold_ring(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states *states, int64_t count,       \
+                   int64_t source, int64_t ring, int64_t base, int64_t done, int64_t target);                          \
+    void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv,                         \
+                  const deltic_batch &batch, const float *cosines, const float *sines, const float *proj);             \
+    void add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,      \
+                  float *normed, int64_t tokens, int64_t width, float eps);                                            \
+    void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width);                 \
+    void top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,                       \
+             const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);            \
+    void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,      \
                   const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);
 
-#define DELTIC_DECLARE(level)                                                                                           \
-    namespace level {                                                                                                   \
-    DELTIC_KERNELS                                                                                                      \
+#define DELTIC_DECLARE(level)                                                                                          \
+    namespace level {                                                                                                  \
+    DELTIC_KERNELS                                                                                                     \
     }
 DELTIC_DECLARE(portable)
 #if defined(__x86_64__)

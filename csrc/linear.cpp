@@ -19,8 +19,8 @@ constexpr int kTile = 4;
 constexpr int kTile = 2;
 #endif
 constexpr int64_t kPiece = 65536;  // bytes of weights that are worth handing to a thread
-// Weights are fetched so many bytes before they are needed: computing goes too slowly for some processors to see the
-// stream and do it themselves.
+// Weights are fetched into the second-level cache so many bytes before they are needed: computing goes too slowly for
+// some processors to see the stream and do it themselves.
 constexpr int64_t kAhead = 4096;
 
 // Tokens of the next tile when `rest` are left: few sizes, so that each can be compiled for itself.
@@ -150,7 +150,7 @@ Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns)
     Sums<T> total = {};
     for (int64_t k = 0; k < columns; ++k) {
         const Number *numbers = (const Number *)panel + kPanel * k;
-        __builtin_prefetch((const uint8_t *)numbers + kAhead);
+        __builtin_prefetch((const uint8_t *)numbers + kAhead, 0, 2);
         Floats w = Load(numbers);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total.of[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total.of[t]);
@@ -161,7 +161,7 @@ Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns)
 template <int T> Sums<T> times_bf16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
     Sums<T> total = {};
     for (int64_t k = 0; k < (columns + 1) / 2; ++k) {
-        __builtin_prefetch(panel + 64 * k + kAhead);
+        __builtin_prefetch(panel + 64 * k + kAhead, 0, 2);
         Words w = load<Words>(panel + 64 * k);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total.of[t] = dot2_bf16(total.of[t], w, uint32_t(tile[k * T + t]));
@@ -190,7 +190,7 @@ template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const in
         for (int g = 0; g < kBlock / 32; ++g) {
             constexpr int64_t kStep = Format::kBytes / (kBlock / 32);
             int64_t group = b * (kBlock / 32) + g;
-            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(block + g * kStep + kAhead + at);
+            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(block + g * kStep + kAhead + at, 0, 2);
             const int32_t *x = tile.codes + group * 8 * T;
             Bytes c[8];
             Ints dot[T];
@@ -255,7 +255,8 @@ template <class Format> struct Int8 {
 // ---- All panels times all tiles.
 
 // A kernel for one size of tiles: writes rows `rows` (at most 16) of the panel for its tokens.
-using Kernel = void (*)(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride, int64_t rows);
+using Kernel = void (*)(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride,
+                        int64_t rows);
 
 template <int T, Sums<T> Times(const uint8_t *, const int32_t *, int64_t)>
 void write(const uint8_t *panel, const int32_t *tile, int64_t columns, float *y, int64_t stride, int64_t rows) {

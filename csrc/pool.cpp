@@ -158,7 +158,8 @@ extern "C" deltic_pool *deltic_pool_new(int threads) {
     if (!pool) return nullptr;
     try {
         pool->shares = std::vector<Share>(size_t(threads < 1 ? 1 : threads));
-        for (int thread = 1; thread < threads; ++thread) pool->threads.emplace_back([pool, thread] { pool->serve(thread); });
+        for (int thread = 1; thread < threads; ++thread)
+            pool->threads.emplace_back([pool, thread] { pool->serve(thread); });
     } catch (...) {  // fewer threads than asked for: the work is still done
     }
     return pool;

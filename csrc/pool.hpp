@@ -1,7 +1,7 @@
 // The threads that share the work of a call.
 //
-// Inline code here and in simd.hpp is always inlined or of internal linkage: a function that the linker may share between
-// files would carry the instructions of whichever level it was compiled for.
+// Inline code here and in simd.hpp is always inlined or of internal linkage: a function that the linker may share
+// between files would carry the instructions of whichever level it was compiled for.
 //
 // Idle threads sleep. A thread whose core is taken by another program holds up the piece that it has begun, and no
 // more: work is handed out in small pieces.

@@ -176,7 +176,9 @@ void top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, in
             }
         });
     };
-    each_run([&](int64_t, int64_t at, const float *from, int64_t size) { found[at] = read_run(from, size, largest + at); });
+    each_run([&](int64_t, int64_t at, const float *from, int64_t size) {
+        found[at] = read_run(from, size, largest + at);
+    });
     for (int64_t row = 0; row < rows; ++row) {
         Row all = found[row * runs];
         for (int64_t at = row * runs; at < (row + 1) * runs; ++at) {

@@ -109,7 +109,7 @@ DELTIC_INLINE Native fma(Native a, Native b, Native c) {
 
 DELTIC_INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
-// Widening and narrowing of 16 numbers. (The compiler's own conversions go number by number where sizes differ by four.)
+// Widening and narrowing of 16 numbers. (The compiler's own conversions go one by one where sizes differ by four.)
 DELTIC_INLINE Ints from_s8(const int8_t *from) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
@@ -223,7 +223,7 @@ DELTIC_INLINE Bytes lookup(Bytes table, Bytes codes) {
 #endif
 }
 
-// Per lane: acc + the four unsigned bytes of the lane times the four signed bytes of `x`, the same for all lanes. Exact.
+// Per lane: acc + the four unsigned bytes of the lane times the four signed bytes of `x`, which all share. Exact.
 DELTIC_INLINE Ints dot4(Ints acc, Bytes codes, int32_t x) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(x));
@@ -263,8 +263,8 @@ DELTIC_INLINE Ints dot2(Ints acc, Ints pairs, int32_t x) {
 #endif
 }
 
-// Per lane: acc + two bfloat16 of the lane times the two of `x`. The hardware's products flush subnormals and round each
-// sum once; elsewhere these are two `fma`.
+// Per lane: acc + two bfloat16 of the lane times the two of `x`. The hardware's products flush subnormals and round
+// each sum once; elsewhere these are two `fma`.
 DELTIC_INLINE Floats dot2_bf16(Floats acc, Words pairs, uint32_t x) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(int(x)));

@@ -69,6 +69,9 @@ class Depth(Protocol):
     def timed(self, rows: int, drafts: int, seconds: float) -> None:
         """A step of so many sequences, that did nothing but answer, took so long, drafting included."""
 
+    def plain_seconds(self, rows: int) -> float | None:
+        """How long a step of so many sequences takes without drafts, if that is known."""
+
 
 @dataclass(slots=True)
 class FixedDepth:
@@ -81,6 +84,9 @@ class FixedDepth:
 
     def timed(self, rows: int, drafts: int, seconds: float) -> None:
         pass
+
+    def plain_seconds(self, rows: int) -> float | None:
+        return None
 
 
 @dataclass(slots=True)
@@ -119,6 +125,9 @@ class AdaptiveDepth:
     def timed(self, rows: int, drafts: int, seconds: float) -> None:
         before = self.seconds.get((rows, drafts))
         self.seconds[rows, drafts] = seconds if before is None else before + _TIMING * (seconds - before)
+
+    def plain_seconds(self, rows: int) -> float | None:
+        return self.seconds.get((rows, 0))
 
     def _rate(self, known: Sequence[Acceptance], rows: int, drafts: int) -> float:
         tokens = rows - len(known) + sum(acceptance.expected(drafts) for acceptance in known)

@@ -39,6 +39,7 @@ class EngineStats:
     """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
 
     drafted_at, accepted_at: guesses that were verified, and the right ones among them, by their place in a step.
+    saved_seconds: by how much steps with guesses were faster than as many tokens one by one; negative where slower.
     prompt_tokens: processed ones, so those of a preempted request count again. reused_tokens: prompt tokens of
     finished requests that the cache knew.
     """
@@ -46,6 +47,7 @@ class EngineStats:
     steps: int = 0
     drafted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+    saved_seconds: float = 0.0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -132,7 +134,7 @@ class Engine:
                     self._fail(sequence, f"internal error: {error}")
             self.stats.steps += 1
             if drafting and len(drafting) == len(plan.rows) and not known:
-                self.depth.timed(len(drafting), max(row.drafts for row in plan.rows), time.perf_counter() - start)
+                self._time(plan, time.perf_counter() - start)
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began
         return events
@@ -274,6 +276,15 @@ class Engine:
         self.runtime.cache.commit(lease, row.tokens[index:index + 1], base_after(row))
         if self.runtime.head:
             self.runtime.head.settle(lease.slot, turn.start + index)
+
+    def _time(self, plan: Plan, seconds: float) -> None:
+        """Note how long a step took that did nothing but answer."""
+        rows, drafts = len(plan.rows), max(row.drafts for row in plan.rows)
+        self.depth.timed(rows, drafts, seconds)
+        plain = self.depth.plain_seconds(rows)
+        if drafts and plain is not None:
+            tokens = sum(event.token is not None for event in self._events)
+            self.stats.saved_seconds += plain * tokens / rows - seconds
 
     def _learn(self, sequence: Sequence, drafted: int, right: int) -> None:
         for acceptance in (self._acceptance(sequence), self._usual):

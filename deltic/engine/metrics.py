@@ -117,7 +117,8 @@ class Snapshot:
 
     finished: for whatever reason; failed: those of them that ended with an error. prompt_tokens: computed ones, those
     of a preempted sequence again; reused_tokens: prompt tokens that the cache knew. pace: generated tokens per second.
-    drafted, accepted: guesses of speculation, and the right ones among them, by their place in a step.
+    drafted, accepted: guesses of speculation, and the right ones among them, by their place in a step; saved_seconds:
+    the time that they saved.
     """
 
     running: int
@@ -129,6 +130,7 @@ class Snapshot:
     generated_tokens: int
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
+    saved_seconds: float
     pace: float
     steps: int
     preemptions: int
@@ -147,6 +149,7 @@ def snapshot(engine: Engine) -> Snapshot:
         finished=stats.finished, failed=stats.failed,
         prompt_tokens=stats.prompt_tokens, reused_tokens=stats.reused_tokens,
         generated_tokens=stats.generated_tokens, drafted=tuple(stats.drafted_at), accepted=tuple(stats.accepted_at),
+        saved_seconds=stats.saved_seconds,
         pace=meter.pace.read(time.perf_counter()),
         steps=stats.steps, preemptions=scheduler.preemptions,
         pages=_pool(cache.pages), slots=_pool(cache.slots),

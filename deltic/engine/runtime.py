@@ -131,25 +131,26 @@ class Runtime:
 
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
-         progress: LoadProgress | None = None) -> Runtime:
+         progress: LoadProgress | None = None, rings: bool = False) -> Runtime:
     """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
-    its cache; with it the draft head, or the model that drafts for it, if the options ask for one."""
+    its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
+    rings even if nobody drafts."""
     speculation, draft = options.speculation, None
     if isinstance(speculation, Draft):
         options, drafting = _shared(options)
-        draft = _load(speculation.model, drafting, None, progress)
-    return replace(_load(model, options, revision, progress), draft=draft)
+        draft = _load(speculation.model, drafting, None, progress, rings=True)
+    return replace(_load(model, options, revision, progress, rings or draft is not None), draft=draft)
 
 
 def _shared(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     """The options of a model and of the one that drafts for it, which gets a quarter of the memory."""
     memory = options.memory_bytes or _free_memory(options.device) // 2
-    drafting = replace(options, memory=str(memory // 4), speculate="ngram:1", cache_dir=None, host_memory=None)
+    drafting = replace(options, memory=str(memory // 4), speculate="off", cache_dir=None, host_memory=None)
     return replace(options, memory=str(memory - memory // 4)), drafting
 
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
-          progress: LoadProgress | None) -> Runtime:
+          progress: LoadProgress | None, rings: bool) -> Runtime:
     _check_device(options.device)
     ops = select(options.ops, options.device)
     use_level(options.cpu_level)
@@ -173,7 +174,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
-    memory, extras = _plan_memory(config, options, getattr(torch, dtype), mtp is not None)
+    rings = rings or mtp is not None or isinstance(options.speculation, Ngram)
+    memory, extras = _plan_memory(config, options, getattr(torch, dtype), mtp is not None, rings)
     extras = replace(extras, tiled=tiled)
     storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device, extras)
     cache = HybridCache(storage, decoder.ops, options.prefix_cache)
@@ -208,17 +210,17 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
 
 
 def _plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
-                 head: bool) -> tuple[MemoryPlan, Extras]:
+                 head: bool, wanted: bool) -> tuple[MemoryPlan, Extras]:
+    """How the cache is split. head: it serves a draft head too. wanted: sequences shall have replay rings."""
     budget, ring = options.memory_bytes or _free_memory(options.device) // 2, ring_bytes(config, dtype)
-    speculates = head or isinstance(options.speculation, Ngram | Draft)
     # rings take a quarter at most: who gets none is served without guesses
-    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if speculates else 0
+    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
                         config.max_position_embeddings, options.max_batch, options.max_context)
     memory = split_memory(budget - rings * ring, needs)
     for warning in memory.warnings:
         log.warning(warning)
-    if speculates and not rings:
+    if wanted and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
     return memory, Extras(min(rings, memory.max_batch), head)
 

@@ -33,13 +33,14 @@ class Session:
     Every token enters the state exactly once. Errors leave the session where it was. Several tokens at once, of which
     perhaps only the first few are wanted:
 
-        logits = session.verify([7, 8, 9])       # float32 [3, vocabulary]; the session stays where it is
-        session.accept(2)                        # 7 and 8 are in the state now, 9 never was
+        guesses = session.draft(7, 2)            # by the model's draft head, if it has one: what may follow 7
+        logits = session.verify([7, *guesses])   # float32 [3, vocabulary]; the session stays where it is
+        session.accept(2)                        # 7 and the first guess are in the state now, the second never was
     """
 
     def __init__(self, model: str | RandomModel | None = None, dtype: str = "float32", *,
                  revision: str | None = None, **options: Any) -> None:
-        self.runtime = load(model, engine_config({"dtype": dtype, **options}), revision)
+        self.runtime = load(model, engine_config({"dtype": dtype, **options}), revision, None, True)
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert lease is not None and scratch is not None
@@ -74,17 +75,33 @@ class Session:
         """Append tokens whose logits nobody wants."""
         self._feed(tokens, False)
 
+    @torch.inference_mode()
+    def draft(self, token: int, count: int) -> list[int]:
+        """What the model's draft head thinks most likely to follow the next token; the session stays where it is."""
+        token, head, cache, lease = *self._checked([token]), self.runtime.head, self.runtime.cache, self._lease
+        if head is None:
+            raise RequestError("this model has no draft head, or was loaded with speculate='off'", "speculate")
+        if not 1 <= count <= MAX_DRAFTS:
+            raise RequestError(f"count must be from 1 to {MAX_DRAFTS}, not {count}", "count")
+        if cache.reserve(lease, count) < count:
+            raise RequestError("no pages are left: drop checkpoints, or raise memory")
+        guesses, hidden = [token], None
+        for depth in range(count):
+            row = Row((guesses[-1],), lease.done + depth, tuple(lease.pages), lease.slot, 1)
+            hidden, logits = head.draft(self._batch(row), hidden)
+            guesses.append(int(logits.argmax()))
+        return guesses[1:]
+
     def verify(self, tokens: Sequence[int]) -> Tensor:
-        """The logits [n, V] that each of these tokens would leave, without appending them: see `accept`. Needs an
-        option `speculate` that allows it; at most 13 tokens."""
+        """The logits [n, V] that each of these tokens would leave, without appending them: see `accept`. At most 13
+        tokens."""
         tokens = self._checked(tokens)
         cache, lease = self.runtime.cache, self._lease
         if len(tokens) > MAX_DRAFTS + 1:
             raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
                                "tokens")
         if not cache.take_ring(lease):
-            raise RequestError("this session has no replay ring: load it with speculate='auto' or another way to "
-                               "speculate", "speculate")
+            raise RequestError("there is no room for a replay ring: raise memory", "memory")
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop checkpoints, or raise memory")
         row = Row(tuple(tokens), lease.done, tuple(lease.pages), lease.slot, len(tokens), base=lease.base,

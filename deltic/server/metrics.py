@@ -54,6 +54,8 @@ def _guesses(now: Snapshot) -> Iterator[_Family]:
                                ("accepted", "Guesses that were right, by their place in a step.", now.accepted)):
         yield _Family(f"{name}_tokens_total", "counter", line,
                       tuple(("", {"position": str(place + 1)}, count) for place, count in enumerate(counts) if count))
+    yield _one("speculation_saved_seconds", "gauge", "Seconds by which steps with guesses were faster than without.",
+               now.saved_seconds)
 
 
 def _durations(now: Snapshot) -> Iterator[_Family]:
