@@ -41,8 +41,8 @@ def linear(slope: float, limit: int = 3) -> list[float]:
 
 def test_good_guesses_are_used_fully() -> None:
     rate, chosen, _ = served(0.8, 400, linear(0.15))
-    assert chosen[-100:] == [3] * 100
-    assert rate > 0.95 * (1 + 0.8 + 0.64 + 0.512) / linear(0.15)[3]
+    assert chosen[-100:].count(3) >= 95
+    assert rate > 0.93 * (1 + 0.8 + 0.64 + 0.512) / linear(0.15)[3]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -58,16 +58,25 @@ def test_dear_guesses_are_not_made() -> None:
     assert rate >= 0.95 * 8 / BASE and chosen[-1] == 0
 
 
+def test_a_slow_minute_is_forgotten() -> None:
+    """Steps without drafts that were measured while the machine was busy do not make drafts look good for ever."""
+    depth = AdaptiveDepth(3)
+    for _ in range(3):
+        depth.timed(8, 0, 3 * BASE)
+    _, chosen, _ = served(0.6, 600, linear(0.9), rows=8, depth=depth)
+    assert chosen[-200:].count(0) > 180
+
+
 def test_it_comes_back() -> None:
     _, chosen, depth = served(0.0, 300, linear(0.15))
     assert chosen[-1] == 0
     _, chosen, _ = served(0.9, 2000, linear(0.15), depth=depth)
-    assert chosen[-1] == 3
+    assert chosen[-100:].count(3) >= 95
 
 
 def test_the_best_depth_lies_between() -> None:
     """Where the second guess is mostly wrong, one is drafted."""
-    rng, depth, known = random.Random(2), AdaptiveDepth(4), [Acceptance.hopeful(4)]
+    rng, depth, known, chosen = random.Random(2), AdaptiveDepth(4), [Acceptance.hopeful(4)], list[int]()
     for _ in range(500):
         drafts = depth.choose(known, 1)
         right = 0
@@ -75,7 +84,8 @@ def test_the_best_depth_lies_between() -> None:
             right += 1
         known[0].learn(drafts, right)
         depth.timed(1, drafts, linear(0.2, 4)[drafts])
-    assert drafts == 1
+        chosen.append(drafts)
+    assert chosen[-100:].count(1) >= 90
 
 
 def test_what_is_behind_a_wrong_guess_teaches_nothing() -> None:

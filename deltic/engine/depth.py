@@ -3,6 +3,7 @@ Python."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,11 +18,15 @@ _HOPE = 0.8
 """How often a guess is taken to be right before anything is known."""
 _GROWTH = 0.12
 """By how much a step is taken to be longer per draft, until one with drafts has been measured."""
-_RENEWAL = 256
-"""Steps with drafts after which one without is measured again."""
+_RENEWAL = 32
+"""Steps with drafts after which one without is measured again: an old figure may be of a slower minute."""
+_SURE = 3
+"""Measurements of steps without drafts before the first draft."""
+_WORTH = 1.03
+"""How many times as fast it must look to draft: times scatter."""
 _BURST = 3
 """Steps with drafts that are tried in a row after a while without any."""
-_SHORTEST, _LONGEST = 48, 768
+_SHORTEST, _LONGEST = 64, 1024
 """Steps without drafts before they are tried again: at first, and at most."""
 
 
@@ -93,23 +98,25 @@ class FixedDepth:
 class AdaptiveDepth:
     """The depth with the most tokens per second; once that is none, others are tried again from time to time.
 
-    seconds: measured time of a step by (sequences, drafts). busy: steps with drafts since one without. quiet: steps
-    since drafts did not pay. wait: after how many of them to try again. burst: steps that are left of a try.
+    seconds: measured time of a step by (sequences, drafts). times: how often it was measured. busy: steps with drafts
+    since one without. quiet: steps since drafts did not pay. wait: after how many of them to try again. burst: steps
+    that are left of a try.
     """
 
     limit: int
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    times: Counter[tuple[int, int]] = field(default_factory=Counter)
     busy: int = 0
     quiet: int = 0
     wait: int = _SHORTEST
     burst: int = 0
 
     def choose(self, known: Sequence[Acceptance], rows: int) -> int:
-        if (rows, 0) not in self.seconds or self.busy >= _RENEWAL:
+        if self.times[rows, 0] < _SURE or self.busy >= _RENEWAL:
             self.busy = 0
             return 0
         best = max(range(self.limit + 1), key=lambda drafts: self._rate(known, rows, drafts))
-        if best:
+        if best and self._rate(known, rows, best) > _WORTH * self._rate(known, rows, 0):
             self.busy, self.quiet, self.burst = self.busy + 1, 0, 0
             if all(acceptance.shares[0] > _HOPE / 2 for acceptance in known):
                 self.wait = _SHORTEST
@@ -123,8 +130,10 @@ class AdaptiveDepth:
         return 0
 
     def timed(self, rows: int, drafts: int, seconds: float) -> None:
-        before = self.seconds.get((rows, drafts))
-        self.seconds[rows, drafts] = seconds if before is None else before + _TIMING * (seconds - before)
+        self.times[rows, drafts] += 1
+        before = self.seconds.get((rows, drafts), 0.0)
+        weight = max(_TIMING, 1 / self.times[rows, drafts])
+        self.seconds[rows, drafts] = before + weight * (seconds - before)
 
     def plain_seconds(self, rows: int) -> float | None:
         return self.seconds.get((rows, 0))
