@@ -64,8 +64,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (0, 1 << 31),
     "logprobs": (0, 20),
     "n": (1, 128),
+    "max_repeat": (0, 1 << 31),
 }
-_INTEGERS = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n"})
+_INTEGERS = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n", "max_repeat"})
 MAX_LOGIT_BIAS = 100
 MAX_STOPS = 64
 
@@ -86,6 +87,9 @@ class SamplingParams:
     max_tokens: `None` is as many as the context holds.
     logprobs: number of most probable tokens to report per position (0: the chosen token only; None: nothing).
     n: independent answers; the prompt is processed once.
+    max_repeat: an answer ends, with reason "length", when its end is the same group of 1 to 128 tokens so many times
+        in a row; groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of
+        dashes is no such end. 0: never, else at least 2; `None`: as the engine's options say.
     """
 
     temperature: float | None = None
@@ -104,12 +108,15 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    max_repeat: int | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
         if self.max_tokens == 0 and self.n > 1:
             raise RequestError("n needs max_tokens of at least 1", "n")
+        if self.max_repeat == 1:
+            raise RequestError("max_repeat must be at least 2, or 0 for off: everything is there once", "max_repeat")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         _check_stops(tuple(self.stop))
@@ -130,7 +137,7 @@ class SamplingParams:
 
 def _check_number(name: str, value: Any, low: float, high: float, integer: bool | None = None) -> None:
     if value is None and name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
-                                  "max_tokens", "logprobs"):
+                                  "max_tokens", "logprobs", "max_repeat"):
         return
     kind: tuple[type, ...] = (int,) if (integer or name in _INTEGERS) else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind):
@@ -155,12 +162,24 @@ class Matcher(Protocol):
         """Take the next token of the answer; True ends the answer with this token."""
 
 
+class Guide(Protocol):
+    """Puts tokens into an answer that the model did not choose. One instance per choice; what it forces must depend
+    on the tokens that it was given alone."""
+
+    def forced(self) -> int | None:
+        """The token that comes next, whatever the model says; None if the model may choose."""
+
+    def push(self, token: int, /) -> None:
+        """Take the next token of the answer, forced or chosen."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the engine is asked: token ids in, token ids out.
 
     boundaries: prompt positions (counts of tokens) that following requests are expected to share.
     matcher: makes the stop-string matcher of one choice, or None.
+    guide: makes what forces tokens on one choice, or None.
     speculate: whether tokens may be drafted for this request; the answer is the same.
     """
 
@@ -170,11 +189,13 @@ class Request:
     boundaries: tuple[int, ...] = ()
     matcher: Callable[[], Matcher] | None = None
     speculate: bool = True
+    guide: Callable[[], Guide] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probability of the chosen token and of the most probable ones, before the draw's filters."""
+    """Natural-log probability that the model gave to the token of the answer, chosen or forced, and to the most
+    probable ones, before the draw's filters."""
 
     token: float
     top: tuple[tuple[int, float], ...] = ()
@@ -183,13 +204,14 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one choice: prompt, of those reused from the cache, and generated. drafted_tokens: guesses that
-    speculation made; accepted_tokens: those that the model accepted, all of them generated tokens."""
+    speculation made; accepted_tokens: those that the model accepted, all of them generated tokens. How many depends on
+    the time that steps took, so equal answers may differ in them."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafted_tokens: int = field(default=0, compare=False)
+    accepted_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

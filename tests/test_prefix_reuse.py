@@ -301,6 +301,16 @@ def test_the_same_prompt_again_reads_nothing() -> None:
     assert engine.stats.prompt_tokens == 100
 
 
+@pytest.mark.parametrize("changes", [{"logit_bias": {7: 100.0}}, {"repetition_penalty": 5.0}, {"min_tokens": 4},
+                                     {"presence_penalty": 2.0}])
+def test_l8_what_one_request_changes_in_kept_logits_does_not_reach_the_next(changes: dict[str, Any]) -> None:
+    engine, prompt = engine_for(), numbers(1, 100, 500)
+    first = serve(engine, greedy(prompt, 3))
+    serve(engine, greedy(prompt, 3, **changes, stop_token_ids=(first[("a", 0)].tokens[0],), ignore_eos=False))
+    again = serve(engine, greedy(prompt, 3))
+    assert usage_of(again).cached_tokens == 100 and again[("a", 0)].tokens == first[("a", 0)].tokens
+
+
 @pytest.mark.parametrize("length", [14, 15, 16, 17, 100])
 @pytest.mark.parametrize("answer", [1, 2, 12])
 def test_a_prompt_that_goes_on_after_an_answer_reuses_all_but_its_last_token(length: int, answer: int) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from deltic.engine.llm import LLM
     from deltic.engine.runtime import RandomModel
 
-_FRONT = ("chat_template", "history", "strip_billing_header")
+_FRONT = ("chat_template", "history", "strip_billing_header", "thinking_budget")
 """Options of the commands that read words."""
 
 

@@ -54,6 +54,9 @@ def add_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strip-billing-header", action="store_true",
                         help="remove the x-anthropic-billing-header line that coding agents put before the system "
                              "message: it changes with every request, so that no prompt could be reused")
+    parser.add_argument("--thinking-budget", type=whole(0), metavar="N",
+                        help="close the model's thinking after N tokens and let it answer; 0: at once. A client's chat "
+                             "request may say otherwise (default: it may think as long as it wants)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

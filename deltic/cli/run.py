@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     given = {"--system": args.system, "--tools": args.tools, "--think": args.think,
-             "--chat-template": args.chat_template}
+             "--chat-template": args.chat_template, "--thinking-budget": args.thinking_budget}
     useless = [name for name, value in given.items() if args.raw and value is not None]
     if useless:
         raise UsageError(f"--raw uses no chat template, so {useless[0]} has no meaning with it")

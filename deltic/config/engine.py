@@ -17,6 +17,7 @@ _RANGES: Final = {
     "max_context": (1, 1 << 31),
     "max_batch": (1, 4096),
     "token_budget": (1, 1 << 20),
+    "max_repeat": (0, 1 << 31),
 }
 _CACHED_PARAMETERS: Final = 8_000_000
 _PACKED: Final = ("auto", "on", "off")
@@ -54,6 +55,9 @@ class EngineConfig:
                              choices=_CPU_LEVELS)
     speculate: str = _option("auto", "draft tokens that the model verifies several at a time, which changes the speed "
                              "alone: mtp[:N], ngram[:N], draft:MODEL[:N] or off; auto: mtp if the model has a head")
+    max_repeat: int = _option(0, "end an answer that goes round in circles: whose end is the same group of up to 128 "
+                              "tokens N times in a row (8*N tokens for groups of fewer than 8); requests may say "
+                              "otherwise (default: 0, never)")
     ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
     debug_layers: bool = _option(False, "log statistics of every layer's output in every step (slow)")
 
@@ -63,6 +67,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{name} must be from {low} to {high}, not {show(value)}", name)
+        if self.max_repeat == 1:
+            raise ConfigError("max_repeat must be at least 2, or 0 for off: everything is there once", "max_repeat")
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, not {self.device!r}", "device")
         if self.dtype not in _DTYPES:

@@ -20,13 +20,14 @@ from deltic.engine.batch import build
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
 from deltic.engine.drafters import Drafter, drafter_of
 from deltic.engine.metrics import Meter
+from deltic.engine.repeats import Repeats
 from deltic.engine.runtime import Runtime
 from deltic.engine.sampler import Draw, logprobs_of, sampling_of
 from deltic.engine.scheduler import Plan, Row, Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.errors import RequestError
 from deltic.ops.records import Sampled
-from deltic.types import MAX_DRAFTS, Finish, Request, TokenOut
+from deltic.types import MAX_DRAFTS, Finish, Request, TokenLogprobs, TokenOut
 
 log = logging.getLogger("deltic")
 
@@ -72,11 +73,20 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a step has drawn; the lists are those of `sampled`."""
+    """What a step has drawn; the lists are those of `sampled`. raw [L, V]: the model's logits, where the probability
+    of another token than the drawn one may have to be reported."""
 
     sampled: Sampled
     tokens: list[int]
     healthy: list[bool]
+    raw: Tensor | None = None
+
+    def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
+        """The report of one row that gave this token, drawn or forced."""
+        found = logprobs_of(self.sampled, row, wanted)
+        if found is None or self.raw is None or token == self.tokens[row]:
+            return found
+        return replace(found, token=float(self.raw[row].double().log_softmax(-1)[token]))
 
 
 class Engine:
@@ -168,7 +178,7 @@ class Engine:
             if row.logits:
                 ready.append(Turn(sequence, row, start))
         for sequence in known:
-            logits.append(sequence.logits[None])
+            logits.append(sequence.logits[None].clone())  # a draw may write into them
             sequence.logits = None
             ready.append(Turn(sequence))
         if ready:
@@ -221,8 +231,10 @@ class Engine:
             first += len(guesses) + 1
         if len(draws) > first:
             logits = logits[rows]
+        scored = any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws)
+        raw = logits.clone() if scored else None
         sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device))
-        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist())
+        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), raw)
         for turn, place in turns:
             sequence = turn.sequence
             try:
@@ -230,7 +242,7 @@ class Engine:
                     self.runtime.cache.keep_emitted(sequence.lease, ends.get(sequence))
                 self._follow(turn, chosen, place)
             except Exception as error:
-                log.exception("a request's own matcher failed; the request ends with an error")
+                log.exception("a request's own matcher or guide failed; the request ends with an error")
                 self._fail(sequence, f"internal error: {error}")
 
     def _follow(self, turn: Turn, chosen: Chosen, place: int) -> None:
@@ -242,8 +254,9 @@ class Engine:
                 return self._fail(sequence, _SICK)
             if guesses:
                 self._commit_guess(turn, right)
-            token = chosen.tokens[place + right]
-            finish = self._take(sequence, token, chosen.sampled, place + right)
+            forced = sequence.forced
+            token = chosen.tokens[place + right] if forced is None else forced
+            finish = self._take(sequence, token, chosen, place + right)
             if finish or right == len(guesses) or token != guesses[right]:
                 break
             right += 1
@@ -293,8 +306,8 @@ class Engine:
             self.stats.drafted_at[position] += 1
             self.stats.accepted_at[position] += position < right
 
-    def _take(self, sequence: Sequence, token: int, sampled: Sampled, row: int) -> Finish | None:
-        """Take one token that was chosen; returns why the answer ends with it, if it does."""
+    def _take(self, sequence: Sequence, token: int, chosen: Chosen, row: int) -> Finish | None:
+        """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""
         if sequence.sampling.max_tokens == 0:
             sequence.finish = "length"
             return sequence.finish
@@ -302,7 +315,7 @@ class Engine:
         self.stats.generated_tokens += 1
         self.meter.token(sequence)
         self._events.append(TokenOut(sequence.request.id, sequence.choice, token,
-                                     logprobs_of(sampled, row, sequence.sampling.logprobs), finish,
+                                     chosen.logprobs(row, token, sequence.sampling.logprobs), finish,
                                      sequence.usage if finish else None))
         return finish
 
@@ -342,14 +355,15 @@ class Engine:
         boundaries = distinct(request.boundaries, len(prompt))
         wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
         return Sequence(request, choice, params, seed, eos, limit, list(prompt),
-                        request.matcher() if request.matcher else None, origin=origin, boundaries=boundaries,
-                        wanted=wanted)
+                        request.matcher() if request.matcher else None, request.guide() if request.guide else None,
+                        Repeats(params.max_repeat) if params.max_repeat else None, origin=origin,
+                        boundaries=boundaries, wanted=wanted)
 
     def _eos(self) -> frozenset[int]:
         return frozenset(self.runtime.generation.eos_token_ids) | frozenset(self.runtime.config.eos_token_ids)
 
     def _defaults(self) -> Mapping[str, Any]:
-        return self.runtime.generation.sampling()
+        return {**self.runtime.generation.sampling(), "max_repeat": self.runtime.options.max_repeat}
 
     def _check(self, request: Request) -> None:
         vocabulary = self.runtime.config.vocab_size

@@ -165,14 +165,16 @@ class LLM:
 
     history: "template", "preserve" or "auto", how prompts treat earlier answers: see `deltic.text.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
+    thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
     One thread at a time. Unknown options raise ConfigError, unusable models ModelError.
     """
 
     def __init__(self, model: str | RandomModel | None = None, *, revision: str | None = None,
                  chat_template: Path | None = None, progress: LoadProgress | None = None, history: str = "auto",
-                 strip_billing_header: bool = False, **options: Any) -> None:
+                 strip_billing_header: bool = False, thinking_budget: int | None = None, **options: Any) -> None:
         runtime = load(model, engine_config(options), revision, progress)
-        self._front = _front(runtime, chat_template, history=history, strip_billing_header=strip_billing_header)
+        self._front = _front(runtime, chat_template, history=history, strip_billing_header=strip_billing_header,
+                             thinking_budget=thinking_budget)
         self.runtime = _with_words(runtime, self._front.tokenizer) if self._front else runtime
         self.engine = Engine(self.runtime)
         self._inboxes: dict[str, deque[TokenOut]] = {}
@@ -185,20 +187,27 @@ class LLM:
         return self._front
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             thinking: bool | None = None, variables: Mapping[str, Any] | None = None) -> Output:
-        """Answer a conversation: OpenAI-style messages, or one user message as text."""
-        stream = self.stream(_messages(messages), sampling, tools=tools, thinking=thinking, variables=variables)
+             thinking: bool | None = None, variables: Mapping[str, Any] | None = None,
+             thinking_budget: int | None = None) -> Output:
+        """Answer a conversation: OpenAI-style messages, or one user message as text. thinking_budget: tokens after
+        which an open think block is closed for the model; 0 closes it at once."""
+        stream = self.stream(_messages(messages), sampling, tools=tools, thinking=thinking, variables=variables,
+                             thinking_budget=thinking_budget)
         return _exhaust(stream)
 
     def stream(self, prompt: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-               thinking: bool | None = None, variables: Mapping[str, Any] | None = None) -> Stream:
+               thinking: bool | None = None, variables: Mapping[str, Any] | None = None,
+               thinking_budget: int | None = None) -> Stream:
         """Like `chat` for messages, like `generate` for one text or list of ids, but piece by piece."""
         if isinstance(prompt, str) or not _are_messages(prompt):
+            if thinking_budget is not None:
+                raise RequestError("thinking_budget needs messages: a raw prompt has no think block", "thinking_budget")
             return Stream(self, self._job(prompt, sampling))
         given = dict(variables or {})
         if thinking is not None:
             given["enable_thinking"] = thinking
-        return Stream(self, self.front.chat(prompt, sampling, tools=tools, variables=given))
+        return Stream(self, self.front.chat(prompt, sampling, tools=tools, variables=given,
+                                            thinking_budget=thinking_budget))
 
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
                  sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),

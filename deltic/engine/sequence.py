@@ -10,7 +10,8 @@ from typing import Any
 from deltic.cache.hybrid import Checkpoint, Lease
 from deltic.cache.tiers import Fetch
 from deltic.engine.depth import Acceptance
-from deltic.types import PAGE, Finish, Matcher, Request, SamplingParams, Usage
+from deltic.engine.repeats import Repeats
+from deltic.types import PAGE, Finish, Guide, Matcher, Request, SamplingParams, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -26,13 +27,14 @@ class Sequence:
     """One choice of one request.
 
     tokens: prompt and answer; those after `lease.done` are still to be processed. lease: None while waiting.
-    eos: ids that end the answer. limit: tokens at which it ends with reason "length". counts: occurrences of the
-    answer's tokens. origin: where to fork from instead of processing the prompt. boundaries: where following prompts
-    are expected to part. wanted: prompt positions whose state is worth keeping. fetch: what the tiers bring for it.
-    known: tokens that the tree knows of it, and as of which of the tree's changes. started: where its lease began.
-    arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those
-    of the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step.
-    drafted, accepted: guesses so far, and those of them that were right. acceptance: what is known of them.
+    eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
+    goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. origin: where to fork
+    from instead of processing the prompt. boundaries: where following prompts are expected to part. wanted: prompt
+    positions whose state is worth keeping. fetch: what the tiers bring for it. known: tokens that the tree knows of it,
+    and as of which of the tree's changes. started: where its lease began. arrived, admitted: when it came and when it
+    first got a lease, in seconds of time.perf_counter. logits [V]: those of the prompt's end, if known. drafts: guesses
+    of the tokens that come next, to be verified in the next step. drafted, accepted: guesses so far, and those of them
+    that were right. acceptance: what is known of them.
     """
 
     request: Request
@@ -43,6 +45,8 @@ class Sequence:
     limit: int
     tokens: list[int]
     matcher: Matcher | None = None
+    guide: Guide | None = None
+    repeats: Repeats | None = None
     lease: Lease | None = None
     origin: Origin | None = None
     boundaries: tuple[int, ...] = ()
@@ -73,6 +77,11 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def forced(self) -> int | None:
+        """The token that comes next whatever the model says, if there is one."""
+        return self.guide.forced() if self.guide else None
 
     @property
     def usage(self) -> Usage:
@@ -111,8 +120,11 @@ class Sequence:
         self.tokens.append(token)
         self.counts[token] += 1
         matched = self.matcher.push(token) if self.matcher else False
+        circling = self.repeats.push(token) if self.repeats else False
+        if self.guide:
+            self.guide.push(token)
         if token in self.eos or matched:
             self.finish = "stop"
-        elif len(self.tokens) >= self.limit:
+        elif circling or len(self.tokens) >= self.limit:
             self.finish = "length"
         return self.finish

@@ -261,18 +261,11 @@ def gated_delta_replay(
 
 
 def next_base(base: int, done: int, chunk: int, append: bool) -> int:
-    """How many tokens a row's target state has folded in after a step: the `base` of its next one.
-
-    Without append everything is folded: done + chunk. With it the ring keeps base .. done + chunk - 1 if they
-    fit; otherwise base .. done - 1 are folded first and the ring holds the chunk alone: done. Rejected tokens
-    move the next step's `done` back, never below this.
-    ValueError if a chunk that is to be appended is longer than a ring.
-    """
-    if not append:
-        return done + chunk
-    if chunk > RING:
+    """How many tokens a row's target state has folded in after a step: the `base` of its next one, below which rejected
+    tokens never move its `done`. ValueError if a chunk that is to be appended is longer than a ring."""
+    if append and chunk > RING:
         raise ValueError(f"a chunk of {chunk} tokens does not fit a replay ring of {RING}")
-    return ring_base(base, done, chunk)
+    return ring_base(base, done, chunk) if append else done + chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def _guesses(now: Snapshot) -> Iterator[_Family]:
     for name, line, counts in (("drafted", "Tokens that speculation guessed, by their place in a step.", now.drafted),
                                ("accepted", "Guesses that were right, by their place in a step.", now.accepted)):
         yield _Family(f"{name}_tokens_total", "counter", line,
-                      tuple(("", {"position": str(place + 1)}, count) for place, count in enumerate(counts) if count))
+                      tuple(("", {"position": str(place + 1)}, count) for place, count in enumerate(counts)))
     yield _one("speculation_saved_seconds", "gauge", "Seconds by which steps with guesses were faster than without.",
                now.saved_seconds)
 

@@ -80,7 +80,8 @@ class _Wire:
         self.desk.check_model(body.model)
         body.refuse_unsupported()
         return self.desk.llm.front.chat(body.checked_messages(), body.sampling(), tools=body.shown_tools(),
-                                        variables=body.variables(), history=body.history)
+                                        variables=body.variables(), history=body.history,
+                                        thinking_budget=body.thinking_budget)
 
     def _text_jobs(self, body: CompletionRequest) -> list[Job]:
         self.desk.check_model(body.model)

@@ -16,7 +16,7 @@ from deltic.errors import RequestError
 from deltic.types import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-             "seed", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "n")
+             "seed", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "n", "max_repeat")
 _COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 2048
 
@@ -71,6 +71,7 @@ class _Common(_Strict):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    max_repeat: int | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -115,6 +116,7 @@ class ChatRequest(_Common):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     enable_thinking: bool | None = None
+    thinking_budget: int | None = None
     history: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -16,8 +16,9 @@ from deltic.text.chat import ChatTemplate, Conversation, load_template, opening,
 from deltic.text.history import MODES, History
 from deltic.text.notes import NoteStore
 from deltic.text.stream import Router, chat_router, text_router
+from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Finish, Matcher, Request, SamplingParams
+from deltic.types import Finish, Guide, Matcher, Request, SamplingParams
 
 log = logging.getLogger("deltic")
 
@@ -46,17 +47,21 @@ class Front:
     template: jinja source to use instead of the model's own. history: how prompts treat earlier answers, see
     `deltic.text.history`. strip_billing_header: remove the billing header that coding agents put before the system
     message. notes: keeps what is remembered beyond the process. longest: tokens that the context holds, if known.
+    thinking_budget: for requests that say nothing else, see `chat`.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, history: str = "auto",
                  strip_billing_header: bool = False, notes: NoteStore | None = None,
-                 longest: int | None = None) -> None:
+                 longest: int | None = None, thinking_budget: int | None = None) -> None:
         if history not in MODES:
             raise ConfigError(_unknown_mode(history), "history")
+        if not _is_budget(thinking_budget):
+            raise ConfigError(_no_budget(thinking_budget), "thinking_budget")
         self.tokenizer = tokenizer
         self._override = ChatTemplate(template, tokenizer.special_tokens) if template is not None else None
         self._mode, self._history = history, History(tokenizer, notes, longest)
         self._strip_billing_header, self._warned = strip_billing_header, False
+        self._thinking_budget = thinking_budget
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> Front:
@@ -64,16 +69,23 @@ class Front:
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             parse_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None) -> Job:
+             parse_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None,
+             thinking_budget: int | None = None) -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model; parse_calls: its calls become tool deltas, else they stay content.
         variables: template variables such as enable_thinking. history: another mode than this front's.
+        thinking_budget: tokens that the answer may spend in think blocks, another number than this front's; then the
+        open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
+        does not think.
         RequestError names what is wrong.
         """
         mode = self._mode if history is None else history
         if mode not in MODES:
             raise RequestError(_unknown_mode(mode), "history")
+        budget = self._thinking_budget if thinking_budget is None else thinking_budget
+        if not _is_budget(budget):
+            raise RequestError(_no_budget(budget), "thinking_budget")
         template = self._override or load_template(self.tokenizer, tools)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._history.turn(conversation, mode)
@@ -81,7 +93,9 @@ class Front:
         plain = chat_router(self.tokenizer, turn.ids, _UNTYPED if shown else None, sampling.stop)
         remember = partial(self._history.remember, turn, plain, sampling.stop_token_ids)
         router = chat_router(self.tokenizer, turn.ids, shown, sampling.stop)
-        return _job(turn.ids, sampling, router, turn.boundaries, remember)
+        guide = None if budget is None else partial(
+            ThinkingBudget, router, self.tokenizer, Closing.of(conversation), budget)
+        return _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
 
     def opening(self, messages: Any, *, tools: Any = None,
                 variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
@@ -117,13 +131,21 @@ def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams()) ->
 
 
 def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundaries: tuple[int, ...] = (),
-         remember: Remember | None = None) -> Job:
+         remember: Remember | None = None, guide: Callable[[], Guide] | None = None) -> Job:
     matcher = partial(_matcher, router.copy()) if sampling.stop else None
-    return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher), router, remember)
+    return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guide), router, remember)
 
 
 def _unknown_mode(mode: object) -> str:
     return f"history must be one of {', '.join(MODES)}, not {mode!r}"
+
+
+def _is_budget(tokens: object) -> bool:
+    return tokens is None or (type(tokens) is int and tokens >= 0)
+
+
+def _no_budget(tokens: object) -> str:
+    return f"thinking_budget must be a number of tokens, 0 or more, not {tokens!r}"
 
 
 def _matcher(router: Router) -> Matcher:
