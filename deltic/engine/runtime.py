@@ -191,6 +191,8 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     speculation = options.speculation
     if not isinstance(speculation, Auto | Mtp):
         return None
+    if isinstance(speculation, Auto) and options.device != "cpu":
+        return None  # replay rings have no fast kernel there
     found: dict[str, Block] | None
     if isinstance(model, RandomModel):
         found = {**random_head(config, dtype, model.seed)} if model.head else None
