@@ -75,8 +75,8 @@ def main() -> None:
     if args.only in (None, "embedded"):
         _embedded(args)
     if args.only in (None, "forced"):
-        for kind, options in (("Q8_0", {"quant": "q8_0"}), ("bfloat16", {})):
-            _forced(args, kind, options)
+        for kind in args.weights or ("Q8_0", "bfloat16"):
+            _forced(args, kind, {"quant": "q8_0"} if kind == "Q8_0" else {})
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,6 +85,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="default: what deltic chooses for the model")
     parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
     parser.add_argument("--only", choices=("embedded", "forced"))
+    parser.add_argument("--weights", action="append", choices=("Q8_0", "bfloat16"), help="of `forced` (default: both)")
+    parser.add_argument("--batch", type=int, action="append", choices=(1, 8), help="of `forced` (default: both)")
     return parser.parse_args()
 
 
@@ -133,7 +135,7 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
     plain = _plain(runtime)
     head = drafter_of(runtime)
     assert isinstance(head, HeadDrafter)
-    for batch in (1, 8):
+    for batch in args.batch or (1, 8):
         requests = [_request(runtime, index, 24 if args.quick else 64 if batch == 1 else 32) for index in range(batch)]
         answers = _serve(Engine(plain), requests).answers
         cases = [(0.8, "auto"), (0.0, "auto")] if batch > 1 else [(0.8, "fixed"), (0.8, "auto"), (0.0, "auto")]

@@ -246,7 +246,8 @@ def check(case: Case, tmp_path: Path) -> None:
         else:
             assert answers["seen", choice].tokens == list(answer.tokens)
     usage, length = usage_of(answers, "seen"), len(expected(case.model, case.params).tokens)
-    assert case.pattern == "ngram" or (usage.drafted_tokens > 0 and engine.stats.drafted_at[0] > 0)
+    if case.pattern != "ngram" and case.budget > case.batch:  # else there may be no room for guesses
+        assert usage.drafted_tokens > 0 and engine.stats.drafted_at[0] > 0
     if case.pattern == "wrong":
         assert usage.accepted_tokens == 0
     if case.pattern == "head":
