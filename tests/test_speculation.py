@@ -495,6 +495,23 @@ def test_a_session_verifies_and_accepts(model: str) -> None:
     assert torch.equal(session.step(5), after)
 
 
+@pytest.mark.parametrize("accepted", range(8, 14))
+def test_tokens_that_were_verified_and_never_accepted_leave_nothing(accepted: int) -> None:
+    """Also where the ring was full, so that the state has moved on."""
+    runtime, answer = odd_runtime(), expected("odd", "greedy")
+    session = session_over(runtime)
+    session.prefill(answer.prompt)
+    session.verify(answer.tokens[:accepted])
+    session.accept(accepted)
+    for _ in range(2):
+        session.verify([1, 2, 3, 4, 5, 6, 7, 8])
+    logits = [session.verify(answer.tokens[accepted:accepted + 2])]
+    session.verify([9] * 10)
+    logits.append(session.step(answer.tokens[accepted])[None])
+    wanted = answer.logits[[accepted + 1, accepted + 2, accepted + 1]]
+    same_logits(wanted, torch.cat(logits))
+
+
 def test_a_session_drafts_with_the_head() -> None:
     session, prompt = session_over(embedded_with_head()), embedded_prompt()
     logits, right, steps = session.prefill(prompt), 0, 0

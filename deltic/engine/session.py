@@ -109,6 +109,7 @@ class Session:
         if not row.append:
             row = replace(row, target=self._scratch.slot)
         logits = self.runtime.run(self._batch(row)).clone()
+        cache.commit(lease, (), base_after(row))  # the step may have brought the state in the slot forward
         _check_health(logits)
         self._verified = row
         return logits
