@@ -438,6 +438,35 @@ def test_too_little_memory_for_rings_is_said(caplog: pytest.LogCaptureFixture) -
     assert "nothing is drafted" in caplog.text and runtime.cache.rings.size == 0
 
 
+class Failing:
+    """Guesses rightly at first."""
+
+    limit = 3
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self.scripted, self.calls = Scripted({("a", 0): answer}, PATTERNS["right"], 3), 0
+
+    def draft(self, wants: Wants) -> list[list[int]]:
+        self.calls += 1
+        if self.calls > 2:
+            raise MemoryError("nothing left")
+        return self.scripted.draft(wants)
+
+    def forget(self, sequence: Running) -> None:
+        raise AssertionError("it is switched off")
+
+
+def test_l8_a_drafter_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    answer = expected("odd", "greedy")
+    drafter = Failing(answer.tokens)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(3))
+    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    answers = drain(engine)
+    same_tokens(answer, answers["a", 0].tokens)
+    assert usage_of(answers).accepted_tokens == 6 and drafter.calls == 3
+    assert caplog.text.count("switched off") == 1 and engine.stats.failed == 0
+
+
 # Pressure, and who may not
 
 

@@ -199,7 +199,13 @@ class Engine:
             if count := self._grant(sequence, min(depth, room, max(left, 0))):
                 granted.append((sequence, count))
                 left -= count
-        for (sequence, count), guesses in zip(granted, self.drafter.draft(granted) if granted else (), strict=True):
+        try:
+            found = self.drafter.draft(granted) if granted else []
+        except Exception:
+            log.exception("guessing tokens failed and is switched off; answers go on without")
+            self.drafter = None
+            return []
+        for (sequence, count), guesses in zip(granted, found, strict=True):
             sequence.drafts = tuple(guesses[:count])
         return ready
 
