@@ -1,0 +1,134 @@
+"""Models, ways to draw, answers that are known, and drafters that know them: what the tests of speculation share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from support import (
+    Reference,
+    drain,
+    numbers,
+    odd_runtime,
+    odd_shape,
+    qwen3_runtime,
+    reference,
+    session_over,
+    stepwise_logits,
+)
+from test_prefix_reuse import runtime_of
+
+from deltic.config import EngineConfig
+from deltic.engine.drafters import Wants
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.sequence import Sequence as Running
+from deltic.text.front import Front
+from deltic.text.tokenizer import Tokenizer
+from deltic.types import Request, SamplingParams
+
+PROMPT, ANSWER, SEED = 83, 40, 77
+MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime}
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True),
+    "drawn": SamplingParams(temperature=1.0, max_tokens=ANSWER, ignore_eos=True, seed=SEED),
+    "penalties": SamplingParams(temperature=0.8, max_tokens=ANSWER, ignore_eos=True, seed=SEED, presence_penalty=0.7,
+                                frequency_penalty=0.5, repetition_penalty=1.3, logit_bias={7: 4.0, 9: -100}),
+    "filters": SamplingParams(temperature=1.2, max_tokens=ANSWER, ignore_eos=True, seed=SEED, top_k=40, top_p=0.9,
+                              min_p=0.02),
+    "matcher": SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True),
+}
+
+
+@dataclass
+class Scripted:
+    """Guesses from known answers. wrong(n) says whether the n-th guess of all is spoiled."""
+
+    answers: dict[tuple[str, int], Sequence[int]]
+    wrong: Callable[[int], bool]
+    limit: int
+    vocabulary: int = 509
+    made: int = 0
+    spoiled: int = 0
+    forgotten: list[Running] = field(default_factory=list)
+
+    def draft(self, wants: Wants) -> list[list[int]]:
+        return [self._guess(sequence, count) for sequence, count in wants]
+
+    def _guess(self, sequence: Running, count: int) -> list[int]:
+        answer = self.answers.get((sequence.request.id, sequence.choice), ())
+        guesses = [*answer[sequence.generated:sequence.generated + count]]
+        guesses += [(sequence.tokens[-1] + 1 + i) % self.vocabulary for i in range(count - len(guesses))]
+        for index in range(count):
+            self.made += 1
+            if self.wrong(self.made):
+                self.spoiled += 1
+                guesses[index] = (guesses[index] + 1) % self.vocabulary
+        return guesses
+
+    def forget(self, sequence: Running) -> None:
+        self.forgotten.append(sequence)
+
+
+PATTERNS: dict[str, Callable[[int], bool]] = {
+    "right": lambda n: False,
+    "wrong": lambda n: True,
+    "alternating": lambda n: n % 2 == 0,
+    "every third wrong": lambda n: n % 3 == 0,
+    "now and then": lambda n: random.Random(n).random() < 0.3,
+}
+
+
+@dataclass
+class EndingAt:
+    """A matcher that ends an answer at this token of it, as a stop string may."""
+
+    last: int
+    seen: int = 0
+
+    def push(self, token: int) -> bool:
+        self.seen += 1
+        return self.seen == self.last
+
+
+def request_of(prompt: Sequence[int], params: str, n: int = 1, name: str = "seen") -> Request:
+    return Request(name, tuple(prompt), replace(PARAMS[params], n=n),
+                   matcher=(lambda: EndingAt(17)) if params == "matcher" else None)
+
+
+
+
+@cache
+def expected(model: str, params: str, choice: int = 0) -> Reference:
+    """Token by token, without an engine; penalties and filters through an engine that guesses nothing."""
+    runtime = MODELS[model]()
+    prompt = numbers(5, PROMPT, runtime.config.vocab_size)
+    if params in ("greedy", "drawn"):
+        return reference(runtime, prompt, ANSWER, PARAMS[params], choice)
+    engine = Engine(runtime_of(runtime))
+    engine.add(request_of(prompt, params, choice + 1))
+    tokens = drain(engine)["seen", choice].tokens
+    session = session_over(runtime, batch=1)
+    logits = stepwise_logits(session, (*prompt, *tokens[:-1]))[PROMPT - 1:]
+    return Reference(prompt, tuple(tokens), logits)
+
+
+@cache
+def headed() -> Runtime:
+    """The odd model with a random head, whose guesses are all wrong."""
+    model = RandomModel(shape=odd_shape(), initializer_range=0.1, head=True)
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1))
+
+
+@cache
+def embedded_with_head() -> Runtime:
+    return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1))
+
+
+def embedded_prompt() -> tuple[int, ...]:
+    tokenizer = Tokenizer.from_directory(Path(str(embedded_with_head().path)))
+    return tuple(Front(tokenizer).chat([{"role": "user", "content": "What is the capital of France?"}],
+                                       PARAMS["greedy"]).request.prompt)

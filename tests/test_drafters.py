@@ -1,0 +1,289 @@
+"""Drafters in earnest: n-grams, another model, the model's own head; options choose them, no answer depends on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from speculation_cases import (
+    PARAMS,
+    PATTERNS,
+    PROMPT,
+    Scripted,
+    embedded_prompt,
+    embedded_with_head,
+    expected,
+    headed,
+    request_of,
+)
+from support import (
+    drain,
+    greedy,
+    numbers,
+    odd_runtime,
+    odd_shape,
+    qwen3_runtime,
+    reference,
+    same_tokens,
+    session_over,
+)
+from test_prefix_reuse import runtime_of, usage_of
+
+from deltic.cache.disk import Disk
+from deltic.cache.shelf import Shelf
+from deltic.config import EngineConfig
+from deltic.engine.depth import FixedDepth
+from deltic.engine.drafters import HeadDrafter, ModelDrafter, NgramDrafter, Wants
+from deltic.engine.engine import Engine
+from deltic.engine.head import DraftHead
+from deltic.engine.runtime import RandomModel, load
+from deltic.engine.sequence import Sequence as Running
+from deltic.errors import ConfigError
+from deltic.types import MAX_DRAFTS, PAGE, Request
+
+# The other drafters
+
+
+def test_ngrams_guess_what_followed_before() -> None:
+    runtime = load(RandomModel(shape=odd_shape(tie_word_embeddings=True), initializer_range=0.02), EngineConfig(
+        dtype="float32", memory="8MiB", threads=1))
+    drafter, prompt = NgramDrafter(4), numbers(3, 20, 509)
+    engine = Engine(runtime_of(runtime), drafter, FixedDepth(4))
+    engine.add(greedy(prompt, 40))
+    answers = drain(engine)
+    same_tokens(reference(runtime, prompt, 40), answers["a", 0].tokens, tau=1e-5)
+    assert usage_of(answers).accepted_tokens > 20, "this model soon repeats itself"
+    assert not drafter._known
+    sequence = engine._sequence(Request("x", (1, 2, 3, 4, 5, 1, 2, 3)), 0, 0)
+    assert drafter.draft([(sequence, 3)]) == [[4, 5, 1]]
+    sequence.tokens += [4]
+    assert drafter.draft([(sequence, 6)]) == [[5, 1, 2, 3, 4, 5]]
+    sequence.tokens += [9]
+    assert drafter.draft([(sequence, 6)]) == [[]]
+
+
+def itself(depth: int, **limits: Any) -> ModelDrafter:
+    """The model as its own draft model: guesses nothing wrong, as it draws with the same noise."""
+    return ModelDrafter(runtime_of(odd_runtime(), **limits), 509, depth)
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int) -> None:
+    drafter, answer = itself(4), expected("odd", params)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
+    for index in range(batch):
+        engine.add(request_of(answer.prompt, params, name=f"a{index}"))
+    answers = drain(engine)
+    for index in range(batch):
+        assert answers[f"a{index}", 0].tokens == list(answer.tokens)
+        usage = usage_of(answers, f"a{index}")
+        assert usage.accepted_tokens >= usage.drafted_tokens - 4, "all, but for what lies behind the answer's end"
+    assert not drafter._leases and drafter._runtime.cache.at_rest
+    drafter._runtime.cache.check()
+
+
+def test_another_model_drafts_wrongly_and_changes_nothing() -> None:
+    small = runtime_of(qwen3_runtime())
+    drafter, answer = ModelDrafter(small, 509, 3), expected("odd", "greedy")
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(3))
+    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    answers = drain(engine)
+    same_tokens(answer, answers["a", 0].tokens)
+    assert usage_of(answers).accepted_tokens < 5 and small.cache.at_rest
+
+
+def test_a_draft_model_without_room_drafts_nothing() -> None:
+    drafter, answer = itself(4, pages=2), expected("odd", "greedy")
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
+    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    answers = drain(engine)
+    same_tokens(answer, answers["a", 0].tokens)
+    assert usage_of(answers).drafted_tokens == 0 and drafter._runtime.cache.at_rest
+
+
+# Options
+
+
+@pytest.mark.parametrize(("option", "words"), [("mtp", "this model has no draft head"),
+                                               ("mtp:2", "speculate=mtp:2: this model has no draft head")])
+def test_a_model_without_a_head_says_so(option: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(RandomModel(shape=odd_shape()), EngineConfig(memory="8MiB", speculate=option))
+    assert caught.value.option == "speculate"
+
+
+@pytest.mark.parametrize(("option", "kind"), [("auto", HeadDrafter), ("mtp:2", HeadDrafter), ("off", type(None)),
+                                              ("ngram:5", NgramDrafter)])
+def test_options_choose_the_drafter(option: str, kind: type) -> None:
+    runtime = load(RandomModel(shape=odd_shape(), head=True), EngineConfig(memory="8MiB", speculate=option))
+    engine = Engine(runtime)
+    assert isinstance(engine.drafter, kind) and (runtime.head is None) == (kind is not HeadDrafter)
+    assert engine.depth.limit == {"auto": 3, "mtp:2": 2, "off": 0, "ngram:5": 5}[option]
+
+
+def test_a_draft_model_is_loaded_beside() -> None:
+    """With a vocabulary of its own it is refused."""
+    runtime = load(None, EngineConfig(memory="64MiB", speculate="draft:tiny:2"))
+    engine = Engine(runtime)
+    assert isinstance(engine.drafter, ModelDrafter) and engine.depth.limit == 2
+    assert runtime.draft is not None and runtime.draft.cache is not runtime.cache
+    with pytest.raises(ConfigError, match="must share one tokenizer"):
+        Engine(load(RandomModel(shape=odd_shape()), EngineConfig(memory="64MiB", speculate="draft:tiny")))
+
+
+def test_too_little_memory_for_rings_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = load(RandomModel(shape=odd_shape()), EngineConfig(memory="100KiB", speculate="ngram", max_context=64))
+    assert "nothing is drafted" in caplog.text and runtime.cache.rings.size == 0
+
+
+class Failing:
+    """Guesses rightly at first."""
+
+    limit = 3
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self.scripted, self.calls = Scripted({("a", 0): answer}, PATTERNS["right"], 3), 0
+
+    def draft(self, wants: Wants) -> list[list[int]]:
+        self.calls += 1
+        if self.calls > 2:
+            raise MemoryError("nothing left")
+        return self.scripted.draft(wants)
+
+    def forget(self, sequence: Running) -> None:
+        raise AssertionError("it is switched off")
+
+
+def test_l8_a_drafter_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    answer = expected("odd", "greedy")
+    drafter = Failing(answer.tokens)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(3))
+    engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
+    answers = drain(engine)
+    same_tokens(answer, answers["a", 0].tokens)
+    assert usage_of(answers).accepted_tokens == 6 and drafter.calls == 3
+    assert caplog.text.count("switched off") == 1 and engine.stats.failed == 0
+
+
+# The model's own head
+
+
+def test_the_heads_rows_are_made_of_the_models_own_states() -> None:
+    """However the tokens came, and whatever was guessed in between; so prefixes may be shared."""
+    runtime, answer = headed(), expected("odd", "greedy")
+    tokens = (*answer.prompt, *answer.tokens)
+    whole, parts, rng = session_over(runtime, budget=512), session_over(runtime, budget=7), random.Random(4)
+    whole.prefill(tokens)
+    parts.prefill(answer.prompt[:-5])
+    while parts.position < len(tokens):
+        done, count = parts.position, rng.randint(1, 5)
+        right = min(rng.randint(0, count), len(tokens) - done)
+        wanted = [*tokens[done:done + right], *((token + 1) % 500 for token in range(count - right))]
+        parts.verify(wanted)
+        parts.accept(right)
+        if rng.random() < 0.3:
+            mark = parts.checkpoint()
+            parts.step(3)
+            parts.restore(mark)
+            parts.drop(mark)
+    for kind in (0, 1):
+        ours, theirs = (session.runtime.cache.storage.page_tensors[kind][-1].flatten(0, 1)[places(session)]
+                        for session in (parts, whole))
+        assert float((ours - theirs).abs().max()) < 1e-4 < float(theirs.abs().max())
+    ours, theirs = (session.runtime.cache.storage.named_slots["hidden"][0, session._lease.slot]
+                    for session in (parts, whole))
+    assert float((ours - theirs).abs().max()) < 1e-3
+
+
+def places(session: Any) -> list[int]:
+    return [session._lease.pages[i // PAGE] * PAGE + i % PAGE for i in range(session.position)]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize(("depth", "batch"), [(1, 3), (3, 1), (MAX_DRAFTS, 3)])
+def test_l6_with_a_head_that_guesses_wrong(params: str, depth: int, batch: int) -> None:
+    runtime, answer = headed(), expected("odd", params)
+    engine = Engine(runtime_of(runtime), depth=FixedDepth(depth))
+    for index in range(batch):
+        engine.add(replace(request_of(answer.prompt, params, name=f"a{index}"), speculate=index != 2))
+    answers = drain(engine)
+    for index in range(batch):
+        assert answers[f"a{index}", 0].tokens == list(answer.tokens)
+        assert (usage_of(answers, f"a{index}").drafted_tokens > 0) == (index != 2)
+
+
+@pytest.mark.parametrize("params", ["greedy", "drawn", "filters"])
+def test_guesses_of_one_call_are_those_of_many(params: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled head guesses as many tokens as are wanted of each sequence at once; other backends one by one."""
+    answer = expected("odd", params)
+
+    def guessed() -> list[list[list[int]]]:
+        engine, seen = Engine(runtime_of(headed()), depth=FixedDepth(4)), list[list[list[int]]]()
+        drafter = engine.drafter
+        assert isinstance(drafter, HeadDrafter)
+        original = drafter.draft
+
+        def spy(wants: Wants) -> list[list[int]]:
+            seen.append(original(wants))
+            return seen[-1]
+
+        monkeypatch.setattr(drafter, "draft", spy)
+        for index in range(3):
+            engine.add(Request(f"a{index}", answer.prompt, replace(PARAMS[params], max_tokens=20 + index)))
+        drain(engine)
+        return seen
+
+    at_once = guessed()
+    monkeypatch.setattr(DraftHead, "guess", lambda *arguments: None)
+    one_by_one = guessed()
+    assert at_once == one_by_one and len(at_once) > 10
+    assert {len(row) for step in at_once for row in step} == {1, 2, 3, 4}
+
+
+def test_a_head_serves_what_was_kept_without_guesses(tmp_path: Path) -> None:
+    """Prefixes from the tree, from host memory and from disk bring the head's rows and hidden state with them."""
+    runtime, answer = headed(), expected("odd", "greedy")
+    for place in ("tree", "disk"):
+        tiers = [Shelf(Disk(tmp_path, "x", 1 << 30), threads=False)] if place == "disk" else []
+        engine = Engine(runtime_of(runtime, tiers=tiers))
+        engine.add(greedy(answer.prompt, 30, "before"))
+        drain(engine)
+        if tiers:
+            engine.close()
+            engine = Engine(runtime_of(runtime, tiers=[Shelf(Disk(tmp_path, "x", 1 << 30), threads=False)]))
+        drafted: list[list[int]] = []
+        drafter = engine.drafter
+        assert drafter is not None
+        original = drafter.draft
+
+        def spy(wants: Wants, draft: Any = original, drafted: Any = drafted) -> list[list[int]]:
+            drafted.append(draft(wants)[0])
+            return drafted[-1:]
+
+        drafter.draft = spy  # type: ignore[method-assign]
+        engine.depth = FixedDepth(3)
+        engine.add(greedy((*answer.prompt, *answer.tokens[:30], *numbers(9, 9, 509)), 8))
+        answers = drain(engine)
+        assert usage_of(answers).cached_tokens == PROMPT + 29
+        if place == "tree":
+            seen = drafted
+    assert drafted == seen and len(drafted) > 3
+@pytest.mark.parametrize("params", ["greedy", "drawn", "filters"])
+def test_l6_with_the_trained_head(params: str) -> None:
+    """Which is nearly always right where the model speaks, also where it draws."""
+    runtime, prompt = embedded_with_head(), embedded_prompt()
+    found = []
+    for depth in (0, 3):
+        engine = Engine(runtime_of(runtime), depth=FixedDepth(depth))
+        for index in range(3):
+            engine.add(Request(f"a{index}", prompt, replace(PARAMS[params], ignore_eos=False, seed=index)))
+        answers = drain(engine)
+        found.append([answers[f"a{index}", 0].tokens for index in range(3)])
+    assert found[0] == found[1]
+    drafted, accepted = sum(engine.stats.drafted_at), sum(engine.stats.accepted_at)
+    assert accepted > 0.6 * drafted > 0

@@ -1,0 +1,101 @@
+"""`Session.draft`, `verify`, `accept`: several tokens at once, of which as many stay as are accepted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from speculation_cases import (
+    ANSWER,
+    MODELS,
+    PROMPT,
+    embedded_prompt,
+    embedded_with_head,
+    expected,
+)
+from support import (
+    odd_runtime,
+    same_logits,
+    session_over,
+)
+
+from deltic.errors import RequestError
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_session_verifies_and_accepts(model: str) -> None:
+    runtime, answer = MODELS[model](), expected(model, "greedy")
+    session, rng, done = session_over(runtime), random.Random(3), 0
+    session.prefill(answer.prompt)
+    parts = []
+    while done < ANSWER - 1:
+        count = rng.randint(1, min(6, ANSWER - 1 - done))
+        right = rng.randint(0, count)
+        wanted = answer.tokens[done:done + count]
+        guessed = [*wanted[:right], *((token + 1) % 500 for token in wanted[right:])]
+        logits = session.verify(guessed)
+        session.accept(right)
+        parts.append(logits[:right])
+        done += right
+        assert session.position == PROMPT + done
+        if rng.random() < 0.2 and done < ANSWER - 1:
+            parts.append(session.step(answer.tokens[done])[None])
+            done += 1
+    same_logits(answer.logits[1:], torch.cat(parts))
+    mark = session.checkpoint()
+    after = session.step(5)
+    session.restore(mark)
+    assert torch.equal(session.step(5), after)
+
+
+@pytest.mark.parametrize("accepted", range(8, 14))
+def test_tokens_that_were_verified_and_never_accepted_leave_nothing(accepted: int) -> None:
+    """Also where the ring was full, so that the state has moved on."""
+    runtime, answer = odd_runtime(), expected("odd", "greedy")
+    session = session_over(runtime)
+    session.prefill(answer.prompt)
+    session.verify(answer.tokens[:accepted])
+    session.accept(accepted)
+    for _ in range(2):
+        session.verify([1, 2, 3, 4, 5, 6, 7, 8])
+    logits = [session.verify(answer.tokens[accepted:accepted + 2])]
+    session.verify([9] * 10)
+    logits.append(session.step(answer.tokens[accepted])[None])
+    wanted = answer.logits[[accepted + 1, accepted + 2, accepted + 1]]
+    same_logits(wanted, torch.cat(logits))
+
+
+def test_a_session_drafts_with_the_head() -> None:
+    session, prompt = session_over(embedded_with_head()), embedded_prompt()
+    logits, right, steps = session.prefill(prompt), 0, 0
+    while session.position < len(prompt) + 12:
+        token = int(logits.argmax())
+        guesses = session.draft(token, 3)
+        rows = session.verify([token, *guesses])
+        count = 0
+        while count < 3 and int(rows[count].argmax()) == guesses[count]:
+            count += 1
+        session.accept(1 + count)
+        logits, right, steps = rows[count], right + count, steps + 1
+    assert right >= steps
+    with pytest.raises(RequestError, match="no draft head"):
+        session_over(odd_runtime()).draft(1, 3)
+    with pytest.raises(RequestError, match="count must be from 1 to 12"):
+        session.draft(1, 13)
+
+
+def test_a_session_refuses_what_it_cannot_verify() -> None:
+    session = session_over(odd_runtime())
+    session.prefill([1, 2, 3])
+    with pytest.raises(RequestError, match="call verify first"):
+        session.accept(1)
+    with pytest.raises(RequestError, match="at most 13"):
+        session.verify([1] * 14)
+    session.verify([4, 5])
+    with pytest.raises(RequestError, match="count must be from 0 to 2"):
+        session.accept(3)
+    session.verify([4, 5])
+    session.step(7)
+    with pytest.raises(RequestError, match="call verify first"):
+        session.accept(1)
