@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,6 +86,20 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int)
         assert usage.accepted_tokens >= usage.drafted_tokens - 4, "all, but for what lies behind the answer's end"
     assert not drafter._leases and drafter._runtime.cache.at_rest
     drafter._runtime.cache.check()
+
+
+def test_a_draft_model_takes_rejected_guesses_back() -> None:
+    """Also where the model has gone on alone for some steps: it guesses as if it had never made them."""
+    for wrong, more in itertools.product((0, 2, 3), ((), (5,), (5, 6, 7))):
+        drafter, engine, prompt = itself(4), Engine(runtime_of(odd_runtime())), expected("odd", "greedy").prompt
+        sequence = engine._sequence(Request("a", prompt, PARAMS["greedy"]), 0, 0)
+        for _ in range(6):
+            [guesses] = drafter.draft([(sequence, 4)])
+            sequence.tokens += [*guesses[:wrong], (guesses[wrong] + 1) % 509, *more]
+            [found], [fresh] = drafter.draft([(sequence, 4)]), itself(4).draft([(sequence, 4)])
+            assert found == fresh
+        drafter.forget(sequence)
+        assert drafter._runtime.cache.at_rest
 
 
 def test_another_model_drafts_wrongly_and_changes_nothing() -> None:
