@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from reuse_cases import runtime_of
 from support import (
     Reference,
     drain,
@@ -19,7 +20,6 @@ from support import (
     session_over,
     stepwise_logits,
 )
-from test_prefix_reuse import runtime_of
 
 from deltic.config import EngineConfig
 from deltic.engine.drafters import Wants

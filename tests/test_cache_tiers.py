@@ -17,9 +17,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reuse_cases import runtime_of, serve, usage_of
 from support import greedy, numbers, odd_runtime, odd_shape, reference, same_tokens
 from test_cache_machine import hashes, read_kv, read_state, step, toy_cache
-from test_prefix_reuse import runtime_of, serve, usage_of
 from test_prefix_tree import PHASES, PROMPTS, Prefix, ReuseMachine, Wanted, run_programs
 from torch import Tensor
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reuse_cases import runtime_of, usage_of
 from speculation_cases import (
     PARAMS,
     PATTERNS,
@@ -32,7 +33,6 @@ from support import (
     same_tokens,
     session_over,
 )
-from test_prefix_reuse import runtime_of, usage_of
 
 from deltic.cache.disk import Disk
 from deltic.cache.shelf import Shelf

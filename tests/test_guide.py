@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reuse_cases import runtime_of, usage_of
 from support import (
     Reference,
     drain,
@@ -26,7 +27,6 @@ from support import (
     session_over,
     small_runtime,
 )
-from test_prefix_reuse import runtime_of, usage_of
 from test_server_harness import USER, Served, serving, tiny
 from test_speculation import PARAMS, PATTERNS, Scripted, expected
 from test_text_support import QWEN_LIKE

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from op_cases import Row, build_batch, empty_state, gdn_weights, generator, randn
+from reuse_cases import runtime_of, usage_of
 from support import Forcing, Reference, drain, greedy, lively, numbers, odd_shape, reference, with_sample
 from test_ops_gdn_cpu import core, empty_view
-from test_prefix_reuse import runtime_of, usage_of
 from torch import Tensor
 from torch.nn import functional
 

@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reuse_cases import runtime_of, usage_of
 from support import drain, greedy, numbers, odd_runtime, odd_shape
-from test_prefix_reuse import runtime_of, usage_of
 from test_server_harness import serving, tiny
 from test_speculation import PATTERNS, Scripted
 

@@ -10,6 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 from test_server_harness import USER, Served, serving, tiny
 
+from deltic.engine.depth import FixedDepth
+
 LIMITS: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 
 
@@ -35,11 +37,14 @@ def test_an_answer_and_its_usage(served: Served) -> None:
     assert answer.usage.prompt_tokens_details and answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_a_stream_is_the_answer_in_pieces(served: Served) -> None:
+@pytest.mark.parametrize("guesses", [0, 3])
+def test_a_stream_is_the_answer_in_pieces(served: Served, guesses: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece per token; where tokens are guessed, per step."""
+    monkeypatch.setattr(tiny().engine, "depth", FixedDepth(guesses))
     whole = served.client.chat.completions.create(**LIMITS, temperature=0)
     chunks = list(served.client.chat.completions.create(**LIMITS, temperature=0, stream=True))
     assert streamed(chunks) == whole.choices[0].message.content
-    assert len(chunks) > 3 and len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) > (1 if guesses else 3) and len({chunk.id for chunk in chunks}) == 1
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk.usage is None for chunk in chunks)

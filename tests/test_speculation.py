@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from reuse_cases import runtime_of, usage_of
 from speculation_cases import (
     ANSWER,
     MODELS,
@@ -37,7 +38,6 @@ from support import (
     small_runtime,
     take,
 )
-from test_prefix_reuse import runtime_of, usage_of
 
 from deltic.cache.disk import Disk
 from deltic.cache.shelf import Shelf

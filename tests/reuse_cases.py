@@ -1,0 +1,55 @@
+"""Engines with slots for the prefix tree, and what they say of reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from support import (
+    Answers,
+    drain,
+    odd_runtime,
+    pools,
+    small_runtime,
+)
+
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.shelf import Shelf
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import Runtime
+from deltic.model.decoder import Stores
+from deltic.types import Request, SamplingParams, Usage
+
+PROMPT, ANSWER, WHOLE, SEED = 83, 24, 512, 77
+FREE = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+DRAWN = replace(FREE, temperature=1.0, seed=SEED)
+
+
+def runtime_of(runtime: Runtime, *, reuse: bool = True, slots: int = 24, batch: int = 8, budget: int = 64,
+               pages: int | None = None, context: int | None = None, tiers: Sequence[Shelf] = ()) -> Runtime:
+    """The same model with pools of its own, with slots for the prefix tree too."""
+    small = small_runtime(runtime, batch=batch, budget=budget, pages=pages or 24 * 16, context=context)
+    storage = pools(runtime, pages or 24 * 16, slots)
+    return replace(small, cache=HybridCache(storage, runtime.decoder.ops, reuse, tiers),
+                   stores=Stores(storage.kv_views(), storage.state_views()))
+
+
+def serve(engine: Engine, *requests: Request) -> Answers:
+    for request in requests:
+        engine.add(request)
+    return drain(engine, limit=3000)
+
+
+def usage_of(answers: Answers, name: str = "a", choice: int = 0) -> Usage:
+    usage = answers[(name, choice)].last.usage
+    assert usage is not None
+    return usage
+
+
+def tree_of(engine: Engine) -> Any:
+    return engine.runtime.cache.tree
+
+
+def engine_for(**limits: Any) -> Engine:
+    return Engine(runtime_of(odd_runtime(), **limits))
