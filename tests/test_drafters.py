@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from reuse_cases import runtime_of, usage_of
 from speculation_cases import (
+    MODELS,
     PARAMS,
     PATTERNS,
     PROMPT,
@@ -88,18 +88,27 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int)
     drafter._runtime.cache.check()
 
 
-def test_a_draft_model_takes_rejected_guesses_back() -> None:
-    """Also where the model has gone on alone for some steps: it guesses as if it had never made them."""
-    for wrong, more in itertools.product((0, 2, 3), ((), (5,), (5, 6, 7))):
-        drafter, engine, prompt = itself(4), Engine(runtime_of(odd_runtime())), expected("odd", "greedy").prompt
-        sequence = engine._sequence(Request("a", prompt, PARAMS["greedy"]), 0, 0)
-        for _ in range(6):
-            [guesses] = drafter.draft([(sequence, 4)])
-            sequence.tokens += [*guesses[:wrong], (guesses[wrong] + 1) % 509, *more]
-            [found], [fresh] = drafter.draft([(sequence, 4)]), itself(4).draft([(sequence, 4)])
-            assert found == fresh
-        drafter.forget(sequence)
-        assert drafter._runtime.cache.at_rest
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("more", [(), (5,), (5, 6, 7)])
+@pytest.mark.parametrize("wrong", [0, 2, 3])
+def test_a_draft_model_takes_rejected_guesses_back(wrong: int, more: tuple[int, ...], model: str) -> None:
+    """Also where the model has gone on alone for some steps: it guesses as if it had never made them, and reads nothing
+    again."""
+    drafter, fresh = (ModelDrafter(runtime_of(MODELS[model]()), 509, 4) for _ in range(2))
+    engine = Engine(runtime_of(MODELS[model]()))
+    sequence = engine._sequence(Request("a", expected(model, "greedy").prompt, PARAMS["greedy"]), 0, 0)
+    leases = []
+    for _ in range(12):
+        [guesses] = drafter.draft([(sequence, 4)])
+        leases.append(drafter._leases[sequence])
+        sequence.tokens += [*guesses[:wrong], (guesses[wrong] + 1) % 509, *more]
+        found = drafter.draft([(sequence, 4)])
+        assert found == fresh.draft([(sequence, 4)])
+        fresh.forget(sequence)
+        drafter._runtime.cache.check()
+    assert all(lease is leases[0] for lease in leases)
+    drafter.forget(sequence)
+    assert drafter._runtime.cache.at_rest
 
 
 def test_another_model_drafts_wrongly_and_changes_nothing() -> None:

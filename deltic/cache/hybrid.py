@@ -253,13 +253,19 @@ class HybridCache:
         assert 0 <= lease.behind <= RING, "the cursor is not within the replay ring"
 
     def retreat(self, lease: Lease, done: int) -> bool:
-        """Take back the last committed tokens, which were guesses; False, and no change, if they lie before the
-        replay ring."""
-        if not lease.base <= done <= lease.done:
+        """Take back the last committed tokens, which were guesses that nobody else has seen; False, and no change, if
+        they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2)."""
+        if not (lease.base if len(self.storage.recurrent) else 0) <= done <= lease.done:
             return False
-        lease.behind -= lease.done - done
+        assert self.pages.alone(lease.pages[done // PAGE:]), "tokens are taken back that others have"
+        lease.behind = max(lease.behind - (lease.done - done), 0)
         del lease.tokens[done:]
         return True
+
+    def settle(self, lease: Lease) -> None:
+        """Bring the state in the slot forward to the cursor, so that all of the replay ring is free."""
+        self._copy_state(lease, lease.slot)
+        lease.behind = 0
 
     def take_ring(self, lease: Lease) -> bool:
         """Give the lease a replay ring, if it has none; False if there is none to be had. Where no layer is recurrent
@@ -338,7 +344,7 @@ class HybridCache:
         """Give back all that the lease owns; keep: the tree takes over its state and pages."""
         self._expect(lease)
         if keep and self.reuse:
-            self._copy_state(lease, lease.slot)
+            self.settle(lease)
         del self._leases[lease.slot]
         self.rings.release([] if lease.ring is None else [lease.ring])
         self.slots.release(lease.emitting.values())

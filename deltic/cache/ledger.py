@@ -43,6 +43,10 @@ class Ledger:
             if not self._owners[unit]:
                 heapq.heappush(self._free, unit)
 
+    def alone(self, units: Iterable[int]) -> bool:
+        """Whether each unit has one owner."""
+        return all(self._owners[unit] == 1 for unit in units)
+
     def check(self, owned: Iterable[int]) -> None:
         """Assert that `owned` (a unit once per owner) and the free units are all there is."""
         counts = [0] * self.size

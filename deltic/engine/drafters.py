@@ -15,7 +15,7 @@ from deltic.engine.sampler import Draw, sampling_of
 from deltic.engine.scheduler import Plan, Row, base_after
 from deltic.engine.sequence import Sequence
 from deltic.errors import ConfigError
-from deltic.types import Draft, Mtp, Ngram, common_length
+from deltic.types import RING, Draft, Mtp, Ngram, common_length
 
 Wants = List[tuple[Sequence, int]]
 """Sequences that are about to answer, each with the number of guesses that are wanted, at least 1."""
@@ -185,6 +185,8 @@ class ModelDrafter:
                       ring=lease.ring or 0)
             self._runtime.run(build(Plan((row,)), cache.storage.device))
             cache.commit(lease, chunk)
+        if lease.behind + self.limit > RING:
+            cache.settle(lease)  # else the ring would be folded amid guesses, which could not be taken back
         if not cache.take_ring(lease) or cache.reserve(lease, self.limit) < self.limit:
             self._give_up(sequence)
             return None

@@ -170,7 +170,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     if options.quant != "none":
         weights = _quantize(weights, options, config, tiled)
     head = _head_weights(model, files, config, dtype, tiled, options)
-    identity = fingerprint(weights, (config, dtype, STATE_LAYOUT, head is not None)) if options.cache_dir else ""
+    identity = fingerprint({**weights, **(head or {})}, (config, dtype, STATE_LAYOUT)) if options.cache_dir else ""
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
