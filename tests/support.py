@@ -141,7 +141,8 @@ def _nest(directory: Path) -> None:
 def pools(runtime: Runtime, pages: int, slots: int) -> Storage:
     """Fresh pools full of NaN: whoever reads what nobody wrote will show it. Everyone may have a replay ring."""
     extras = Extras(rings=slots, head=runtime.mtp is not None, tiled=runtime.cache.storage.tiled)
-    storage = allocate(runtime.config, pages, slots, runtime.cache.storage.keys.dtype, extras=extras)
+    like = runtime.cache.storage
+    storage = allocate(runtime.config, pages, slots, like.keys.dtype, str(like.device), extras)
     for tensor in (*storage.page_tensors, *storage.slot_tensors, *(storage.rings or ())):
         tensor.fill_(float("nan"))
     return storage

@@ -195,7 +195,7 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
         return None  # replay rings have no fast kernel there
     found: dict[str, Block] | None
     if isinstance(model, RandomModel):
-        found = {**random_head(config, dtype, model.seed)} if model.head else None
+        found = {**random_head(config, dtype, model.seed, device=options.device)} if model.head else None
     else:
         assert files is not None
         try:
