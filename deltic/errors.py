@@ -34,3 +34,12 @@ class RequestError(DelticError):
 
 class DegenerateError(DelticError):
     """The model's logits are NaN or all equal: weights, dtype or a kernel are broken."""
+
+
+def show(value: object) -> str:
+    """A value as a message quotes it: not without end, whoever gave it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python declines to print integers of thousands of digits
+        text = "a huge number"
+    return text if len(text) <= 80 else text[:77] + "..."

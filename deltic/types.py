@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
-from deltic.errors import RequestError
+from deltic.errors import RequestError, show
 
 PAGE = 16
 """Tokens of one K/V page."""
@@ -16,6 +16,9 @@ RING = 16
 """Entries that a replay ring holds: what came after the state that lies in its sequence's slot."""
 MAX_DRAFTS = 12
 """Tokens that may be drafted at once: with the token before them they fit a replay ring, with room to spare."""
+
+MOST_TOKENS = 1 << 31
+"""The largest limit or count of tokens that may be asked for."""
 
 Finish = Literal["stop", "length", "abort", "error"]
 
@@ -60,11 +63,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "seed": (-(1 << 63), (1 << 64) - 1),
-    "min_tokens": (0, 1 << 31),
-    "max_tokens": (0, 1 << 31),
+    "min_tokens": (0, MOST_TOKENS),
+    "max_tokens": (0, MOST_TOKENS),
     "logprobs": (0, 20),
     "n": (1, 128),
-    "max_repeat": (0, 1 << 31),
+    "max_repeat": (0, MOST_TOKENS),
 }
 _INTEGERS = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n", "max_repeat"})
 MAX_LOGIT_BIAS = 100
@@ -135,16 +138,16 @@ class SamplingParams:
         return replace(self, **missing) if missing else self
 
 
-def _check_number(name: str, value: Any, low: float, high: float, integer: bool | None = None) -> None:
+def _check_number(name: str, value: Any, low: float, high: float, integer: bool = False) -> None:
     if value is None and name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
                                   "max_tokens", "logprobs", "max_repeat"):
         return
-    kind: tuple[type, ...] = (int,) if (integer or name in _INTEGERS) else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind):
-        expected = "an integer" if kind == (int,) else "a number"
-        raise RequestError(f"{name} must be {expected}, not {value!r}", name)
-    if not low <= float(value) <= high:  # type: ignore[arg-type]
-        raise RequestError(f"{name} must be between {low:,} and {high:,}, not {value!r}", name)
+    whole = integer or name in _INTEGERS
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        expected = "an integer" if whole else "a number"
+        raise RequestError(f"{name} must be {expected}, not {show(value)}", name)
+    if not low <= value <= high:  # integers are compared as such, however large
+        raise RequestError(f"{name} must be between {low:,} and {high:,}, not {show(value)}", name)
 
 
 def _check_stops(stops: tuple[Any, ...]) -> None:
@@ -152,7 +155,7 @@ def _check_stops(stops: tuple[Any, ...]) -> None:
         raise RequestError(f"stop takes at most {MAX_STOPS} strings, not {len(stops)}", "stop")
     for stop in stops:
         if not isinstance(stop, str) or not stop:
-            raise RequestError(f"stop must be a non-empty string or a list of them, not {stop!r}", "stop")
+            raise RequestError(f"stop must be a non-empty string or a list of them, not {show(stop)}", "stop")
 
 
 class Matcher(Protocol):

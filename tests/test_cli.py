@@ -87,6 +87,7 @@ BAD = [
     (["run", "hi", "--min-p", "2"], "min_p"),
     (["run", "hi", "--max-tokens", "-1"], "max_tokens"),
     (["run", "hi", "--seed", "x"], "--seed"),
+    (["run", "hi", "--seed", "1" + "0" * 400], "seed must be between"),
     (["run", "hi", "--presence-penalty", "3"], "presence_penalty"),
     (["run", "hi", "--frequency-penalty", "x"], "--frequency-penalty"),
     (["run", "hi", "--repetition-penalty", "0"], "repetition_penalty"),

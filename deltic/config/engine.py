@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from deltic.config.machine import available_cores, parse_bytes
-from deltic.config.reading import show
 from deltic.config.speculation import parse_speculation
-from deltic.errors import ConfigError
+from deltic.errors import ConfigError, show
 from deltic.types import Speculation
 
 _RANGES: Final = {

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from deltic.config.reading import flag, integer, number, show, token_ids
-from deltic.errors import ModelError
+from deltic.config.reading import flag, integer, number, token_ids
+from deltic.errors import ModelError, show
 
 LayerType = Literal["linear_attention", "full_attention"]
 DType = Literal["float32", "bfloat16", "float16"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deltic.errors import ModelError
+from deltic.errors import ModelError, show
 
 
 def required(source: Mapping[str, Any], key: str) -> Any:
@@ -34,14 +34,6 @@ def flag(source: Mapping[str, Any], key: str, default: bool) -> bool:
     if value is not None and type(value) is not bool:
         raise ModelError(f"{key} must be true or false, not {show(value)}")
     return default if value is None else value
-
-
-def show(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python declines to print integers of thousands of digits
-        text = "a huge number"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def token_ids(source: Mapping[str, Any], key: str) -> tuple[int, ...]:

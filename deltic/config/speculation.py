@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from deltic.config.reading import show
-from deltic.errors import ConfigError
+from deltic.errors import ConfigError, show
 from deltic.types import MAX_DRAFTS, Auto, Draft, Mtp, Ngram, Speculation
 
 _FORMS = "auto, off, mtp[:N], ngram[:N] or draft:MODEL[:N]"

@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from deltic.engine.llm import LLM
-from deltic.errors import RequestError
+from deltic.errors import RequestError, show
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.wire import Problem, ProblemError, parse, read_body, while_connected
@@ -56,7 +56,7 @@ class Desk:
         """A problem with status 404 unless this model is meant."""
         own = self.llm.runtime.name
         if model not in (None, self.name, own, Path(own).name, "default"):
-            raise ProblemError(Problem(404, f"the model {model!r} does not exist: this server has {self.name!r}",
+            raise ProblemError(Problem(404, f"the model {show(model)} does not exist: this server has {self.name!r}",
                                        "model", "model_not_found"))
 
     async def read(self, request: Request, schema: type[Body],

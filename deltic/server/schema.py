@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from deltic.errors import RequestError
+from deltic.errors import RequestError, show
 from deltic.types import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -83,7 +83,7 @@ class _Common(_Strict):
         for field, neutral in _NEUTRAL.items():
             value = getattr(self, field, None)
             if value is not None and value not in neutral:
-                raise RequestError(f"{field} is not supported" + (f" with the value {value!r}" if neutral else "")
+                raise RequestError(f"{field} is not supported" + (f" with the value {show(value)}" if neutral else "")
                                    + (f": {_INSTEAD[field]}" if field in _INSTEAD else ""), field)
 
     def _sampling(self, **more: Any) -> SamplingParams:
@@ -132,12 +132,12 @@ class ChatRequest(_Common):
     def shown_tools(self) -> list[Any] | None:
         """The tools that the model may call: none if tool_choice says so."""
         if self.tool_choice not in (None, "auto", "none"):
-            raise RequestError(f"tool_choice {self.tool_choice!r} is not supported yet: use auto or none",
+            raise RequestError(f"tool_choice {show(self.tool_choice)} is not supported yet: use auto or none",
                                "tool_choice")
         for index, tool in enumerate(self.tools or ()):
             kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
             if kind != "function":
-                raise RequestError(f"tools[{index}] has the type {kind!r}: only functions are supported",
+                raise RequestError(f"tools[{index}] has the type {show(kind)}: only functions are supported",
                                    f"tools[{index}].type")
         return None if self.tool_choice == "none" else self.tools
 
@@ -222,5 +222,5 @@ def _stops(stop: Any) -> tuple[Any, ...] | None:
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     for token in biases:
         if not (token.isascii() and token.isdigit() and len(token) < 12):
-            raise RequestError(f"logit_bias has the key {token!r}: keys must be token ids", "logit_bias")
+            raise RequestError(f"logit_bias has the key {show(token)}: keys must be token ids", "logit_bias")
     return {int(token): bias for token, bias in biases.items()}

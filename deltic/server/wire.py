@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deltic.errors import DelticError, RequestError
+from deltic.errors import DelticError, RequestError, show
 from deltic.server.bridge import UnavailableError
 from deltic.server.collect import GenerationError
 
@@ -190,7 +190,7 @@ def _explain(error: ValidationError, schema: type[BaseModel]) -> RequestError:
 
 def _unknown(field: str, schema: type[BaseModel]) -> RequestError:
     near = difflib.get_close_matches(field, schema.model_fields, 1)
-    return RequestError(f"unknown field {field!r}" + (f": do you mean {near[0]!r}?" if near else ""), field)
+    return RequestError(f"unknown field {show(field)}" + (f": do you mean {near[0]!r}?" if near else ""), field)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deltic.errors import ConfigError, RequestError, TemplateError
+from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
 from deltic.text.chat import ChatTemplate, Conversation, load_template, opening, spell
 from deltic.text.history import MODES, History
@@ -18,7 +18,7 @@ from deltic.text.notes import NoteStore
 from deltic.text.stream import Router, chat_router, text_router
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Finish, Guide, Matcher, Request, SamplingParams
+from deltic.types import MOST_TOKENS, Finish, Guide, Matcher, Request, SamplingParams
 
 log = logging.getLogger("deltic")
 
@@ -137,15 +137,15 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
 
 
 def _unknown_mode(mode: object) -> str:
-    return f"history must be one of {', '.join(MODES)}, not {mode!r}"
+    return f"history must be one of {', '.join(MODES)}, not {show(mode)}"
 
 
 def _is_budget(tokens: object) -> bool:
-    return tokens is None or (type(tokens) is int and tokens >= 0)
+    return tokens is None or (type(tokens) is int and 0 <= tokens <= MOST_TOKENS)
 
 
 def _no_budget(tokens: object) -> str:
-    return f"thinking_budget must be a number of tokens, 0 or more, not {tokens!r}"
+    return f"thinking_budget must be a number of tokens from 0 to {MOST_TOKENS:,}, not {show(tokens)}"
 
 
 def _matcher(router: Router) -> Matcher:

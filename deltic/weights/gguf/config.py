@@ -13,8 +13,8 @@ import numpy as np
 
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.config.model import FAMILIES, Family, architecture
-from deltic.config.reading import integer, number, show
-from deltic.errors import ModelError
+from deltic.config.reading import integer, number
+from deltic.errors import ModelError, show
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.tokenizer import end_tokens
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from deltic.config.reading import show
-from deltic.errors import ModelError
+from deltic.errors import ModelError, show
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"

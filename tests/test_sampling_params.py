@@ -1,0 +1,45 @@
+"""L8: `SamplingParams` takes every number that it says it takes, and refuses others by name, however large."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from deltic.errors import RequestError
+from deltic.types import _INTEGERS, _RANGES, SamplingParams
+
+BAD = {"no float": 10 ** 400, "no negative float": -10 ** 400, "not printable": 10 ** 5000, "nan": math.nan,
+       "infinite": math.inf, "negative infinite": -math.inf, "text": "1", "flag": True, "list": [1], "long": "x" * 999}
+
+
+@pytest.mark.parametrize("name", _RANGES)
+def test_the_borders_are_in(name: str) -> None:
+    for value in _RANGES[name]:
+        if (name, value) != ("max_tokens", 0):
+            assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", _RANGES)
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+def test_l8_what_is_no_such_number_is_refused_by_name_and_in_short(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} must be ") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name and len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("name", _RANGES)
+def test_l8_just_outside_is_out(name: str) -> None:
+    low, high = _RANGES[name]
+    for value in (low - 1, high + 1) if name in _INTEGERS else (math.nextafter(low, -math.inf), high * (1 + 1e-9)):
+        with pytest.raises(RequestError, match=f"^{name} must be between"):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("ids", [
+    {"stop_token_ids": (10 ** 400,)}, {"stop_token_ids": (-1,)}, {"logit_bias": {10 ** 400: 1.0}},
+    {"logit_bias": {1: 10 ** 400}}, {"logit_bias": {1: math.nan}}])
+def test_l8_ids_and_biases_too(ids: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"^{next(iter(ids))} must be "):
+        SamplingParams(**ids)
