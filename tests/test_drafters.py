@@ -6,9 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from reuse_cases import runtime_of, usage_of
 from speculation_cases import (
     MODELS,
@@ -41,10 +42,11 @@ from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import HeadDrafter, ModelDrafter, NgramDrafter, Wants
 from deltic.engine.engine import Engine
 from deltic.engine.head import DraftHead
-from deltic.engine.runtime import RandomModel, load
+from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.engine.sequence import Sequence as Running
 from deltic.errors import ConfigError
-from deltic.types import MAX_DRAFTS, PAGE, Request
+from deltic.ops.records import Batch
+from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
 
 # The other drafters
 
@@ -130,6 +132,52 @@ def test_a_draft_model_without_room_drafts_nothing() -> None:
     assert usage_of(answers).drafted_tokens == 0 and drafter._runtime.cache.at_rest
 
 
+def read_by(runtime: Runtime, tokens: list[int]) -> Runtime:
+    """The runtime, which appends to `tokens` how many tokens it reads of prompts."""
+    def run(batch: Batch) -> torch.Tensor:
+        if not batch.layout.logits:
+            tokens.append(batch.layout.tokens)
+        return runtime.run(batch)
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return run if name == "run" else getattr(runtime, name)
+
+    return cast(Runtime, Counting())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_draft_model_reads_what_is_new_in_a_conversation(model: str) -> None:
+    """Though its last guesses were wrong when the turn before ended."""
+    read: list[int] = []
+    engine = Engine(runtime_of(odd_runtime()), ModelDrafter(read_by(runtime_of(MODELS[model]()), read), 509, 4),
+                    FixedDepth(4))
+    prompt, turns = numbers(1, 200, 509), []
+    for turn in range(3):
+        end = reference(odd_runtime(), prompt, 12).tokens[8]
+        engine.add(Request("a", prompt, SamplingParams(temperature=0.0, max_tokens=100, stop_token_ids=(end,))))
+        answer = drain(engine)["a", 0].tokens
+        prompt = (*prompt, *answer, *numbers(50 + turn, 5, 509))
+        turns.append(sum(read))
+        read.clear()
+    assert 200 <= turns[0] <= 202 and max(turns[1:]) <= 12
+
+
+@pytest.mark.parametrize("short", ["rings", "pages", "slots"])
+def test_a_draft_model_with_room_for_one_reads_nothing_twice(short: str) -> None:
+    small, read = runtime_of(odd_runtime(), pages=9 if short == "pages" else 256), list[int]()
+    while short != "pages" and getattr(small.cache, short).free > 1:
+        assert getattr(small.cache, short).take()
+    drafter = ModelDrafter(read_by(small, read), 509, 4)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
+    for index in range(3):
+        engine.add(greedy(numbers(index, 100, 509), 30 + index, f"r{index}"))
+    answers = drain(engine)
+    for index in range(3):
+        same_tokens(reference(odd_runtime(), numbers(index, 100, 509), 30 + index), answers[f"r{index}", 0].tokens)
+    assert 100 <= sum(read) <= 3 * 140 and not drafter._leases and not drafter._refused
+
+
 # Options
 
 
@@ -192,6 +240,36 @@ def test_l8_a_drafter_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) 
     same_tokens(answer, answers["a", 0].tokens)
     assert usage_of(answers).accepted_tokens == 6 and drafter.calls == 3
     assert caplog.text.count("switched off") == 1 and engine.stats.failed == 0
+
+
+class Forgetful(Scripted):
+    """Runs out of memory when a sequence is over."""
+
+    def forget(self, sequence: Running) -> None:
+        raise MemoryError("nothing left")
+
+
+class Odd(Scripted):
+    """Answers with what a test says."""
+
+    def draft(self, wants: Wants) -> list[list[int]]:
+        return self.answers["it", 0]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("drafter", [
+    Forgetful({}, PATTERNS["right"], 3), *(Odd({("it", 0): guesses}, PATTERNS["right"], 3)  # type: ignore[dict-item]
+                                           for guesses in ([], [[9999]], [[-1, 3]], [[1], [2]], None))])
+def test_l8_a_drafter_that_makes_no_sense_is_switched_off(drafter: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    answer, other = expected("odd", "greedy"), numbers(9, 30, 509)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(3))
+    engine.add(greedy(answer.prompt, 5, "a"))
+    if isinstance(drafter, Forgetful):
+        engine.add(greedy(other, 30, "b"))
+    answers = drain(engine)
+    assert answers["a", 0].tokens == list(answer.tokens[:5])
+    if isinstance(drafter, Forgetful):
+        same_tokens(reference(odd_runtime(), other, 30), answers["b", 0].tokens)
+    assert caplog.text.count("switched off") == 1 and engine.stats.failed == 0 and not engine.has_work
 
 
 # The model's own head

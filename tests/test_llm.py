@@ -10,7 +10,11 @@ import pytest
 from support import numbers, odd_runtime, odd_shape, reference, same_tokens
 
 from deltic import LLM, RandomModel, SamplingParams
+from deltic.engine.depth import FixedDepth
+from deltic.engine.drafters import Wants
+from deltic.engine.engine import Engine
 from deltic.engine.llm import Stream
+from deltic.engine.sequence import Sequence
 from deltic.errors import ConfigError, ModelError, RequestError
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
@@ -38,7 +42,8 @@ def llm(model: LLM) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def random_llm() -> LLM:
     """A model that never repeats itself and has no tokenizer."""
-    return LLM(RandomModel(shape=odd_shape(), initializer_range=0.1), memory="4MiB", max_batch=3, threads=1)
+    return LLM(RandomModel(shape=odd_shape(), initializer_range=0.1), memory="4MiB", max_batch=3, threads=1,
+               speculate="ngram")
 
 
 # Chat and stream
@@ -245,6 +250,32 @@ def test_on_token_is_not_called_after_it_stopped_the_row(random_llm: LLM) -> Non
     outputs = random_llm.generate([[1, 2, 3]], SamplingParams(temperature=1.0, seed=1, max_tokens=9, n=3), on_token)
     assert len(calls) == 1 and len(outputs[0].choices) == 3
     assert {choice.finish for choice in outputs[0].choices} == {"abort"}
+
+
+@pytest.mark.parametrize("wanted", range(1, 8))
+def test_on_token_stops_within_right_guesses_too(random_llm: LLM, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = numbers(3, 9, 509)
+    plain = random_llm.generate([prompt], greedy(8))[0].choices[0].tokens
+    seen: list[int] = []
+
+    def on_token(row: int, token: int) -> bool:
+        seen.append(token)
+        return len(seen) < wanted
+
+    class Right:
+        limit = 3
+
+        def draft(self, wants: Wants) -> list[list[int]]:
+            return [[*plain[sequence.generated:sequence.generated + count]] for sequence, count in wants]
+
+        def forget(self, sequence: Sequence) -> None:
+            pass
+
+    monkeypatch.setattr(random_llm, "engine", Engine(random_llm.runtime, Right(), FixedDepth(3)))
+    choice = random_llm.generate([prompt], greedy(8), on_token)[0].choices[0]
+    assert choice.tokens == tuple(seen) == plain[:wanted] and choice.finish == "abort"
+    assert choice.usage.completion_tokens == wanted
+    random_llm.engine.check()
 
 
 def test_an_on_token_that_raises_leaves_nothing_running(random_llm: LLM) -> None:

@@ -143,7 +143,8 @@ class Checked(Engine):
         assert before == self.order(), "the order of arrival is lost"
         assert len(plan.rows) == len(sequences) == len(set(map(id, sequences)))
         if before:
-            assert sequences, "work is waiting and nothing runs"
+            known = any(sequence.logits is not None for sequence in self.scheduler.running)
+            assert sequences or known, "work is waiting and nothing runs"
             assert before[0] in sequences, "the oldest sequence stands still"
         self.check_rows(plan, sequences)
         return plan, sequences
@@ -437,6 +438,18 @@ def test_l8_a_matcher_that_raises_harms_its_own_request_only(at: int, n: int) ->
         assert len(answers[("b", choice)].tokens) <= at + 1
     check_answers({item.id: item for item in good}, answers, engine)
     assert answers[("a", 0)].last.finish == answers[("c", 0)].last.finish == "length"
+
+
+def test_l8_a_matcher_that_cannot_be_made_for_every_choice_harms_its_own_request_only() -> None:
+    made = iter([Broken(9)])
+    bad = Request("b", request("a", 6, 3).prompt, SamplingParams(temperature=0.0, max_tokens=8, n=3),
+                  matcher=lambda: next(made))
+    good = request("c", 7, 9)
+    engine = engine_with([bad, good], budget=64, max_batch=8)
+    answers = drain(engine)
+    assert [answers[("b", choice)].last.finish for choice in range(3)] == ["error"] * 3
+    check_answers({"c": good}, answers, engine)
+    assert answers[("c", 0)].last.finish == "length"
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,13 +14,17 @@ from speculation_cases import (
     embedded_prompt,
     embedded_with_head,
     expected,
+    headed,
 )
 from support import (
+    numbers,
     odd_runtime,
     same_logits,
     session_over,
 )
 
+from deltic.engine.runtime import Runtime
+from deltic.engine.session import Session
 from deltic.errors import RequestError
 
 
@@ -88,7 +93,7 @@ def test_a_session_drafts_with_the_head() -> None:
 def test_a_session_refuses_what_it_cannot_verify() -> None:
     session = session_over(odd_runtime())
     session.prefill([1, 2, 3])
-    with pytest.raises(RequestError, match="call verify first"):
+    with pytest.raises(RequestError, match="call verify right before"):
         session.accept(1)
     with pytest.raises(RequestError, match="at most 13"):
         session.verify([1] * 14)
@@ -97,5 +102,51 @@ def test_a_session_refuses_what_it_cannot_verify() -> None:
         session.accept(3)
     session.verify([4, 5])
     session.step(7)
-    with pytest.raises(RequestError, match="call verify first"):
+    with pytest.raises(RequestError, match="call verify right before"):
         session.accept(1)
+
+
+def moved_on(session: Session) -> None:
+    session.step(7)
+
+
+def came_back(session: Session) -> None:
+    """To the very position, but not with what was verified in the ring."""
+    mark = session.checkpoint()
+    session.verify([4, 5, 6])
+    session.restore(mark)
+
+
+def went_away_and_came_back(session: Session) -> None:
+    mark = session.checkpoint()
+    session.verify([4, 5, 6])
+    session.commit([7, 8, 9])
+    session.restore(mark)
+
+
+def verified_in_vain(session: Session) -> None:
+    with pytest.raises(RequestError, match="at most 13"):
+        session.verify([1] * 14)
+
+
+@pytest.mark.parametrize("after", [moved_on, came_back, went_away_and_came_back, verified_in_vain])
+def test_only_what_was_verified_right_before_is_accepted(after: Callable[[Session], None]) -> None:
+    session = session_over(odd_runtime(), batch=4)
+    session.prefill([1, 2, 3])
+    session.verify([4, 5])
+    session.accept(1)
+    session.verify([5, 6])
+    after(session)
+    with pytest.raises(RequestError, match="call verify right before"):
+        session.accept(1)
+
+
+@pytest.mark.parametrize("runtime", [headed, embedded_with_head])
+def test_guesses_at_the_start_depend_on_nothing_before(runtime: Callable[[], Runtime]) -> None:
+    session = session_over(runtime())
+    fresh = session.draft(7, 3)
+    for start in (3, 4):
+        session.prefill(numbers(start, 30, 400))
+        session.reset()
+        assert session.draft(7, 3) == fresh
+    assert any(fresh), "a state that nobody wrote is NaN, which guesses token 0"

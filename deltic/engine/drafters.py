@@ -148,52 +148,65 @@ class ModelDrafter:
                               f"itself {vocabulary}: they must share one tokenizer", "speculate")
         self.limit, self._runtime = limit, runtime
         self._leases: dict[Sequence, Lease] = {}
+        self._refused: set[Sequence] = set()
+        """Sequences that there was no room for, since another one was over."""
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
         guesses: list[list[int]] = [[] for _ in wants]
         leased = [index for index, (sequence, count) in enumerate(wants)
-                  if len(sequence.tokens) + count <= self._runtime.memory.max_context and self._catch_up(sequence)]
+                  if len(sequence.tokens) + count <= self._runtime.memory.max_context and self._ready(sequence)]
         for depth in range(max((wants[index][1] for index in leased), default=0)):
             active = [index for index in leased if wants[index][1] > depth]
             self._step([(index, wants[index][0]) for index in active], guesses)
         return guesses
 
     def forget(self, sequence: Sequence) -> None:
-        lease = self._leases.pop(sequence, None)
-        if lease:
-            self._runtime.cache.release(lease, keep=True)
+        self._refused.clear()
+        self._release(sequence)
 
-    def _catch_up(self, sequence: Sequence) -> Lease | None:
-        """The sequence's lease at its last token but one; None if there is no room."""
-        cache, tokens = self._runtime.cache, sequence.tokens
-        lease = self._leases.get(sequence)
-        if lease is not None and not cache.retreat(lease, min(common_length(lease.tokens, tokens), len(tokens) - 1)):
-            self.forget(sequence)
+    def _ready(self, sequence: Sequence) -> bool:
+        """Have the model read all tokens of the sequence but the last; False if there is no room for it."""
+        if sequence in self._refused:
+            return False
+        lease = self._lease(sequence)
+        if lease is None or not self._catch_up(lease, sequence.tokens):
+            # to try again at every step would be to read again at every step
+            self._release(sequence)
+            self._refused.add(sequence)
+            return False
+        return True
+
+    def _lease(self, sequence: Sequence) -> Lease | None:
+        """The sequence's lease, rejected guesses taken back; or a new one."""
+        cache, lease = self._runtime.cache, self._leases.get(sequence)
+        if lease is not None and not cache.retreat(lease, _sound(lease, sequence)):
+            self._release(sequence)
             lease = None
-        if lease is None:
-            lease = cache.admit(tokens[:-1])
-            if lease is None:
-                return None
+        if lease is None and (lease := cache.admit(sequence.tokens[:-1])):
             self._leases[sequence] = lease
-        while lease.done < len(tokens) - 1:
-            chunk = tokens[lease.done:len(tokens) - 1][:self._runtime.options.token_budget]
-            if cache.reserve(lease, len(chunk)) < len(chunk):
-                self._give_up(sequence)
-                return None
+        return lease
+
+    def _catch_up(self, lease: Lease, tokens: List[int]) -> bool:
+        cache, end = self._runtime.cache, len(tokens) - 1
+        missing = end - lease.done + self.limit
+        if not cache.take_ring(lease) or cache.reserve(lease, missing) < missing:
+            return False
+        while lease.done < end:
+            chunk = tokens[lease.done:end][:self._runtime.options.token_budget]
             row = Row(tuple(chunk), lease.done, tuple(lease.pages), lease.slot, 0, base=lease.base,
                       ring=lease.ring or 0)
             self._runtime.run(build(Plan((row,)), cache.storage.device))
             cache.commit(lease, chunk)
         if lease.behind + self.limit > RING:
             cache.settle(lease)  # else the ring would be folded amid guesses, which could not be taken back
-        if not cache.take_ring(lease) or cache.reserve(lease, self.limit) < self.limit:
-            self._give_up(sequence)
-            return None
-        return lease
+        return True
 
-    def _give_up(self, sequence: Sequence) -> None:
-        self._runtime.cache.release(self._leases.pop(sequence))
+    def _release(self, sequence: Sequence) -> None:
+        """Give the lease back; what is sound of it may serve the conversation's next turn."""
+        cache, lease = self._runtime.cache, self._leases.pop(sequence, None)
+        if lease:
+            cache.release(lease, keep=cache.retreat(lease, _sound(lease, sequence)))
 
     def _step(self, active: list[tuple[int, Sequence]], guesses: list[list[int]]) -> None:
         """One more guess for each of these sequences."""
@@ -209,3 +222,8 @@ class ModelDrafter:
         for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
             self._runtime.cache.commit(self._leases[sequence], row.tokens, base_after(row))
             guesses[index].append(token)
+
+
+def _sound(lease: Lease, sequence: Sequence) -> int:
+    """How many of the tokens that were read came true; the sequence's last one is read with the next guess."""
+    return min(common_length(lease.tokens, sequence.tokens), len(sequence.tokens) - 1)

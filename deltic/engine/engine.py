@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -195,19 +196,31 @@ class Engine:
         wants = [(sequence, room) for sequence in ready if (room := _room(sequence)) > 0]
         depth = self.depth.choose([self._acceptance(sequence) for sequence, _ in wants], len(ready)) if wants else 0
         granted, left = [], self.scheduler.token_budget - len(ready)
+        if self.scheduler.waiting or len(ready) < len(self.scheduler.running):
+            left //= 2  # prompts are not to wait for guesses
         for sequence, room in wants:
             if count := self._grant(sequence, min(depth, room, max(left, 0))):
                 granted.append((sequence, count))
                 left -= count
         try:
             found = self.drafter.draft(granted) if granted else []
+            drafts = [self._checked(guesses[:count]) for (_, count), guesses in zip(granted, found, strict=True)]
         except Exception:
-            log.exception("guessing tokens failed and is switched off; answers go on without")
-            self.drafter = None
+            self._switch_off()
             return []
-        for (sequence, count), guesses in zip(granted, found, strict=True):
-            sequence.drafts = tuple(guesses[:count])
+        for (sequence, _), guesses in zip(granted, drafts, strict=True):
+            sequence.drafts = guesses
         return ready
+
+    def _checked(self, guesses: List[int]) -> tuple[int, ...]:
+        if not all(0 <= guess < self.runtime.config.vocab_size for guess in guesses):
+            raise ValueError("a guess is no token")
+        return tuple(guesses)
+
+    def _switch_off(self) -> None:
+        """Go on without the drafter, which has just failed."""
+        log.exception("guessing tokens failed and is switched off; answers go on without")
+        self.drafter = None
 
     def _grant(self, sequence: Sequence, count: int) -> int:
         """Room in the cache for so many guesses after the next token; for how many there is."""
@@ -228,14 +241,16 @@ class Engine:
         turns, draws, rows, ends, first = list[tuple[Turn, int]](), list[Draw](), list[int](), {}, 0
         for turn in ready:
             guesses = turn.guesses
-            if turn.sequence.emits_end:
+            if turn.sequence.emits_end and not guesses:  # with guesses nothing is committed yet
                 ends[turn.sequence] = logits[first].clone()  # a draw may write into the logits
-            for sequence in (turn.sequence, *self._siblings(turn.sequence)):
+            for sequence in self._choices(turn.sequence):
                 turns.append((turn if sequence is turn.sequence else Turn(sequence), len(draws)))
                 draws += [Draw(sequence, guesses[:count]) for count in range(len(guesses) + 1)]
                 rows += range(first, first + len(guesses) + 1)
             first += len(guesses) + 1
-        if len(draws) > first:
+        if not draws:
+            return
+        if rows != [*range(first)]:
             logits = logits[rows]
         scored = any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws)
         raw = logits.clone() if scored else None
@@ -248,8 +263,7 @@ class Engine:
                     self.runtime.cache.keep_emitted(sequence.lease, ends.get(sequence))
                 self._follow(turn, chosen, place)
             except Exception as error:
-                log.exception("a request's own matcher or guide failed; the request ends with an error")
-                self._fail(sequence, f"internal error: {error}")
+                self._blame(sequence, error)
 
     def _follow(self, turn: Turn, chosen: Chosen, place: int) -> None:
         """Take the tokens that were chosen for a sequence, from `place` on, as far as its guesses are right."""
@@ -262,31 +276,39 @@ class Engine:
                 self._commit_guess(turn, right)
             forced = sequence.forced
             token = chosen.tokens[place + right] if forced is None else forced
+            guessed = right < len(guesses) and token == guesses[right]
+            sequence.accepted += guessed
             finish = self._take(sequence, token, chosen, place + right)
-            if finish or right == len(guesses) or token != guesses[right]:
+            right += guessed
+            if finish or not guessed:
                 break
-            right += 1
-            sequence.accepted += 1
         if guesses:
-            self._learn(sequence, len(guesses), right)
+            # what was guessed after the end was neither right nor wrong
+            self._learn(sequence, right if guessed else len(guesses), right)
         if finish and sequence.generated:
             self._forget(sequence)
         elif finish:
             self._end(sequence)
 
-    def _siblings(self, sequence: Sequence) -> list[Sequence]:
-        """The other choices of a request whose prompt has just been processed; they fork its end when they run."""
+    def _choices(self, sequence: Sequence) -> list[Sequence]:
+        """The sequence itself and, where its prompt has just been processed, the other choices of the request, which
+        fork the prompt's end when they run; nobody if they cannot be made."""
         count = sequence.sampling.n - 1
         if sequence.choice or sequence.generated or not count:
-            return []
+            return [sequence]
         assert sequence.lease is not None
+        try:
+            siblings = [self._sequence(sequence.request, choice, sequence.seed) for choice in range(1, count + 1)]
+        except Exception as error:
+            self._blame(sequence, error)
+            return []
         checkpoint = self.runtime.cache.checkpoint(sequence.lease)
         origin = Origin(checkpoint, count) if checkpoint else None
-        siblings = [self._sequence(sequence.request, choice, sequence.seed, origin) for choice in range(1, count + 1)]
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
+            sibling.origin = origin
             self.scheduler.add(sibling)
-        return siblings
+        return [sequence, *siblings]
 
     def _commit_guess(self, turn: Turn, index: int) -> None:
         """One more token of a step with guesses is known to be right: the first, or a guess that was."""
@@ -325,6 +347,11 @@ class Engine:
                                      sequence.usage if finish else None))
         return finish
 
+    def _blame(self, sequence: Sequence, error: Exception) -> None:
+        """What a request brought along has raised this error, which is being handled."""
+        log.exception("a request's own matcher or guide failed; the request ends with an error")
+        self._fail(sequence, f"internal error: {error}")
+
     def _fail(self, sequence: Sequence, message: str) -> None:
         self.stats.failed += 1
         sequence.finish = "error"
@@ -343,8 +370,11 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
-        if self.drafter:
-            self.drafter.forget(sequence)
+        try:
+            if self.drafter:
+                self.drafter.forget(sequence)
+        except Exception:
+            self._switch_off()
         self.stats.finished += 1
         self.stats.reused_tokens += sequence.cached
         group = self._sequences[sequence.request.id]
@@ -352,7 +382,7 @@ class Engine:
         if not group:
             del self._sequences[sequence.request.id]
 
-    def _sequence(self, request: Request, choice: int, seed: int, origin: Origin | None = None) -> Sequence:
+    def _sequence(self, request: Request, choice: int, seed: int) -> Sequence:
         params, prompt = request.sampling, request.prompt
         limit = self.max_context
         if params.max_tokens is not None:
@@ -362,8 +392,7 @@ class Engine:
         wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
         return Sequence(request, choice, params, seed, eos, limit, list(prompt),
                         request.matcher() if request.matcher else None, request.guide() if request.guide else None,
-                        Repeats(params.max_repeat) if params.max_repeat else None, origin=origin,
-                        boundaries=boundaries, wanted=wanted)
+                        Repeats(params.max_repeat) if params.max_repeat else None, boundaries=boundaries, wanted=wanted)
 
     def _eos(self) -> frozenset[int]:
         return frozenset(self.runtime.generation.eos_token_ids) | frozenset(self.runtime.config.eos_token_ids)

@@ -54,5 +54,6 @@ class DraftHead:
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Guess from single-token rows. hidden [R, H]: what the last guess gave; None: start from the model's own.
         Returns hidden [R, H] and logits [R, N] of the vocabulary's first N tokens, float32."""
-        before = self._slots[batch.source] if hidden is None else hidden
-        return self._mtp.draft(batch.ids, before, batch, self._stores)
+        if hidden is None:
+            hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
+        return self._mtp.draft(batch.ids, hidden, batch, self._stores)

@@ -256,8 +256,12 @@ class LLM:
     def _pump(self, row: int, stream: Stream, on_token: TokenCallback | None) -> None:
         while stream._events:
             event = stream._events.popleft()
+            if stream.stopped:  # what else the last step brought is not wanted
+                if not event.finish:
+                    continue
+                event = _aborted(event, len(stream._answers[event.choice].tokens))
             stream._take(event)
-            if on_token is None or event.token is None or stream.stopped:
+            if on_token is None or event.token is None:
                 continue
             stream.stopped = not on_token(row, event.token)
             if stream.stopped:
@@ -284,6 +288,13 @@ class LLM:
             inbox = self._inboxes.get(event.request)
             if inbox is not None:
                 inbox.append(event)
+
+
+def _aborted(event: TokenOut, tokens: int) -> TokenOut:
+    """The end of an answer that was stopped after so many tokens."""
+    assert event.usage
+    return replace(event, token=None, logprobs=None, finish="abort",
+                   usage=replace(event.usage, completion_tokens=tokens))
 
 
 def _front(runtime: Runtime, template: Path | None, **options: Any) -> Front | None:

@@ -204,7 +204,7 @@ class Scheduler:
         assert sequence.lease is not None
         self.running.remove(sequence)
         self.cache.release(sequence.lease, keep=sequence.generated > 0)
-        sequence.lease = None
+        sequence.lease, sequence.drafts = None, ()  # guesses need the replay ring that they were made for
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 

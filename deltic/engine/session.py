@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deltic.engine.batch import build
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import RandomModel, load
 from deltic.engine.scheduler import Plan, Row, base_after
-from deltic.errors import DegenerateError, RequestError
+from deltic.errors import DegenerateError, RequestError, show
 from deltic.ops.records import Batch
 from deltic.types import MAX_DRAFTS
 
@@ -95,7 +96,7 @@ class Session:
     def verify(self, tokens: Sequence[int]) -> Tensor:
         """The logits [n, V] that each of these tokens would leave, without appending them: see `accept`. At most 13
         tokens."""
-        tokens = self._checked(tokens)
+        tokens, self._verified = self._checked(tokens), None
         cache, lease = self.runtime.cache, self._lease
         if len(tokens) > MAX_DRAFTS + 1:
             raise RequestError(f"{len(tokens)} tokens are too many to verify at once: at most {MAX_DRAFTS + 1}",
@@ -117,8 +118,8 @@ class Session:
     def accept(self, count: int) -> None:
         """Append the first `count` tokens of the last `verify`, at once after it; 0 forgets them all."""
         row, self._verified = self._verified, None
-        if row is None or row.done != self.position:
-            raise RequestError("there is nothing to accept: call verify first", "count")
+        if row is None:
+            raise RequestError("there is nothing to accept: call verify right before", "count")
         if not 0 <= count <= len(row.tokens):
             raise RequestError(f"count must be from 0 to {len(row.tokens)}, not {count}", "count")
         cache, lease = self.runtime.cache, self._lease
@@ -136,6 +137,7 @@ class Session:
     def restore(self, checkpoint: Checkpoint | None) -> None:
         """Return to a checkpoint, as often as wanted; None is the start."""
         self._check_checkpoint(checkpoint)
+        self._verified = None
         if not self.runtime.cache.restore(self._lease, checkpoint):
             raise RequestError("no page is free to return to the checkpoint: drop one, or raise memory")
 
@@ -151,7 +153,7 @@ class Session:
     def _feed(self, tokens: Sequence[int], all_logits: bool) -> Tensor:
         """Process tokens in chunks. The state moves from the lease's slot into the scratch slot and on in there;
         only when all is well do slots and cursor change (L3)."""
-        tokens = self._checked(tokens)
+        tokens, self._verified = self._checked(tokens), None
         cache, lease, scratch, start = self.runtime.cache, self._lease, self._scratch, self.position
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop checkpoints, or raise memory")
@@ -174,7 +176,10 @@ class Session:
             raise RequestError("this checkpoint was dropped, or belongs to another session", "checkpoint")
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
-        tokens = [int(token) for token in tokens]
+        try:
+            tokens = [index(token) for token in tokens]
+        except TypeError as error:
+            raise RequestError(f"tokens must be integers, not {show(tokens)}", "tokens") from error
         if not tokens:
             raise RequestError("no tokens: give at least one", "tokens")
         for token in tokens:
