@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from deltic.cli import COMMANDS, command_parser, docs, main
+from deltic.cli.log import logging_to_stderr
 from deltic.cli.parser import text
 from deltic.config import EngineConfig
 
@@ -226,6 +228,18 @@ def test_inspect_a_shape_without_its_weights(monkeypatch, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["config"]["pattern"] == "2 x (1 full_attention)" and facts["config"]["architecture"] == "qwen3"
     assert facts["memory"]["slot_bytes"] == 0 and facts["memory"]["max_context"] == 40960
+
+
+def test_an_exception_is_logged_in_a_line_and_with_verbose_at_length(capsys):
+    for verbose in (False, True):
+        with logging_to_stderr(verbose):
+            try:
+                raise MemoryError("no room")
+            except MemoryError:
+                logging.getLogger("deltic").exception("guessing failed")
+    line, *rest = capsys.readouterr().err.splitlines()
+    assert line == "deltic: error: guessing failed (MemoryError: no room; -v shows where)"
+    assert rest[:2] == ["deltic: error: guessing failed", "Traceback (most recent call last):"]
 
 
 def test_bench(capsys):

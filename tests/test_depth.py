@@ -67,6 +67,30 @@ def test_a_slow_minute_is_forgotten() -> None:
     assert chosen[-200:].count(0) > 180
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("at", [0, 1, 40])
+def test_a_spike_does_not_decide(at: int, drafts: int) -> None:
+    """Neither that drafts look bad, nor that they look good, for long."""
+    for share, slope, wanted in ((0.8, 0.15, 3), (0.3, 0.5, 0)):
+        depth = AdaptiveDepth(3)
+        if at:
+            served(share, at, linear(slope), depth=depth)
+        depth.timed(1, drafts, 50 * BASE)
+        _, chosen, _ = served(share, 60, linear(slope), depth=depth)
+        assert sum((drafts > 0) == (wanted > 0) for drafts in chosen[30:]) >= 27, (share, chosen)
+
+
+def test_what_comes_right_after_drafts_is_not_the_time_of_a_plain_step() -> None:
+    """It brings the state forward, too. Else drafts look better than they are, and go on because of it."""
+    depth, known, chosen = AdaptiveDepth(3), [Acceptance.hopeful(3)], [0]
+    for _ in range(400):
+        drafts = depth.choose(known, 1)
+        depth.timed(1, drafts, linear(1.0)[drafts] if drafts else 1.5 * BASE if chosen[-1] else BASE)
+        known[0].learn(drafts, drafts * 2 // 3)
+        chosen.append(drafts)
+    assert depth.plain_seconds(1) == pytest.approx(BASE) and chosen[-100:].count(0) > 90
+
+
 def test_it_comes_back() -> None:
     _, chosen, depth = served(0.0, 300, linear(0.15))
     assert chosen[-1] == 0

@@ -5,20 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 
 
 class _PlainLines(logging.Formatter):
-    """`deltic: warning: MESSAGE`; tracebacks only for those who asked for them."""
+    """`deltic: warning: MESSAGE`; of an exception its kind and message, and where it was raised for those who asked."""
 
     def __init__(self, verbose: bool) -> None:
         super().__init__("deltic: %(lowered)s: %(message)s")
         self._verbose = verbose
 
     def format(self, record: logging.LogRecord) -> str:
+        record = copy(record)
         record.lowered = record.levelname.lower()
-        if not self._verbose:
-            record.exc_info = record.exc_text = None
-        return super().format(record)
+        if self._verbose or not record.exc_info:
+            return super().format(record)
+        kind, error, _ = record.exc_info
+        record.exc_info = record.exc_text = None
+        name = kind.__name__ if kind else "unknown"
+        return f"{super().format(record)} ({name}: {error}; -v shows where)"
 
 
 @contextmanager

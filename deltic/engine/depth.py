@@ -3,22 +3,24 @@ Python."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from statistics import median_low
 from typing import Protocol
 
 _LEARNING = 0.08
 """Least weight of the newest guess in what is known of a position's acceptance; the first ones weigh more."""
 _PRIOR = 3
 """Guesses that what is hoped for weighs as much as."""
-_TIMING = 0.25
-"""Weight of the newest step in what is known of a depth's time."""
+_TIMINGS = 5
+"""Steps, two at least, whose median is the time of a depth: one that others disturbed does not count."""
 _HOPE = 0.8
 """How often a guess is taken to be right before anything is known."""
 _GROWTH = 0.12
 """By how much a step is taken to be longer per draft, until one with drafts has been measured."""
-_RENEWAL = 32
+_RENEWAL = 64
 """Steps with drafts after which one without is measured again: an old figure may be of a slower minute."""
 _SURE = 3
 """Measurements of steps without drafts before the first draft."""
@@ -98,22 +100,28 @@ class FixedDepth:
 class AdaptiveDepth:
     """The depth with the most tokens per second; once that is none, others are tried again from time to time.
 
-    seconds: measured time of a step by (sequences, drafts). times: how often it was measured. busy: steps with drafts
-    since one without. quiet: steps since drafts did not pay. wait: after how many of them to try again. burst: steps
-    that are left of a try.
+    A step without drafts right after one with them is not measured: it still has the replay ring to bring forward.
+
+    seconds: time of a step by (sequences, drafts). recent: what was measured last. last: drafts of the last step. busy:
+    steps since the one without drafts was measured. quiet: steps since drafts did not pay. wait: after how many of them
+    to try again. burst: steps that are left of a try.
     """
 
     limit: int
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
-    times: Counter[tuple[int, int]] = field(default_factory=Counter)
+    recent: defaultdict[tuple[int, int], deque[float]] = field(
+        default_factory=lambda: defaultdict(partial(deque[float], maxlen=_TIMINGS)))
+    last: int = 0
     busy: int = 0
     quiet: int = 0
     wait: int = _SHORTEST
     burst: int = 0
 
     def choose(self, known: Sequence[Acceptance], rows: int) -> int:
-        if self.times[rows, 0] < _SURE or self.busy >= _RENEWAL:
-            self.busy = 0
+        if len(self.recent[rows, 0]) < _SURE:
+            return 0
+        if self.busy >= _RENEWAL:
+            self.busy = (self.busy + 1) % (_RENEWAL + 2)
             return 0
         best = max(range(self.limit + 1), key=lambda drafts: self._rate(known, rows, drafts))
         if best and self._rate(known, rows, best) > _WORTH * self._rate(known, rows, 0):
@@ -130,10 +138,13 @@ class AdaptiveDepth:
         return 0
 
     def timed(self, rows: int, drafts: int, seconds: float) -> None:
-        self.times[rows, drafts] += 1
-        before = self.seconds.get((rows, drafts), 0.0)
-        weight = max(_TIMING, 1 / self.times[rows, drafts])
-        self.seconds[rows, drafts] = before + weight * (seconds - before)
+        last, self.last = self.last, drafts
+        if last and not drafts:
+            return
+        recent = self.recent[rows, drafts]
+        recent.append(seconds)
+        if len(recent) > 1:
+            self.seconds[rows, drafts] = median_low(recent)
 
     def plain_seconds(self, rows: int) -> float | None:
         return self.seconds.get((rows, 0))
