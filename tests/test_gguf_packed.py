@@ -331,7 +331,7 @@ def test_without_the_kernels_nothing_is_packed(written: Written, monkeypatch: py
     assert types_of(path) == {"torch.float32"}
     assert off(logits_of(load(str(path), options())), wanted) <= 1e-5
     for changes, words in (({"packed_weights": "on"}, "packed_weights=on is not possible: install g"),
-                           ({"packed_weights": "off", "quant": "q8_0"}, "quant=q8_0 is not possible install g"),
+                           ({"packed_weights": "off", "quant": "q8_0"}, "quant=q8_0 is not possible: install g"),
                            ({"cpu_level": "avx2"}, "cpu_level=avx2: install g")):
         with pytest.raises(ConfigError, match=words) as caught:
             load(str(path), options(**changes))
@@ -342,10 +342,18 @@ def test_without_the_kernels_nothing_is_packed(written: Written, monkeypatch: py
 def test_what_is_quantized_is_not_quantized_again(written: Written, kind: str) -> None:
     """Unless its numbers are asked for."""
     path = written("three to a key", kind)
-    with pytest.raises(ConfigError, match="quant=q8_0 is not possible for weights that are quantized") as caught:
+    with pytest.raises(ConfigError, match="quant=q8_0 is not possible: the weights are quantized") as caught:
         load(str(path), options(quant="q8_0"))
     assert caught.value.option == "quant"
     assert types_of(path, quant="q4_k", packed_weights="off") == {"Q4_K", "Q6_K"}
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "BF16"])
+def test_a_draft_model_is_quantized_unless_it_is_already(written: Written, kind: str) -> None:
+    path = written("three to a key", kind)
+    model = load(RandomModel(shape=SHAPES["three to a key"]), options(quant="q8_0", speculate=f"draft:{path}"))
+    assert model.draft and {*model.decoder.weight_kinds()} == {"Q8_0", "F32"}
+    assert {*model.draft.decoder.weight_kinds()} & {"Q8_0", "Q4_K"} == {"Q8_0" if kind == "BF16" else "Q4_K"}
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])

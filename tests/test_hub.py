@@ -47,6 +47,12 @@ def test_directory_is_itself(model_directory, monkeypatch):
     assert resolve("model") == Path("model")
 
 
+def test_what_is_on_this_machine_has_no_revision(model_directory):
+    for name in (None, "tiny", model_directory, str(model_directory)):
+        with pytest.raises(ModelError, match=r"leave out the revision \(main\), which is for models of the"):
+            resolve(name, "main")
+
+
 def test_embedded_model_loads():
     for name in (None, "tiny"):
         files = open_model(name)
@@ -207,7 +213,7 @@ def test_progress_can_be_silenced(hub, capsys):
 
 def test_room_is_checked_before_the_download(hub):
     hub.sizes["model.safetensors"] = 2_000_000_000
-    with pytest.raises(ModelError, match=r"org/name needs 2\.00 GB, but .*yet has 0\.00 GB free.*HF_HOME"):
+    with pytest.raises(ModelError, match=r"org/name needs 2\.00 GB, but .*yet has 0\.00 MB free.*HF_HOME"):
         resolve("org/name")
     assert [call[0] for call in hub.calls] == ["info"]
     hub.cached = {"model.safetensors"}

@@ -132,7 +132,12 @@ def test_what_the_command_refuses(source: Path, tmp_path: Path, capsys: pytest.C
     assert target.read_text() == "old"
     assert main(["mtp", "extract", str(source), str(tmp_path), "--force"]) == 0
     assert_extracted(target)
+    (tmp_path / "taken" / "mtp.safetensors").mkdir(parents=True)
     for argv, message in ((["extract", str(source), "x.bin"], "x.bin must end in .safetensors"),
+                          (["extract", str(source), ""], "DST is empty"),
+                          (["extract", str(source), str(tmp_path / "taken"), "--force"], "is a directory itself"),
+                          (["extract", str(source), str(tmp_path / "b.safetensors"), "--revision", "main"],
+                           "leave out the revision (main)"),
                           (["extract", str(source), "/nowhere/x.safetensors"], "there is no directory '/nowhere'"),
                           (["unpack", str(source), "x.safetensors"], "invalid choice: 'unpack'"),
                           (["extract", "/nowhere", str(tmp_path / "x.safetensors")], "is no directory"),
@@ -184,7 +189,7 @@ def test_a_file_that_ends_early_leaves_nothing(source: Path, tmp_path: Path) -> 
 
 def test_a_full_disk_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=100))
-    with pytest.raises(DelticError, match=r"x\.safetensors cannot be written: it needs 0\.00 GB.*make room"):
+    with pytest.raises(DelticError, match=r"x\.safetensors cannot be written: it needs 0\.01 MB.*make room"):
         extract_head(directory_checkpoint(source), tmp_path / "x.safetensors", "x")
     monkeypatch.undo()
     if Path("/dev/full").exists():

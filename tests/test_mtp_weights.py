@@ -236,12 +236,13 @@ def test_wrong_files_are_named(tmp_path: Path, trunk: Tensors, head: Tensors) ->
     save_file(trunk, tmp_path / "model.safetensors")
     save_file(head, tmp_path / "a.safetensors")
     save_file(head, tmp_path / "b.safetensors")
-    with pytest.raises(ModelError, match=r"several files with a .*head: a\.safetensors, b\.safetensors; keep one"):
-        head_in(files_of(tmp_path))
-    (tmp_path / "b.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(ModelError, match=r"b\.safetensors announces a header"):
+    with pytest.raises(ModelError, match=r"several files with a .*head: a\.safetensors, b\.safetensors; call the one"):
         head_in(files_of(tmp_path))
     (tmp_path / "b.safetensors").unlink()
+    (tmp_path / "mtp.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ModelError, match=r"mtp\.safetensors announces a header"):
+        head_in(files_of(tmp_path))
+    (tmp_path / "mtp.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has 2 layers .*heads of one are supported"):
         head_in(files_of(tmp_path, replace(CONFIG, num_mtp_layers=2)))
     save_shards(tmp_path, split(trunk, head))
@@ -249,6 +250,22 @@ def test_wrong_files_are_named(tmp_path: Path, trunk: Tensors, head: Tensors) ->
     (tmp_path / "model-00003-of-00003.safetensors").unlink()
     with pytest.raises(ModelError, match=r"names the shard 'model-00003-of-00003\.safetensors', which is absent"):
         head_in(files_of(tmp_path))
+
+
+def test_a_file_of_the_usual_name_comes_first(tmp_path: Path, trunk: Tensors, head: Tensors) -> None:
+    save_file(trunk, tmp_path / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in head.items()}, tmp_path / "a.safetensors")
+    save_file(head, tmp_path / "mtp.safetensors")
+    assert_same(head, head_in(files_of(tmp_path)))
+
+
+def test_other_files_that_cannot_be_read_are_passed_over(tmp_path: Path, trunk: Tensors, head: Tensors,
+                                                         caplog: pytest.LogCaptureFixture) -> None:
+    save_file(trunk, tmp_path / "model.safetensors")
+    save_file(head, tmp_path / "z.safetensors")
+    (tmp_path / "adapter.safetensors").write_bytes(b"\xff" * 20)
+    assert_same(head, head_in(files_of(tmp_path)))
+    assert "not looked at for a draft head" in caplog.text and "adapter.safetensors" in caplog.text
 
 
 # GGUF

@@ -25,7 +25,7 @@ from support import (
 
 from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
-from deltic.errors import RequestError
+from deltic.errors import ConfigError, RequestError
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -104,6 +104,12 @@ def test_a_session_refuses_what_it_cannot_verify() -> None:
     session.step(7)
     with pytest.raises(RequestError, match="call verify right before"):
         session.accept(1)
+
+
+def test_a_session_needs_no_draft_model() -> None:
+    with pytest.raises(ConfigError, match="speculate=draft is of no use here") as caught:
+        Session(None, speculate="draft:tiny")
+    assert caught.value.option == "speculate"
 
 
 def moved_on(session: Session) -> None:

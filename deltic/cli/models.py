@@ -43,6 +43,8 @@ def check_source(args: argparse.Namespace) -> None:
     """A model or random weights, not both."""
     if args.random and args.model:
         raise UsageError(f"MODEL ({args.model}) and --random exclude each other")
+    if args.random and args.revision:
+        raise UsageError("--revision is for models of the Hugging Face hub: leave it out with --random")
     if args.layers and not args.random:
         raise UsageError("--layers needs --random: a checkpoint keeps its layers")
 

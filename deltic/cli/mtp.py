@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> Path:
+    if not args.target:
+        raise UsageError(f"DST is empty: name a file that ends in .safetensors, or a directory to write {_FILE} into")
     path = Path(args.target)
     if path.is_dir():
         path /= _FILE
@@ -54,6 +56,8 @@ def _target(args: argparse.Namespace) -> Path:
         raise UsageError(f"{args.target} must end in .safetensors, or be a directory that is there")
     if not path.parent.is_dir():
         raise UsageError(f"there is no directory {str(path.parent)!r}")
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory itself; give another name")
     if path.exists() and not args.force:
         raise UsageError(f"{path} exists; give --force to replace it, or another name")
     return path

@@ -138,19 +138,23 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     speculation, draft = options.speculation, None
     if isinstance(speculation, Draft):
         options, drafting = _shared(options)
-        draft = _load(speculation.model, drafting, None, progress, rings=True)
+        try:
+            draft = _load(speculation.model, drafting, None, progress, drafts=True)
+        except (ModelError, ConfigError) as error:
+            raise ConfigError(f"the draft model {speculation.model}: {error}", "speculate") from error
     return replace(_load(model, options, revision, progress, rings or draft is not None), draft=draft)
 
 
 def _shared(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     """The options of a model and of the one that drafts for it, which gets a quarter of the memory."""
     memory = options.memory_bytes or _free_memory(options.device) // 2
-    drafting = replace(options, memory=str(memory // 4), speculate="off", cache_dir=None, host_memory=None)
+    drafting = replace(options, memory=str(memory // 4), speculate="off", cache_dir=None)
     return replace(options, memory=str(memory - memory // 4)), drafting
 
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
-          progress: LoadProgress | None, rings: bool) -> Runtime:
+          progress: LoadProgress | None, rings: bool = False, drafts: bool = False) -> Runtime:
+    """drafts: it drafts for another model, with rings, without tiers, and quantized as it is."""
     _check_device(options.device)
     ops = select(options.ops, options.device)
     use_level(options.cpu_level)
@@ -167,22 +171,24 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         dtype = _prepare(config, options, ops)
         tiled = _keeps_packed(files, options)
         weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
-    if options.quant != "none":
+    if options.quant != "none" and not (drafts and tiled):
         weights = _quantize(weights, options, config, tiled)
     head = _head_weights(model, files, config, dtype, tiled, options)
     identity = fingerprint({**weights, **(head or {})}, (config, dtype, STATE_LAYOUT)) if options.cache_dir else ""
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
-    rings = rings or mtp is not None or isinstance(options.speculation, Ngram)
+    rings = rings or drafts or mtp is not None or isinstance(options.speculation, Ngram)
     memory, extras = _plan_memory(config, options, getattr(torch, dtype), mtp is not None, rings)
+    for warning in memory.warnings:
+        log.warning("%s%s", f"the draft model {name}: " if drafts else "", warning)
     extras = replace(extras, tiled=tiled)
     storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device, extras)
     cache = HybridCache(storage, decoder.ops, options.prefix_cache)
     stores = Stores(storage.kv_views(), storage.state_views())
     runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache, stores,
                       files.tokenizer() if files else None, mtp=mtp)
-    return _with_tiers(runtime, identity)
+    return runtime if drafts else _with_tiers(runtime, identity)
 
 
 def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, config: ModelConfig, dtype: DType,
@@ -220,8 +226,6 @@ def _plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
                         config.max_position_embeddings, options.max_batch, options.max_context)
     memory = split_memory(budget - rings * ring, needs)
-    for warning in memory.warnings:
-        log.warning(warning)
     if wanted and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
     return memory, Extras(min(rings, memory.max_batch), head)
@@ -255,11 +259,11 @@ def _prepare(config: ModelConfig, options: EngineConfig, ops: Ops) -> DType:
 
 def _quantize(weights: dict[str, Block], options: EngineConfig, config: ModelConfig, tiled: bool) -> dict[str, Block]:
     """The weights in the quantized form that `options.quant` asks for."""
-    reason = "on a GPU" if options.device != "cpu" else missing().get("step")
+    reason = "not on a GPU" if options.device != "cpu" else missing().get("step")
     if tiled:
-        reason = "for weights that are quantized already: leave it out, or load the unquantized model"
+        reason = "the weights are quantized already; leave it out, or load the unquantized model"
     if reason:
-        raise ConfigError(f"quant={options.quant} is not possible {reason}", "quant")
+        raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
     plain = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
     weights.clear()
     return quantize_weights(plain, options.quant, config)

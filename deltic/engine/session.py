@@ -15,9 +15,9 @@ from deltic.engine.batch import build
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import RandomModel, load
 from deltic.engine.scheduler import Plan, Row, base_after
-from deltic.errors import DegenerateError, RequestError, show
+from deltic.errors import ConfigError, DegenerateError, RequestError, show
 from deltic.ops.records import Batch
-from deltic.types import MAX_DRAFTS
+from deltic.types import MAX_DRAFTS, Draft
 
 _FLAT = 1e-6
 
@@ -41,7 +41,11 @@ class Session:
 
     def __init__(self, model: str | RandomModel | None = None, dtype: str = "float32", *,
                  revision: str | None = None, **options: Any) -> None:
-        self.runtime = load(model, engine_config({"dtype": dtype, **options}), revision, None, True)
+        config = engine_config({"dtype": dtype, **options})
+        if isinstance(config.speculation, Draft):
+            raise ConfigError("speculate=draft is of no use here: give what another Session guesses to verify",
+                              "speculate")
+        self.runtime = load(model, config, revision, None, True)
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert lease is not None and scratch is not None

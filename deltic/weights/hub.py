@@ -27,6 +27,7 @@ from deltic.weights.gguf.load import GgufSource, load_gguf, load_gguf_head, load
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
 from deltic.weights.safetensors import Progress, load_directory
+from deltic.weights.writing import size_of
 
 EMBEDDED: Final = "tiny"
 ACCEPTED: Final = ("a GGUF file, a directory with config.json and safetensors files, a Hugging Face name such as "
@@ -158,23 +159,29 @@ def resolve(
     Downloads resume, use HF_TOKEN unless `token` is given, and start only if the disk has room.
     Raises ModelError saying what to do: nothing there, gated, unauthorised, offline, no room.
     """
-    if model is None or model == EMBEDDED:
-        return _embedded()
-    name = str(model)
-    path = Path(name)
-    if not name:
-        raise ModelError(f"the model's name is empty; a model is {ACCEPTED}")
-    with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
-        path = path.expanduser()
-        if path.is_dir():
-            return path
-        if path.is_file() and path.suffix.lower() == ".gguf":
-            return path
-        if path.exists():
-            raise ModelError(f"{name} is a file; a model is {ACCEPTED}")
+    name = EMBEDDED if model is None else str(model)
+    path = _embedded() if name == EMBEDDED else _on_disk(name)
+    if path is not None:
+        if revision is not None:
+            raise ModelError(f"{name} is on this machine as it is: leave out the revision ({revision}), which is for "
+                             "models of the Hugging Face hub")
+        return path
     if isinstance(model, Path) or not _REPOSITORY.fullmatch(name):
         raise ModelError(f"{name[:300]!r} is no directory; a model is {ACCEPTED}")
     return _download(name, revision, token, progress)
+
+
+def _on_disk(name: str) -> Path | None:
+    """The directory or GGUF file of this name, if there is one."""
+    if not name:
+        raise ModelError(f"the model's name is empty; a model is {ACCEPTED}")
+    with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
+        path = Path(name).expanduser()
+        if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+            return path
+        if path.exists():
+            raise ModelError(f"{name} is a file; a model is {ACCEPTED}")
+    return None
 
 
 def open_checkpoint(model: str, revision: str | None = None, token: str | None = None) -> Checkpoint:
@@ -266,8 +273,8 @@ def _check_room(repository: str, sizes: Mapping[str, int]) -> None:
     existing = next(path for path in (place, *place.absolute().parents) if path.exists())
     needed, free = sum(sizes.values()), shutil.disk_usage(existing).free
     if needed > free:
-        raise ModelError(f"{repository} needs {needed / 1e9:.2f} GB, but {place} has {free / 1e9:.2f} GB "
-                         "free; make room, or set HF_HOME to a larger disk")
+        raise ModelError(f"{repository} needs {size_of(needed)}, but {place} has {size_of(free)} free; "
+                         "make room, or set HF_HOME to a larger disk")
 
 
 def _quiet_bar() -> Any:

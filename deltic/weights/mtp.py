@@ -1,6 +1,7 @@
 """The multi-token-prediction head of a safetensors checkpoint: where it lies, loading it, and a file of it alone.
 
-A head lies among the model's own shards or, where they have none, in another safetensors file beside them.
+A head lies among the model's own shards or, where they have none, in `mtp.safetensors` beside them or, without that,
+in another safetensors file there.
 """
 
 from __future__ import annotations
@@ -96,11 +97,7 @@ def find_head(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Stored]:
     own, others = _files(checkpoint)
     stored = _heads(checkpoint, own)
     if not stored:
-        found = {name: tensors for name in others if (tensors := _heads(checkpoint, [name]))}
-        if len(found) > 1:
-            raise ModelError(f"{checkpoint.place} has several files with a multi-token-prediction head: "
-                             f"{', '.join(found)}; keep one of them")
-        stored = next(iter(found.values()), {})
+        stored = _heads(checkpoint, [FILE]) if FILE in others else _only_head(checkpoint, others)
     _check_head(checkpoint.place, stored, config)
     return stored
 
@@ -116,6 +113,21 @@ def _files(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     for shard in sorted(shards - set(names)):
         raise ModelError(f"{checkpoint.place / INDEX} names the shard {shard!r}, which is absent; download it too")
     return sorted(shards), sorted(set(names) - set(weight_map.values()))
+
+
+def _only_head(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
+    """The head in one of these files, which may be anything, so that those that cannot be read are passed over."""
+    found: dict[str, dict[str, Stored]] = {}
+    for name in files:
+        try:
+            if tensors := _heads(checkpoint, [name]):
+                found[name] = tensors
+        except ModelError as error:
+            logger.warning("not looked at for a draft head: %s", error)
+    if len(found) > 1:
+        raise ModelError(f"{checkpoint.place} has several files with a multi-token-prediction head: "
+                         f"{', '.join(found)}; call the one to use {FILE}")
+    return next(iter(found.values()), {})
 
 
 def _heads(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:

@@ -33,8 +33,13 @@ def check_room(path: Path, size: int, advice: str) -> None:
     with _explained(path):
         free = shutil.disk_usage(path.parent).free
     if size > free:
-        raise DelticError(f"{path} cannot be written: it needs {size / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} "
-                          f"GB free; {advice}")
+        raise DelticError(f"{path} cannot be written: it needs {size_of(size)}, but its disk has {size_of(free)} "
+                          f"free; {advice}")
+
+
+def size_of(count: int) -> str:
+    """So many bytes, in words."""
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
 
 
 @contextmanager
