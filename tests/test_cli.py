@@ -216,6 +216,20 @@ def test_inspect(capsys):
     assert facts["ops"]["mlp"] == "ref" and len(facts["ops"]) > 5
 
 
+def test_inspect_shows_who_guesses(capsys):
+    for option, who, rings in (("mtp:2", "the model's draft head, up to 2 tokens at a time", True), ("off", "", False),
+                               ("ngram", "n-grams, up to 4 tokens at a time", True),
+                               ("draft:tiny:1", "the draft model tiny, which has 4.0 MiB of cache, up to 1", True)):
+        assert main(["inspect", "tiny", "--json", "--memory", "16MiB", "--speculate", option]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["speculation"] or "").startswith(who) and bool(facts["speculation"]) == bool(who)
+        memory = facts["memory"]
+        taken = sum(memory[f"{unit}s"] * memory[f"{unit}_bytes"] for unit in ("page", "slot", "ring"))
+        assert (memory["rings"] > 0) == rings and (12 if "draft" in option else 16) << 20 >= taken > 11 << 20
+    assert main(["inspect", "--random", "0.8b", "--json", "--memory", "4GiB", "--speculate", "ngram"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["rings"] == 16
+
+
 def test_inspect_a_shape_without_its_weights(monkeypatch, capsys):
     monkeypatch.setattr("deltic.engine.runtime.random_weights", lambda *args, **options: pytest.fail("allocated"))
     assert main(["inspect", "--random", "qwen3.5-27b", "--memory", "4GiB"]) == 0

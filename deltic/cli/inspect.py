@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,9 +14,12 @@ from deltic.cli.models import check_source, open_llm
 from deltic.cli.table import table
 from deltic.config import DType, EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
+from deltic.types import Draft, Ngram
 
 if TYPE_CHECKING:
     from deltic.cache.policy import MemoryPlan
+    from deltic.cache.storage import Extras
+    from deltic.engine.llm import LLM
     from deltic.ops import Ops
     from deltic.text.front import Front
 
@@ -53,18 +57,33 @@ def layer_pattern(config: ModelConfig) -> str:
 
 def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
+    from deltic.cache.storage import Extras
+
     llm = open_llm(args)
     runtime = llm.runtime
-    facts = _facts(runtime.config, runtime.options, runtime.memory, runtime.decoder.ops,
-                   runtime.mtp is not None)
+    facts = _facts(runtime.config, runtime.options, runtime.decoder.ops,
+                   (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None)))
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
     facts["weights"] |= {"mib": _mib(sum(kinds.values())), "kept_as": kept}
     if runtime.path is not None:
         facts["weights"]["mtp_head"] = _head_fact(runtime.path)
-    return {"model": runtime.name, "path": str(runtime.path), **facts,
+    return {"model": runtime.name, "path": str(runtime.path), **facts, "speculation": _speculation_fact(llm),
             "tokenizer": _text_facts(llm.front, runtime.generation.eos_token_ids),
             "generation": runtime.generation.sampling()}
+
+
+def _speculation_fact(llm: LLM) -> str | None:
+    """Who guesses, and how many tokens at a time."""
+    from deltic.engine.drafters import HeadDrafter, ModelDrafter
+
+    drafter, draft = llm.engine.drafter, llm.runtime.draft
+    if drafter is None:
+        return None
+    who = "the model's draft head" if isinstance(drafter, HeadDrafter) else "n-grams"
+    if isinstance(drafter, ModelDrafter) and draft:
+        who = f"the draft model {draft.name}, which has {_mib(draft.options.memory_bytes or 0)} MiB of cache"
+    return f"{who}, up to {drafter.limit} tokens at a time"
 
 
 def _head_fact(path: Path) -> str | None:
@@ -83,19 +102,22 @@ def _shape_facts(args: argparse.Namespace) -> dict[str, Any]:
     engine, config = EngineConfig(**options.engine_options(args)), ModelConfig.preset(args.random, args.layers)
     from deltic.ops import select
 
-    return {"model": f"random-{args.random}", **_facts(config, engine, _plan(config, engine), select(engine.ops)),
+    return {"model": f"random-{args.random}", **_facts(config, engine, select(engine.ops), _plan(config, engine)),
             "tokenizer": None}
 
 
-def _plan(config: ModelConfig, engine: EngineConfig) -> MemoryPlan | None:
+def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, Extras] | None:
     """How the cache would be split beside the weights; None if they leave no room."""
-    from deltic.cache.policy import MemoryNeeds, split_memory
+    import torch
 
-    page, slot = _unit_bytes(config, engine)
-    room = max(available_memory() - weight_bytes(config, _dtype(config, engine)), 0)
-    needs = MemoryNeeds(page, slot, config.max_position_embeddings, engine.max_batch, engine.max_context)
+    from deltic.engine.runtime import plan_memory
+
+    kind = _dtype(config, engine)
+    room = max(available_memory() - weight_bytes(config, kind), 0)
+    rings = isinstance(engine.speculation, Ngram | Draft)
     try:
-        return split_memory(engine.memory_bytes or room // 2, needs)
+        return plan_memory(config, replace(engine, memory=engine.memory or str(room // 2)), getattr(torch, kind),
+                           False, rings)
     except ConfigError:
         if engine.memory:
             raise
@@ -110,13 +132,12 @@ def weight_bytes(config: ModelConfig, dtype: DType) -> int:
                for name, shape in expected_tensors(config).items())
 
 
-def _facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan | None, ops: Ops,
-           head: bool = False) -> dict[str, Any]:
-    """head: a draft head runs beside the model."""
+def _facts(config: ModelConfig, engine: EngineConfig, ops: Ops,
+           plan: tuple[MemoryPlan, Extras] | None) -> dict[str, Any]:
     from deltic.ops import explain
 
     return {"config": _config_facts(config), "weights": _weight_facts(config, _dtype(config, engine)),
-            "memory": _memory_facts(config, engine, plan, head) if plan else None, "ops": explain(ops)}
+            "memory": _memory_facts(config, engine, *plan) if plan else None, "ops": explain(ops)}
 
 
 def _config_facts(config: ModelConfig) -> dict[str, Any]:
@@ -140,11 +161,19 @@ def _weight_facts(config: ModelConfig, dtype: DType) -> dict[str, Any]:
             "mib": _mib(weight_bytes(config, dtype))}
 
 
-def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, head: bool) -> dict[str, Any]:
-    page, slot = _unit_bytes(config, engine, head)
-    return {"pages": plan.pages, "page_bytes": page, "pages_mib": _mib(plan.pages * page), "slots": plan.slots,
-            "slot_bytes": slot, "slots_mib": _mib(plan.slots * slot), "max_batch": plan.max_batch,
-            "max_context": plan.max_context, "warnings": list(plan.warnings)}
+def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, extras: Extras) -> dict[str, Any]:
+    import torch
+
+    from deltic.cache.storage import page_bytes, ring_bytes, slot_bytes
+
+    kind: torch.dtype = getattr(torch, _dtype(config, engine))
+    units = {"page": (plan.pages, page_bytes(config, kind, extras.head)),
+             "slot": (plan.slots, slot_bytes(config, kind, extras.head)),
+             "ring": (extras.rings, ring_bytes(config, kind))}
+    facts: dict[str, Any] = {}
+    for unit, (count, size) in units.items():
+        facts |= {f"{unit}s": count, f"{unit}_bytes": size, f"{unit}s_mib": _mib(count * size)}
+    return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context, "warnings": list(plan.warnings)}
 
 
 def _text_facts(front: Front, eos: tuple[int, ...]) -> dict[str, Any]:
@@ -155,16 +184,6 @@ def _text_facts(front: Front, eos: tuple[int, ...]) -> dict[str, Any]:
             "chat_template": bool(template), "template_characters": len(template),
             "template_knows_tools": "tools" in template, "template_knows_thinking": "enable_thinking" in template,
             "templates": list(tokenizer.chat_templates)}
-
-
-def _unit_bytes(config: ModelConfig, engine: EngineConfig, head: bool = False) -> tuple[int, int]:
-    """Bytes of a K/V page and of a state slot."""
-    import torch
-
-    from deltic.cache.storage import page_bytes, slot_bytes
-
-    dtype: torch.dtype = getattr(torch, _dtype(config, engine))
-    return page_bytes(config, dtype, head), slot_bytes(config, dtype, head)
 
 
 def _dtype(config: ModelConfig, engine: EngineConfig) -> DType:

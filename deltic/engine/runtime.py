@@ -179,7 +179,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
     rings = rings or drafts or mtp is not None or isinstance(options.speculation, Ngram)
-    memory, extras = _plan_memory(config, options, getattr(torch, dtype), mtp is not None, rings)
+    memory, extras = plan_memory(config, options, getattr(torch, dtype), mtp is not None, rings)
     for warning in memory.warnings:
         log.warning("%s%s", f"the draft model {name}: " if drafts else "", warning)
     extras = replace(extras, tiled=tiled)
@@ -217,9 +217,10 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     return found
 
 
-def _plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
-                 head: bool, wanted: bool) -> tuple[MemoryPlan, Extras]:
-    """How the cache is split. head: it serves a draft head too. wanted: sequences shall have replay rings."""
+def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
+                head: bool, wanted: bool) -> tuple[MemoryPlan, Extras]:
+    """How the cache is split; ConfigError if it holds nothing. head: it serves a draft head too. wanted: sequences
+    shall have replay rings."""
     budget, ring = options.memory_bytes or _free_memory(options.device) // 2, ring_bytes(config, dtype)
     # rings take a quarter at most: who gets none is served without guesses
     rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
