@@ -50,6 +50,19 @@ def test_a_stream_is_the_answer_in_pieces(served: Served, guesses: int, monkeypa
     assert all(chunk.usage is None for chunk in chunks)
 
 
+@pytest.mark.parametrize("body", [{"messages": USER}, {"prompt": "Once upon a time"}])
+def test_a_request_can_do_without_guesses(served: Served, body: dict[str, Any],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny().engine, "depth", FixedDepth(3))
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answers = [served.post(path, **body, temperature=0, max_tokens=12, **more).json()
+               for more in ({}, {"speculate": True}, {"speculate": None}, {"speculate": False})]
+    guessed = [sum(answer["usage"]["completion_tokens_details"][f"{kind}_prediction_tokens"]
+                   for kind in ("accepted", "rejected")) for answer in answers]
+    assert min(guessed[:3]) > 0 == guessed[3]
+    assert all(answer["choices"] == answers[0]["choices"] for answer in answers)
+
+
 def test_the_usage_chunk_comes_last_and_without_choices(served: Served) -> None:
     chunks = list(served.client.chat.completions.create(**LIMITS, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == [] and chunks[-1].usage and chunks[-1].usage.completion_tokens == 12

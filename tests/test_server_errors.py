@@ -65,7 +65,7 @@ def user(content: Any) -> list[Any]:
     ({"prediction": {"type": "content"}}, "prediction"), ({"web_search_options": {}}, "web_search_options"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"enable_thinking": "yes"}, "enable_thinking"), ({"best_of": 2}, "best_of"), ({"foo": 1}, "foo"),
-    ({"user": 5}, "user"),
+    ({"user": 5}, "user"), ({"speculate": "off"}, "speculate"), ({"speculate": 3}, "speculate"),
 ])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], param: str, stream: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,15 +79,16 @@ class _Wire:
     def _chat_job(self, body: ChatRequest) -> Job:
         self.desk.check_model(body.model)
         body.refuse_unsupported()
-        return self.desk.llm.front.chat(body.checked_messages(), body.sampling(), tools=body.shown_tools(),
-                                        variables=body.variables(), history=body.history,
-                                        thinking_budget=body.thinking_budget)
+        job = self.desk.llm.front.chat(body.checked_messages(), body.sampling(), tools=body.shown_tools(),
+                                       variables=body.variables(), history=body.history,
+                                       thinking_budget=body.thinking_budget)
+        return _speculating(job, body.speculate)
 
     def _text_jobs(self, body: CompletionRequest) -> list[Job]:
         self.desk.check_model(body.model)
         body.refuse_unsupported()
         sampling = body.sampling()
-        return [self.desk.complete(prompt, sampling) for prompt in body.prompts()]
+        return [_speculating(self.desk.complete(prompt, sampling), body.speculate) for prompt in body.prompts()]
 
     async def _answer(self, request: Request, run: Run, form: Form, body: ChatRequest | CompletionRequest) -> Response:
         if body.stream:
@@ -103,6 +104,11 @@ class _Wire:
     def _model(self) -> dict[str, Any]:
         return {"id": self.desk.name, "object": "model", "created": self.desk.created, "owned_by": "deltic",
                 "max_model_len": self.desk.llm.engine.max_context}
+
+
+def _speculating(job: Job, wanted: bool | None) -> Job:
+    """The job, for which tokens may be guessed unless that is not wanted."""
+    return job if wanted is not False else replace(job, request=replace(job.request, speculate=False))
 
 
 async def _stream(run: Run, form: Form, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:

@@ -72,6 +72,7 @@ class _Common(_Strict):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     max_repeat: int | None = None
+    speculate: bool | None = None
 
     @property
     def wants_usage(self) -> bool:
