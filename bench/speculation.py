@@ -164,7 +164,7 @@ def _serve(engine: Engine, requests: Sequence[Request]) -> Served:
         engine.add(request)
     answers: dict[str, list[int]] = {request.id: [] for request in requests}
     began, before = None, engine.stats.steps
-    drafted, accepted = sum(engine.stats.drafted_at), sum(engine.stats.accepted_at)
+    drafted, accepted = sum(engine.guessing.stats.drafted_at), sum(engine.guessing.stats.accepted_at)
     while engine.has_work:
         for event in engine.step():
             if event.token is not None:
@@ -173,7 +173,7 @@ def _serve(engine: Engine, requests: Sequence[Request]) -> Served:
             began, before = time.perf_counter(), engine.stats.steps
     assert began is not None
     return Served(time.perf_counter() - began, answers, engine.stats.steps - before,
-                  sum(engine.stats.drafted_at) - drafted, sum(engine.stats.accepted_at) - accepted)
+                  sum(engine.guessing.stats.drafted_at) - drafted, sum(engine.guessing.stats.accepted_at) - accepted)
 
 
 def _record(args: argparse.Namespace, runs: dict[str, list[Served]], facts: dict[str, Any]) -> None:

@@ -194,15 +194,15 @@ def test_a_model_without_a_head_says_so(option: str, words: str) -> None:
 def test_options_choose_the_drafter(option: str, kind: type) -> None:
     runtime = load(RandomModel(shape=odd_shape(), head=True), EngineConfig(memory="8MiB", speculate=option))
     engine = Engine(runtime)
-    assert isinstance(engine.drafter, kind) and (runtime.head is None) == (kind is not HeadDrafter)
-    assert engine.depth.limit == {"auto": 3, "mtp:2": 2, "off": 0, "ngram:5": 5}[option]
+    assert isinstance(engine.guessing.drafter, kind) and (runtime.head is None) == (kind is not HeadDrafter)
+    assert engine.guessing.depth.limit == {"auto": 3, "mtp:2": 2, "off": 0, "ngram:5": 5}[option]
 
 
 def test_a_draft_model_is_loaded_beside() -> None:
     """With a vocabulary of its own it is refused."""
     runtime = load(None, EngineConfig(memory="64MiB", speculate="draft:tiny:2"))
     engine = Engine(runtime)
-    assert isinstance(engine.drafter, ModelDrafter) and engine.depth.limit == 2
+    assert isinstance(engine.guessing.drafter, ModelDrafter) and engine.guessing.depth.limit == 2
     assert runtime.draft is not None and runtime.draft.cache is not runtime.cache
     with pytest.raises(ConfigError, match="the draft model /nowhere: '/nowhere' is no directory") as caught:
         load(None, EngineConfig(memory="64MiB", speculate="draft:/nowhere"))
@@ -329,7 +329,7 @@ def test_guesses_of_one_call_are_those_of_many(params: str, monkeypatch: pytest.
 
     def guessed() -> list[list[list[int]]]:
         engine, seen = Engine(runtime_of(headed()), depth=FixedDepth(4)), list[list[list[int]]]()
-        drafter = engine.drafter
+        drafter = engine.guessing.drafter
         assert isinstance(drafter, HeadDrafter)
         original = drafter.draft
 
@@ -362,7 +362,7 @@ def test_a_head_serves_what_was_kept_without_guesses(tmp_path: Path) -> None:
             engine.close()
             engine = Engine(runtime_of(runtime, tiers=[Shelf(Disk(tmp_path, "x", 1 << 30), threads=False)]))
         drafted: list[list[int]] = []
-        drafter = engine.drafter
+        drafter = engine.guessing.drafter
         assert drafter is not None
         original = drafter.draft
 
@@ -371,7 +371,7 @@ def test_a_head_serves_what_was_kept_without_guesses(tmp_path: Path) -> None:
             return drafted[-1:]
 
         drafter.draft = spy  # type: ignore[method-assign]
-        engine.depth = FixedDepth(3)
+        engine.guessing.depth = FixedDepth(3)
         engine.add(greedy((*answer.prompt, *answer.tokens[:30], *numbers(9, 9, 509)), 8))
         answers = drain(engine)
         assert usage_of(answers).cached_tokens == PROMPT + 29
@@ -390,5 +390,5 @@ def test_l6_with_the_trained_head(params: str) -> None:
         answers = drain(engine)
         found.append([answers[f"a{index}", 0].tokens for index in range(3)])
     assert found[0] == found[1]
-    drafted, accepted = sum(engine.stats.drafted_at), sum(engine.stats.accepted_at)
+    drafted, accepted = sum(engine.guessing.stats.drafted_at), sum(engine.guessing.stats.accepted_at)
     assert accepted > 0.6 * drafted > 0

@@ -108,7 +108,7 @@ def test_guesses_of_what_the_model_would_say_are_rejected_where_it_is_not_asked(
     assert answers["a", 0].tokens == [*answer.tokens[:place], token]
     assert usage_of(answers).accepted_tokens == place - 1 and usage_of(answers).drafted_tokens == place - 1
     engine.add(replace(greedy(answer.prompt, place + 2, "b"), guide=partial(Dictate, {place: token})))
-    engine.drafter.answers[("b", 0)] = answer.tokens  # type: ignore[union-attr]
+    engine.guessing.drafter.answers[("b", 0)] = answer.tokens  # type: ignore[union-attr]
     answers = drain(engine)
     assert answers["b", 0].tokens[:place + 1] == [*answer.tokens[:place], token]
     assert usage_of(answers, "b").accepted_tokens == place - 1 < usage_of(answers, "b").drafted_tokens

@@ -40,7 +40,7 @@ def test_an_answer_and_its_usage(served: Served) -> None:
 @pytest.mark.parametrize("guesses", [0, 3])
 def test_a_stream_is_the_answer_in_pieces(served: Served, guesses: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece per token; where tokens are guessed, per step."""
-    monkeypatch.setattr(tiny().engine, "depth", FixedDepth(guesses))
+    monkeypatch.setattr(tiny().engine.guessing, "depth", FixedDepth(guesses))
     whole = served.client.chat.completions.create(**LIMITS, temperature=0)
     chunks = list(served.client.chat.completions.create(**LIMITS, temperature=0, stream=True))
     assert streamed(chunks) == whole.choices[0].message.content
@@ -53,7 +53,7 @@ def test_a_stream_is_the_answer_in_pieces(served: Served, guesses: int, monkeypa
 @pytest.mark.parametrize("body", [{"messages": USER}, {"prompt": "Once upon a time"}])
 def test_a_request_can_do_without_guesses(served: Served, body: dict[str, Any],
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny().engine, "depth", FixedDepth(3))
+    monkeypatch.setattr(tiny().engine.guessing, "depth", FixedDepth(3))
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answers = [served.post(path, **body, temperature=0, max_tokens=12, **more).json()
                for more in ({}, {"speculate": True}, {"speculate": None}, {"speculate": False})]

@@ -160,7 +160,7 @@ def check(case: Case, tmp_path: Path) -> None:
     usage, length = usage_of(answers, "seen"), len(expected(case.model, case.params).tokens)
     # else there may be no room for guesses beside those of the request before it
     if case.pattern != "ngram" and (case.batch == 1 or case.budget > case.batch + case.depth):
-        assert usage.drafted_tokens > 0 and engine.stats.drafted_at[0] > 0
+        assert usage.drafted_tokens > 0 and engine.guessing.stats.drafted_at[0] > 0
     if case.pattern == "wrong":
         assert usage.accepted_tokens == 0
     if case.pattern == "head":
@@ -256,8 +256,8 @@ def test_a_right_guess_that_ends_the_answer_is_a_right_one(place: int) -> None:
         usage = usage_of(drain(engine))
         steps, rest = divmod(place, 5)
         assert usage.accepted_tokens == place - steps and usage.drafted_tokens == 4 * (steps + (rest > 0))
-    assert engine.stats.drafted_at == engine.stats.accepted_at
-    assert min(engine._usual.shares) >= 0.8, "it was never wrong"
+    assert engine.guessing.stats.drafted_at == engine.guessing.stats.accepted_at
+    assert min(engine.guessing._usual.shares) >= 0.8, "it was never wrong"
 
 
 # Pressure, and who may not

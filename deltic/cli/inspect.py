@@ -77,7 +77,7 @@ def _speculation_fact(llm: LLM) -> str | None:
     """Who guesses, and how many tokens at a time."""
     from deltic.engine.drafters import HeadDrafter, ModelDrafter
 
-    drafter, draft = llm.engine.drafter, llm.runtime.draft
+    drafter, draft = llm.engine.guessing.drafter, llm.runtime.draft
     if drafter is None:
         return None
     who = "the model's draft head" if isinstance(drafter, HeadDrafter) else "n-grams"

@@ -38,7 +38,7 @@ def _draft(text: str, rest: str) -> Draft:
 
 
 def _drafts(text: str, number: str) -> int:
-    count = int(number) if number.isdecimal() and len(number) < 10 else -1
+    count = int(number) if number.isascii() and number.isdecimal() and len(number) < 10 else -1
     if count == 0:
         raise ConfigError(f"speculate={text} drafts nothing: write speculate=off", "speculate")
     if not 1 <= count <= MAX_DRAFTS:

@@ -9,8 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from collections.abc import Sequence as List
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from deltic.cache.policy import distinct, grid_spacing, kept_positions
 from deltic.engine.batch import build
-from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
-from deltic.engine.drafters import Drafter, drafter_of
+from deltic.engine.depth import Depth
+from deltic.engine.drafters import Drafter
+from deltic.engine.guessing import Guessing
 from deltic.engine.metrics import Meter
 from deltic.engine.repeats import Repeats
 from deltic.engine.runtime import Runtime
@@ -28,7 +28,7 @@ from deltic.engine.scheduler import Plan, Row, Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.errors import RequestError
 from deltic.ops.records import Sampled
-from deltic.types import MAX_DRAFTS, Finish, Request, TokenLogprobs, TokenOut
+from deltic.types import Finish, Request, TokenLogprobs, TokenOut
 
 log = logging.getLogger("deltic")
 
@@ -40,16 +40,11 @@ _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a
 class EngineStats:
     """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
 
-    drafted_at, accepted_at: guesses that were verified, and the right ones among them, by their place in a step.
-    saved_seconds: by how much steps with guesses were faster than as many tokens one by one; negative where slower.
     prompt_tokens: processed ones, so those of a preempted request count again. reused_tokens: prompt tokens of
     finished requests that the cache knew.
     """
 
     steps: int = 0
-    drafted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
-    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
-    saved_seconds: float = 0.0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -96,10 +91,8 @@ class Engine:
     def __init__(self, runtime: Runtime, drafter: Drafter | None = None, depth: Depth | None = None) -> None:
         """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
-        self.drafter = drafter_of(runtime) if drafter is None else drafter
-        self.depth = depth or AdaptiveDepth(self.drafter.limit if self.drafter else 0)
-        self._usual = Acceptance.hopeful(self.depth.limit)
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget)
+        self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
         self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[TokenOut] = []
@@ -132,7 +125,7 @@ class Engine:
     def step(self) -> list[TokenOut]:
         """Draft, admit, plan, run, choose, commit, emit."""
         began = start = time.perf_counter()
-        drafting = self._draft()
+        drafting = self.guessing.draft()
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
         if plan.rows or known:
@@ -145,7 +138,8 @@ class Engine:
                     self._fail(sequence, f"internal error: {error}")
             self.stats.steps += 1
             if drafting and len(drafting) == len(plan.rows) and not known:
-                self._time(plan, time.perf_counter() - start)
+                tokens = sum(event.token is not None for event in self._events)
+                self.guessing.timed(plan, time.perf_counter() - start, tokens)
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began
         return events
@@ -185,55 +179,6 @@ class Engine:
         if ready:
             self._choose(ready, logits[0] if len(logits) == 1 else torch.cat(logits))
         return spent
-
-    def _draft(self) -> list[Sequence]:
-        """Have tokens guessed for the sequences that are about to answer; returns these sequences."""
-        ready = [sequence for sequence in self.scheduler.running if sequence.answering]
-        for sequence in ready:
-            sequence.drafts = ()
-        if self.drafter is None:
-            return []
-        wants = [(sequence, room) for sequence in ready if (room := _room(sequence)) > 0]
-        depth = self.depth.choose([self._acceptance(sequence) for sequence, _ in wants], len(ready)) if wants else 0
-        granted, left = [], self.scheduler.token_budget - len(ready)
-        if self.scheduler.waiting or len(ready) < len(self.scheduler.running):
-            left //= 2  # prompts are not to wait for guesses
-        for sequence, room in wants:
-            if count := self._grant(sequence, min(depth, room, max(left, 0))):
-                granted.append((sequence, count))
-                left -= count
-        try:
-            found = self.drafter.draft(granted) if granted else []
-            drafts = [self._checked(guesses[:count]) for (_, count), guesses in zip(granted, found, strict=True)]
-        except Exception:
-            self._switch_off()
-            return []
-        for (sequence, _), guesses in zip(granted, drafts, strict=True):
-            sequence.drafts = guesses
-        return ready
-
-    def _checked(self, guesses: List[int]) -> tuple[int, ...]:
-        if not all(0 <= guess < self.runtime.config.vocab_size for guess in guesses):
-            raise ValueError("a guess is no token")
-        return tuple(guesses)
-
-    def _switch_off(self) -> None:
-        """Go on without the drafter, which has just failed."""
-        log.exception("guessing tokens failed and is switched off; answers go on without")
-        self.drafter = None
-
-    def _grant(self, sequence: Sequence, count: int) -> int:
-        """Room in the cache for so many guesses after the next token; for how many there is."""
-        cache, lease = self.runtime.cache, sequence.lease
-        if not count or lease is None or not cache.take_ring(lease):
-            return 0
-        return max(cache.reserve(lease, count + 1) - 1, 0)
-
-    def _acceptance(self, sequence: Sequence) -> Acceptance:
-        """What is known of the sequence's guesses, or, as long as there were none, of all guesses."""
-        if sequence.acceptance is None:
-            sequence.acceptance = Acceptance.like(self._usual)
-        return sequence.acceptance
 
     @torch.inference_mode()
     def _choose(self, ready: list[Turn], logits: Tensor) -> None:
@@ -284,7 +229,7 @@ class Engine:
                 break
         if guesses:
             # what was guessed after the end was neither right nor wrong
-            self._learn(sequence, right if guessed else len(guesses), right)
+            self.guessing.learn(sequence, right if guessed else len(guesses), right)
         if finish and sequence.generated:
             self._forget(sequence)
         elif finish:
@@ -317,22 +262,6 @@ class Engine:
         self.runtime.cache.commit(lease, row.tokens[index:index + 1], base_after(row))
         if self.runtime.head:
             self.runtime.head.settle(lease.slot, turn.start + index)
-
-    def _time(self, plan: Plan, seconds: float) -> None:
-        """Note how long a step took that did nothing but answer."""
-        rows, drafts = len(plan.rows), max(row.drafts for row in plan.rows)
-        self.depth.timed(rows, drafts, seconds)
-        plain = self.depth.plain_seconds(rows)
-        if drafts and plain is not None:
-            tokens = sum(event.token is not None for event in self._events)
-            self.stats.saved_seconds += plain * tokens / rows - seconds
-
-    def _learn(self, sequence: Sequence, drafted: int, right: int) -> None:
-        for acceptance in (self._acceptance(sequence), self._usual):
-            acceptance.learn(drafted, right)
-        for position in range(drafted):
-            self.stats.drafted_at[position] += 1
-            self.stats.accepted_at[position] += position < right
 
     def _take(self, sequence: Sequence, token: int, chosen: Chosen, row: int) -> Finish | None:
         """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""
@@ -370,11 +299,7 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
-        try:
-            if self.drafter:
-                self.drafter.forget(sequence)
-        except Exception:
-            self._switch_off()
+        self.guessing.forget(sequence)
         self.stats.finished += 1
         self.stats.reused_tokens += sequence.cached
         group = self._sequences[sequence.request.id]
@@ -415,8 +340,3 @@ class Engine:
         if foreign:
             raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
                                "logit_bias" if foreign[0] in request.sampling.logit_bias else "stop_token_ids")
-
-
-def _room(sequence: Sequence) -> int:
-    """How many guesses a sequence can use: the token after them is not guessed."""
-    return sequence.limit - len(sequence.tokens) - 1 if sequence.request.speculate else 0

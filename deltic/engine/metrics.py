@@ -144,13 +144,13 @@ class Snapshot:
 def snapshot(engine: Engine) -> Snapshot:
     """The engine's figures now. Cheap and safe in any thread; changes nothing."""
     stats, scheduler, cache, meter = engine.stats, engine.scheduler, engine.runtime.cache, engine.meter
+    guesses, limit = engine.guessing.stats, engine.guessing.depth.limit
     return Snapshot(
         running=len(scheduler.running), waiting=len(scheduler.waiting),
         finished=stats.finished, failed=stats.failed,
         prompt_tokens=stats.prompt_tokens, reused_tokens=stats.reused_tokens,
-        generated_tokens=stats.generated_tokens, drafted=tuple(stats.drafted_at[:engine.depth.limit]),
-        accepted=tuple(stats.accepted_at[:engine.depth.limit]),
-        saved_seconds=stats.saved_seconds,
+        generated_tokens=stats.generated_tokens, drafted=tuple(guesses.drafted_at[:limit]),
+        accepted=tuple(guesses.accepted_at[:limit]), saved_seconds=guesses.saved_seconds,
         pace=meter.pace.read(time.perf_counter()),
         steps=stats.steps, preemptions=scheduler.preemptions,
         pages=_pool(cache.pages), slots=_pool(cache.slots),
