@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -16,12 +17,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 from deltic.cache.folder import folder_name, make_folder, root_of
 from deltic.cli import doctor, main
+from deltic.cli.doctor import installation, machine, models, places
 from deltic.engine.llm import LLM
 from deltic.ops.cpu import library
-from deltic.weights.hub import resolve
+from deltic.weights.hub import open_model, resolve
+from deltic.weights.random import random_head
 
 ZEN4 = "flags\t\t: fpu avx2 bmi1 bmi2 f16c fma movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16\n"
 GIB = 1 << 30
@@ -32,16 +36,17 @@ MISSING = "the native kernels were not compiled: install g++, then reinstall del
 @pytest.fixture(autouse=True)
 def sound(monkeypatch, tmp_path):
     """A machine where all is well, whatever this one is like."""
-    for name in (*doctor._HARMFUL, "HF_TOKEN", "CXX"):
+    for name in (*machine._HARMFUL, "HF_TOKEN", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
-    monkeypatch.setattr(doctor, "available_memory", lambda: 16 * GIB)
-    monkeypatch.setattr(doctor, "memory_mib", lambda: 32 << 10)
-    monkeypatch.setattr(doctor, "available_cores", lambda: 4)
-    monkeypatch.setattr(doctor, "_has_nvidia", lambda: False)
-    monkeypatch.setattr(doctor, "_is_stale", lambda path: False)
-    monkeypatch.setattr(doctor, "_wanted_torch", lambda: torch.__version__.split("+")[0])
-    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    for room in (machine, models):
+        monkeypatch.setattr(room, "available_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(machine, "memory_mib", lambda: 32 << 10)
+    monkeypatch.setattr(machine, "available_cores", lambda: 4)
+    monkeypatch.setattr(installation, "_has_nvidia", lambda: False)
+    monkeypatch.setattr(installation, "_is_stale", lambda path: False)
+    monkeypatch.setattr(installation, "_wanted_torch", lambda: torch.__version__.split("+")[0])
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(library, "load", lambda: Kernels(4))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
@@ -62,7 +67,7 @@ class Kernels:
 
 def files(monkeypatch, contents):
     """What the system says of itself."""
-    monkeypatch.setattr(doctor, "_read", lambda path: contents.get(path, ""))
+    monkeypatch.setattr(machine, "_read", lambda path: contents.get(path, ""))
 
 
 def without(monkeypatch, package):
@@ -90,7 +95,7 @@ def look(check, **given):
 
 
 @pytest.mark.parametrize("check", [check for check in doctor.CHECKS
-                                   if check not in (doctor.check_model, doctor.check_cache_dir)])
+                                   if check not in (models.check_model, places.check_cache_dir)])
 def test_a_sound_machine(check):
     assert look(check).state == "ok"
 
@@ -99,21 +104,21 @@ def test_a_sound_machine(check):
 
 
 def test_an_old_python(monkeypatch):
-    monkeypatch.setattr(doctor, "_OLDEST_PYTHON", (9, 1))
-    finding = look(doctor.check_python)
+    monkeypatch.setattr(installation, "_OLDEST_PYTHON", (9, 1))
+    finding = look(installation.check_python)
     assert finding.state == "problem" and "Python 9.1 or newer" in finding.advice
 
 
 def test_no_torch(monkeypatch):
     without(monkeypatch, "torch")
-    finding = look(doctor.check_torch)
+    finding = look(installation.check_torch)
     assert finding.state == "problem" and finding.fact == "torch cannot be imported: no torch"
     assert "pip install --force-reinstall torch" in finding.advice
 
 
 def test_another_torch(monkeypatch):
-    monkeypatch.setattr(doctor, "_wanted_torch", lambda: "1.0.0")
-    finding = look(doctor.check_torch)
+    monkeypatch.setattr(installation, "_wanted_torch", lambda: "1.0.0")
+    finding = look(installation.check_torch)
     assert finding.state == "warning" and "pip install torch==1.0.0" in finding.advice
 
 
@@ -121,9 +126,9 @@ def test_another_torch(monkeypatch):
 def test_a_gpu_that_torch_does_not_use(monkeypatch, built_for, advice):
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert look(doctor.check_torch).state == "ok"
-    monkeypatch.setattr(doctor, "_has_nvidia", lambda: True)
-    finding = look(doctor.check_torch)
+    assert look(installation.check_torch).state == "ok"
+    monkeypatch.setattr(installation, "_has_nvidia", lambda: True)
+    finding = look(installation.check_torch)
     assert finding.state == "warning" and advice in finding.advice
 
 
@@ -131,8 +136,8 @@ def test_a_gpu_in_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
-    monkeypatch.setattr(doctor, "_has_nvidia", lambda: True)
-    assert look(doctor.check_torch).fact.endswith("Card 0, Card 1")
+    monkeypatch.setattr(installation, "_has_nvidia", lambda: True)
+    assert look(installation.check_torch).fact.endswith("Card 0, Card 1")
 
 
 @pytest.mark.parametrize(("compilers", "advice"), [
@@ -142,7 +147,7 @@ def test_kernels_that_were_not_compiled(monkeypatch, compilers, advice):
     monkeypatch.setattr(library, "load", lambda: MISSING)
     monkeypatch.setattr(library, "__file__", "/nowhere/library.py")
     monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
-    finding = look(doctor.check_kernels)
+    finding = look(installation.check_kernels)
     assert finding.state == "warning" and MISSING in finding.fact and "a third longer" in finding.fact
     assert advice in finding.advice and "pip install -e" in finding.advice
 
@@ -151,32 +156,32 @@ def test_kernels_that_cannot_be_loaded(monkeypatch, tmp_path):
     (tmp_path / "libdeltic.so").touch()
     monkeypatch.setattr(library, "load", lambda: "the native kernels cannot be loaded: bad ELF")
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    monkeypatch.setattr(doctor, "_SOURCE", tmp_path)
+    monkeypatch.setattr(installation, "_SOURCE", tmp_path)
     monkeypatch.setenv("CXX", "my-compiler")
-    finding = look(doctor.check_kernels)
+    finding = look(installation.check_kernels)
     assert finding.state == "problem" and "bad ELF" in finding.fact and "my-compiler" in finding.advice
     assert finding.advice.endswith("pip install --force-reinstall --no-deps deltic")
 
 
 def test_stale_kernels(monkeypatch):
-    monkeypatch.setattr(doctor, "_is_stale", lambda path: True)
-    finding = look(doctor.check_kernels)
+    monkeypatch.setattr(installation, "_is_stale", lambda path: True)
+    finding = look(installation.check_kernels)
     assert finding.state == "warning" and "older than its source" in finding.advice
 
 
 def test_what_is_stale(monkeypatch, tmp_path):
     monkeypatch.undo()
-    monkeypatch.setattr(doctor, "_SOURCE", tmp_path)
+    monkeypatch.setattr(installation, "_SOURCE", tmp_path)
     built, source = tmp_path / "libdeltic.so", tmp_path / "csrc" / "linear.cpp"
     built.touch()
-    assert not doctor._is_stale(built)
+    assert not installation._is_stale(built)
     source.parent.mkdir()
     source.touch()
     os.utime(built, (1000, 1000))
     os.utime(source, (999, 999))
-    assert not doctor._is_stale(built)
+    assert not installation._is_stale(built)
     os.utime(source, (1001, 1001))
-    assert doctor._is_stale(built)
+    assert installation._is_stale(built)
 
 
 @pytest.mark.parametrize(("best", "level", "state"), [
@@ -184,38 +189,38 @@ def test_what_is_stale(monkeypatch, tmp_path):
 ])
 def test_the_level_of_the_kernels(monkeypatch, best, level, state):
     monkeypatch.setattr(library, "load", lambda: Kernels(best))
-    finding = look(doctor.check_kernels)
+    finding = look(installation.check_kernels)
     assert finding.state == state and finding.fact.startswith(f"{level}; library and C header in ")
 
 
 def test_another_processor_needs_no_advice(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: Kernels(0))
-    monkeypatch.setattr(doctor.platform, "machine", lambda: "aarch64")
-    assert look(doctor.check_kernels).state == "ok"
-
-
-def test_the_processor(monkeypatch):
-    assert "(AVX2, AVX-512, AVX-512 BF16)" in look(doctor.check_processor).fact
-    files(monkeypatch, {})
-    assert "no vector extensions" in look(doctor.check_processor).fact
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert look(installation.check_kernels).state == "ok"
 
 
 def test_operations_without_kernels(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: MISSING)
     monkeypatch.setattr("deltic.ops.explain", lambda ops: {"mlp": f"torch ({MISSING})", "head": f"torch ({MISSING})"})
-    finding = look(doctor.check_operations)
+    finding = look(installation.check_operations)
     assert finding.state == "warning" and finding.fact == f"torch ({MISSING}): mlp head"
 
 
 def test_the_torch_that_the_package_wants(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=1", "torch==2.0.1"])
-    assert doctor._wanted_torch() == "2.0.1"
+    assert installation._wanted_torch() == "2.0.1"
     monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
-    assert doctor._wanted_torch() is None
+    assert installation._wanted_torch() is None
 
 
 # The machine
+
+
+def test_the_processor(monkeypatch):
+    assert "(AVX2, AVX-512, AVX-512 BF16)" in look(machine.check_processor).fact
+    files(monkeypatch, {})
+    assert "no vector extensions" in look(machine.check_processor).fact
 
 
 @pytest.mark.parametrize(("name", "harmful", "harmless"), [
@@ -225,29 +230,29 @@ def test_the_torch_that_the_package_wants(monkeypatch):
 ])
 def test_harmful_variables(monkeypatch, name, harmful, harmless):
     monkeypatch.setenv(name, harmless)
-    assert look(doctor.check_threads).state == "ok"
+    assert look(machine.check_threads).state == "ok"
     monkeypatch.setenv(name, harmful)
-    finding = look(doctor.check_threads)
+    finding = look(machine.check_threads)
     assert finding.state == "warning" and f"{name}={harmful}" in finding.fact and f"{name}: unset it" in finding.advice
 
 
 def test_a_busy_machine(monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (1e4, 0, 0))
-    assert look(doctor.check_load).state == "warning"
+    assert look(machine.check_load).state == "warning"
 
 
 @pytest.mark.parametrize(("free", "state"), [(GIB // 4, "problem"), (GIB, "warning"), (4 * GIB, "ok")])
 def test_little_memory(monkeypatch, free, state):
-    monkeypatch.setattr(doctor, "available_memory", lambda: free)
-    assert look(doctor.check_memory).state == state
+    monkeypatch.setattr(machine, "available_memory", lambda: free)
+    assert look(machine.check_memory).state == state
 
 
 def test_limits_and_swap(monkeypatch):
     meminfo = "MemTotal: 1 kB\nSwapTotal:  {} kB\nSwapFree:   1000 kB\n"
     files(monkeypatch, {"/sys/fs/cgroup/memory.max": f"{8 * GIB}\n", "/proc/meminfo": meminfo.format(1000)})
-    assert look(doctor.check_memory).fact == "16.0 GiB free of 32.0 GiB, limited to 8.0 GiB by the container"
+    assert look(machine.check_memory).fact == "16.0 GiB free of 32.0 GiB, limited to 8.0 GiB by the container"
     files(monkeypatch, {"/sys/fs/cgroup/memory.max": "max\n", "/proc/meminfo": meminfo.format(1000 + (2 << 20))})
-    finding = look(doctor.check_memory)
+    finding = look(machine.check_memory)
     assert finding.state == "warning" and finding.fact.endswith("32.0 GiB, 2.0 GiB in swap")
 
 
@@ -255,29 +260,29 @@ def test_limits_and_swap(monkeypatch):
 
 
 def test_the_hub_tells_no_token(monkeypatch, tmp_path):
-    assert "no token" in look(doctor.check_hub).fact
+    assert "no token" in look(places.check_hub).fact
     (tmp_path / "token").write_text("hf_secret")
-    assert "a token" in look(doctor.check_hub).fact
+    assert "a token" in look(places.check_hub).fact
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert "secret" not in repr(look(doctor.check_hub))
+    assert "secret" not in repr(look(places.check_hub))
 
 
 def test_the_hub_offline_and_unwritable(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    finding = look(doctor.check_hub)
+    finding = look(places.check_hub)
     assert finding.state == "warning" and finding.fact.endswith("offline")
     assert "set HF_HOME" in finding.advice and "HF_HUB_OFFLINE" in finding.advice
 
 
 def test_the_hub_without_room(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=100 * GIB, free=GIB))
-    assert "little room" in look(doctor.check_hub).advice
+    assert "little room" in look(places.check_hub).advice
 
 
 def test_no_hub_client(monkeypatch):
     without(monkeypatch, "huggingface_hub")
-    finding = look(doctor.check_hub)
+    finding = look(places.check_hub)
     assert finding.state == "problem" and "pip install huggingface_hub" in finding.advice
 
 
@@ -294,49 +299,49 @@ def kept(tmp_path):
 
 
 def test_a_cache_directory_in_use(kept):
-    finding = look(doctor.check_cache_dir, cache_dir=str(kept))
+    finding = look(places.check_cache_dir, cache_dir=str(kept))
     assert finding.state == "ok" and finding.fact == "1.0 MiB in 1 files of 1 models kept, 50.0 GiB free"
-    assert doctor.check_cache_dir(arguments()) is None
+    assert places.check_cache_dir(arguments()) is None
 
 
 def test_a_cache_directory_to_be_made(tmp_path):
-    finding = look(doctor.check_cache_dir, cache_dir=str(tmp_path / "a" / "b"))
+    finding = look(places.check_cache_dir, cache_dir=str(tmp_path / "a" / "b"))
     assert finding.state == "ok" and "nothing kept yet" in finding.fact
     assert not any(tmp_path.iterdir())
 
 
 def test_a_cache_directory_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    finding = look(doctor.check_cache_dir, cache_dir=str(tmp_path))
+    finding = look(places.check_cache_dir, cache_dir=str(tmp_path))
     assert finding.state == "problem" and "not writable" in finding.fact
 
 
 def test_a_cache_directory_that_is_none(tmp_path):
     (tmp_path / "file").touch()
-    assert "no directory" in look(doctor.check_cache_dir, cache_dir=str(tmp_path / "file")).fact
+    assert "no directory" in look(places.check_cache_dir, cache_dir=str(tmp_path / "file")).fact
     (tmp_path / "deltic-prefixes").symlink_to(tmp_path)
-    assert "a link" in look(doctor.check_cache_dir, cache_dir=str(tmp_path)).fact
+    assert "a link" in look(places.check_cache_dir, cache_dir=str(tmp_path)).fact
 
 
 def test_a_cache_directory_that_others_can_read(kept):
     root_of(kept).chmod(0o755)
-    finding = look(doctor.check_cache_dir, cache_dir=str(kept))
+    finding = look(places.check_cache_dir, cache_dir=str(kept))
     assert finding.state == "warning" and "chmod 700" in finding.advice
 
 
 def test_a_cache_directory_with_files_of_others(monkeypatch, kept):
-    monkeypatch.setattr(doctor, "_owner", lambda path: os.geteuid() + path.name.endswith(".kv"))
-    finding = look(doctor.check_cache_dir, cache_dir=str(kept))
+    monkeypatch.setattr(places, "_owner", lambda path: os.geteuid() + path.name.endswith(".kv"))
+    finding = look(places.check_cache_dir, cache_dir=str(kept))
     assert finding.state == "problem" and finding.advice.startswith("1 files or folders")
 
 
 def test_a_full_disk(monkeypatch, kept):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=100 * GIB, free=1))
-    assert "nearly full" in look(doctor.check_cache_dir, cache_dir=str(kept)).advice
+    assert "nearly full" in look(places.check_cache_dir, cache_dir=str(kept)).advice
 
 
 def test_the_owner_of_a_file(tmp_path):
-    assert doctor._owner(tmp_path) == doctor._owner(tmp_path / "gone") == os.geteuid()
+    assert places._owner(tmp_path) == places._owner(tmp_path / "gone") == os.geteuid()
 
 
 # The model
@@ -344,27 +349,68 @@ def test_the_owner_of_a_file(tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny", str(resolve(None))])
 def test_a_model_that_fits(name):
-    finding = look(doctor.check_model, model=name)
+    finding = look(models.check_model, model=name)
     assert finding.state == "ok" and "context up to 32,768 tokens" in finding.fact
-    assert doctor.check_model(arguments()) is None
+    assert models.check_model(arguments()) is None
 
 
 @pytest.mark.parametrize(("free", "state"), [(0, "problem"), (4 << 20, "problem"), (14 << 20, "warning")])
 def test_a_model_without_room(monkeypatch, free, state):
-    monkeypatch.setattr(doctor, "available_memory", lambda: free)
-    assert look(doctor.check_model, model="tiny").state == state
+    monkeypatch.setattr(models, "available_memory", lambda: free)
+    assert look(models.check_model, model="tiny").state == state
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "nothing", "a--b/c"])
 def test_an_unknown_model(name):
-    finding = look(doctor.check_model, model=name)
+    finding = look(models.check_model, model=name)
     assert finding.state == "problem" and name in finding.fact
 
 
 def test_a_model_without_weights(tmp_path):
     shutil.copy(resolve(None) / "config.json", tmp_path)
-    finding = look(doctor.check_model, model=str(tmp_path))
+    finding = look(models.check_model, model=str(tmp_path))
     assert finding.state == "problem" and str(tmp_path) in finding.fact
+
+
+@pytest.fixture
+def headless(tmp_path):
+    """A copy of the embedded model, without its draft head."""
+    return shutil.copytree(resolve(None), tmp_path / "model", ignore=shutil.ignore_patterns("mtp.safetensors"))
+
+
+def head_of(model, **options):
+    return random_head(open_model(model).config, **options)
+
+
+def test_the_draft_head_is_named_by_most_of_it(headless):
+    """Its norms are float32."""
+    finding = look(models.check_model, model=str(headless))
+    assert finding.state == "ok" and "draft head" not in finding.fact
+    save_file(head_of(headless, dtype="float16"), headless / "mtp.safetensors")
+    finding = look(models.check_model, model=str(headless))
+    assert finding.state == "ok" and finding.fact.endswith("32,768 tokens, draft head F16")
+
+
+@pytest.mark.parametrize("size", [0, 20, 9000, -1])
+def test_a_truncated_draft_head(headless, size):
+    path = headless / "mtp.safetensors"
+    path.write_bytes((resolve(None) / path.name).read_bytes()[:size])
+    finding = look(models.check_model, model=str(headless))
+    assert finding.state == "warning" and "32,768 tokens" in finding.fact and "draft head" not in finding.fact
+    assert finding.advice.startswith(f"the draft head cannot be used, so that nothing is drafted: {path} ")
+    assert "truncated or corrupt" in finding.advice
+    assert finding.advice.endswith("; mend it as said, or take it anew with deltic mtp extract")
+
+
+def test_a_draft_head_without_a_tensor_in_a_model_without_room(monkeypatch, headless):
+    head = head_of(headless)
+    del head["mtp.fc.weight"]
+    save_file(head, headless / "mtp.safetensors")
+    monkeypatch.setattr(models, "available_memory", lambda: 0)
+    finding = look(models.check_model, model=str(headless))
+    assert finding.state == "problem" and finding.advice.startswith("there is no room")
+    assert "1 tensors of the multi-token-prediction head are missing" in finding.advice
+    assert "'mtp.fc.weight'" in finding.advice
 
 
 def test_a_model_that_is_not_downloaded(monkeypatch):
@@ -377,15 +423,15 @@ def test_a_model_that_is_not_downloaded(monkeypatch):
         raise LocalEntryNotFoundError("not here")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert look(doctor.check_model, model="some/model").state == "warning"
+    assert look(models.check_model, model="some/model").state == "warning"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert look(doctor.check_model, model="some/model").state == "problem"
+    assert look(models.check_model, model="some/model").state == "problem"
     assert asked == [("some/model", {"local_files_only": True})] * 2
 
 
 def test_a_downloaded_model(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(resolve(None)))
-    assert look(doctor.check_model, model="some/model").state == "ok"
+    assert look(models.check_model, model="some/model").state == "ok"
 
 
 # The whole
@@ -395,9 +441,9 @@ def test_another_answer(monkeypatch):
     stream = LLM.stream
     monkeypatch.setattr(LLM, "stream", lambda self, messages, sampling: stream(
         self, [{"role": "user", "content": "What is the capital of Spain?"}], sampling))
-    finding = look(doctor.check_answer)
+    finding = look(installation.check_answer)
     assert finding.state == "problem" and "Madrid" in finding.fact and "--ops ref" in finding.advice
-    assert doctor.check_answer(arguments(run_model=False)) is None
+    assert installation.check_answer(arguments(run_model=False)) is None
 
 
 def test_lines(monkeypatch, capsys):
@@ -425,7 +471,7 @@ def test_a_check_that_fails(monkeypatch, capsys):
     def check_sanity(args):
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(doctor, "CHECKS", (check_sanity, doctor.check_load))
+    monkeypatch.setattr(doctor, "CHECKS", (check_sanity, machine.check_load))
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "FAIL  sanity  the check failed: RuntimeError: two lines"

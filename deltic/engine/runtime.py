@@ -212,8 +212,9 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
             log.warning("the draft head cannot be used, so that nothing is drafted: %s", error)
             return None
     if found is None and isinstance(speculation, Mtp):
-        raise ConfigError(f"speculate={options.speculate}: this model has no draft head (tensors `mtp.*`): put one "
-                          "beside it (deltic mtp extract), or use speculate=ngram, draft:MODEL or off", "speculate")
+        remedy = "use" if isinstance(model, RandomModel) else "put one beside it (deltic mtp extract), or use"
+        raise ConfigError(f"speculate={options.speculate}: this model has no draft head (tensors `mtp.*`): {remedy} "
+                          "speculate=ngram, draft:MODEL or off", "speculate")
     return found
 
 

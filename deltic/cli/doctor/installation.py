@@ -1,0 +1,154 @@
+"""Python, torch, the compiled kernels, who serves the operations, and whether all of it answers a question."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+from deltic import __version__
+from deltic.cli.doctor.findings import Fault, Finding, State
+
+_OLDEST_PYTHON = (3, 11)
+_SOURCE = Path(__file__).parents[3]
+_OLD_DRIVER = ("check with nvidia-smi that the driver runs and is not older than that CUDA version; a container has to "
+               "be given the GPU (--gpus all)")
+_NO_CUDA = "install a CUDA build of the same torch (https://pytorch.org/get-started), then use --device cuda"
+_LEVELS = ("no vector extensions", "AVX2", "AVX-512", "AVX-512 with VNNI", "AVX-512 with BF16 products")
+"""What the kernels' levels mean."""
+_QUESTION, _ANSWER, _ANSWER_TOKENS = "What is the capital of France?", "Paris", 32
+
+
+def check_python(args: argparse.Namespace) -> Finding:
+    old: list[Fault] = [("problem", f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer")]
+    return Finding.of("python", f"Python {platform.python_version()}, deltic {__version__}, {sys.platform} on "
+                                f"{platform.machine()}", old if sys.version_info < _OLDEST_PYTHON else [])
+
+
+def check_torch(args: argparse.Namespace) -> Finding:
+    wanted = _wanted_torch()
+    install = f"torch=={wanted}" if wanted else "torch"
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding.of("torch", f"torch cannot be imported: {error}",
+                          [("problem", f"pip install --force-reinstall {install}")])
+    other: list[Fault] = [("warning", f"deltic is made for torch {wanted}: pip install {install}")]
+    found, faults = _devices()
+    return Finding.of("torch", f"torch {torch.__version__}, {found}",
+                      faults + (other if wanted not in (None, torch.__version__.split("+")[0]) else []))
+
+
+def check_kernels(args: argparse.Namespace) -> Finding:
+    """The compiled kernels: there, loadable, not older than their source, and which of them this processor runs."""
+    from deltic.ops.cpu import library
+
+    path, loaded = Path(library.__file__).parent / "libdeltic.so", library.load()
+    if isinstance(loaded, str):
+        broken: State = "problem" if path.exists() else "warning"
+        return Finding.of("kernels", f"not in use, so that decoding takes a third longer or more: {loaded}",
+                          [(broken, f"{_compiler_advice()}: {reinstall()}")])
+    faults: list[Fault] = []
+    if _is_stale(path):
+        faults.append(("warning", f"the library is older than its source in csrc: {reinstall()}"))
+    level, slow = _level(loaded.deltic_best_level())
+    faults += [("warning", slow)] if slow else []
+    return Finding.of("kernels", f"{level}; library and C header in {path.parent}", faults)
+
+
+def check_operations(args: argparse.Namespace) -> Finding:
+    """Who serves each op, and why nobody faster."""
+    from deltic.ops import explain, select
+    from deltic.ops.cpu import library
+
+    served = explain(select())
+    groups: dict[str, list[str]] = {}
+    for name, who in served.items():
+        groups.setdefault(who, []).append(name)
+    missing = isinstance(library.load(), str)
+    return Finding.of("operations", "; ".join(f"{who}: {' '.join(names)}" for who, names in groups.items()),
+                      [("warning", "see kernels above")] if missing else [])
+
+
+def check_answer(args: argparse.Namespace) -> Finding | None:
+    """The embedded model answers a question whose answer it knows."""
+    if not args.run_model:
+        return None
+    from deltic.cli.answer import play
+    from deltic.engine.llm import LLM
+    from deltic.types import SamplingParams
+
+    llm, sampling = LLM(), SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS)
+    question = [{"role": "user", "content": _QUESTION}]
+    stream, meter = play(llm, lambda: llm.stream(question, sampling), lambda delta: None)
+    given, rate = stream.output.text.strip() if stream.output else "", meter.tokens_per_second
+    speed = f"{meter.tokens} tokens in {meter.end - meter.started:.2f} s" + (f", {rate:.0f} tokens/s" if rate else "")
+    wrong: list[Fault] = [("problem", "the embedded model answers wrongly: try deltic run --ops ref; if that is right, "
+                                      f"a kernel is broken, else reinstall: {reinstall()}")]
+    return Finding.of("answer", f"{given!r} ({speed})", [] if _ANSWER in given else wrong)
+
+
+def reinstall() -> str:
+    """The command that compiles the kernels again."""
+    if (_SOURCE / "csrc").is_dir():
+        return f"pip install -e {_SOURCE}"
+    return "pip install --force-reinstall --no-deps deltic"
+
+
+def _devices() -> tuple[str, list[Fault]]:
+    """For what torch was built and on which GPUs it can run, and what keeps it from one."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+    if not devices and _has_nvidia():
+        return (f"{build}, which cannot use this machine's NVIDIA GPU",
+                [("warning", _OLD_DRIVER if torch.version.cuda else _NO_CUDA)])
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(devices))
+    return f"{build}, {names or 'no CUDA device'}", []
+
+
+def _wanted_torch() -> str | None:
+    """The version that the package asks for; None if it is not installed or takes several."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        required = requires("deltic") or []
+    except PackageNotFoundError:
+        return None
+    return next((found[1] for line in required if (found := re.match(r"torch==([\w.]+)", line))), None)
+
+
+def _has_nvidia() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def _compiler_advice() -> str:
+    """What has to be done before the kernels can be compiled."""
+    if os.environ.get("CXX"):
+        return f"compile with $CXX ({os.environ['CXX']})"
+    found = next(filter(shutil.which, ("g++", "clang++")), None)
+    if found:
+        return f"there is a compiler ({found}), compile with it"
+    return "set CXX=c++ and compile" if shutil.which("c++") else "install a C++ compiler such as g++, then compile"
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether the source, where there is one, is newer than the library."""
+    sources = (_SOURCE / "csrc").glob("*.[ch]*")
+    return any(source.stat().st_mtime > path.stat().st_mtime for source in sources)
+
+
+def _level(best: int) -> tuple[str, str]:
+    """The level at which the kernels run on this processor; and what to do if that is a slow one."""
+    if best or platform.machine() not in ("x86_64", "AMD64"):
+        return _LEVELS[best], ""
+    return _LEVELS[0], ("this processor shows no AVX2: in a virtual machine, pass the host's processor through "
+                        "(CPU type host)")

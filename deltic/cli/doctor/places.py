@@ -1,0 +1,96 @@
+"""The directories that models and conversations are kept in."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from deltic.cli.doctor.findings import GIB, Fault, Finding, gib
+
+_LITTLE_DISK, _MIB = 5 * GIB, 1 << 20
+
+
+def check_hub(args: argparse.Namespace) -> Finding:
+    """Whether models could be downloaded, as far as can be said without asking the hub."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return Finding.of("hub", "huggingface_hub is not installed",
+                          [("problem", "pip install huggingface_hub; until then, give models as directories")])
+    place, faults = Path(constants.HF_HUB_CACHE), list[Fault]()
+    free = shutil.disk_usage(_existing(place)).free
+    if not _writable(_existing(place)):
+        faults.append(("warning", f"models cannot be downloaded to {place}: make it writable, or set HF_HOME"))
+    elif free < _LITTLE_DISK:
+        faults.append(("warning", "little room for models: make some, or set HF_HOME to a larger disk"))
+    if constants.HF_HUB_OFFLINE:
+        faults.append(("warning", "unset HF_HUB_OFFLINE to download models"))
+    token = bool(os.environ.get("HF_TOKEN")) or os.path.isfile(constants.HF_TOKEN_PATH)
+    return Finding.of("hub", f"{place}, {gib(free)} free, {'a' if token else 'no'} token"
+                             f"{', offline' if constants.HF_HUB_OFFLINE else ''}", faults)
+
+
+def check_cache_dir(args: argparse.Namespace) -> Finding | None:
+    """Whether conversations can be kept in --cache-dir, and by whom they can be read."""
+    if args.cache_dir is None:
+        return None
+    from deltic.cache.folder import root_of
+
+    root = root_of(args.cache_dir).absolute()
+    existing = _existing(root)
+    if root.is_symlink() or not existing.is_dir():
+        return Finding.of("cache_dir", f"{existing} is {'a link' if root.is_symlink() else 'no directory'}",
+                          [("problem", "name another directory")])
+    if not _writable(existing):
+        return Finding.of("cache_dir", f"{existing} is not writable for this user",
+                          [("problem", "name a directory that you own and may write to")])
+    if existing != root:
+        return Finding.of("cache_dir", f"nothing kept yet, {gib(shutil.disk_usage(existing).free)} free",
+                          _disk_faults(existing))
+    return _kept(root)
+
+
+def _kept(root: Path) -> Finding:
+    """What is in a cache directory that is in use."""
+    from deltic.cache.folder import files, folders
+
+    models = folders(root)
+    sizes = [(folder / found.path, found.size) for folder in models for found in files(folder)]
+    foreign = sum(_owner(path) != os.geteuid() for path in (root, *models, *dict(sizes)))
+    faults = _disk_faults(root)
+    if foreign:
+        faults.append(("problem", f"{foreign} files or folders belong to other users: name a directory of your own"))
+    if stat.S_IMODE(root.stat().st_mode) & 0o077:
+        faults.append(("warning", f"others may read the conversations: chmod 700 {root}"))
+    total = sum(size for _, size in sizes)
+    return Finding.of("cache_dir", f"{total / _MIB:,.1f} MiB in {len(sizes)} files of {len(models)} models kept, "
+                                   f"{gib(shutil.disk_usage(root).free)} free", faults)
+
+
+def _existing(path: Path) -> Path:
+    """The path itself, or the closest folder above it that is there."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+
+
+def _writable(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.W_OK | os.X_OK)
+
+
+def _disk_faults(path: Path) -> list[Fault]:
+    from deltic.cache.folder import check_room
+
+    try:
+        check_room(path, 0)
+    except OSError:
+        return [("warning", "the disk is nearly full, so that nothing more is kept: make room")]
+    return []
+
+
+def _owner(path: Path) -> int:
+    try:
+        return path.lstat().st_uid
+    except FileNotFoundError:  # another process may just have deleted it
+        return os.geteuid()
