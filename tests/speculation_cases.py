@@ -31,6 +31,7 @@ from deltic.text.tokenizer import Tokenizer
 from deltic.types import Request, SamplingParams
 
 PROMPT, ANSWER, SEED = 83, 40, 77
+FORCED = {0: 11, 5: 12, 6: 12, 7: 13, 20: 14, 39: 15}
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime}
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True),
@@ -92,6 +93,21 @@ class EndingAt:
     def push(self, token: int) -> bool:
         self.seen += 1
         return self.seen == self.last
+
+
+@dataclass
+class Dictate:
+    """Forces tokens at places of the answer."""
+
+    places: dict[int, int] = field(default_factory=lambda: FORCED)
+    count: int = 0
+
+    def forced(self) -> int | None:
+        return self.places.get(self.count)
+
+    def push(self, token: int) -> None:
+        assert token == self.places.get(self.count, token)
+        self.count += 1
 
 
 def request_of(prompt: Sequence[int], params: str, n: int = 1, name: str = "seen") -> Request:

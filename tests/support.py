@@ -138,10 +138,10 @@ def _nest(directory: Path) -> None:
 # Sessions and engines over a loaded model, with pools of their own
 
 
-def pools(runtime: Runtime, pages: int, slots: int) -> Storage:
-    """Fresh pools full of NaN: whoever reads what nobody wrote will show it. Everyone may have a replay ring."""
-    extras = Extras(rings=slots, head=runtime.mtp is not None, tiled=runtime.cache.storage.tiled)
+def pools(runtime: Runtime, pages: int, slots: int, rings: int | None = None) -> Storage:
+    """Fresh pools full of NaN: whoever reads what nobody wrote will show it. rings: by default one for everyone."""
     like = runtime.cache.storage
+    extras = Extras(rings=slots if rings is None else rings, head=runtime.mtp is not None, tiled=like.tiled)
     storage = allocate(runtime.config, pages, slots, like.keys.dtype, str(like.device), extras)
     for tensor in (*storage.page_tensors, *storage.slot_tensors, *(storage.rings or ())):
         tensor.fill_(float("nan"))

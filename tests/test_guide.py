@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reuse_cases import runtime_of, usage_of
+from speculation_cases import FORCED, PARAMS, PATTERNS, Dictate, Scripted, expected
 from support import (
     Reference,
     drain,
@@ -28,7 +29,6 @@ from support import (
     small_runtime,
 )
 from test_server_harness import USER, Served, serving, tiny
-from test_speculation import PARAMS, PATTERNS, Scripted, expected
 from test_text_support import QWEN_LIKE
 
 from deltic import LLM, SamplingParams
@@ -45,22 +45,6 @@ from deltic.text.tokenizer import Tokenizer
 from deltic.types import Guide, Request
 
 PROMPT, ANSWER = 83, 40
-FORCED = {0: 11, 5: 12, 6: 12, 7: 13, 20: 14, 39: 15}
-
-
-@dataclass
-class Dictate:
-    """Forces tokens at places of the answer."""
-
-    places: dict[int, int] = field(default_factory=lambda: FORCED)
-    count: int = 0
-
-    def forced(self) -> int | None:
-        return self.places.get(self.count)
-
-    def push(self, token: int) -> None:
-        assert token == self.places.get(self.count, token)
-        self.count += 1
 
 
 @cache
