@@ -173,7 +173,8 @@ class Stage:
     @property
     def happened(self) -> Counter[str]:
         stats, tiers = self.engine.stats, self.engine.runtime.cache.tiers
-        accepted, drafted = sum(stats.accepted_at), sum(stats.drafted_at)
+        guesses = self.engine.guessing.stats
+        accepted, drafted = sum(guesses.accepted_at), sum(guesses.drafted_at)
         return Counter({
             "preempted": self.engine.scheduler.preemptions, "accepted": accepted, "rejected": drafted - accepted,
             "aborted": sum(answer.last.finish == "abort" for answer in self.answers.values()),
