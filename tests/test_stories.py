@@ -31,7 +31,7 @@ from deltic.types import PAGE
 PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime}
 """Who answers the same: a head guesses, and leaves the rest as it is."""
 OTHER = {"odd": qwen3_runtime, "headed": qwen3_runtime, "qwen3": odd_runtime}
-TOLERANCE, FAST, SLOW, GROUP = 2e-3, range(50, 120), 1500, 50
+TOLERANCE, FAST, SLOW, GROUP = 2e-3, (*range(50, 120), 412), 1500, 50
 
 
 def alone(story: Story) -> Answers:
@@ -198,7 +198,7 @@ def same(wanted: Answer, found: Answer, aborted: bool) -> None:
             raise Mismatch("other probabilities")
 
 
-def tell(seeds: range) -> Counter[str]:
+def tell(seeds: Sequence[int]) -> Counter[str]:
     """What happened in all these stories."""
     happened: Counter[str] = Counter()
     for story in map(story_of, seeds):
@@ -215,7 +215,7 @@ def tell(seeds: range) -> Counter[str]:
 
 
 def test_some_stories() -> None:
-    """Everything happens in them that could go wrong. 59 and 111 are told because they did: the first when guesses
+    """Everything happens in them that could go wrong. 59 and 412 are told because they did: the first when guesses
     outlived their sequence's preemption, the second when logits were kept with the state before them."""
     happened = tell(FAST)
     assert all(happened[what] > 2 for what in ("preempted", "accepted", "rejected", "aborted", "reused", "restored",
