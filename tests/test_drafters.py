@@ -163,6 +163,22 @@ def test_a_draft_model_reads_what_is_new_in_a_conversation(model: str) -> None:
     assert 200 <= turns[0] <= 202 and max(turns[1:]) <= 12
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_draft_model_reads_a_common_beginning_once(model: str) -> None:
+    """Of the choices of one request, and of requests that share their opening."""
+    read: list[int] = []
+    engine = Engine(runtime_of(odd_runtime()), ModelDrafter(read_by(runtime_of(MODELS[model]()), read), 509, 4),
+                    FixedDepth(4))
+    opening = numbers(1, 200, 509)
+    engine.add(Request("a", (*opening, *numbers(2, 20, 509)), replace(PARAMS["drawn"], n=3), boundaries=(200,)))
+    drain(engine)
+    assert sum(read) <= 220 + 3 * 25, "after the prompt it reads what it guessed wrongly"
+    read.clear()
+    engine.add(Request("b", (*opening, *numbers(3, 30, 509)), PARAMS["greedy"], boundaries=(200,)))
+    drain(engine)
+    assert 30 <= sum(read) <= 30 + 25
+
+
 @pytest.mark.parametrize("short", ["rings", "pages", "slots"])
 def test_a_draft_model_with_room_for_one_reads_nothing_twice(short: str) -> None:
     small, read = runtime_of(odd_runtime(), pages=9 if short == "pages" else 256), list[int]()

@@ -12,7 +12,7 @@ from deltic.engine.batch import build
 from deltic.engine.head import DraftHead
 from deltic.engine.runtime import Runtime
 from deltic.engine.sampler import Draw, sampling_of
-from deltic.engine.scheduler import Plan, Row, base_after
+from deltic.engine.scheduler import Plan, Row, base_after, emits_of
 from deltic.engine.sequence import Sequence
 from deltic.errors import ConfigError
 from deltic.types import RING, Draft, Mtp, Ngram, common_length
@@ -170,7 +170,7 @@ class ModelDrafter:
         if sequence in self._refused:
             return False
         lease = self._lease(sequence)
-        if lease is None or not self._catch_up(lease, sequence.tokens):
+        if lease is None or not self._catch_up(lease, sequence):
             # to try again at every step would be to read again at every step
             self._release(sequence)
             self._refused.add(sequence)
@@ -187,17 +187,19 @@ class ModelDrafter:
             self._leases[sequence] = lease
         return lease
 
-    def _catch_up(self, lease: Lease, tokens: List[int]) -> bool:
-        cache, end = self._runtime.cache, len(tokens) - 1
+    def _catch_up(self, lease: Lease, sequence: Sequence) -> bool:
+        """Read what is new, and keep states where the larger model keeps them; False if there is no room."""
+        cache, tokens, end = self._runtime.cache, sequence.tokens, len(sequence.tokens) - 1
         missing = end - lease.done + self.limit
         if not cache.take_ring(lease) or cache.reserve(lease, missing) < missing:
             return False
         while lease.done < end:
             chunk = tokens[lease.done:end][:self._runtime.options.token_budget]
             row = Row(tuple(chunk), lease.done, tuple(lease.pages), lease.slot, 0, base=lease.base,
-                      ring=lease.ring or 0)
+                      ring=lease.ring or 0, emits=emits_of(cache, lease, sequence.wanted, len(chunk)))
             self._runtime.run(build(Plan((row,)), cache.storage.device))
             cache.commit(lease, chunk)
+            cache.keep_emitted(lease)
         if lease.behind + self.limit > RING:
             cache.settle(lease)  # else the ring would be folded amid guesses, which could not be taken back
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deltic.cache.hybrid import HybridCache, Lease
@@ -58,6 +59,12 @@ def base_after(row: Row) -> int | None:
     if not row.append:
         return None
     return ring_base(row.done if row.base is None else row.base, row.done, len(row.tokens))
+
+
+def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int) -> tuple[tuple[int, int], ...]:
+    """`Row.emits` of a row with the next `count` tokens: those of the wanted positions that lie in it and have room."""
+    return tuple((position, slot) for position in wanted if lease.done < position <= lease.done + count
+                 and (slot := cache.emit(lease, position)) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +221,8 @@ class Scheduler:
         done, end = lease.done, lease.done + count
         tokens = (*sequence.tokens[done:end], *sequence.drafts)[:count]
         drafts = max(end - len(sequence.tokens), 0)
-        emits = []
-        for position in sequence.wanted:
-            if done < position <= end and (slot := self.cache.emit(lease, position)) is not None:
-                emits.append((position, slot))
         return Row(tokens, done, tuple(lease.pages), lease.slot, drafts + 1 if end >= len(sequence.tokens) else 0,
-                   emits=tuple(emits), base=lease.base, ring=lease.ring or 0,
+                   emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
                    append=drafts > 0 and lease.ring is not None, drafts=drafts)
 
     def _forget_origin(self, sequence: Sequence) -> None:
