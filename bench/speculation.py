@@ -26,8 +26,9 @@ from common import ROOT, record, spread
 from deltic import LLM, RandomModel
 from deltic.config import EngineConfig
 from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
-from deltic.engine.drafters import HeadDrafter, Wants, drafter_of
+from deltic.engine.drafters import HeadDrafter, Wants
 from deltic.engine.engine import Engine
+from deltic.engine.guessing import drafter_of
 from deltic.engine.runtime import Runtime, load
 from deltic.engine.sequence import Sequence as Running
 from deltic.types import Request, SamplingParams

@@ -24,6 +24,7 @@ from speculation_cases import (
     request_of,
 )
 from support import (
+    Answers,
     drain,
     greedy,
     numbers,
@@ -33,13 +34,15 @@ from support import (
     reference,
     same_tokens,
     session_over,
+    take,
 )
 
 from deltic.cache.disk import Disk
 from deltic.cache.shelf import Shelf
 from deltic.config import EngineConfig
 from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import HeadDrafter, ModelDrafter, NgramDrafter, Wants
+from deltic.engine.draft_model import ModelDrafter
+from deltic.engine.drafters import HeadDrafter, NgramDrafter, Wants
 from deltic.engine.engine import Engine
 from deltic.engine.head import DraftHead
 from deltic.engine.runtime import RandomModel, Runtime, load
@@ -96,7 +99,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int)
 def test_a_draft_model_takes_rejected_guesses_back(wrong: int, more: tuple[int, ...], model: str) -> None:
     """Also where the model has gone on alone for some steps: it guesses as if it had never made them, and reads nothing
     again."""
-    drafter, fresh = (ModelDrafter(runtime_of(MODELS[model]()), 509, 4) for _ in range(2))
+    drafter, fresh = (ModelDrafter(runtime_of(MODELS[model](), budget=512), 509, 4) for _ in range(2))
     engine = Engine(runtime_of(MODELS[model]()))
     sequence = engine._sequence(Request("a", expected(model, "greedy").prompt, PARAMS["greedy"]), 0, 0)
     leases = []
@@ -150,8 +153,8 @@ def read_by(runtime: Runtime, tokens: list[int]) -> Runtime:
 def test_a_draft_model_reads_what_is_new_in_a_conversation(model: str) -> None:
     """Though its last guesses were wrong when the turn before ended."""
     read: list[int] = []
-    engine = Engine(runtime_of(odd_runtime()), ModelDrafter(read_by(runtime_of(MODELS[model]()), read), 509, 4),
-                    FixedDepth(4))
+    drafter = ModelDrafter(read_by(runtime_of(MODELS[model](), budget=512), read), 509, 4)
+    engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
     prompt, turns = numbers(1, 200, 509), []
     for turn in range(3):
         end = reference(odd_runtime(), prompt, 12).tokens[8]
@@ -174,9 +177,31 @@ def test_a_draft_model_reads_a_common_beginning_once(model: str) -> None:
     drain(engine)
     assert sum(read) <= 220 + 3 * 25, "after the prompt it reads what it guessed wrongly"
     read.clear()
-    engine.add(Request("b", (*opening, *numbers(3, 30, 509)), PARAMS["greedy"], boundaries=(200,)))
+    for name in "bc":
+        engine.add(Request(name, (*opening, *numbers(ord(name), 30, 509)), PARAMS["greedy"], boundaries=(200,)))
     drain(engine)
-    assert 30 <= sum(read) <= 30 + 25
+    assert 60 <= sum(read) <= 60 + 2 * 25
+
+
+def test_a_draft_model_reads_no_more_at_once_than_a_step_may() -> None:
+    """Answers go on meanwhile, without guesses for who is not read yet."""
+    read: list[int] = []
+    drafter = ModelDrafter(read_by(runtime_of(odd_runtime(), budget=16), read), 509, 4)
+    engine = Engine(runtime_of(odd_runtime(), budget=512), drafter, FixedDepth(4))
+    engine.add(greedy(numbers(1, 10, 509), 60, "a"))
+    answers: Answers = {}
+    take(answers, engine.step())
+    engine.add(greedy(numbers(2, 200, 509), 60, "b"))
+    counts = []
+    while engine.has_work:
+        events = engine.step()
+        take(answers, events)
+        counts.append(sum(event.request == "a" for event in events))
+        assert sum(read[-1:]) <= 16
+    assert max(read) == 16 and min(counts[:12]) > 0 and sum(counts[:12]) >= 4 * 12
+    assert usage_of(answers, "b").accepted_tokens > 30
+    for name, prompt in (("a", numbers(1, 10, 509)), ("b", numbers(2, 200, 509))):
+        same_tokens(reference(odd_runtime(), prompt, 60), answers[name, 0].tokens)
 
 
 @pytest.mark.parametrize("short", ["rings", "pages", "slots"])

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth, FixedDepth
-from deltic.engine.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Wants
+from deltic.engine.draft_model import ModelDrafter
+from deltic.engine.drafters import Drafter, HeadDrafter, NgramDrafter, Wants
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running

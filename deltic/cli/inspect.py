@@ -75,7 +75,8 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 def _speculation_fact(llm: LLM) -> str | None:
     """Who guesses, and how many tokens at a time."""
-    from deltic.engine.drafters import HeadDrafter, ModelDrafter
+    from deltic.engine.draft_model import ModelDrafter
+    from deltic.engine.drafters import HeadDrafter
 
     drafter, draft = llm.engine.guessing.drafter, llm.runtime.draft
     if drafter is None:

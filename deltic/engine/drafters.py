@@ -7,15 +7,12 @@ from typing import Protocol
 
 import torch
 
-from deltic.cache.hybrid import Lease
 from deltic.engine.batch import build
 from deltic.engine.head import DraftHead
 from deltic.engine.runtime import Runtime
 from deltic.engine.sampler import Draw, sampling_of
-from deltic.engine.scheduler import Plan, Row, base_after, emits_of
+from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
-from deltic.errors import ConfigError
-from deltic.types import RING, Draft, Mtp, Ngram, common_length
 
 Wants = List[tuple[Sequence, int]]
 """Sequences that are about to answer, each with the number of guesses that are wanted, at least 1."""
@@ -31,20 +28,6 @@ class Drafter(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
-
-
-def drafter_of(runtime: Runtime) -> Drafter | None:
-    """The drafter that the options of a loaded model ask for; None if they ask for none, or for the head of a model
-    whose cache was not made for it."""
-    speculation = runtime.options.speculation
-    if isinstance(speculation, Ngram):
-        return NgramDrafter(speculation.tokens)
-    if isinstance(speculation, Draft):
-        assert runtime.draft is not None
-        return ModelDrafter(runtime.draft, runtime.config.vocab_size, speculation.tokens)
-    if runtime.head is None or speculation is None:
-        return None
-    return HeadDrafter(runtime, runtime.head, speculation.tokens if isinstance(speculation, Mtp) else Mtp().tokens)
 
 
 _LONGEST, _SHORTEST = 4, 2
@@ -136,96 +119,3 @@ def _next_row(sequence: Sequence, token: int, depth: int) -> Row:
     lease = sequence.lease
     assert lease is not None
     return Row((token,), lease.done + depth, tuple(lease.pages), lease.slot, 1)
-
-
-class ModelDrafter:
-    """Guesses with a smaller model that reads what the larger one reads; its guesses stay in the replay ring until they
-    are known to be right."""
-
-    def __init__(self, runtime: Runtime, vocabulary: int, limit: int) -> None:
-        if runtime.config.vocab_size != vocabulary:
-            raise ConfigError(f"the draft model {runtime.name} has {runtime.config.vocab_size} tokens, the model "
-                              f"itself {vocabulary}: they must share one tokenizer", "speculate")
-        self.limit, self._runtime = limit, runtime
-        self._leases: dict[Sequence, Lease] = {}
-        self._refused: set[Sequence] = set()
-        """Sequences that there was no room for, since another one was over."""
-
-    @torch.inference_mode()
-    def draft(self, wants: Wants) -> list[list[int]]:
-        guesses: list[list[int]] = [[] for _ in wants]
-        leased = [index for index, (sequence, count) in enumerate(wants)
-                  if len(sequence.tokens) + count <= self._runtime.memory.max_context and self._ready(sequence)]
-        for depth in range(max((wants[index][1] for index in leased), default=0)):
-            active = [index for index in leased if wants[index][1] > depth]
-            self._step([(index, wants[index][0]) for index in active], guesses)
-        return guesses
-
-    def forget(self, sequence: Sequence) -> None:
-        self._refused.clear()
-        self._release(sequence)
-
-    def _ready(self, sequence: Sequence) -> bool:
-        """Have the model read all tokens of the sequence but the last; False if there is no room for it."""
-        if sequence in self._refused:
-            return False
-        lease = self._lease(sequence)
-        if lease is None or not self._catch_up(lease, sequence):
-            # to try again at every step would be to read again at every step
-            self._release(sequence)
-            self._refused.add(sequence)
-            return False
-        return True
-
-    def _lease(self, sequence: Sequence) -> Lease | None:
-        """The sequence's lease, rejected guesses taken back; or a new one."""
-        cache, lease = self._runtime.cache, self._leases.get(sequence)
-        if lease is not None and not cache.retreat(lease, _sound(lease, sequence)):
-            self._release(sequence)
-            lease = None
-        if lease is None and (lease := cache.admit(sequence.tokens[:-1])):
-            self._leases[sequence] = lease
-        return lease
-
-    def _catch_up(self, lease: Lease, sequence: Sequence) -> bool:
-        """Read what is new, and keep states where the larger model keeps them; False if there is no room."""
-        cache, tokens, end = self._runtime.cache, sequence.tokens, len(sequence.tokens) - 1
-        missing = end - lease.done + self.limit
-        if not cache.take_ring(lease) or cache.reserve(lease, missing) < missing:
-            return False
-        while lease.done < end:
-            chunk = tokens[lease.done:end][:self._runtime.options.token_budget]
-            row = Row(tuple(chunk), lease.done, tuple(lease.pages), lease.slot, 0, base=lease.base,
-                      ring=lease.ring or 0, emits=emits_of(cache, lease, sequence.wanted, len(chunk)))
-            self._runtime.run(build(Plan((row,)), cache.storage.device))
-            cache.commit(lease, chunk)
-            cache.keep_emitted(lease)
-        if lease.behind + self.limit > RING:
-            cache.settle(lease)  # else the ring would be folded amid guesses, which could not be taken back
-        return True
-
-    def _release(self, sequence: Sequence) -> None:
-        """Give the lease back; what is sound of it may serve the conversation's next turn."""
-        cache, lease = self._runtime.cache, self._leases.pop(sequence, None)
-        if lease:
-            cache.release(lease, keep=cache.retreat(lease, _sound(lease, sequence)))
-
-    def _step(self, active: list[tuple[int, Sequence]], guesses: list[list[int]]) -> None:
-        """One more guess for each of these sequences."""
-        device, rows = self._runtime.cache.storage.device, []
-        for index, sequence in active:
-            lease = self._leases[sequence]
-            token = guesses[index][-1] if guesses[index] else sequence.tokens[-1]
-            rows.append(Row((token,), lease.done, tuple(lease.pages), lease.slot, 1, base=lease.base,
-                            ring=lease.ring or 0, append=lease.ring is not None))
-        logits = self._runtime.run(build(Plan(tuple(rows)), device))
-        draws = [Draw(sequence, tuple(guesses[index])) for index, sequence in active]
-        tokens = self._runtime.decoder.ops.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
-        for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
-            self._runtime.cache.commit(self._leases[sequence], row.tokens, base_after(row))
-            guesses[index].append(token)
-
-
-def _sound(lease: Lease, sequence: Sequence) -> int:
-    """How many of the tokens that were read came true; the sequence's last one is read with the next guess."""
-    return min(common_length(lease.tokens, sequence.tokens), len(sequence.tokens) - 1)

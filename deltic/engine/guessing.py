@@ -10,11 +10,12 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
-from deltic.engine.drafters import Drafter, drafter_of
+from deltic.engine.draft_model import ModelDrafter
+from deltic.engine.drafters import Drafter, HeadDrafter, NgramDrafter
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Scheduler
 from deltic.engine.sequence import Sequence
-from deltic.types import MAX_DRAFTS
+from deltic.types import MAX_DRAFTS, Draft, Mtp, Ngram
 
 log = logging.getLogger("deltic")
 
@@ -30,6 +31,20 @@ class GuessStats:
     drafted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
     saved_seconds: float = 0.0
+
+
+def drafter_of(runtime: Runtime) -> Drafter | None:
+    """The drafter that the options of a loaded model ask for; None if they ask for none, or for the head of a model
+    whose cache was not made for it."""
+    speculation = runtime.options.speculation
+    if isinstance(speculation, Ngram):
+        return NgramDrafter(speculation.tokens)
+    if isinstance(speculation, Draft):
+        assert runtime.draft is not None
+        return ModelDrafter(runtime.draft, runtime.config.vocab_size, speculation.tokens)
+    if runtime.head is None or speculation is None:
+        return None
+    return HeadDrafter(runtime, runtime.head, speculation.tokens if isinstance(speculation, Mtp) else Mtp().tokens)
 
 
 class Guessing:

@@ -1,0 +1,135 @@
+"""Guesses of a smaller model that reads what the larger one reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+import torch
+
+from deltic.cache.hybrid import Lease
+from deltic.engine.batch import build
+from deltic.engine.drafters import Wants
+from deltic.engine.runtime import Runtime
+from deltic.engine.sampler import Draw, sampling_of
+from deltic.engine.scheduler import Plan, Row, base_after, emits_of
+from deltic.engine.sequence import Sequence
+from deltic.errors import ConfigError
+from deltic.types import RING, common_length
+
+
+class ModelDrafter:
+    """A drafter with a cache of its own, in which guesses stay in the replay ring until they are known to be right."""
+
+    def __init__(self, runtime: Runtime, vocabulary: int, limit: int) -> None:
+        if runtime.config.vocab_size != vocabulary:
+            raise ConfigError(f"the draft model {runtime.name} has {runtime.config.vocab_size} tokens, the model "
+                              f"itself {vocabulary}: they must share one tokenizer", "speculate")
+        self.limit, self._runtime = limit, runtime
+        self._leases: dict[Sequence, Lease] = {}
+        self._refused: set[Sequence] = set()
+        """Sequences that there was no room for, since another one was over."""
+
+    @torch.inference_mode()
+    def draft(self, wants: Wants) -> list[list[int]]:
+        guesses: list[list[int]] = [[] for _ in wants]
+        leased = [index for index, (sequence, count) in enumerate(wants)
+                  if len(sequence.tokens) + count <= self._runtime.memory.max_context and self._has_room(sequence)]
+        self._read([wants[index][0] for index in leased])
+        ready = [index for index in leased if self._is_ready(wants[index][0])]
+        for depth in range(max((wants[index][1] for index in ready), default=0)):
+            active = [index for index in ready if wants[index][1] > depth]
+            self._step([(index, wants[index][0]) for index in active], guesses)
+        return guesses
+
+    def forget(self, sequence: Sequence) -> None:
+        self._refused.clear()
+        self._release(sequence)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether there is room for the sequence and as many guesses as there may be."""
+        if sequence in self._refused or self._awaits(sequence):
+            return False
+        cache, lease = self._runtime.cache, self._lease(sequence)
+        if lease is not None:
+            missing = len(sequence.tokens) - 1 - lease.done + self.limit
+            if cache.take_ring(lease) and cache.reserve(lease, missing) >= missing:
+                return True
+        # to try again at every step would be to read again at every step
+        self._release(sequence)
+        self._refused.add(sequence)
+        return False
+
+    def _awaits(self, sequence: Sequence) -> bool:
+        """Whether another sequence is just being read as far as a state that this one can begin with."""
+        if sequence in self._leases:
+            return False
+        tokens = sequence.tokens[:-1]
+        known, reading = self._runtime.cache.known(tokens), [
+            (other, lease.done) for other, lease in self._leases.items() if lease.done < len(other.request.prompt)]
+        return any(max(known, done) < position <= common for other, done in reading
+                   if (common := common_length(tokens, other.tokens)) for position in other.wanted)
+
+    def _lease(self, sequence: Sequence) -> Lease | None:
+        """The sequence's lease, rejected guesses taken back; or a new one."""
+        cache, lease = self._runtime.cache, self._leases.get(sequence)
+        if lease is not None and not cache.retreat(lease, _sound(lease, sequence)):
+            self._release(sequence)
+            lease = None
+        if lease is None and (lease := cache.admit(sequence.tokens[:-1])):
+            self._leases[sequence] = lease
+        return lease
+
+    def _read(self, sequences: List[Sequence]) -> None:
+        """Read what is new, all but the last tokens, and keep states where the larger model keeps them. As in a step of
+        that one there is a limit, so that nobody's answer stands still while a long prompt is read."""
+        cache, left, rows = self._runtime.cache, self._runtime.options.token_budget, list[tuple[Lease, Row]]()
+        for sequence in sequences:
+            lease = self._leases[sequence]
+            chunk = tuple(sequence.tokens[lease.done:-1][:left])
+            left -= len(chunk)
+            if chunk:
+                rows.append((lease, Row(chunk, lease.done, tuple(lease.pages), lease.slot, 0, base=lease.base,
+                                        ring=lease.ring or 0,
+                                        emits=emits_of(cache, lease, sequence.wanted, len(chunk)))))
+        if not rows:
+            return
+        rows.sort(key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
+        self._runtime.run(build(Plan(tuple(row for _, row in rows)), cache.storage.device))
+        for lease, row in rows:
+            cache.commit(lease, row.tokens)
+            cache.keep_emitted(lease)
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Whether guesses can follow: all is read, and they fit the replay ring."""
+        lease = self._leases[sequence]
+        if lease.done < len(sequence.tokens) - 1:
+            return False
+        if lease.behind + self.limit > RING:
+            self._runtime.cache.settle(lease)  # else the ring would be folded amid them; they could not be taken back
+        return True
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give the lease back; what is sound of it may serve the conversation's next turn."""
+        cache, lease = self._runtime.cache, self._leases.pop(sequence, None)
+        if lease:
+            cache.release(lease, keep=cache.retreat(lease, _sound(lease, sequence)))
+
+    def _step(self, active: list[tuple[int, Sequence]], guesses: list[list[int]]) -> None:
+        """One more guess for each of these sequences."""
+        device, rows = self._runtime.cache.storage.device, []
+        for index, sequence in active:
+            lease = self._leases[sequence]
+            token = guesses[index][-1] if guesses[index] else sequence.tokens[-1]
+            rows.append(Row((token,), lease.done, tuple(lease.pages), lease.slot, 1, base=lease.base,
+                            ring=lease.ring or 0, append=lease.ring is not None))
+        logits = self._runtime.run(build(Plan(tuple(rows)), device))
+        draws = [Draw(sequence, tuple(guesses[index])) for index, sequence in active]
+        tokens = self._runtime.decoder.ops.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
+        for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
+            self._runtime.cache.commit(self._leases[sequence], row.tokens, base_after(row))
+            guesses[index].append(token)
+
+
+def _sound(lease: Lease, sequence: Sequence) -> int:
+    """How many of the tokens that were read came true; the sequence's last one is read with the next guess."""
+    return min(common_length(lease.tokens, sequence.tokens), len(sequence.tokens) - 1)
