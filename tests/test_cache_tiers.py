@@ -244,6 +244,59 @@ def test_an_entry_that_gets_its_state_back_stays_while_room_is_made_for_it() -> 
     assert shelf.find((*second, 99)) is entry is shelf.find((*first, 99))
 
 
+def test_a_state_that_comes_back_has_the_name_that_it_had() -> None:
+    """Else a look at the medium takes it for another, and deletes it."""
+    medium = Recording(100_000)
+    shelf = Shelf(medium, threads=False)
+    for tokens in (tuple(range(20)), tuple(range(60))):
+        shelf.offer(source_of(tokens))
+        entry = shelf.find((*tokens, 99))
+        assert entry is not None and entry.state and entry.kv
+        name = medium.known["state", entry.key]
+        shelf._drop_state(entry, prune=False)
+        shelf.offer(source_of(tokens))
+        assert medium.known["state", entry.key] == name == replace(entry.kv, kind="state", size=name.size)
+
+
+def test_nothing_stays_of_what_cannot_be_written_again() -> None:
+    medium = Recording(100_000)
+    shelf = Shelf(medium, threads=False)
+    writer = shelf._writer = Delayed()
+    for _ in range(2):
+        shelf.offer(source_of((1, 2, 3)))
+        entry = shelf.find((1, 2, 3, 4))
+        assert entry is not None
+        shelf._drop(entry)
+    writer.work(2)
+    medium.full = True
+    writer.work(2)
+    shelf._settle()
+    shelf.check()
+    assert not medium._items and not shelf._entries
+
+
+def test_what_another_look_has_seen_before_it_was_given_up_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan found a state whose entry was given up before the state was written; it is deleted, and the entry back
+    without it, when the scan's result is taken up."""
+    medium = Recording(100_000)
+    shelf = Shelf(medium, threads=False)
+    writer = shelf._writer = Delayed()
+    shelf.offer(source_of(tuple(range(20))))
+    writer.work(1 << 20)
+    entry = shelf.find((*range(20), 99))
+    assert entry is not None
+    shelf._drop_state(entry, prune=False)
+    shelf.offer(source_of(tuple(range(20))))
+    shelf._drop_state(entry, prune=False)
+    writer.work(1 << 20)
+    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
+    shelf._deleted.clear()
+    shelf._scan = time.time(), shelf._reader.submit(lambda: (list(medium.scan()), []))  # type: ignore[arg-type, return-value]
+    shelf._settle()
+    held = [item for entry in shelf._entries.values() for item in (entry.kv, entry.state) if item]
+    assert {(item.kind, item.key) for item in held} == set(medium._items)
+
+
 def test_what_is_given_up_and_taken_again_before_it_was_written_is_there() -> None:
     medium = Recording(100_000)
     shelf = Shelf(medium, threads=False)

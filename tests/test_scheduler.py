@@ -143,9 +143,9 @@ class Checked(Engine):
         assert before == self.order(), "the order of arrival is lost"
         assert len(plan.rows) == len(sequences) == len(set(map(id, sequences)))
         if before:
-            known = any(sequence.logits is not None for sequence in self.scheduler.running)
-            assert sequences or known, "work is waiting and nothing runs"
-            assert before[0] in sequences, "the oldest sequence stands still"
+            working = [*sequences, *(sequence for sequence in self.scheduler.running if sequence.logits is not None)]
+            assert working, "work is waiting and nothing runs"
+            assert before[0] in working, "the oldest sequence stands still"
         self.check_rows(plan, sequences)
         return plan, sequences
 

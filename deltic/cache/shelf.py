@@ -235,9 +235,11 @@ class Shelf:
         if not fits:
             self._prune(entry)
             return
+        below = entry.parent
+        assert below is not None
         if run:
-            entry.kv = self._write(entry, Item("kv", key, parent.key, parent.done, done), run)
-        entry.state = self._write(entry, Item(kind, key, parent.key, parent.done, done), state)
+            entry.kv = self._write(entry, Item("kv", key, below.key, below.done, done), run)
+        entry.state = self._write(entry, Item(kind, key, below.key, below.done, done), state)
         self.prefixes += 1
         self._use(entry, stored=False)
 
@@ -263,8 +265,9 @@ class Shelf:
                 self._paused_until = time.monotonic() + _PAUSE
                 self._complain(f"it takes no more for now: {error}")
                 self.lose(item)
+                self._discard(item)  # an earlier copy, which was given up, may have been written
             elif self._entries.get(entry.key) is not entry or item not in (entry.kv, entry.state):
-                self.medium.delete(item)  # given up before it was written
+                self._discard(item)  # given up before it was written
             else:
                 self._complained = False
                 self._resize(entry, item, future.result())
@@ -356,9 +359,13 @@ class Shelf:
         del self._entries[entry.key]
 
     def _delete(self, item: Item) -> None:
+        self._discard(item)
+        self.bytes -= item.size
+
+    def _discard(self, item: Item) -> None:
+        """Delete what does not count, or no more. A scan that is under way may have seen it."""
         self._deleted.add((item.kind, item.key))
         self.medium.delete(item)
-        self.bytes -= item.size
 
     # what is there
 
@@ -419,7 +426,7 @@ class Shelf:
         """What cannot be used, as something that belongs to it is missing, goes, unless somebody may just be writing
         that."""
         if abs(time.time() - item.used) > _PAUSE:
-            self.medium.delete(item)
+            self._discard(item)
         else:
             self._others.append(item)
 
