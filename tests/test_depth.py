@@ -82,13 +82,24 @@ def test_a_spike_does_not_decide(at: int, drafts: int) -> None:
 
 def test_what_comes_right_after_drafts_is_not_the_time_of_a_plain_step() -> None:
     """It brings the state forward, too. Else drafts look better than they are, and go on because of it."""
-    depth, known, chosen = AdaptiveDepth(3), [Acceptance.hopeful(3)], [0]
-    for _ in range(400):
-        drafts = depth.choose(known, 1)
-        depth.timed(1, drafts, linear(1.0)[drafts] if drafts else 1.5 * BASE if chosen[-1] else BASE)
-        known[0].learn(drafts, drafts * 2 // 3)
-        chosen.append(drafts)
-    assert depth.plain_seconds(1) == pytest.approx(BASE) and chosen[-100:].count(0) > 90
+    depth = AdaptiveDepth(3)
+    for _ in range(3):
+        depth.timed(1, 0, BASE)
+    for _ in range(9):
+        depth.timed(1, 3, 2 * BASE)
+        depth.timed(1, 0, 1.5 * BASE)
+    assert depth.plain_seconds(1) == BASE
+    for _ in range(9):
+        depth.timed(1, 0, 1.2 * BASE)
+    assert depth.plain_seconds(1) == 1.2 * BASE
+
+
+def test_a_plain_step_is_measured_now_and_then_amid_good_guesses() -> None:
+    """Two of them, of which the second counts."""
+    _, chosen, depth = served(0.9, 300, linear(0.15))
+    pairs = [place for place in range(20, 299) if chosen[place] == chosen[place + 1] == 0]
+    assert len(pairs) >= 3 and chosen[20:].count(0) == 2 * len(pairs)
+    assert depth.plain_seconds(1) == BASE
 
 
 def test_it_comes_back() -> None:
