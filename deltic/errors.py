@@ -32,6 +32,14 @@ class RequestError(DelticError):
         self.field = field
 
 
+class BusyError(DelticError):
+    """There is more work than a limit allows; the same request may be served later. retry_after: in so many seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class DegenerateError(DelticError):
     """The model's logits are NaN or all equal: weights, dtype or a kernel are broken."""
 

@@ -27,7 +27,7 @@ ALLOWED = {
     "weights": {"config", "ops", "types", "errors"},
     "model": {"config", "ops", "types", "errors"},
     "cache": {"config", "ops", "types", "errors"},
-    "text": {"types", "errors"},
+    "text": {"config", "types", "errors"},
     "engine": {"cache", "model", "weights", "config", "ops", "types", "errors"},
     "server": {"engine", "text", "config", "types", "errors"},
     "export": {"server", "engine", "text", "cache", "model", "weights", "config", "ops", "types", "errors"},

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
 from deltic.cli.parser import UsageError, existing_file, text, whole
-from deltic.config import PRESETS, EngineConfig
+from deltic.config import PRESETS, EngineConfig, Limits
 from deltic.types import SamplingParams
 
 _SAMPLING: dict[str, tuple[type, str, str]] = {
@@ -78,18 +78,34 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """An option per field of EngineConfig."""
-    group, kinds = parser.add_argument_group("engine"), get_type_hints(EngineConfig)
-    for field in fields(EngineConfig):
-        group.add_argument(_flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS, help=_help(field),
-                           **_form(kinds[field.name], field))
+    _add_fields(parser.add_argument_group("engine"), EngineConfig)
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """An option per field of Limits."""
+    _add_fields(parser.add_argument_group("limits", "What is beyond one is refused by its name."), Limits)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, checked."""
-    given = {field.name: getattr(args, _dest(field.name)) for field in fields(EngineConfig)
-             if hasattr(args, _dest(field.name))}
+    given, limits = _given(args, EngineConfig), _given(args, Limits)
+    if limits:
+        given["limits"] = Limits(**limits)
     EngineConfig(**given)
     return given
+
+
+def _add_fields(group: argparse._ArgumentGroup, record: type) -> None:
+    kinds = get_type_hints(record)
+    for field in fields(record):
+        if kinds[field.name] is not Limits:
+            group.add_argument(_flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS, help=_help(field),
+                               **_form(kinds[field.name], field))
+
+
+def _given(args: argparse.Namespace, record: type) -> dict[str, Any]:
+    return {field.name: getattr(args, _dest(field.name)) for field in fields(record)
+            if hasattr(args, _dest(field.name))}
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:

@@ -33,6 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                              "clients send them; may be repeated")
     options.add_template(parser)
     options.add_engine(parser)
+    options.add_limits(parser)
     options.add_random(parser, hidden=True)
 
 

@@ -5,6 +5,7 @@ Dtypes are strings here, so that a command line can be built without importing t
 
 from deltic.config.engine import EngineConfig
 from deltic.config.generation import GenerationDefaults
+from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, available_memory, parse_bytes
 from deltic.config.model import (
     ARCHITECTURES,
@@ -26,6 +27,7 @@ __all__ = [
     "EngineConfig",
     "GenerationDefaults",
     "LayerType",
+    "Limits",
     "LinearConfig",
     "ModelConfig",
     "RopeConfig",

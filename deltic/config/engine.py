@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, parse_bytes
 from deltic.config.speculation import parse_speculation
 from deltic.errors import ConfigError, show
@@ -59,6 +60,7 @@ class EngineConfig:
                               "otherwise (default: 0, never)")
     ops: tuple[str, ...] = _option((), "who serves an op: OP=BACKEND such as mlp=ref, or BACKEND for all")
     debug_layers: bool = _option(False, "log statistics of every layer's output in every step (slow)")
+    limits: Limits = field(default_factory=Limits, metadata={"help": "what one client may ask for"})
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -99,7 +101,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
                             "host_memory": str | None, "cache_dir": str | None,
-                            "debug_layers": bool}.items():
+                            "debug_layers": bool, "limits": Limits}.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
 

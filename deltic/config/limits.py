@@ -1,0 +1,59 @@
+"""What one client may ask for, so that it never costs the others. Every limit has a name and a default."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Final
+
+from deltic.errors import ConfigError, show
+
+_MOST: Final = 1 << 31
+
+
+def _limit(default: Any, help: str, low: float = 1) -> Any:
+    return field(default=default, metadata={"help": help, "low": low})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a server and of each request; what passes one is refused with an error that names it.
+
+    None: as much as the context holds. ConfigError names a limit whose value it cannot have.
+    """
+
+    max_connections: int = _limit(1024, "open connections; more are refused at once")
+    header_seconds: int = _limit(20, "seconds that a client may take to send a request's headers, and that may pass "
+                                     "between two pieces of its body")
+    keep_alive_seconds: int = _limit(65, "seconds after which a connection without a request is closed")
+    max_body_mib: int = _limit(32, "MiB of a request's body")
+    max_waiting: int = _limit(512, "answers that may wait for a place in the batch; then requests are refused with "
+                                   "status 503 and Retry-After")
+    max_choices: int = _limit(128, "answers that one request may ask for: its prompts times its n")
+    max_messages: int = _limit(4096, "messages of a conversation")
+    max_tools: int = _limit(512, "tools of a request")
+    max_schema_kib: int = _limit(1024, "KiB of JSON that the tools and schemas of a request may take")
+    template_seconds: float = _limit(5.0, "seconds that the chat template may take to render a conversation", 0.01)
+    max_prompt_tokens: int | None = _limit(None, "tokens of a prompt (default: what the context holds)")
+    max_answer_tokens: int | None = _limit(None, "tokens of an answer (default: what the context holds)")
+    max_stops: int = _limit(64, "stop strings of a request, and stop token ids", 0)
+    max_logit_bias: int = _limit(300, "tokens that a request may give a bias", 0)
+    max_unread_tokens: int = _limit(256, "tokens of an answer that may wait for a client that does not read; then the "
+                                         "answer pauses and gives its place to others")
+    unread_seconds: int = _limit(60, "seconds after which an answer that nobody reads ends")
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            _check(limit, getattr(self, limit.name))
+
+
+def _check(limit: Field[Any], value: Any) -> None:
+    optional = limit.default is None
+    if optional and value is None:
+        return
+    whole = not isinstance(limit.default, float)
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise ConfigError(f"{limit.name} must be {'an integer' if whole else 'a number'}, not {show(value)}",
+                          limit.name)
+    low = limit.metadata["low"]
+    if not low <= value <= _MOST:
+        raise ConfigError(f"{limit.name} must be from {low} to {_MOST}, not {show(value)}", limit.name)
