@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from deltic.engine.engine import Engine
+from deltic.engine.worker import Worker
 from deltic.errors import DelticError
 from deltic.server.ticket import Ticket
-from deltic.server.worker import Worker
 from deltic.types import Request, TokenOut
 
 log = logging.getLogger("deltic")
