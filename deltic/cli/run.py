@@ -93,7 +93,7 @@ def _read_stdin() -> str:
 
 def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingParams) -> Stream:
     if args.raw:
-        return llm.stream(prompt, sampling)
+        return llm.generate_stream(prompt, sampling)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     return llm.stream([*system, {"role": "user", "content": prompt}], sampling, tools=args.tools, thinking=args.think)
 
