@@ -12,15 +12,15 @@ from deltic.types import SamplingParams
 _BYTES = (bytes, bytearray, memoryview)
 
 
-def as_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
-    """A conversation: its messages, or one user message as text."""
+def as_messages(messages: Any, least: int = 1) -> Sequence[Mapping[str, Any]]:
+    """A conversation: its messages, or one user message as text. least: how many there must be."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if not _is_list(messages):
         fix = {"dict": ": put the message into a list", "bytes": ": decode it"}.get(type(messages).__name__, "")
         raise RequestError("messages must be a list of messages, or one user message as text, not "
                            f"{show(messages)}{fix}", "messages")
-    if not messages:
+    if len(messages) < least:
         raise RequestError("messages is empty: give at least one message", "messages")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):
