@@ -71,8 +71,10 @@ class _Call:
         self._worker, self._on_token, self._started = worker, on_token, False
 
     def start(self) -> None:
-        """Ask the engine, unless that was done; once."""
-        if not self._started and self.replies:
+        """Ask the engine, unless that was done. UnavailableError in a process where no answer will come."""
+        if self._started:
+            self._worker.start()
+        elif self.replies:
             self._started = True
             self._worker.submit([reply.request for reply in self.replies], self.mailbox, self.mailbox.on_reply)
 
@@ -90,7 +92,7 @@ class _Call:
     def close(self) -> None:
         """Abort what is still running."""
         running = [reply.request.id for reply in self.replies if not reply.output]
-        if self._started and running:
+        if self._started and running and not self._worker.forked:
             self._worker.abort(running)
 
     def _take(self, event: TokenOut) -> list[Delta]:
