@@ -16,6 +16,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 from deltic.engine.arguments import (
     as_messages,
+    as_params,
     as_prompt,
     as_prompts,
     as_sampling,
@@ -277,7 +278,7 @@ class LLM:
 
     def generate_stream(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams()) -> Stream:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
-        return Stream(self, self._job(as_prompt(prompt), *as_sampling(sampling, 1)))
+        return Stream(self, self._job(as_prompt(prompt), as_params(sampling)))
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
@@ -339,9 +340,8 @@ class LLM:
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None) -> Job:
         check_tools(tools)
-        params, = as_sampling(sampling, 1)
-        return self.front.chat(as_messages(messages), params, tools=tools, variables=as_variables(variables, thinking),
-                               thinking_budget=thinking_budget)
+        return self.front.chat(as_messages(messages), as_params(sampling), tools=tools,
+                               variables=as_variables(variables, thinking), thinking_budget=thinking_budget)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any) -> list[Job]:
         check_callback(on_token)
