@@ -1,7 +1,7 @@
 """A server that watches itself: `python bench/watched.py serve ...` is `deltic serve ...` with GET /watch beside it.
 
-/watch says how late the event loop was at worst since the last look (and where the main thread stood), how long the
-longest step of the engine took, and the memory of the process.
+/watch says how late the event loop was at worst since the last look (and where all threads stood), how long the longest
+step of the engine took, and the memory of the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deltic.engine.engine import Engine
 BEAT = 0.005
 """Seconds between two beats of the event loop's heart."""
 SUSPECT = 0.05
-"""Seconds of silence from which on the main thread's stack is looked at."""
+"""Seconds of silence from which on the threads' stacks are looked at."""
 
 
 class Watch:
@@ -32,7 +32,6 @@ class Watch:
         self.stacks: list[tuple[float, str]] = []
         self.longest_step, self.steps = 0.0, 0
         self._beat = time.monotonic()
-        self._main = threading.main_thread().ident
         self._task: asyncio.Task[None] | None = None
 
     async def look(self) -> dict[str, Any]:
@@ -58,9 +57,16 @@ class Watch:
         while True:
             time.sleep(SUSPECT / 5)
             late = time.monotonic() - self._beat - BEAT
-            frame = sys._current_frames().get(self._main or 0)
-            if late > SUSPECT and frame:
-                self.stacks.append((round(late, 3), "".join(traceback.format_stack(frame)[-4:])))
+            if late > SUSPECT:
+                self.stacks.append((round(late, 3), _where()))
+
+
+def _where() -> str:
+    """Where every other thread stands: its innermost lines."""
+    names, own = {thread.ident: thread.name for thread in threading.enumerate()}, threading.get_ident()
+    return " || ".join(f"{names.get(ident)}: " + " < ".join(
+        f"{Path(line.filename).name}:{line.lineno} {line.name}" for line in traceback.extract_stack(frame)[:-6:-1])
+        for ident, frame in sys._current_frames().items() if ident != own)
 
 
 def memory() -> dict[str, int]:
