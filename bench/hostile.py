@@ -39,7 +39,7 @@ def words(count: int, seed: int = 0) -> str:
     """Text of about so many tokens."""
     draw = random.Random(seed)
     return " ".join(draw.choice(("the", "red", "house", "is", "on", "a", "hill", "and", "we", "see", "it"))
-                    for _ in range(count))
+                    for _ in range(count * 5 // 6))
 
 
 async def arguments(port: int) -> None:
@@ -74,6 +74,14 @@ async def fanout(port: int) -> None:
 async def long_prompt(port: int) -> None:
     """A prompt that nearly fills the context."""
     await post(port, TEXT, {"prompt": words(30_000, time.time_ns()), "max_tokens": 1})
+
+
+async def conversation(port: int) -> None:
+    """An agent's conversation that nearly fills the context, turn after turn."""
+    messages = [{"role": ("user", "assistant")[index % 2], "content": words(180, index)} for index in range(151)]
+    for turn in range(3):
+        reply = await post(port, CHAT, {"messages": messages, "max_tokens": 8})
+        messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": words(20, turn)}]
 
 
 async def penalties(port: int) -> None:
@@ -141,8 +149,8 @@ async def scores(port: int) -> None:
 
 CASES: dict[str, Attack | None] = {
     "none": None, "arguments": arguments, "long_text": long_text, "many_bodies": many_bodies, "nested": nested,
-    "fanout": fanout, "long_prompt": long_prompt, "penalties": penalties, "waiting": waiting, "deaf": deaf,
-    "idle": idle, "template": template, "scores": scores}
+    "fanout": fanout, "long_prompt": long_prompt, "conversation": conversation, "penalties": penalties,
+    "waiting": waiting, "deaf": deaf, "idle": idle, "template": template, "scores": scores}
 
 
 async def ordinary(port: int, number: int, until: float, replies: list[Reply]) -> None:
