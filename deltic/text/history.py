@@ -27,7 +27,7 @@ from typing import Any
 
 from deltic.errors import DelticError
 from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell
-from deltic.text.coerce import coerce, loads
+from deltic.text.coerce import coerce
 from deltic.text.deltas import Answer, join
 from deltic.text.notes import Note, Notebook, NoteStore, digest_of
 from deltic.text.stream import Router
@@ -109,7 +109,7 @@ class History:
             return
         ids, answer = found
         calls = tuple((call.name, call.arguments) for call in answer.calls)
-        visible = _visible(answer.content, [(name, loads(text)) for name, text in calls], turn.schemas)
+        visible = _visible(answer.content, [(name, json.loads(text)) for name, text in calls], turn.schemas)
         whole = array("i", turn.ids) + array("i", ids)
         note = Note(answer.content, answer.reasoning, calls, whole[turn.kept:], digest_of(whole), turn.parent,
                     turn.kept, turn.opening)
@@ -209,7 +209,7 @@ def _raw(message: Mapping[str, Any], note: Note) -> dict[str, Any]:
     if isinstance(reasoning, str) and _plain_text(reasoning) == _plain_text(note.reasoning):
         raw["reasoning_content"] = note.reasoning
     if note.calls:
-        raw["tool_calls"] = [{**call, "function": {"name": name, "arguments": loads(arguments)}}
+        raw["tool_calls"] = [{**call, "function": {"name": name, "arguments": json.loads(arguments)}}
                              for call, (name, arguments) in zip(message["tool_calls"], note.calls, strict=True)]
     return raw
 
