@@ -67,10 +67,10 @@ int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t wid
     });
 }
 
-int deltic_draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
-                    const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens) {
+int deltic_draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count, const float *values,
+                const int64_t *ids, const double *log_totals, const deltic_drawing *drawing, int64_t *tokens) {
     return guarded([&] {
-        deltic::kernels().draw_any(pool, logits, rows, width, temperatures, keys, values, ids, tokens);
+        deltic::draw(pool, logits, rows, width, {count, values, ids, log_totals}, *drawing, tokens);
     });
 }
 

@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 5
+#define DELTIC_ABI 6
 int deltic_abi(void);
 
 /* ---- Processor levels: which instructions the kernels use. */
@@ -166,17 +166,22 @@ int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_w
 int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,
                const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);
 
-/* Draws a token of each row among what deltic_top found of `width` logits: temperature 0 takes the best; else top_k (0:
- * all), top_p and min_p filter, and the largest logit / temperature + Gumbel noise of (key, id) wins. tokens [rows]: -1
- * where the filters may have kept tokens beyond the `count` candidates. All parameters [rows]. Needs no pool. */
-void deltic_draw(const float *values, const int64_t *ids, int64_t rows, int64_t count, int64_t width,
-                 const float *temperatures, const int64_t *top_k, const float *top_p, const float *min_p,
-                 const double *log_totals, const int64_t *keys, int64_t *tokens);
+/* How tokens are drawn; all [rows]. temperature 0: the best token. top_k 0: all. filtered: some row has top_k, top_p or
+ * min_p. */
+typedef struct {
+    const float *temperatures;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+    const int64_t *keys;
+    int64_t filtered;
+} deltic_drawing;
 
-/* The same without filters, among all `width` logits; values, ids [rows]: the best of each row (deltic_top with count
- * 1). Rows that are not healthy get any token. */
-int deltic_draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
-                    const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);
+/* Draws a token of each row: among those that the filters keep, the largest logit / temperature + Gumbel noise of (key,
+ * id) wins. values, ids [rows, count], log_totals [rows]: what deltic_top found with these temperatures; without
+ * filters a count of 1 does, and log_totals is not read. What a row gives depends on that row and on `count` alone. Rows
+ * that are not healthy get any token. */
+int deltic_draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count, const float *values,
+                const int64_t *ids, const double *log_totals, const deltic_drawing *drawing, int64_t *tokens);
 
 /* ---- A whole model. */
 
@@ -223,18 +228,9 @@ typedef struct {
 int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const float *hidden,
                        float *slots);
 
-/* How tokens are drawn, as in deltic_draw; all [rows], but keys [rows, most]. filtered: some row has filters. */
-typedef struct {
-    const float *temperatures;
-    const int64_t *top_k;
-    const float *top_p, *min_p;
-    const int64_t *keys;
-    int64_t filtered;
-} deltic_drawing;
-
 /* Guesses what follows the tokens of a batch of single-token rows, counts[row] of at most `most` tokens each: tokens
- * [rows, most]. The pages of a row must have room for as many tokens from `done` on; their keys and values are
- * overwritten. */
+ * [rows, most], drawn as `drawing` says, whose keys are [rows, most]. The pages of a row must have room for as many
+ * tokens from `done` on; their keys and values are overwritten. */
 int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch,
                       const int64_t *counts, int64_t most, const float *slots, const deltic_drawing *drawing,
                       int64_t *tokens);

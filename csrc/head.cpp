@@ -98,14 +98,12 @@ struct Drawn {
         std::vector<uint8_t> healthy(size_t(rows), 0);
         kernels().top(pool, logits, rows, vocabulary, count, few ? temperatures.data() : nullptr, values.data(),
                       ids.data(), few ? totals.data() : nullptr, healthy.data());
-        if (few)
-            deltic_draw(values.data(), ids.data(), rows, count, vocabulary, temperatures.data(), top_k.data(),
-                        top_p.data(), min_p.data(), totals.data(), keys.data(), tokens.data());
-        else if (!greedy)
-            kernels().draw_any(pool, logits, rows, vocabulary, temperatures.data(), keys.data(), values.data(),
-                               ids.data(), tokens.data());
-        for (int64_t row = 0; row < rows; ++row)
-            if (greedy || tokens[size_t(row)] < 0) tokens[size_t(row)] = ids[size_t(row * count)];
+        if (greedy)
+            for (int64_t row = 0; row < rows; ++row) tokens[size_t(row)] = ids[size_t(row * count)];
+        else
+            deltic::draw(pool, logits, rows, vocabulary, {count, values.data(), ids.data(), totals.data()},
+                         {temperatures.data(), top_k.data(), top_p.data(), min_p.data(), keys.data(), few},
+                         tokens.data());
     }
 };
 

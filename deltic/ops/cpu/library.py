@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltic.ops.records import Batch
 
-_ABI = 5
+_ABI = 6
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.bfloat16: 30}
@@ -136,8 +136,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_add_norm": (None, [_P, _P, _P, _P, _P, _P, _I, _I, c_float]),
     "deltic_mlp": (c_int, [_P, _P, _I, POINTER(LinearWeight), POINTER(LinearWeight), _P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
-    "deltic_draw": (None, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _P, _P]),
-    "deltic_draw_any": (c_int, [_P, _P, _I, _I, _P, _P, _P, _P, _P]),
+    "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
     "deltic_head_follow": (c_int, [_P, POINTER(DraftHead), POINTER(StepBatch), _P, _P]),
     "deltic_head_guess": (c_int, [_P, POINTER(DraftHead), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),

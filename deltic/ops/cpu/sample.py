@@ -1,13 +1,14 @@
-"""Choosing tokens on compiled kernels, which find the few best of a vocabulary; the rest is small."""
+"""Choosing tokens on compiled kernels."""
 
 from __future__ import annotations
 
+from ctypes import byref
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from deltic.ops.cpu.library import address, check, library, pool
+from deltic.ops.cpu.library import Drawing, address, check, library, pool
 from deltic.ops.records import Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.sample import CANDIDATES, apply
@@ -50,12 +51,9 @@ def _choose(logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
         return best, best.ids.view(-1)
     if not sampling.filtered:
         best = _best(logits, 1)
-        return best, _draw_any(logits, best, sampling)
-    best = _best(logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
-    tokens = _draw(best, sampling, logits.shape[1])
-    if -1 in tokens.tolist():
-        tokens = TORCH.sample(logits, replace(sampling, adjust=None, top_logprobs=None)).tokens
-    return best, tokens
+    else:
+        best = _best(logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
+    return best, _draw(logits, best, sampling)
 
 
 def _best(logits: Tensor, count: int, temperature: Tensor | None = None) -> _Best:
@@ -70,22 +68,12 @@ def _best(logits: Tensor, count: int, temperature: Tensor | None = None) -> _Bes
     return _Best(values, ids, totals, healthy)
 
 
-def _draw(best: _Best, sampling: Sampling, width: int) -> Tensor:
-    """The tokens drawn among the best ones [L]; -1 where the filters may keep others too."""
+def _draw(logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
     rows, count = best.ids.shape
     tokens = torch.empty(rows, dtype=torch.int64)
-    columns = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
-    keys = sampling.key.contiguous()
-    library().deltic_draw(address(best.values), address(best.ids), rows, count, width, *map(address, columns),
-                          address(best.totals), address(keys), address(tokens))
-    return tokens
-
-
-def _draw_any(logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
-    """The tokens drawn among all [L]."""
-    rows, width = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64)
-    heat, keys = sampling.temperature.contiguous(), sampling.key.contiguous()
-    check(library().deltic_draw_any(pool(), address(logits), rows, width, address(heat), address(keys),
-                                    address(best.values), address(best.ids), address(tokens)))
+    kept = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
+                                               sampling.key)]
+    drawing = Drawing(*map(address, kept), sampling.filtered)
+    check(library().deltic_draw(pool(), address(logits), rows, logits.shape[1], count, address(best.values),
+                                address(best.ids), address(best.totals), byref(drawing), address(tokens)))
     return tokens
