@@ -105,8 +105,8 @@ class Sequence:
     def start(self, lease: Lease) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
         self.lease, self.started, self.fetch = lease, lease.done, None
-        self.admitted = self.admitted or time.perf_counter()
-        if not self.generated:
+        if self.admitted is None:  # later it may find what it has read itself
+            self.admitted = time.perf_counter()
             self.cached = lease.done
         self.logits = lease.logits if lease.done == len(self.tokens) else None
         lease.expected.update(self.boundaries)
