@@ -31,7 +31,7 @@ def main() -> None:
     for model in args.model:
         config = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(*args.batch, 1),
                               max_context=args.context, token_budget=args.budget, prefix_cache=False,
-                              host_memory="0", ops=tuple(args.ops))
+                              ops=tuple(args.ops))
         started = time.perf_counter()
         runtime = load(RandomModel(model), config)
         if args.no_graphs:
