@@ -18,6 +18,7 @@ from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.shelf import Shelf
 from deltic.cache.storage import STATE_LAYOUT, Extras, allocate, page_bytes, ring_bytes, slot_bytes
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.engine.graphs import Graphs
 from deltic.engine.head import DraftHead
 from deltic.engine.heap import keep_freed_memory
 from deltic.errors import ConfigError, ModelError
@@ -73,9 +74,9 @@ class LayerStatistics:
 class Runtime:
     """Everything a step needs. path: the model's directory or file, None for random weights. tokenizer: its texts,
     where they are no files of the directory. notes: small texts that shall outlive the process, if there is a cache
-    directory. step: runs a batch in one call, where the ops have that. mtp: the model's draft head, if it is used;
-    head: that head over this cache. draft: the model that drafts for this one, if another does. statistics: the last
-    step's layer outputs, if `options.debug_layers`."""
+    directory. step: runs a batch in one call, where the ops have that. graphs: replays decode steps, on a GPU. mtp: the
+    model's draft head, if it is used; head: that head over this cache. draft: the model that drafts for this one, if
+    another does. statistics: the last step's layer outputs, if `options.debug_layers`."""
 
     name: str
     path: Path | None
@@ -93,6 +94,7 @@ class Runtime:
     statistics: list[LayerStatistics] = field(default_factory=list)
     step: Callable[[Batch], tuple[Tensor, Tensor | None]] | None = field(init=False)
     head: DraftHead | None = field(init=False)
+    graphs: Graphs | None = field(init=False)
 
     def __post_init__(self) -> None:
         # made anew for every copy: they have taken pointers into the stores
@@ -100,21 +102,28 @@ class Runtime:
         hidden = self.cache.storage.hidden
         object.__setattr__(self, "head", DraftHead(self.mtp, self.stores, hidden)
                            if self.mtp is not None and hidden is not None else None)
+        object.__setattr__(self, "graphs", Graphs(lambda batch: self._forward(batch)[0])
+                           if self.options.device.startswith("cuda") and not self.options.debug_layers else None)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
         the batch must ask for the hidden states."""
-        hidden: Tensor | None
-        if self.step is not None and not self.options.debug_layers:
-            logits, hidden = self.step(batch)
-        else:
-            hidden = self.decoder.forward(batch, self.stores, self._observer())
-            logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
-        if self.head is not None:
-            assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
-            self.head.follow(batch, hidden.float())
+        logits = self.graphs.run(batch) if self.graphs else None
+        if logits is None:
+            logits, hidden = self._forward(batch)
+            if self.head is not None:
+                assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
+                self.head.follow(batch, hidden.float())
         return logits
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Logits, and the hidden states of all tokens where the batch asks for them."""
+        if self.step is not None and not self.options.debug_layers:
+            return self.step(batch)
+        hidden = self.decoder.forward(batch, self.stores, self._observer())
+        logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
+        return logits, hidden if batch.layout.hidden else None
 
     def _observer(self) -> Observer | None:
         if not self.options.debug_layers:

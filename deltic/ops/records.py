@@ -52,6 +52,17 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Padded:
+    """The integers of a step that only decodes, filled up to the shape of a bucket: steps of one bucket differ in
+    nothing but these numbers. numbers: int64, on the device, laid out as `engine.batch` says; what is beyond the real
+    rows repeats the last one, which does no harm, as it writes the same. rows, pages: of the bucket."""
+
+    numbers: Tensor
+    rows: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Device tensors of one step; all integers int64 unless said otherwise.
 
@@ -74,6 +85,8 @@ class Batch:
     logit_tokens [L]: batch indices of the tokens whose logits are wanted, ascending.
     span: the slots of the leading single-token rows when they are consecutive and read and written in place, as
         (first, end), so that a backend may take a view; None otherwise.
+    count [1]: how many rows are real, where the others only fill a bucket up; None: all.
+    padded: the same step in the shape of a bucket; None where it has no bucket.
     memo: what a backend derives from this batch once and uses in every layer.
     """
 
@@ -94,6 +107,8 @@ class Batch:
     emit_slot: Tensor
     logit_tokens: Tensor
     span: tuple[int, int] | None = None
+    count: Tensor | None = None
+    padded: Padded | None = None
     memo: dict[str, Any] = field(default_factory=dict)
 
 
