@@ -58,14 +58,17 @@ def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
 
 def as_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams for each of so many prompts."""
-    given = [sampling] * count if isinstance(sampling, SamplingParams) or not _is_list(sampling) else sampling
-    for params in given:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling must be SamplingParams, not {show(params)}: write "
-                               "SamplingParams(temperature=0.7, ...), or leave it out", "sampling")
+    given = [as_params(params) for params in (sampling if _is_list(sampling) else [sampling] * count)]
     if len(given) != count:
         raise RequestError(f"{count} prompts need as many SamplingParams, not {len(given)}", "sampling")
-    return list(given)
+    return given
+
+
+def as_params(sampling: Any) -> SamplingParams:
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling must be SamplingParams, not {show(sampling)}: write "
+                           "SamplingParams(temperature=0.7, ...), or leave it out", "sampling")
+    return sampling
 
 
 def as_variables(variables: Any, thinking: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 from deltic.engine.arguments import (
     as_messages,
+    as_params,
     as_prompt,
     as_prompts,
     as_sampling,
@@ -71,8 +72,10 @@ class _Call:
         self._worker, self._on_token, self._started = worker, on_token, False
 
     def start(self) -> None:
-        """Ask the engine, unless that was done; once."""
-        if not self._started and self.replies:
+        """Ask the engine, unless that was done. UnavailableError in a process where no answer will come."""
+        if self._started:
+            self._worker.start()
+        elif self.replies:
             self._started = True
             self._worker.submit([reply.request for reply in self.replies], self.mailbox, self.mailbox.on_reply)
 
@@ -90,7 +93,7 @@ class _Call:
     def close(self) -> None:
         """Abort what is still running."""
         running = [reply.request.id for reply in self.replies if not reply.output]
-        if self._started and running:
+        if self._started and running and not self._worker.forked:
             self._worker.abort(running)
 
     def _take(self, event: TokenOut) -> list[Delta]:
@@ -275,7 +278,7 @@ class LLM:
 
     def generate_stream(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams()) -> Stream:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
-        return Stream(self, self._job(as_prompt(prompt), *as_sampling(sampling, 1)))
+        return Stream(self, self._job(as_prompt(prompt), as_params(sampling)))
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
@@ -337,9 +340,8 @@ class LLM:
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None) -> Job:
         check_tools(tools)
-        params, = as_sampling(sampling, 1)
-        return self.front.chat(as_messages(messages), params, tools=tools, variables=as_variables(variables, thinking),
-                               thinking_budget=thinking_budget)
+        return self.front.chat(as_messages(messages), as_params(sampling), tools=tools,
+                               variables=as_variables(variables, thinking), thinking_budget=thinking_budget)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any) -> list[Job]:
         check_callback(on_token)

@@ -27,7 +27,7 @@ class Mailbox:
     def get(self, timeout: float | None = None) -> list[TokenOut]:
         """What has come next; nothing if so many seconds pass. Raises what keeps the worker from answering."""
         try:
-            return _opened(self._queue.get(timeout=timeout))
+            return self._opened(self._queue.get(timeout=timeout))
         except queue.Empty:
             return []
 
@@ -38,7 +38,7 @@ class Mailbox:
             woken = loop.create_future()
             self._wake = partial(loop.call_soon_threadsafe, _set, woken)  # first this, then a look: no news is missed
             try:
-                return _opened(self._queue.get_nowait())
+                return self._opened(self._queue.get_nowait())
             except queue.Empty:
                 await woken
             finally:
@@ -67,11 +67,11 @@ class Mailbox:
             except RuntimeError:  # the event loop is closed, so nobody waits any more
                 self._wake = None
 
-
-def _opened(news: list[TokenOut] | Exception) -> list[TokenOut]:
-    if isinstance(news, Exception):
-        raise news
-    return news
+    def _opened(self, news: list[TokenOut] | Exception) -> list[TokenOut]:
+        if isinstance(news, Exception):
+            self._queue.put(news)  # nothing else comes, however often somebody looks
+            raise news
+        return news
 
 
 def _set(future: asyncio.Future[None]) -> None:

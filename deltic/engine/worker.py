@@ -89,7 +89,7 @@ class Worker:
         self._since: float | None = None
         self._checked, self._failures = True, 0
         self._fault: str | None = None
-        self._reason, self._ended = "the engine has stopped", False
+        self._reason, self._ended, self._leaving = "the engine has stopped", False, False
 
     @property
     def forked(self) -> bool:
@@ -108,7 +108,7 @@ class Worker:
             if not self._started:
                 self._thread.start()
                 self._started = True
-                atexit.register(self.stop, _EXIT_PATIENCE)
+                atexit.register(self._leave)
 
     def submit(self, requests: Sequence[Request], listener: Listener,
                reply: Callable[[Exception | None], None]) -> None:
@@ -169,6 +169,10 @@ class Worker:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(patience)
         return not self._thread.is_alive()
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self.stop(_EXIT_PATIENCE)
 
     # In the worker's thread
 
@@ -294,9 +298,11 @@ class Worker:
 
     def _end(self) -> None:
         self._ended = True
-        atexit.unregister(self.stop)
+        atexit.unregister(self._leave)
         reason = self._fault or self._reason
-        for listener in dict.fromkeys(live.listener for live in self._live.values()):
+        # at the end of the process only daemons still wait, and would die with a traceback
+        waiting = [] if self._leaving else [live.listener for live in self._live.values()]
+        for listener in dict.fromkeys(waiting):
             listener.on_end(UnavailableError(reason))
         self._live.clear()
         self._refuse_all()
