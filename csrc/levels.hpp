@@ -1,4 +1,4 @@
-// The kernels of one processor level, and which level is in use.
+// The kernels of every processor level.
 #pragma once
 #include "deltic.h"
 
@@ -48,7 +48,10 @@ struct Kernels {
     decltype(&portable::draw_any) draw_any;
 };
 
-// Of the level in use.
-const Kernels &kernels();
+// Of a level; null if the processor or the build lacks it.
+const Kernels *kernels_of(int level);
+
+// Of a pool's level.
+const Kernels &kernels(const deltic_pool *pool);
 
 }  // namespace deltic

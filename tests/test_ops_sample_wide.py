@@ -1,4 +1,4 @@
-"""Draws whose filters keep more tokens than are looked at first: they are the reference's, and a row's token is its own,
+"""Draws whose filters keep more tokens than are looked at first: as the reference draws them, and each row by itself,
 whoever its neighbours are (L6)."""
 
 from __future__ import annotations
