@@ -65,6 +65,10 @@ int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_w
     return guarded([&] { deltic::mlp(pool, x, tokens, *gate_up, *down, y); });
 }
 
+int deltic_adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset) {
+    return guarded([&] { deltic::kernels(pool).adjust(pool, logits, width, repetition, offset); });
+}
+
 int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,
                const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy) {
     return guarded([&] {

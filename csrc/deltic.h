@@ -160,6 +160,10 @@ void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delt
 int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
                const deltic_weight *down, float *y);
 
+/* Changes a row of logits in place: positive ones are divided by repetition [width], others multiplied by it; then
+ * offset [width] is added, where -inf forbids the token. Either may be null: 1, or 0, everywhere. */
+int deltic_adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset);
+
 /* The `count` largest logits of each row, best first and of equal ones the lower id first: values, ids [rows, count]
  * (-inf and 0 where the row has fewer). healthy [rows]: all logits are finite, and they differ by 1e-6 or more. With
  * temperatures [rows], taken to be at least 1e-9, also log_totals [rows]: log of the sum of exp(logit / temperature);

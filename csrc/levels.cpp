@@ -4,7 +4,8 @@ namespace deltic {
 namespace {
 
 #define DELTIC_TABLE(level) {level::linear,   level::gdn,      level::attention, level::fold_ring, level::store_kv, \
-                             level::add_norm, level::silu_mul, level::top,       level::draw_any}
+                             level::add_norm, level::silu_mul, level::top,       level::adjust,    \
+                             level::draw_any}
 
 constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable),

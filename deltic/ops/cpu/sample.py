@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cpu.library import Drawing, Pool, address, library
-from deltic.ops.records import Sampled, Sampling
+from deltic.ops.records import Adjust, Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
-from deltic.ops.torch.sample import CANDIDATES, apply
+from deltic.ops.torch.sample import CANDIDATES, changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,26 @@ def sample(pool: Pool, logits: Tensor, sampling: Sampling) -> Sampled:
     if sampling.adjust is not None:
         healthy = _best(pool, logits, 1).healthy
         raw = logits.clone() if reports else logits
-        apply(logits, sampling.adjust)
+        _apply(pool, logits, sampling.adjust)
     best, tokens = _choose(pool, logits, sampling)
-    result = Sampled(tokens, best.healthy if healthy is None else healthy)
+    possible = best.healthy if healthy is None else best.values[:, 0] > -torch.inf
+    result = Sampled(tokens, best.healthy if healthy is None else healthy, possible)
     if reports is None or reports.totals is None:
         return result
     chances = (raw.gather(1, tokens[:, None]).double() - reports.totals[:, None])[:, 0].float()
     top = (reports.values.double() - reports.totals[:, None]).float()
     return replace(result, logprobs=chances, top_tokens=reports.ids[:, :count], top_logprobs=top[:, :count])
+
+
+def _apply(pool: Pool, logits: Tensor, adjust: Adjust) -> None:
+    """Change the logits in place."""
+    single = len(adjust.row) > 0
+    old = logits[adjust.row, adjust.token] if single else logits[:0, 0]
+    for table in adjust.tables:
+        pool.call(library().deltic_adjust, logits[table.row].data_ptr(), logits.shape[1], address(table.repetition),
+                  address(table.offset))
+    if single:
+        logits[adjust.row, adjust.token] = changed(old, adjust.repetition, adjust.offset)
 
 
 def _choose(pool: Pool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
