@@ -2,8 +2,10 @@
  *
  * Pointers are borrowed: for the call, or, inside structs that are passed again and again, by whoever made them.
  * Activations are float32, row-major. Arguments are not checked: there may be no tokens, rows, logits or emits, but
- * every other size is at least 1. A status is 0, or -1 where memory ran out; a step may then have moved states that it
- * reads and writes in place, all else can be done again. A pool serves one call at a time. */
+ * every other size is at least 1. A status is 0; -1 where memory ran out: a step may then have moved states that it reads
+ * and writes in place, all else can be done again; -2 where a batch points outside of the stores or the vocabulary, or
+ * contradicts itself: nothing was done. A pool serves one call at a time; calls on different pools know nothing of each
+ * other. */
 #ifndef DELTIC_H
 #define DELTIC_H
 #include <stdint.h>
@@ -16,21 +18,18 @@ extern "C" {
 #define DELTIC_ABI 6
 int deltic_abi(void);
 
-/* ---- Processor levels: which instructions the kernels use. */
+/* ---- Processor levels: which instructions the kernels use. Results differ between levels by rounding. */
 
 enum { DELTIC_PORTABLE, DELTIC_AVX2, DELTIC_AVX512, DELTIC_VNNI, DELTIC_BF16_LEVEL, DELTIC_LEVELS };
 
 /* The best level of this processor. */
 int deltic_best_level(void);
-/* Use this level from now on, in all pools; -1 if the processor or the build lacks it. The best one at the start. */
-int deltic_set_level(int level);
-int deltic_level(void);
 
-/* ---- Threads and their scratch memory. */
+/* ---- Threads at a level, and their scratch memory. */
 
 typedef struct deltic_pool deltic_pool;
-/* `threads` counts the calling one. NULL if memory ran out. */
-deltic_pool *deltic_pool_new(int threads);
+/* `threads` counts the calling one. NULL if memory ran out, or if the processor or the build lacks the level. */
+deltic_pool *deltic_pool_new(int threads, int level);
 void deltic_pool_free(deltic_pool *pool);
 
 /* ---- Matrices: the numbers of a GGUF tensor, in the kernels' order, in as many bytes (and rows of padding). */
@@ -114,6 +113,7 @@ typedef struct {
     float *keys;             /* [units, 16, key_heads, key_dim] */
     float *updates;          /* [units, 16, value_heads, value_dim] */
     float *decays;           /* [units, 16, value_heads] */
+    int64_t slots, units;
 } deltic_states;
 
 typedef struct {
@@ -128,6 +128,7 @@ typedef struct {
 typedef struct {
     void *keys, *values;     /* [pages, 16, kv_heads, head_dim] of `type` */
     int64_t type;            /* DELTIC_F32 or DELTIC_BF16 */
+    int64_t pages;
 } deltic_kv;
 
 /* What lies between the projections of a layer. proj [tokens, rows of in_proj or qkv]; out [tokens, value_heads *
@@ -158,6 +159,10 @@ void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delt
 /* y = down(silu(gate) * up), gate and up being the two halves of the rows of gate_up. */
 int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
                const deltic_weight *down, float *y);
+
+/* Changes a row of logits in place: positive ones are divided by repetition [width], others multiplied by it; then
+ * offset [width] is added, where -inf forbids the token. Either may be null: 1, or 0, everywhere. */
+int deltic_adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset);
 
 /* The `count` largest logits of each row, best first and of equal ones the lower id first: values, ids [rows, count]
  * (-inf and 0 where the row has fewer). healthy [rows]: all logits are finite, and they differ by 1e-6 or more. With

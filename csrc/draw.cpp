@@ -113,7 +113,7 @@ int64_t draw_far(const float *logits, int64_t width, const Filters &filters, dou
 void draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const Candidates &best,
           const deltic_drawing &how, int64_t *tokens) {
     if (!how.filtered && best.count == 1)
-        return kernels().draw_any(pool, logits, rows, width, how.temperatures, how.keys, best.values, best.ids, tokens);
+        return kernels(pool).draw_any(pool, logits, rows, width, how.temperatures, how.keys, best.values, best.ids, tokens);
     std::vector<int64_t> far;
     auto filters_of = [&](int64_t row) {
         int64_t top_k = how.top_k[row] > 0 && how.top_k[row] < width ? how.top_k[row] : width;
@@ -126,7 +126,7 @@ void draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, c
         tokens[row] = ids[0];
         if (how.temperatures[row] == 0) continue;
         if (how.top_k[row] <= 0 && how.top_p[row] >= 1 && how.min_p[row] <= 0)
-            kernels().draw_any(pool, logits + row * width, 1, width, how.temperatures + row, how.keys + row, values,
+            kernels(pool).draw_any(pool, logits + row * width, 1, width, how.temperatures + row, how.keys + row, values,
                                ids, tokens + row);
         else if (!draw_near(values, ids, best.count, width, filters_of(row), best.log_totals[row], tokens + row))
             far.push_back(row);

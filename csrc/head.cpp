@@ -28,7 +28,7 @@ float *enter(deltic_pool *pool, const deltic_draft_head &head, int64_t tokens, c
     const float *from[] = {embedded, before}, *norms[] = {head.norm_embedding, head.norm_hidden};
     for (int half = 0; half < 2; ++half) {
         // the sum with nothing is not wanted: it goes where the input will be
-        kernels().add_norm(pool, from[half], nullptr, norms[half], input, part, tokens, hidden, model.eps);
+        kernels(pool).add_norm(pool, from[half], nullptr, norms[half], input, part, tokens, hidden, model.eps);
         for (int64_t token = 0; token < tokens; ++token)
             copy_row(joined + (2 * token + half) * hidden, part + token * hidden, hidden);
     }
@@ -96,7 +96,7 @@ struct Drawn {
         std::vector<int64_t> ids(size_t(rows * count), 0);
         std::vector<double> totals(size_t(rows), 0.0);
         std::vector<uint8_t> healthy(size_t(rows), 0);
-        kernels().top(pool, logits, rows, vocabulary, count, few ? temperatures.data() : nullptr, values.data(),
+        kernels(pool).top(pool, logits, rows, vocabulary, count, few ? temperatures.data() : nullptr, values.data(),
                       ids.data(), few ? totals.data() : nullptr, healthy.data());
         if (greedy)
             for (int64_t row = 0; row < rows; ++row) tokens[size_t(row)] = ids[size_t(row * count)];

@@ -1,4 +1,4 @@
-"""Draws whose filters keep more tokens than are looked at first: they are the reference's, and a row's token is its own,
+"""Draws whose filters keep more tokens than are looked at first: as the reference draws them, and each row by itself,
 whoever its neighbours are (L6)."""
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_neighbour_that_needs_all_tokens_changes_no_draw(backend: str) -> None
         assert beside.tolist() == wanted
 
 
-WIDE: list[Setting] = [(2.0, 1000, 0.7, 0.0), (2.0, 400, 0.95, 0.0), (1.0, 300, 1.0, 0.0), (3.0, 0, 0.6, 0.0),
+WIDE: list[Setting] = [(2.0, 700, 0.7, 0.0), (2.0, 400, 0.95, 0.0), (1.0, 300, 1.0, 0.0), (3.0, 0, 0.6, 0.0),
                        (2.0, 600, 0.9, 0.3), (2.0, 0, 1.0, 0.2)]
 
 
@@ -114,7 +114,7 @@ WIDE: list[Setting] = [(2.0, 1000, 0.7, 0.0), (2.0, 400, 0.95, 0.0), (1.0, 300, 
 @pytest.mark.parametrize("setting", WIDE)
 def test_wide_draws_have_the_exact_probabilities(setting: Setting, backend: str) -> None:
     """Tokens are counted in groups of about equal mass, so that each is drawn often enough."""
-    vocabulary, draws, groups = 2000, 4000, 25
+    vocabulary, draws, groups = 1200, 1500, 20
     logits = logits_of(8, 1, vocabulary, "smooth")
     chances = exact_chances(logits[0].tolist(), *setting)
     order = sorted(range(vocabulary), key=lambda token: -chances[token])
@@ -134,8 +134,8 @@ def test_wide_draws_have_the_exact_probabilities(setting: Setting, backend: str)
 
 def test_the_groups_notice_a_wrong_mass() -> None:
     """The check above would not pass with top_p taken of too few tokens."""
-    logits = logits_of(8, 1, 2000, "smooth")[0].tolist()
-    chances, narrow = (exact_chances(logits, 2.0, top_k, 0.7, 0.0) for top_k in (1000, 256))
+    logits = logits_of(8, 1, 1200, "smooth")[0].tolist()
+    chances, narrow = (exact_chances(logits, 2.0, top_k, 0.7, 0.0) for top_k in (700, 256))
     assert math.fsum(chance for chance, other in zip(chances, narrow, strict=True) if not other) > 0.4
 
 

@@ -34,6 +34,8 @@ log = logging.getLogger("deltic")
 
 _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
          "--debug-layers to find the first bad layer, or with --ops ref")
+_NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one, or all but those that min_tokens forbids "
+              "too; allow at least one more")
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Chosen:
     sampled: Sampled
     tokens: list[int]
     healthy: list[bool]
+    possible: list[bool]
     raw: Tensor | None = None
 
     def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
@@ -213,8 +216,8 @@ class Engine:
             logits = logits[rows]
         scored = any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws)
         raw = logits.clone() if scored else None
-        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device))
-        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), raw)
+        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device, logits.shape[1]))
+        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
         for turn, place in turns:
             sequence = turn.sequence
             try:
@@ -234,6 +237,8 @@ class Engine:
             if guesses:
                 self._commit_guess(turn, right)
             forced = sequence.forced
+            if forced is None and not chosen.possible[place + right]:
+                return self._fail(sequence, _NONE_LEFT)
             token = chosen.tokens[place + right] if forced is None else forced
             guessed = right < len(guesses) and token == guesses[right]
             sequence.accepted += guessed

@@ -26,7 +26,7 @@ from deltic.model.decoder import Decoder, Observer, build
 from deltic.model.mtp import Mtp as Head
 from deltic.model.mtp import build_head
 from deltic.ops import Ops, select
-from deltic.ops.cpu import missing, use_level, use_threads
+from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.records import Batch, Block, Stores
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.weights.fingerprint import fingerprint
@@ -165,19 +165,18 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
           progress: LoadProgress | None, rings: bool = False, drafts: bool = False) -> Runtime:
     """drafts: it drafts for another model, with rings, without tiers, and quantized as it is."""
     _check_device(options.device)
-    ops = select(options.ops, options.device)
-    use_level(options.cpu_level)
+    select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
     files, tiled = None, False
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
-        dtype = _prepare(config, options, ops)
+        ops, dtype = _prepare(config, options)
         weights: dict[str, Block] = {**random_weights(config, dtype, model.seed, device=options.device,
                                                       initializer_range=model.initializer_range)}
     else:
         files = open_model(model, revision, progress=progress is not None)
         name, config, generation = model or "tiny", files.config, files.generation
-        dtype = _prepare(config, options, ops)
+        ops, dtype = _prepare(config, options)
         tiled = _keeps_packed(files, options)
         weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
     if options.quant != "none" and not (drafts and tiled):
@@ -262,10 +261,12 @@ def _with_tiers(runtime: Runtime, identity: str) -> Runtime:
     return replace(runtime, cache=cache, notes=notes)
 
 
-def _prepare(config: ModelConfig, options: EngineConfig, ops: Ops) -> DType:
-    """Set the process up for this model; returns the dtype of its weights and activations."""
-    use_threads(options.threads_for(config.parameter_count), ops)
-    return config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
+def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType]:
+    """The ops that serve this model and no other; the dtype of its weights and activations."""
+    threads = options.threads_for(config.parameter_count)
+    ops = select(options.ops, options.device, options.cpu_level, threads)
+    use_torch_threads(ops, threads)
+    return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
 
 
 def _quantize(weights: dict[str, Block], options: EngineConfig, config: ModelConfig, tiled: bool) -> dict[str, Block]:

@@ -324,17 +324,29 @@ class HeadStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """Changes of all logits of one row, as in `Adjust`: repetition [V], offset [V] float32; None: 1, or 0, everywhere.
+    Borrowed for the call."""
+
+    row: int
+    repetition: Tensor | None
+    offset: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Adjust:
-    """Sparse changes of logits, N entries with distinct (row, token), in this order: repetition, then offset.
+    """Changes of logits: single ones, N with distinct (row, token), and of whole rows. First repetition, then offset.
 
     row, token [N] int64. repetition [N] float32: positive logits are divided, others multiplied by it.
     offset [N] float32: added afterwards (penalties and bias; -inf forbids the token).
+    tables: at most one for each row; what is said of a single token counts instead.
     """
 
     row: Tensor
     token: Tensor
     repetition: Tensor
     offset: Tensor
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,11 +372,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens [L] int64. healthy [L] bool: the raw logits are finite and not all equal. With log-probabilities
-    (of the raw logits): logprobs [L], top_tokens [L, n], top_logprobs [L, n] float32."""
+    """tokens [L] int64. healthy [L] bool: the raw logits are finite and not all equal. possible [L] bool: some token is
+    not forbidden; of healthy rows. With log-probabilities (of the raw logits): logprobs [L], top_tokens [L, n],
+    top_logprobs [L, n] float32."""
 
     tokens: Tensor
     healthy: Tensor
+    possible: Tensor
     logprobs: Tensor | None = None
     top_tokens: Tensor | None = None
     top_logprobs: Tensor | None = None

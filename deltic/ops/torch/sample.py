@@ -16,11 +16,18 @@ CANDIDATES = 256
 """Tokens among which the filters look first."""
 
 
-def apply(logits: Tensor, adjust: Adjust) -> None:
+def _apply(logits: Tensor, adjust: Adjust) -> None:
     """Change the logits [L, V] in place."""
     old = logits[adjust.row, adjust.token]
-    new = torch.where(old > 0, old / adjust.repetition, old * adjust.repetition)
-    logits[adjust.row, adjust.token] = new + adjust.offset
+    for table in adjust.tables:
+        logits[table.row] = changed(logits[table.row], table.repetition, table.offset)
+    logits[adjust.row, adjust.token] = changed(old, adjust.repetition, adjust.offset)
+
+
+def changed(old: Tensor, repetition: Tensor | None, offset: Tensor | None) -> Tensor:
+    """Logits after the repetition penalty and the offset, of any shape."""
+    new = old if repetition is None else torch.where(old > 0, old / repetition, old * repetition)
+    return new if offset is None else new + offset
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
@@ -29,12 +36,15 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     healthy = ((high - low) >= _FLAT) & torch.isfinite(high - low)
     reports = _logprobs(logits, sampling.top_logprobs)
     if sampling.adjust is not None:
-        apply(logits, sampling.adjust)
+        _apply(logits, sampling.adjust)
+        possible = logits.amax(-1) > -torch.inf
+    else:
+        possible = healthy
     tokens = logits.argmax(-1) if sampling.greedy else _draw(logits, sampling)
     if reports is None:
-        return Sampled(tokens, healthy)
+        return Sampled(tokens, healthy, possible)
     chances, top_tokens, top = reports
-    return Sampled(tokens, healthy, chances.gather(1, tokens[:, None])[:, 0], top_tokens, top)
+    return Sampled(tokens, healthy, possible, chances.gather(1, tokens[:, None])[:, 0], top_tokens, top)
 
 
 def _logprobs(logits: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor] | None:
