@@ -238,6 +238,8 @@ class LLM:
     def close(self) -> None:
         """Wait until everything that shall outlive the process is on disk; the model must not be used afterwards."""
         self.engine.close()
+        if self._front:
+            self._front.flush()
 
     def _gather(self, jobs: list[Job], on_token: TokenCallback | None) -> list[Output]:
         streams: list[Stream] = []

@@ -112,6 +112,10 @@ class Front:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
 
+    def flush(self) -> None:
+        """Wait until what was said is written, where it is kept beyond the process."""
+        self._history.flush()
+
     def _without_billing(self, messages: Any) -> Any:
         cleaned = without_billing_headers(messages)
         if cleaned is messages or self._strip_billing_header:
