@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import sys
 import unicodedata
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from deltic.errors import DelticError
+from deltic.errors import DelticError, LongPromptError
 from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell
 from deltic.text.coerce import coerce, loads
 from deltic.text.deltas import Answer, join
@@ -36,7 +35,7 @@ from deltic.text.messages import REASONING
 from deltic.text.notes import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
 from deltic.text.stream import Router
 from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
+from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import tool_schemas
 from deltic.types import Finish
 
@@ -45,6 +44,8 @@ MODES = ("auto", "template", "preserve")
 
 # Variables that may differ from turn to turn; where they change more than the prompt's end, its ids tell.
 _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
+# Characters of a token that no text has on average; beyond that, the length is the first that is looked at.
+_RARE = 8
 # What notes and their keys say; those of another form are not found.
 _FORM = 2
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
@@ -84,23 +85,26 @@ class _Base:
 class History:
     """The answers of one model. Threads may share it.
 
-    longest: tokens that the context holds; a preserved prompt that fills it is rendered instead, which may be shorter.
+    bound: of prompts; a preserved one that is longer is rendered instead, which may be shorter.
     """
 
-    def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, longest: int | None = None) -> None:
-        self._tokenizer, self._longest = tokenizer, longest or sys.maxsize
+    def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, bound: Bound = UNBOUNDED) -> None:
+        self._tokenizer, self._bound = tokenizer, bound
         self._notes = Notebook(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
 
     def turn(self, conversation: Conversation, mode: str) -> Turn:
-        """The prompt of the conversation's next answer. mode: one of MODES; RequestError as the template raises it."""
+        """The prompt of the conversation's next answer. mode: one of MODES; RequestError as the template raises it, or
+        if the prompt is too long."""
+        if _characters(conversation) > _RARE * self._bound.tokens:
+            self._tokenizer.check_length(conversation.render(conversation.messages), self._bound)
         schemas = tool_schemas(conversation.tools or ())
         states = self._states(conversation, schemas)
         notes, base = self._recall(conversation, states)
         keep = mode == "preserve" or (mode == "auto" and preserves_thinking(conversation))
-        turn = _preserved(conversation, base) if keep and base else None
-        if turn is None or len(turn.ids) >= self._longest:
-            turn = _rendered(conversation, notes, base, whole=keep)
+        turn = _preserved(conversation, base, self._bound) if keep and base else None
+        if turn is None:
+            turn = _rendered(conversation, notes, base, self._bound, whole=keep)
         return replace(turn, state=states[-1], schemas=schemas)
 
     def remember(self, turn: Turn, router: Router, hidden: Sequence[int], tokens: Sequence[int],
@@ -189,8 +193,9 @@ def _preserves_thinking(source: str, settings: str) -> bool:
         return False
 
 
-def _preserved(conversation: Conversation, base: _Base) -> Turn | None:
-    """The base's ids and what the template renders after it; None if that cannot be told apart for certain."""
+def _preserved(conversation: Conversation, base: _Base, bound: Bound) -> Turn | None:
+    """The base's ids and what the template renders after it; None if that cannot be told apart for certain, or is
+    beyond the bound."""
     try:
         start = _opening_text(conversation, base.index)
         tail = _text_after(conversation, base.index)
@@ -198,15 +203,22 @@ def _preserved(conversation: Conversation, base: _Base) -> Turn | None:
         return None
     if tail is None or start is None or not _begins_with(conversation.tokenizer, base.ids, start):
         return None
-    ids = (*base.ids, *conversation.tokenizer.encode(tail))
+    with suppress(LongPromptError):
+        return _extended(conversation, base, conversation.tokenizer.encode(tail, bound=bound.after(len(base.ids))))
+    return None
+
+
+def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> Turn:
+    ids = (*base.ids, *tail)
     thoughts = (*base.note.thoughts, *_sent_thoughts(conversation, base.index + 1))
     return Turn(ids, _positions(base.note.opening, len(ids)), base.name, len(base.ids), base.note.opening, thoughts)
 
 
-def _rendered(conversation: Conversation, notes: Mapping[int, Note], base: _Base | None, whole: bool) -> Turn:
+def _rendered(conversation: Conversation, notes: Mapping[int, Note], base: _Base | None, bound: Bound,
+              whole: bool) -> Turn:
     """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it."""
     conversation, text = _as_written(conversation, notes)
-    prompt = spell(conversation.tokenizer, text, base.ids if base else ())
+    prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
     start = opening(conversation, prompt)
     found = _positions(start, len(prompt.ids)) if whole else boundaries(conversation, prompt)
     return Turn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
@@ -269,6 +281,11 @@ def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
 
 def _unique() -> str:
     return "x" + secrets.token_hex(16)
+
+
+def _characters(conversation: Conversation) -> int:
+    contents = (message["content"] for message in conversation.messages)
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def _answers(conversation: Conversation) -> list[int]:
