@@ -36,6 +36,10 @@ class RequestError(DelticError):
         self.field = field
 
 
+class LongPromptError(RequestError):
+    """The prompt has more tokens than the context, or a limit, allows."""
+
+
 class BusyError(DelticError):
     """There is more work than a limit allows; the same request may be served later. retry_after: in so many seconds."""
 

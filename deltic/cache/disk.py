@@ -149,6 +149,17 @@ class DiskNotes:
                 logger.warning("notes in %s cannot be written now: %s", self._folder, error.strerror)
             self._warned = True
 
+    def claim(self, key: str) -> bool:
+        """Take a key that nothing was put under yet; False if somebody has it, of all processes, or nobody can."""
+        if not layout.is_note(key):
+            return False
+        with suppress(FileNotFoundError):
+            return layout.claim(self._folder / key)
+        with suppress(OSError):
+            self._restore()
+            return layout.claim(self._folder / key)
+        return False
+
     def _make_room(self, cost: int) -> None:
         """Look how much there is by now, of all processes; each may add an eighth of the budget between two looks."""
         notes = sorted((file for file in layout.files(self._model) if file.note), key=lambda file: file.used)

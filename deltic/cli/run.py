@@ -16,6 +16,7 @@ from deltic.cli.answer import Meter, Screen, call_json, play, statistics_line
 from deltic.cli.models import timed_llm
 from deltic.cli.parser import UsageError, json_file, text
 from deltic.cli.signals import Terminated
+from deltic.config import Limits
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM, Choice, Stream
@@ -90,8 +91,12 @@ def _prompt(given: str) -> str:
 
 def _read_stdin() -> str:
     """All of stdin without the newline that ends it."""
+    most = Limits().max_body_mib
+    read = sys.stdin.buffer.read((most << 20) + 1)
+    if len(read) > most << 20:
+        raise UsageError(f"the prompt on stdin is longer than {most} MiB: no context holds that, shorten it")
     try:
-        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        return read.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise UsageError(f"the prompt on stdin is not valid UTF-8 (byte {error.start}): convert it first, for "
                          "example with iconv") from error

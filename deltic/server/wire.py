@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deltic.errors import DelticError, GenerationError, RequestError, UnavailableError, show
+from deltic.errors import DelticError, GenerationError, LongPromptError, RequestError, UnavailableError, show
 
 log = logging.getLogger("deltic")
 
@@ -52,7 +52,8 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, ProblemError):
         return error.problem
     if isinstance(error, RequestError):
-        return Problem(400, str(error), error.field)
+        return Problem(400, str(error), error.field,
+                       "context_length_exceeded" if isinstance(error, LongPromptError) else None)
     if isinstance(error, UnavailableError):
         return Problem(503, str(error))
     if isinstance(error, GenerationError):

@@ -94,6 +94,18 @@ class Router:
             self._mark(marker)
         return self._take()
 
+    def feed_all(self, tokens: Sequence[int]) -> list[Delta]:
+        """Take many tokens at once, which is faster: in all the same text comes, in fewer pieces."""
+        start, markers = 0, self._markers.ids
+        for end, token in enumerate(tokens):
+            if token in markers:
+                self._scan(self._utf8.decode(b"".join(map(self._token_bytes, tokens[start:end]))))
+                self._flush_text()
+                self._mark(markers[token])
+                start = end + 1
+        self._scan(self._utf8.decode(b"".join(map(self._token_bytes, tokens[start:]))))
+        return self._take()
+
     def finish(self) -> list[Delta]:
         """Give what was held back; the answer is over."""
         self._flush_text()
