@@ -31,7 +31,7 @@ import torch
 from deltic.cache.ledger import Ledger
 from deltic.cache.shelf import Shelf
 from deltic.cache.storage import Storage
-from deltic.cache.tiers import NOTHING, Fetch, Kept, fits, restore, source_of
+from deltic.cache.tiers import NOTHING, Fetch, Kept, PoolDoor, restore, source_of
 from deltic.cache.tree import Mark, Match, PrefixTree
 from deltic.ops import Ops
 from deltic.ops.records import PAGE, RING
@@ -129,12 +129,12 @@ class HybridCache:
 
     def fetch(self, prompt: Sequence[int]) -> Fetch:
         """Have the tiers look for a deeper position than `known` ones; to be polled, then given to `admit`."""
-        return Fetch(prompt, self.known(prompt), self.tiers) if self.tiers else NOTHING
+        return Fetch(prompt, self.known(prompt), self.tiers, PoolDoor(self.storage)) if self.tiers else NOTHING
 
     def _arrive(self, fetch: Fetch, room: int, known: int) -> Lease | None:
         """A lease at a position that came from a tier."""
         loaded = fetch.loaded
-        if loaded is None or fetch.shelf is None or loaded.done <= known or not fits(self.storage, loaded):
+        if loaded is None or fetch.shelf is None or loaded.done <= known:
             return None
         full = self.tree.shared(loaded.tokens)
         missing = max(room, -(-loaded.done // PAGE)) - len(full)
@@ -147,7 +147,8 @@ class HybridCache:
             self.pages.release(full)
             self.slots.release([] if slot is None else [slot])
             return None
-        lease = self._book(Lease(slot, [*full, *fresh], list(loaded.tokens), loaded.logits, fetch.shelf.name))
+        logits = None if loaded.logits is None else loaded.logits.to(self.storage.device)
+        lease = self._book(Lease(slot, [*full, *fresh], list(loaded.tokens), logits, fetch.shelf.name))
         restore(self.storage, loaded, lease.pages, len(full) * PAGE, slot)
         fetch.shelf.hits += 1
         fetch.shelf.hit_tokens += loaded.done - known

@@ -190,8 +190,11 @@ class Engine:
             if row.logits:
                 ready.append(Turn(sequence, row, start))
         for sequence in known:
-            logits.append(sequence.logits[None].clone())  # a draw may write into them
-            sequence.logits = None
+            kept, sequence.logits = sequence.logits, None
+            if kept.shape != (self.runtime.config.vocab_size,) or kept.dtype != torch.float32:
+                self._fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}")
+                continue
+            logits.append(kept[None].clone())  # a draw may write into them
             ready.append(Turn(sequence))
         if ready:
             self._choose(ready, logits[0] if len(logits) == 1 else torch.cat(logits))

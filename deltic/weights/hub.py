@@ -84,6 +84,15 @@ class ModelFiles:
         directory = self.path if self.gguf is None else self.path.parent
         return find_head(directory_checkpoint(directory), self.config)
 
+    def weight_files(self, head: bool) -> tuple[Path, ...]:
+        """The files that the weights come from; head: those of the draft head too."""
+        if self.gguf is not None:
+            own = self.gguf.paths
+        else:
+            own = tuple(stored.path for stored in find_tensors(self.path).values())
+        more = tuple(stored.path for stored in self.stored_head().values()) if head and not self.gguf_head() else ()
+        return tuple(dict.fromkeys((*own, *more)))
+
     def head_kinds(self) -> dict[str, int]:
         """Bytes of the head by stored type; empty if there is none. Raises ModelError as `load_head` does."""
         stored = [(part.stored.type.name, part.stored.nbytes) for part in self.gguf_head()]
