@@ -222,3 +222,13 @@ def spent(work: Callable[[], object]) -> float:
     started = time.process_time()
     work()
     return time.process_time() - started
+
+
+@pytest.mark.parametrize(("variables", "thinks"), [
+    ({}, False), ({"reasoning_effort": "none"}, False), ({"reasoning_effort": "minimal"}, False),
+    ({"reasoning_effort": "low"}, False), ({"reasoning_effort": "medium"}, True), ({"reasoning_effort": "high"}, True),
+    ({"reasoning_effort": "high", "enable_thinking": False}, False), ({"enable_thinking": True}, True),
+    ({"reasoning_effort": "none", "enable_thinking": True}, True)])
+def test_the_embedded_model_thinks_as_hard_as_it_is_asked_to(variables: dict[str, Any], thinks: bool) -> None:
+    text = ChatTemplate(TINY_TEMPLATE).render(MESSAGES[:1], None, True, **variables)
+    assert text.endswith("<think>\n" if thinks else "<think>\n\n</think>\n\n")
