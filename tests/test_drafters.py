@@ -245,7 +245,7 @@ def test_a_draft_model_is_loaded_beside() -> None:
     engine = Engine(runtime)
     assert isinstance(engine.guessing.drafter, ModelDrafter) and engine.guessing.depth.limit == 2
     assert runtime.draft is not None and runtime.draft.cache is not runtime.cache
-    with pytest.raises(ConfigError, match="the draft model /nowhere: '/nowhere' is no directory") as caught:
+    with pytest.raises(ConfigError, match="the draft model /nowhere: there is no directory '/nowhere'") as caught:
         load(None, EngineConfig(memory="64MiB", speculate="draft:/nowhere"))
     assert caught.value.option == "speculate"
     with pytest.raises(ConfigError, match="must share one tokenizer"):
