@@ -97,7 +97,7 @@ class Runtime:
     mtp: Head | None = None
     draft: Runtime | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
-    step: Callable[[Batch], tuple[Tensor, Tensor | None]] | None = field(init=False)
+    step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     head: DraftHead | None = field(init=False)
     graphs: Graphs | None = field(init=False)
 
@@ -124,8 +124,9 @@ class Runtime:
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits, and the hidden states of all tokens where the batch asks for them."""
-        if self.step is not None and not self.options.debug_layers:
-            return self.step(batch)
+        found = self.step(batch) if self.step is not None and not self.options.debug_layers else None
+        if found is not None:
+            return found
         hidden = self.decoder.forward(batch, self.stores, self._observer())
         logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
         return logits, hidden if batch.layout.hidden else None
