@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from deltic.engine.engine import Engine
-from deltic.errors import DelticError
+from deltic.errors import BusyError, DelticError
 from deltic.server.ticket import Ticket
 from deltic.server.worker import Worker
 from deltic.types import Request, TokenOut
@@ -40,10 +40,21 @@ class Health:
     requests: int
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """answers: how many run at once. waiting: how many more may wait. unread: events of a ticket that may wait for its
+    reader."""
+
+    answers: int
+    waiting: int
+    unread: int
+
+
 class Bridge:
     """Runs an engine in a thread of its own. Its methods are for the event loop that called `start`."""
 
-    def __init__(self, engine: Engine, stuck_after: float = STUCK_AFTER) -> None:
+    def __init__(self, engine: Engine, room: Room, stuck_after: float = STUCK_AFTER) -> None:
+        self._engine, self._room = engine, room
         self._worker, self._stuck_after = Worker(engine, self), stuck_after
         self._tickets: dict[str, Ticket] = {}
         self._closed: str | None = "the engine has not been started"
@@ -56,10 +67,10 @@ class Bridge:
         self._worker.start()
 
     async def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one."""
-        if self._closed:
-            raise UnavailableError(self._closed)
-        ticket = Ticket(requests, self._withdraw)
+        """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
+        if too many answers wait already."""
+        self.check_room(sum(request.sampling.n for request in requests))
+        ticket = Ticket(requests, self, self._room.unread)
         self._tickets |= dict.fromkeys(ticket.requests, ticket)
         self._worker.ask(partial(self._worker.add, requests, partial(self._post, ticket.admit)))
         try:
@@ -68,6 +79,16 @@ class Bridge:
             ticket.close()
             raise
         return ticket
+
+    def check_room(self, answers: int = 1) -> None:
+        """BusyError if there is no room for so many more answers, UnavailableError if there is for none. A request for
+        more than may wait at all is taken if nothing else is there."""
+        if self._closed:
+            raise UnavailableError(self._closed)
+        live = sum(ticket.answers for ticket in set(self._tickets.values()))
+        if live and live + answers > self._room.answers + self._room.waiting:
+            raise BusyError(f"{live} answers run or wait, and at most {self._room.waiting} may wait (max_waiting): try "
+                            "again later")
 
     def health(self) -> Health:
         """How the engine is now; cheap."""
@@ -89,6 +110,17 @@ class Bridge:
         await self.drain(grace)
         if not await asyncio.to_thread(self._worker.stop, patience):
             log.error("the engine's thread is stuck and is left behind")
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """A reader wants no more."""
+        if ticket.open:
+            self._worker.ask(partial(self._worker.abort, ticket.requests))
+            self._forget(ticket)
+
+    def hold(self, ticket: Ticket, held: bool) -> None:
+        """A reader has fallen behind, or has caught up."""
+        for request in ticket.requests:
+            self._worker.ask(partial(self._engine.pause if held else self._engine.resume, request))
 
     def on_events(self, events: list[TokenOut]) -> None:
         """The worker has news."""
@@ -113,10 +145,6 @@ class Bridge:
                 if not ticket.open:
                     self._forget(ticket)
 
-    def _withdraw(self, ticket: Ticket) -> None:
-        if ticket.open:
-            self._worker.ask(partial(self._worker.abort, ticket.requests))
-            self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
         for request in ticket.requests:
