@@ -41,7 +41,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     module.launch("k_choose_part", (_PARTS, rows), 256, given, overlap=False)
     module.launch("k_choose", (rows,), 32, given, overlap=False)
     tokens, healthy = chosen.cpu().view(2, rows)
-    return Sampled(tokens, healthy.bool())
+    return Sampled(tokens, healthy.bool(), healthy.bool())
 
 
 @cache
