@@ -21,9 +21,8 @@ what it has been given lies in the tiers too (host memory, disk), and comes back
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -242,16 +241,26 @@ class HybridCache:
             tier.offer(source_of(self.storage, Kept(tokens, lease.pages, mark.slot, mark.logits)))
         return mark
 
-    def sound(self, lease: Lease) -> bool:
-        """Whether all that the lease holds is finite, so that it may go into the tree although no logits were seen
-        that depend on it."""
+    def keep_sound(self, lease: Lease) -> bool:
+        """Put the states emitted so far into the tree although no logits were seen that depend on them, if all that the
+        lease holds is finite; else give them up. Returns whether it is."""
+        if not self.reuse:
+            return False
+        sound = all(bool(tensor.isfinite().all()) for tensor in self._held(lease))
+        if sound:
+            self.keep_emitted(lease)
+        self.slots.release(lease.emitting.values())
+        lease.emitting = {}
+        return sound
+
+    def _held(self, lease: Lease) -> Iterator[torch.Tensor]:
+        """States and K/V of all committed tokens."""
         self.settle(lease)
+        for pool in self.storage.slot_tensors:
+            yield from (pool[:, slot] for slot in (lease.slot, *lease.emitting.values()))
         pages = torch.tensor(lease.pages[:-(-lease.done // PAGE)], dtype=torch.int64, device=self.storage.device)
-        kv = (layer.index_select(0, pages).flatten(0, 1)[:lease.done] for pool in self.storage.page_tensors
-              for layer in pool)
-        slots = [lease.slot, *(slot for position, slot in lease.emitting.items() if position <= lease.done)]
-        states = (pool[:, slot] for pool in self.storage.slot_tensors for slot in slots)
-        return all(bool(tensor.isfinite().all()) for tensor in chain(states, kv))
+        for pool in self.storage.page_tensors:
+            yield from (layer.index_select(0, pages).flatten(0, 1)[:lease.done] for layer in pool)
 
     def commit(self, lease: Lease, tokens: Sequence[int], base: int | None = None) -> None:
         """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1).
