@@ -104,7 +104,8 @@ class PrefixTree:
         """The deepest mark that `tokens` begin with; at their very end only one that knows its logits."""
         best = None
         for node, rest in self._walk(tokens):
-            best = self._deepest(node, rest, len(tokens)) or best
+            if node.marks:
+                best = self._deepest(node, rest, len(tokens)) or best
         return Match(best, node.depth * PAGE)
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
@@ -137,6 +138,8 @@ class PrefixTree:
         positions only, and where several had resumed. Returns the marks at these positions."""
         found = []
         for node, rest in self._walk(tokens):
+            if not node.marks:
+                continue
             on_the_way = [mark for mark in node.marks.values() if rest.startswith(mark.tail)]
             found += [mark for mark in on_the_way if mark.done in expected]
             for mark in on_the_way:
@@ -164,10 +167,11 @@ class PrefixTree:
                logits: Any = None) -> Mark:
         """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`."""
         keys, node, above = _keys(tokens), self._root, None
-        for index in range(len(tokens) // PAGE):
+        for index, full in enumerate(pages[:len(tokens) // PAGE]):
             key = keys[index * _BYTES:(index + 1) * _BYTES]
-            above = _above(node, key, len(tokens)) or above
-            node = self._child(node, key, pages[index])
+            if node.marks:
+                above = _above(node, key, len(tokens)) or above
+            node = node.children.get(key) or self._child(node, key, full)
         tail = keys[node.depth * _BYTES:]
         above = _above(node, tail, len(tokens)) or above
         mark = node.marks.get(tail)
@@ -227,15 +231,15 @@ class PrefixTree:
         """The nodes on the way of `tokens` as far as there are some, the root first, each with the keys of the page
         that comes next, or of what is left. Keys are made as the way goes on: a stranger's way is short."""
         node: Node | None = self._root
-        keys, first, block = b"", 0, 4
+        keys, start, block = b"", 0, 4
         while node is not None:
-            if len(keys) - (node.depth - first) * _BYTES < _BYTES:
-                first, block = node.depth, 2 * block
-                keys = _keys(tokens[first * PAGE:(first + block) * PAGE])
-            start = (node.depth - first) * _BYTES
             rest = keys[start:start + _BYTES]
+            if len(rest) < _BYTES:
+                block *= 2
+                keys, start = _keys(tokens[node.depth * PAGE:(node.depth + block) * PAGE]), 0
+                rest = keys[:_BYTES]
             yield node, rest
-            node = node.children.get(rest)
+            node, start = node.children.get(rest), start + _BYTES
 
     def _deepest(self, node: Node, rest: bytes, length: int) -> Mark | None:
         """The deepest mark of a node that a prompt of so many tokens, of which `rest` comes next, can resume at."""
@@ -244,10 +248,8 @@ class PrefixTree:
         return max(fits, key=lambda mark: mark.done, default=None)
 
     def _child(self, node: Node, key: bytes, page: int) -> Node:
-        child = node.children.get(key)
-        if child is None:
-            child = node.children[key] = Node(node, key, page, node.depth + 1)
-            self._pages.share([page])
+        child = node.children[key] = Node(node, key, page, node.depth + 1)
+        self._pages.share([page])
         return child
 
     def _remove(self, mark: Mark) -> None:

@@ -165,7 +165,7 @@ class Scheduler:
             held.append(sequence)
             fetches += sequence.fetch is not None
             if sequence.hold:
-                other, position = sequence.hold
+                position, other = sequence.hold
                 awaited[other] = min(position, awaited.get(other, position))
         self.waiting.extendleft(reversed(held))
         if held and not self.running and held[0].fetch:
@@ -194,32 +194,25 @@ class Scheduler:
         if not self.cache.reuse or sequence.origin:
             return False
         reading = [other for other in self.running if other.reading]
-        others, found = sum(other.pending for other in reading), list[tuple[int, Sequence]]()
+        others, found, passed = sum(other.pending for other in reading), list[tuple[int, Sequence]](), (0, sequence)
         for other in reading:
             common = _common(sequence, other)
-            if common <= self._known(sequence) + PAGE:
-                continue
-            self._take_over(sequence, other, common)
-            known = self._known(sequence)
+            passed = max(passed, (_passed(other, common), other), key=_position)
             # a state less than a page after another one is not worth its slot
             position = max((wanted for wanted in other.wanted if common - PAGE < wanted <= common), default=common)
+            known = max(self._known(sequence), passed[0])
             meeting = Meeting(len(sequence.tokens) - known, position - known, position - other.done, others,
                               len(reading) == 1)
             if meeting.away > 0 and meeting.pays(self.token_budget):
                 found.append((position, other))
         if found:
-            position, other = max(found, key=lambda pair: pair[0])
+            position, other = max(found, key=_position)
             other.wanted = tuple(sorted({*other.wanted, position}))
-            sequence.hold = other, position
+            sequence.hold = position, other
+        elif passed[0] > self._known(sequence) + PAGE and passed[1].lease:
+            # otherwise it enters the tree once its reader has drawn a sound token
+            self.cache.keep_sound(passed[1].lease)
         return sequence.hold is not None
-
-    def _take_over(self, sequence: Sequence, other: Sequence, common: int) -> None:
-        """Have the states that another sequence has passed while it reads enter the tree now, if this one can use one
-        of them; otherwise they do once that one has drawn a sound token."""
-        assert other.lease is not None
-        passed = max((position for position in other.lease.emitting if position <= common), default=0)
-        if passed > self._known(sequence) + PAGE:
-            self.cache.keep_sound(other.lease)
 
     def _lease(self, sequence: Sequence) -> Lease | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
@@ -312,6 +305,16 @@ def _common(sequence: Sequence, other: Sequence) -> int:
     """The last position of another sequence's prompt whose state this one could begin with."""
     common = common_length(sequence.keys, other.keys) // 8
     return common if common == len(other.request.prompt) else min(common, len(sequence.tokens) - 1)
+
+
+def _passed(sequence: Sequence, common: int) -> int:
+    """The last position up to there whose state a sequence has left while it reads."""
+    assert sequence.lease is not None
+    return max((position for position in sequence.lease.emitting if position <= common), default=0)
+
+
+def _position(place: tuple[int, Sequence]) -> int:
+    return place[0]
 
 
 def _order(share: tuple[Sequence, int]) -> tuple[bool, int]:

@@ -34,7 +34,7 @@ class Sequence:
     eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
     goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. origin: where to fork
     from instead of processing the prompt. boundaries: where following prompts are expected to part. wanted: prompt
-    positions whose state is worth keeping. hold: who is reading what this one waits for, and up to which position.
+    positions whose state is worth keeping. hold: up to which position it waits for another one to read.
     fetch: what the tiers bring for it. known: tokens that the tree knows of it, and as of which of the tree's changes.
     arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those of
     the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step. drafted,
@@ -56,7 +56,7 @@ class Sequence:
     origin: Origin | None = None
     boundaries: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
-    hold: tuple[Sequence, int] | None = None
+    hold: tuple[int, Sequence] | None = None
     fetch: Fetch | None = None
     known: tuple[int, int] = (0, -1)
     logits: Any = None
@@ -102,7 +102,7 @@ class Sequence:
         """Whether what it waits for is still being read."""
         if self.hold is None:
             return False
-        other, position = self.hold
+        position, other = self.hold
         return other.lease is not None and other.lease.done < position
 
     @property
