@@ -75,7 +75,8 @@ class Toy:
                           full(1, slots, 1, 1))
         self.cache = HybridCache(storage, ops)
         self.memory = SimpleNamespace(max_batch=self.max_batch, max_context=self.context)
-        self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0)
+        self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
+                                       max_stall_ms=None)
         self.head = None
         self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=())
         self.generation = SimpleNamespace(eos_token_ids=(), sampling=dict)

@@ -85,7 +85,7 @@ class PrefixTree:
 
     What goes first is neither pinned, nor what a running sequence would return to, nor where a following prompt is
     expected; among equals, worth decides. It is greedy-dual: the age of the last use plus tokens saved per token held.
-    changes: grows with every mark that comes or goes, or gets logits.
+    changes: grows with every mark that comes or goes, and with its logits.
     """
 
     def __init__(self, pages: Ledger, slots: Ledger, slot_tokens: float) -> None:
@@ -93,6 +93,7 @@ class PrefixTree:
         self._pages, self._slots, self._slot_tokens = pages, slots, slot_tokens
         self._root = Node(None, b"", -1, 0)
         self._marks: dict[Mark, None] = {}
+        self._ends: dict[Mark, None] = {}
         self._age = 0.0
         self.evictions = self.changes = 0
 
@@ -127,6 +128,8 @@ class PrefixTree:
         """Note that a mark has served: among equals it goes last."""
         self._marks.pop(mark, None)
         self._marks[mark] = None
+        if self._ends.pop(mark, self) is None:
+            self._ends[mark] = None
         mark.uses += 1
         mark.age = self._age
         for later in mark.later:
@@ -185,10 +188,21 @@ class PrefixTree:
             self._pages.release([] if page is None else [page])
             self._marks[mark] = self._marks.pop(mark)
             mark.age = self._age
+        if logits is not None:
+            self._ends.pop(mark, None)
+            self._ends[mark] = None
         if mark.logits is None and logits is not None:
             mark.logits = logits
             self.changes += 1
         return mark
+
+    def keep_logits(self, most: int) -> None:
+        """Let all marks forget their logits but the `most` that were used last."""
+        while len(self._ends) > max(most, 0):
+            mark = next(iter(self._ends))
+            del self._ends[mark]
+            mark.logits = None
+            self.changes += 1
 
     def evict(self) -> bool:
         """Give up the mark that is worth least, and the pages that only it needed; False if all are locked."""
@@ -216,6 +230,7 @@ class PrefixTree:
             assert mark.node.marks.get(mark.tail) is mark, "a mark hangs at the wrong node"
             assert mark.done == mark.node.depth * PAGE + len(mark.tail) // 8, "a mark's position is wrong"
             assert (mark.page is None) == (not mark.tail), "a mark has a tail without page, or a page without tail"
+            assert (mark.logits is None) == (mark not in self._ends), "a mark's logits are miscounted"
         for node in self._nodes():
             assert node.children or node.marks, "a page is kept that no mark needs"
             assert node.parent and node.parent.children.get(node.key) is node, "a node hangs at the wrong parent"
@@ -255,6 +270,7 @@ class PrefixTree:
     def _remove(self, mark: Mark) -> None:
         del self._marks[mark]
         del mark.node.marks[mark.tail]
+        self._ends.pop(mark, None)
         mark.logits, mark.later = None, []
         self.changes += 1
         for other in self._marks:

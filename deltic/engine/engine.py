@@ -92,7 +92,9 @@ class Engine:
     def __init__(self, runtime: Runtime, drafter: Drafter | None = None, depth: Depth | None = None) -> None:
         """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
-        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget)
+        stall = runtime.options.max_stall_ms
+        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget,
+                                   stall / 1000 if stall else None)
         self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
         self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
@@ -138,6 +140,7 @@ class Engine:
     def step(self) -> list[TokenOut]:
         """Draft, admit, plan, run, choose, commit, emit."""
         began = start = time.perf_counter()
+        read = self.stats.prompt_tokens
         drafting = self.guessing.draft()
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
@@ -150,6 +153,7 @@ class Engine:
                                  for s in self._sequences.get(request, ())]:
                     self._fail(sequence, f"internal error: {error}")
             self.stats.steps += 1
+            self.scheduler.stall.timed(self.stats.prompt_tokens - read, time.perf_counter() - start)
             if drafting and len(drafting) == len(plan.rows) and not known:
                 tokens = sum(event.token is not None for event in self._events)
                 self.guessing.timed(plan, time.perf_counter() - start, tokens)
@@ -224,7 +228,6 @@ class Engine:
     def _follow(self, turn: Turn, chosen: Chosen, place: int) -> None:
         """Take the tokens that were chosen for a sequence, from `place` on, as far as its guesses are right."""
         sequence, guesses, right = turn.sequence, turn.guesses, 0
-        sequence.drafted += len(guesses)
         while True:
             if not chosen.healthy[place + right]:
                 return self._fail(sequence, _SICK)
@@ -233,6 +236,8 @@ class Engine:
             forced = sequence.forced
             token = chosen.tokens[place + right] if forced is None else forced
             guessed = right < len(guesses) and token == guesses[right]
+            judged = right + (right < len(guesses))
+            sequence.drafted += right < len(guesses)
             sequence.accepted += guessed
             finish = self._take(sequence, token, chosen, place + right)
             right += guessed
@@ -240,7 +245,9 @@ class Engine:
                 break
         if guesses:
             # what was guessed after the end was neither right nor wrong
-            self.guessing.learn(sequence, right if guessed else len(guesses), right)
+            drafted = judged if finish else len(guesses)
+            sequence.drafted += drafted - judged
+            self.guessing.learn(sequence, drafted, right)
         if finish and sequence.generated:
             self._forget(sequence)
         elif finish:
@@ -256,8 +263,8 @@ class Engine:
         siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.keys)
                     for choice in range(1, count + 1)]
         assert sequence.lease is not None
-        checkpoint = self.runtime.cache.checkpoint(sequence.lease)
-        origin = Origin(checkpoint, logits, count) if checkpoint else None
+        checkpoint = self.runtime.cache.checkpoint(sequence.lease, logits)
+        origin = Origin(checkpoint, count) if checkpoint else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
             sibling.origin = origin

@@ -92,8 +92,8 @@ class Stall:
             self.recent.append(seconds / tokens)
 
     def limit(self, budget: int) -> int:
-        """Prompt tokens of a step in which answers wait for them; a page as long as nothing is known."""
+        """Prompt tokens of a step in which answers wait for them: a page at least, and as long as nothing is known."""
         if self.seconds is None:
             return budget
         wanted = int(_MARGIN * self.seconds / median(self.recent)) if self.recent else PAGE
-        return max(min(wanted, budget), 1)
+        return min(max(wanted, PAGE), budget)

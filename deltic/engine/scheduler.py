@@ -232,7 +232,7 @@ class Scheduler:
             origin = None
         if lease is not None:
             sequence.start(lease)
-            sequence.logits = origin.logits if origin else sequence.logits
+            sequence.logits = origin.checkpoint.logits if origin else sequence.logits
         return lease
 
     def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:

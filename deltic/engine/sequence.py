@@ -16,11 +16,9 @@ from deltic.types import PAGE, Finish, Guide, Matcher, Request, SamplingParams, 
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """The end of a prompt that several choices continue. logits [V]: what they draw their first token from. `waiting`
-    choices have not forked it yet."""
+    """The end of a prompt, with its logits, that several choices continue. `waiting` choices have not forked it yet."""
 
     checkpoint: Checkpoint
-    logits: Any
     waiting: int
 
 
