@@ -208,7 +208,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         log.warning("%s%s", f"the draft model {name}: " if drafts else "", warning)
     extras = replace(extras, tiled=tiled)
     storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device, extras)
-    cache = HybridCache(storage, decoder.ops, options.prefix_cache)
+    cache = HybridCache(storage, decoder.ops, options.prefix_cache, rows=memory.rows)
     stores = Stores(storage.kv_views(), storage.state_views())
     runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache, stores,
                       files.tokenizer() if files else None, mtp=mtp)
@@ -261,7 +261,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     # rings take a quarter at most: who gets none is served without guesses
     rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
-                        config.max_position_embeddings, options.max_batch, options.max_context)
+                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size)
     memory = split_memory(budget - rings * ring, needs)
     if wanted and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
@@ -283,7 +283,7 @@ def _with_tiers(runtime: Runtime, made: Identity) -> Runtime:
             tiers.append(shelf)
         except (DelticError, OSError) as error:
             log.warning("nothing is kept on disk: %s", error)
-    cache = HybridCache(runtime.cache.storage, runtime.decoder.ops, options.prefix_cache, tiers)
+    cache = HybridCache(runtime.cache.storage, runtime.decoder.ops, options.prefix_cache, tiers, runtime.memory.rows)
     return replace(runtime, cache=cache, notes=notes)
 
 
