@@ -82,6 +82,7 @@ class Process:
 
     def restarted(self) -> Process:
         self.engine.close()
+        self.front.flush()
         return Process(self.directory, self.mode)
 
     def serve(self, *asked: tuple[Job, Sequence[int]]) -> list[Served]:

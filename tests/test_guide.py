@@ -344,7 +344,8 @@ def test_where_the_model_does_not_think_nothing_happens() -> None:
 def test_the_next_turn_goes_on_where_the_closed_block_was() -> None:
     llm = model("off")
     first = llm.chat(QUESTION, MOST, thinking=True, thinking_budget=6).choices[0]
-    job = llm.front.chat([*QUESTION, {"role": "assistant", "content": first.text}, *QUESTION], history="preserve")
+    said = {"role": "assistant", "content": first.text, "reasoning_content": first.reasoning}
+    job = llm.front.chat([*QUESTION, said, *QUESTION], history="preserve")
     assert job.request.prompt[first.usage.prompt_tokens:][:len(first.tokens)] == first.tokens
 
 

@@ -304,6 +304,8 @@ class LLM:
                 log.error("the engine is stuck and is left behind")
             elif not self.worker.forked:
                 self.engine.close()
+                if self._front:
+                    self._front.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -362,7 +364,7 @@ def _front(runtime: Runtime, template: Path | None, **options: Any) -> Front | N
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
     return Front(tokenizer, read_template(template) if template else None, notes=runtime.notes,
-                 longest=runtime.memory.max_context, **options)
+                 longest=runtime.memory.max_context, limits=runtime.options.limits, **options)
 
 
 def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:

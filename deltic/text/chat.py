@@ -13,7 +13,7 @@ from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.text.markers import start_mode
 from deltic.text.messages import normalise_messages, normalise_tools, plain
 from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
+from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.types import common_length
 
 __all__ = ["ChatTemplate", "Conversation", "Prompt", "Spelled", "boundaries", "build_prompt",
@@ -74,7 +74,7 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A text and ids that spell it, of which the first `kept` were given. anchors: its special tokens, ascending."""
+    """A text and ids that spell it, of which the first `kept` were given. anchors: special tokens of it, ascending."""
 
     text: str
     ids: tuple[int, ...]
@@ -107,17 +107,20 @@ def composes(tokenizer: Tokenizer) -> bool:
     return tokenizer.decode(tokenizer.encode(_DECOMPOSED)) == unicodedata.normalize("NFC", _DECOMPOSED)
 
 
-def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = ()) -> Spelled:
+def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bound = UNBOUNDED) -> Spelled:
     """The ids of a text. Where it begins as the `known` ids do, they are taken, and only the rest is encoded.
 
     They are taken as a whole, or up to a special token that the text has there too, so that the seam is where
-    tokens end anyway. A `text` from `Conversation.render` is assumed.
+    tokens end anyway. A `text` from `Conversation.render` is assumed. LongPromptError if it is beyond the bound.
     """
     kept, offset, anchors = _agreement(tokenizer, text, known)
-    ids, starts = tokenizer.encode_with_offsets(text[offset:])
-    spans = pairwise([*starts, len(text) - offset])
-    anchors += [Anchor(kept + index, offset + start, offset + end)
-                for index, (id, (start, end)) in enumerate(zip(ids, spans, strict=True)) if id in tokenizer.special]
+    rest = text[offset:]
+    ids = tokenizer.encode(rest, bound=bound.after(kept))
+    special = [index for index, id in enumerate(ids) if id in tokenizer.special]
+    spelled = list(tokenizer.special_in(rest))
+    if [ids[index] for index in special] == [id for id, _, _ in spelled]:
+        anchors += [Anchor(kept + index, offset + start, offset + end)
+                    for index, (_, start, end) in zip(special, spelled, strict=True)]
     return Spelled(text, (*known[:kept], *ids), tuple(anchors), kept)
 
 
