@@ -1,5 +1,9 @@
 """The exceptions a caller can act on. Every message names the thing that is wrong and the fix."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class DelticError(ValueError):
     """Base of all errors that deltic raises on purpose; the command line exits with code 2."""
@@ -42,6 +46,22 @@ class BusyError(DelticError):
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class UnavailableError(DelticError):
+    """The engine takes no requests: it was closed, or it has broken down."""
+
+
+class GenerationError(DelticError):
+    """The engine gave up on an answer.
+
+    `output` is what there is of it, where the caller would have got an `Output`: the choices that ended well are
+    whole, the others say what went wrong.
+    """
+
+    def __init__(self, message: str, output: Any = None) -> None:
+        super().__init__(message)
+        self.output = output
 
 
 class DegenerateError(DelticError):

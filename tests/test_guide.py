@@ -367,8 +367,8 @@ def test_what_is_no_budget_is_refused(wrong: Any) -> None:
 
 
 def test_raw_prompts_have_no_budget() -> None:
-    with pytest.raises(RequestError, match="thinking_budget needs messages"):
-        model("off").stream("Once upon", MOST, thinking_budget=3)
+    with pytest.raises(TypeError, match="thinking_budget"):
+        model("off").generate_stream("Once upon", MOST, thinking_budget=3)  # type: ignore[call-arg]
 
 
 # On the wire and the command line

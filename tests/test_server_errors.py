@@ -21,7 +21,7 @@ def served() -> Iterator[Served]:
     with serving(tiny(), max_body=1 << 20) as running:
         yield running
         assert running.health()[0] == 200
-        tiny().engine.check()
+        tiny().worker.call(lambda engine: engine.check())
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import httpx
 from openai import OpenAI
 
 from deltic import LLM
+from deltic.engine.worker import Worker
 from deltic.errors import RequestError
 from deltic.server.app import create_app
 from deltic.server.bridge import Bridge
@@ -100,7 +101,9 @@ class Scripted:
 
     def model(self) -> Any:
         """What create_app takes for a model."""
-        return SimpleNamespace(engine=self, front=tiny().front, runtime=tiny().runtime)
+        worker = Worker(self)  # type: ignore[arg-type]
+        return SimpleNamespace(engine=self, worker=worker, front=tiny().front, runtime=tiny().runtime,
+                               close=lambda: worker.stop(5))
 
 
 class Served:
@@ -154,3 +157,5 @@ def serving(model: Any, grace: float = 0.2, **options: Any) -> Iterator[Served]:
     finally:
         served.stop()
         listener.close()
+        if isinstance(model, SimpleNamespace):
+            model.close()

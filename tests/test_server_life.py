@@ -53,8 +53,7 @@ def test_64_streams_a_third_of_which_vanish(capsys: pytest.CaptureFixture[str]) 
         assert sum(text == "gone" for text in texts) == 22 and all(texts)
         served.wait_idle()
         wait_until(lambda: served.health()[0] == 200)
-        tiny().engine.check()
-        cache.clear()
+        tiny().worker.call(lambda engine: (engine.check(), cache.clear()))
         assert cache.pages.free == cache.pages.size and cache.slots.free == cache.slots.size
         undisturbed = asyncio.run(all_of_them(served.url))
     assert undisturbed == texts, "vanishing neighbours change nothing"

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -240,6 +241,17 @@ class HybridCache:
         for tier in self.tiers:
             tier.offer(source_of(self.storage, Kept(tokens, lease.pages, mark.slot, mark.logits)))
         return mark
+
+    def sound(self, lease: Lease) -> bool:
+        """Whether all that the lease holds is finite, so that it may go into the tree although no logits were seen
+        that depend on it."""
+        self.settle(lease)
+        pages = torch.tensor(lease.pages[:-(-lease.done // PAGE)], dtype=torch.int64, device=self.storage.device)
+        kv = (layer.index_select(0, pages).flatten(0, 1)[:lease.done] for pool in self.storage.page_tensors
+              for layer in pool)
+        slots = [lease.slot, *(slot for position, slot in lease.emitting.items() if position <= lease.done)]
+        states = (pool[:, slot] for pool in self.storage.slot_tensors for slot in slots)
+        return all(bool(tensor.isfinite().all()) for tensor in chain(states, kv))
 
     def commit(self, lease: Lease, tokens: Sequence[int], base: int | None = None) -> None:
         """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1).

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from deltic.engine.llm import LLM, Choice, Stream
     from deltic.text.deltas import AnswerCall, Delta
 
+_GLANCE = 0.1  # seconds between two looks at how far the prompt is read, and whether to stop
+
 
 @dataclass(slots=True)
 class Meter:
@@ -49,7 +51,7 @@ def play(llm: LLM, ask: Callable[[], Stream], show: Callable[[Delta], None],
     stream = ask()
     try:
         while stream.output is None and not stopped():
-            deltas = stream.step()
+            deltas = stream.read(_GLANCE)
             if meter.first is None and stream.generated_tokens:
                 bar.close()
                 meter.first, meter.first_tokens = time.perf_counter(), stream.generated_tokens

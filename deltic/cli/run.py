@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
@@ -46,10 +47,15 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     sampling, prompt = options.sampling(args), _prompt(args.prompt)
     llm, load_ms = timed_llm(args)
+    with llm:
+        return _answer(llm, args, lambda: _ask(llm, args, prompt, sampling), load_ms)
+
+
+def _answer(llm: LLM, args: argparse.Namespace, ask: Callable[[], Stream], load_ms: float) -> int:
+    """Show the answer; returns the exit code."""
     screen = Screen(args.thinking_output)
     try:
-        stream, meter = play(llm, lambda: _ask(llm, args, prompt, sampling),
-                             (lambda delta: None) if args.json else screen.show)
+        stream, meter = play(llm, ask, (lambda delta: None) if args.json else screen.show)
     except (KeyboardInterrupt, Terminated):
         if not args.json:
             screen.close()
@@ -98,7 +104,7 @@ def _read_stdin() -> str:
 
 def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingParams) -> Stream:
     if args.raw:
-        return llm.stream(prompt, sampling)
+        return llm.generate_stream(prompt, sampling)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     return llm.stream([*system, {"role": "user", "content": prompt}], sampling, tools=args.tools, thinking=args.think)
 

@@ -34,6 +34,8 @@ log = logging.getLogger("deltic")
 
 _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
          "--debug-layers to find the first bad layer, or with --ops ref")
+_NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one, or all but those that min_tokens forbids "
+              "too; allow at least one more")
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Chosen:
     sampled: Sampled
     tokens: list[int]
     healthy: list[bool]
+    possible: list[bool]
     raw: Tensor | None = None
 
     def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
@@ -99,8 +102,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
-        return bool(self._sequences or self._events)
+        """Whether `step` would do anything: not if all requests are paused."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._events)
 
     @property
     def max_context(self) -> int:
@@ -121,6 +124,18 @@ class Engine:
         for sequence in self._sequences.get(request, ())[:]:
             sequence.finish = "abort"
             self._end(sequence)
+
+    def pause(self, request: str) -> None:
+        """Have a request give up its places until `resume`; what it has read stays as long as there is room for it.
+        Its answers are the same. Unknown and paused requests stay as they are."""
+        for sequence in self._sequences.get(request, ()):
+            self.guessing.forget(sequence)
+            self.scheduler.pause(sequence)
+
+    def resume(self, request: str) -> None:
+        """Have a paused request go on, before those that came after it. Others stay as they are."""
+        for sequence in self._sequences.get(request, ()):
+            self.scheduler.resume(sequence)
 
     def step(self) -> list[TokenOut]:
         """Draft, admit, plan, run, choose, commit, emit."""
@@ -147,9 +162,11 @@ class Engine:
     def check(self) -> None:
         """Assert the cache's accounts, and that nothing is leased when nothing is running."""
         self.runtime.cache.check()
-        if not self._sequences:
-            assert not self.scheduler.running and not self.scheduler.waiting, "the queues hold finished sequences"
-            assert self.runtime.cache.at_rest, "a finished sequence still has a lease"
+        queued = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.paused]
+        live = {sequence for group in self._sequences.values() for sequence in group}
+        assert len(queued) == len(live) and live.issuperset(queued), "the queues hold other sequences than the engine"
+        if not self.scheduler.running and not self.scheduler.waiting:
+            assert self.runtime.cache.at_rest, "a finished or paused sequence still has a lease"
 
     def close(self) -> None:
         """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
@@ -199,8 +216,8 @@ class Engine:
             logits = logits[rows]
         scored = any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws)
         raw = logits.clone() if scored else None
-        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device))
-        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), raw)
+        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device, logits.shape[1]))
+        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
         for turn, place in turns:
             sequence = turn.sequence
             try:
@@ -220,6 +237,8 @@ class Engine:
             if guesses:
                 self._commit_guess(turn, right)
             forced = sequence.forced
+            if forced is None and not chosen.possible[place + right]:
+                return self._fail(sequence, _NONE_LEFT)
             token = chosen.tokens[place + right] if forced is None else forced
             guessed = right < len(guesses) and token == guesses[right]
             sequence.accepted += guessed

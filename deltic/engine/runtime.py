@@ -18,6 +18,7 @@ from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.shelf import Shelf
 from deltic.cache.storage import STATE_LAYOUT, Extras, allocate, page_bytes, ring_bytes, slot_bytes
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.engine.graphs import Graphs
 from deltic.engine.head import DraftHead
 from deltic.engine.heap import keep_freed_memory
 from deltic.errors import ConfigError, ModelError
@@ -25,7 +26,7 @@ from deltic.model.decoder import Decoder, Observer, build
 from deltic.model.mtp import Mtp as Head
 from deltic.model.mtp import build_head
 from deltic.ops import Ops, select
-from deltic.ops.cpu import missing, use_level, use_threads
+from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.records import Batch, Block, Stores
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.weights.fingerprint import fingerprint
@@ -73,9 +74,9 @@ class LayerStatistics:
 class Runtime:
     """Everything a step needs. path: the model's directory or file, None for random weights. tokenizer: its texts,
     where they are no files of the directory. notes: small texts that shall outlive the process, if there is a cache
-    directory. step: runs a batch in one call, where the ops have that. mtp: the model's draft head, if it is used;
-    head: that head over this cache. draft: the model that drafts for this one, if another does. statistics: the last
-    step's layer outputs, if `options.debug_layers`."""
+    directory. step: runs a batch in one call, where the ops have that. graphs: replays decode steps, on a GPU. mtp: the
+    model's draft head, if it is used; head: that head over this cache. draft: the model that drafts for this one, if
+    another does. statistics: the last step's layer outputs, if `options.debug_layers`."""
 
     name: str
     path: Path | None
@@ -93,6 +94,7 @@ class Runtime:
     statistics: list[LayerStatistics] = field(default_factory=list)
     step: Callable[[Batch], tuple[Tensor, Tensor | None]] | None = field(init=False)
     head: DraftHead | None = field(init=False)
+    graphs: Graphs | None = field(init=False)
 
     def __post_init__(self) -> None:
         # made anew for every copy: they have taken pointers into the stores
@@ -100,21 +102,28 @@ class Runtime:
         hidden = self.cache.storage.hidden
         object.__setattr__(self, "head", DraftHead(self.mtp, self.stores, hidden)
                            if self.mtp is not None and hidden is not None else None)
+        object.__setattr__(self, "graphs", Graphs(lambda batch: self._forward(batch)[0])
+                           if self.options.device.startswith("cuda") and not self.options.debug_layers else None)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
         the batch must ask for the hidden states."""
-        hidden: Tensor | None
-        if self.step is not None and not self.options.debug_layers:
-            logits, hidden = self.step(batch)
-        else:
-            hidden = self.decoder.forward(batch, self.stores, self._observer())
-            logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
-        if self.head is not None:
-            assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
-            self.head.follow(batch, hidden.float())
+        logits = self.graphs.run(batch) if self.graphs else None
+        if logits is None:
+            logits, hidden = self._forward(batch)
+            if self.head is not None:
+                assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
+                self.head.follow(batch, hidden.float())
         return logits
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Logits, and the hidden states of all tokens where the batch asks for them."""
+        if self.step is not None and not self.options.debug_layers:
+            return self.step(batch)
+        hidden = self.decoder.forward(batch, self.stores, self._observer())
+        logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
+        return logits, hidden if batch.layout.hidden else None
 
     def _observer(self) -> Observer | None:
         if not self.options.debug_layers:
@@ -156,19 +165,18 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
           progress: LoadProgress | None, rings: bool = False, drafts: bool = False) -> Runtime:
     """drafts: it drafts for another model, with rings, without tiers, and quantized as it is."""
     _check_device(options.device)
-    ops = select(options.ops, options.device)
-    use_level(options.cpu_level)
+    select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
     files, tiled = None, False
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
-        dtype = _prepare(config, options, ops)
+        ops, dtype = _prepare(config, options)
         weights: dict[str, Block] = {**random_weights(config, dtype, model.seed, device=options.device,
                                                       initializer_range=model.initializer_range)}
     else:
         files = open_model(model, revision, progress=progress is not None)
         name, config, generation = model or "tiny", files.config, files.generation
-        dtype = _prepare(config, options, ops)
+        ops, dtype = _prepare(config, options)
         tiled = _keeps_packed(files, options)
         weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
     if options.quant != "none" and not (drafts and tiled):
@@ -253,10 +261,12 @@ def _with_tiers(runtime: Runtime, identity: str) -> Runtime:
     return replace(runtime, cache=cache, notes=notes)
 
 
-def _prepare(config: ModelConfig, options: EngineConfig, ops: Ops) -> DType:
-    """Set the process up for this model; returns the dtype of its weights and activations."""
-    use_threads(options.threads_for(config.parameter_count), ops)
-    return config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
+def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType]:
+    """The ops that serve this model and no other; the dtype of its weights and activations."""
+    threads = options.threads_for(config.parameter_count)
+    ops = select(options.ops, options.device, options.cpu_level, threads)
+    use_torch_threads(ops, threads)
+    return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
 
 
 def _quantize(weights: dict[str, Block], options: EngineConfig, config: ModelConfig, tiled: bool) -> dict[str, Block]:

@@ -81,6 +81,7 @@ class Scheduler:
         self.cache, self.max_batch, self.token_budget = cache, max_batch, token_budget
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.paused: list[Sequence] = []
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -106,11 +107,32 @@ class Scheduler:
         shares.sort(key=_order)
         return Plan(tuple(self._row(sequence, count) for sequence, count in shares)), [s for s, _ in shares]
 
+    def pause(self, sequence: Sequence) -> None:
+        """Have a sequence neither run nor wait until `resume`. It owns nothing meanwhile; what it has read is kept like
+        any other prefix."""
+        if sequence in self.paused:
+            return
+        self._forget_origin(sequence)
+        if sequence.lease is None:
+            self.waiting.remove(sequence)
+        else:
+            self._yield(sequence)
+        sequence.fetch = None
+        self.paused.append(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Have a paused sequence wait again, before those that came after it."""
+        if sequence not in self.paused:
+            return
+        self.paused.remove(sequence)
+        place = next((i for i, other in enumerate(self.waiting) if other.arrived > sequence.arrived), len(self.waiting))
+        self.waiting.insert(place, sequence)
+
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
         """Take a sequence out, wherever it is, and give back what it owns. keep: its state is good for others."""
         self._forget_origin(sequence)
         if sequence.lease is None:
-            self.waiting.remove(sequence)
+            (self.paused if sequence in self.paused else self.waiting).remove(sequence)
             return
         self.running.remove(sequence)
         self.cache.release(sequence.lease, keep)
@@ -208,12 +230,21 @@ class Scheduler:
         return origin is not None
 
     def _preempt(self, sequence: Sequence) -> None:
-        assert sequence.lease is not None
-        self.running.remove(sequence)
-        self.cache.release(sequence.lease, keep=sequence.generated > 0)
-        sequence.lease, sequence.drafts = None, ()  # guesses need the replay ring that they were made for
+        self._yield(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
+
+    def _yield(self, sequence: Sequence) -> None:
+        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again."""
+        lease = sequence.lease
+        assert lease is not None
+        sound = sequence.generated > 0 or (self.cache.reuse and self.cache.sound(lease))
+        if sound:
+            self.cache.keep_emitted(lease)
+        self.running.remove(sequence)
+        self.cache.release(lease, keep=sound)
+        # guesses need the replay ring that they were made for
+        sequence.lease, sequence.drafts, sequence.logits = None, (), None
 
     def _row(self, sequence: Sequence, count: int) -> Row:
         lease = sequence.lease

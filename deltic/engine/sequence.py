@@ -28,7 +28,8 @@ class Sequence:
 
     tokens: prompt and answer; those after `lease.done` are still to be processed. lease: None while waiting.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
-    goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. origin: where to fork
+    goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. penalties: what the
+    sampler knows of them. origin: where to fork
     from instead of processing the prompt. boundaries: where following prompts are expected to part. wanted: prompt
     positions whose state is worth keeping. fetch: what the tiers bring for it. known: tokens that the tree knows of it,
     and as of which of the tree's changes. started: where its lease began. arrived, admitted: when it came and when it
@@ -59,6 +60,7 @@ class Sequence:
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     counts: Counter[int] = field(default_factory=Counter)
+    penalties: Any = None
     finish: Finish | None = None
     drafts: tuple[int, ...] = ()
     drafted: int = 0
@@ -105,8 +107,8 @@ class Sequence:
     def start(self, lease: Lease) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
         self.lease, self.started, self.fetch = lease, lease.done, None
-        self.admitted = self.admitted or time.perf_counter()
-        if not self.generated:
+        if self.admitted is None:  # later it may find what it has read itself
+            self.admitted = time.perf_counter()
             self.cached = lease.done
         self.logits = lease.logits if lease.done == len(self.tokens) else None
         lease.expected.update(self.boundaries)

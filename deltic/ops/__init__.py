@@ -88,16 +88,20 @@ class Ops:
     step: Callable[[Ops, Stack, Stores], Callable[[Batch], tuple[Tensor, Tensor | None]] | None]
 
 
-def backends() -> dict[str, Ops]:
-    """Every backend, by name; `cpu`, the fastest on one, is `torch` where its kernels were not compiled."""
+def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
+    """Every backend, by name; `cpu`, the fastest on one, is `torch` where its kernels were not compiled.
+
+    level, threads: the instructions that the kernels use, and on how many threads of their own.
+    """
     from deltic.ops import cpu, ref, torch
 
-    return {"ref": ref.OPS, "torch": torch.OPS, "cpu": cpu.overlay()}
+    return {"ref": ref.OPS, "torch": torch.OPS, "cpu": cpu.overlay(level, threads)}
 
 
-def select(overrides: tuple[str, ...] = (), device: str = "cpu") -> Ops:
-    """The best backend for a device with single ops replaced: `attention_mixer=ref`, or all of them: `ref`."""
-    known = backends()
+def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "auto", threads: int = 1) -> Ops:
+    """The best backend for a device with single ops replaced: `attention_mixer=ref`, or all of them: `ref`. Level and
+    threads belong to these ops alone, whatever others there are in the process."""
+    known = backends(level, threads)
     ops = known["cpu" if device == "cpu" else "torch"]
     names = {f.name for f in fields(Ops)}
     for override in overrides:

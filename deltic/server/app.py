@@ -37,13 +37,13 @@ class AppOptions(TypedDict, total=False):
 
 def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None = None,
                cors_origins: Sequence[str] = (), stuck_after: float = STUCK_AFTER, max_body: int = MAX_BODY) -> FastAPI:
-    """An ASGI application that serves a model; the engine runs from its startup to its shutdown.
+    """An ASGI application that serves a model, which the process may use at the same time.
 
     served_name: the model's name for clients. api_key: what clients must send, if anything. cors_origins: web
     pages that may use the server ("*": all). stuck_after: seconds without progress that make /health fail.
     max_body: the largest request in bytes.
     """
-    bridge = Bridge(llm.engine, stuck_after)
+    bridge = Bridge(llm.worker, stuck_after)
     desk = Desk(llm, bridge, served_name or public_name(llm), max_body)
     app = FastAPI(title="deltic", lifespan=_lifespan(bridge), docs_url=None, redoc_url=None, openapi_url=None,
                   redirect_slashes=False)
@@ -80,7 +80,7 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
         Server(app, app.state.bridge, grace, lambda: on_ready(ready)).run_on(listener)
     finally:
         listener.close()
-        llm.engine.close()
+        llm.close()
 
 
 def _lifespan(bridge: Bridge) -> Callable[[FastAPI], Any]:

@@ -1,10 +1,7 @@
-"""The engine beside the event loop: one thread, one queue each way.
+"""The engine's worker for one event loop: requests go to its inbox, the events of a step come back in one call.
 
-    event loop                                    engine's thread (worker)
-    submit, abort  -- inbox ------------------->  between two steps: add, abort
-    Ticket         <- call_soon_threadsafe -----  the events of a step, in one call
-
-The engine belongs to the thread, tickets belong to the loop; nothing else is shared.
+The engine belongs to the worker's thread, tickets belong to the loop; nothing else is shared. Others may use the worker
+at the same time, and it outlives the bridge.
 """
 
 from __future__ import annotations
@@ -16,20 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from deltic.engine.engine import Engine
-from deltic.errors import DelticError
+from deltic.engine.worker import Worker
+from deltic.errors import UnavailableError
 from deltic.server.ticket import Ticket
-from deltic.server.worker import Worker
 from deltic.types import Request, TokenOut
 
 log = logging.getLogger("deltic")
 
 STUCK_AFTER = 60.0
 """Seconds without a finished step after which the engine counts as stuck: the first big step may well be slow."""
-
-
-class UnavailableError(DelticError):
-    """The engine takes no requests: it is stopping, or has broken down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +33,17 @@ class Health:
 
 
 class Bridge:
-    """Runs an engine in a thread of its own. Its methods are for the event loop that called `start`."""
+    """Brings a worker's events to an event loop. Its methods are for the loop that called `start`."""
 
-    def __init__(self, engine: Engine, stuck_after: float = STUCK_AFTER) -> None:
-        self._worker, self._stuck_after = Worker(engine, self), stuck_after
+    def __init__(self, worker: Worker, stuck_after: float = STUCK_AFTER) -> None:
+        self._worker, self._stuck_after = worker, stuck_after
         self._tickets: dict[str, Ticket] = {}
         self._closed: str | None = "the engine has not been started"
         self._empty = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread."""
+        """Take requests."""
         self._loop, self._closed = asyncio.get_running_loop(), None
         self._worker.start()
 
@@ -61,7 +53,7 @@ class Bridge:
             raise UnavailableError(self._closed)
         ticket = Ticket(requests, self._withdraw)
         self._tickets |= dict.fromkeys(ticket.requests, ticket)
-        self._worker.ask(partial(self._worker.add, requests, partial(self._post, ticket.admit)))
+        self._worker.submit(requests, self, partial(self._post, ticket.admit))
         try:
             await ticket.admitted
         except BaseException:
@@ -85,16 +77,20 @@ class Bridge:
         self._fail_all()
 
     async def stop(self, grace: float = 0.0, patience: float = 5.0) -> None:
-        """Drain, and end the thread; one that is stuck is left behind after `patience` seconds."""
+        """Drain, and wait until the engine has dropped what was running; `patience` seconds for one that is stuck."""
         await self.drain(grace)
-        if not await asyncio.to_thread(self._worker.stop, patience):
-            log.error("the engine's thread is stuck and is left behind")
+        dropped = asyncio.Event()
+        self._worker.ask(partial(self._post, dropped.set), lambda _: self._post(dropped.set))
+        try:
+            await asyncio.wait_for(dropped.wait(), patience)
+        except TimeoutError:
+            log.error("the engine is stuck and is left behind")
 
     def on_events(self, events: list[TokenOut]) -> None:
         """The worker has news."""
         self._post(self._deliver, events)
 
-    def on_end(self) -> None:
+    def on_end(self, error: UnavailableError) -> None:
         """The worker has ended."""
         self._post(self._close)
 
@@ -115,7 +111,7 @@ class Bridge:
 
     def _withdraw(self, ticket: Ticket) -> None:
         if ticket.open:
-            self._worker.ask(partial(self._worker.abort, ticket.requests))
+            self._worker.abort(ticket.requests)
             self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from deltic.errors import DelticError
+from deltic.errors import GenerationError
 from deltic.server.bridge import Bridge
 from deltic.server.ticket import Ticket
 from deltic.text.deltas import Answer, Delta, join, merge
@@ -15,10 +15,6 @@ from deltic.types import Finish, TokenLogprobs, TokenOut, Usage
 
 Score = tuple[int, TokenLogprobs]
 """A token of an answer and its probabilities."""
-
-
-class GenerationError(DelticError):
-    """The engine gave up on an answer."""
 
 
 @dataclass(frozen=True, slots=True)

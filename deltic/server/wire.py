@@ -18,9 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deltic.errors import DelticError, LongPromptError, RequestError, show
-from deltic.server.bridge import UnavailableError
-from deltic.server.collect import GenerationError
+from deltic.errors import DelticError, GenerationError, LongPromptError, RequestError, UnavailableError, show
 
 log = logging.getLogger("deltic")
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from deltic.errors import DelticError, LongPromptError
 from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell, turning
-from deltic.text.coerce import coerce, loads
+from deltic.text.coerce import coerce
 from deltic.text.deltas import Answer, join
 from deltic.text.messages import REASONING
 from deltic.text.notes import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
@@ -117,7 +117,7 @@ class History:
             return
         ids, answer, sound = self._read(router, hidden, tokens, finish)
         calls = tuple((call.name, call.arguments) for call in answer.calls)
-        visible = _visible(answer.content, [(name, loads(text)) for name, text in calls], turn.schemas)
+        visible = _visible(answer.content, [(name, json.loads(text)) for name, text in calls], turn.schemas)
         whole = array("i", turn.ids) + array("i", ids)
         note = Note(answer.content, answer.reasoning, calls, whole[turn.kept:] if sound else array("i"),
                     digest_of(whole), turn.parent, turn.kept, turn.opening,
@@ -247,7 +247,7 @@ def _raw(message: Mapping[str, Any], note: Note) -> dict[str, Any]:
     if isinstance(reasoning, str) and _plain_text(reasoning) == _plain_text(note.reasoning):
         raw |= dict.fromkeys(REASONING, note.reasoning)
     if note.calls:
-        raw["tool_calls"] = [{**call, "function": {"name": name, "arguments": loads(arguments)}}
+        raw["tool_calls"] = [{**call, "function": {"name": name, "arguments": json.loads(arguments)}}
                              for call, (name, arguments) in zip(message["tool_calls"], note.calls, strict=True)]
     return raw
 
