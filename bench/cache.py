@@ -24,7 +24,8 @@ from deltic.cache.disk import Disk
 from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.ledger import Ledger
-from deltic.cache.shelf import Shelf, Source
+from deltic.cache.prefix import Source
+from deltic.cache.shelf import Shelf
 from deltic.cache.tree import PrefixTree
 from deltic.engine.engine import Engine
 from deltic.model.decoder import Stores

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
+
+_SHOWN: Final = 80
 
 
 class DelticError(ValueError):
@@ -69,9 +72,33 @@ class DegenerateError(DelticError):
 
 
 def show(value: object) -> str:
-    """A value as a message quotes it: not without end, whoever gave it."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python declines to print integers of thousands of digits
-        text = "a huge number"
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A value as a message quotes it: not without end, whoever gave it. No more of it is looked at than is shown."""
+    text = ""
+    for piece in _spell(value):
+        text += piece
+        if len(text) > _SHOWN:
+            return text[:_SHOWN - 3] + "..."
+    return text
+
+
+def _spell(value: object) -> Iterator[str]:
+    """The pieces of repr(value)."""
+    if type(value) is str:
+        yield repr(value[:_SHOWN + 1])
+    elif type(value) is list:
+        for index, item in enumerate(value):
+            yield ", " if index else "["
+            yield from _spell(item)
+        yield "]" if value else "[]"
+    elif type(value) is dict:
+        for index, (key, item) in enumerate(value.items()):
+            yield ", " if index else "{"
+            yield from _spell(key)
+            yield ": "
+            yield from _spell(item)
+        yield "}" if value else "{}"
+    else:
+        try:
+            yield repr(value)
+        except ValueError:  # Python declines to print integers of thousands of digits
+            yield "a huge number"

@@ -29,7 +29,8 @@ from deltic.cache.disk import Disk
 from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.medium import Item, MediumError, PrefixHash
-from deltic.cache.shelf import Loaded, LostError, Shelf, Source
+from deltic.cache.prefix import Loaded, LostError, Source
+from deltic.cache.shelf import Shelf
 from deltic.cache.tiers import Fetch
 from deltic.engine.engine import Engine
 from deltic.types import PAGE

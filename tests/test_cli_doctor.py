@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 import os
 import platform
@@ -314,6 +315,27 @@ def test_a_cache_directory_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     finding = look(places.check_cache_dir, cache_dir=str(tmp_path))
     assert finding.state == "problem" and "not writable" in finding.fact
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the system has no /proc")
+def test_a_cache_directory_where_nothing_can_be_made():
+    """The permissions alone would not tell."""
+    finding = look(places.check_cache_dir, cache_dir="/proc/deltic-cache")
+    assert finding.state == "problem" and finding.fact.startswith("/proc is not writable for this user: No such file")
+
+
+def test_a_full_disk_is_found_by_writing(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert "No space left" in look(places.check_cache_dir, cache_dir=str(tmp_path)).fact
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_cache_directory_that_can_only_be_read(monkeypatch, kept):
+    monkeypatch.setattr(places, "_refusal", lambda path: "Read-only file system")
+    finding = look(places.check_cache_dir, cache_dir=str(kept))
+    assert finding.state == "warning" and "1 files of 1 models kept" in finding.fact and "is used" in finding.advice
 
 
 def test_a_cache_directory_that_is_none(tmp_path):

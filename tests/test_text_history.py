@@ -81,6 +81,8 @@ class Store:
 
     notes: dict[str, bytes] = field(default_factory=dict)
 
+    ready = True
+
     def get(self, key: str) -> bytes | None:
         return self.notes.get(key)
 

@@ -79,6 +79,8 @@ class Store:
     def __init__(self) -> None:
         self.notes: dict[str, bytes] = {}
 
+    ready = True
+
     def get(self, key: str) -> bytes | None:
         return self.notes.get(key)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from zlib import crc32
 
@@ -15,47 +15,46 @@ from torch import Tensor
 
 from deltic.cache import folder as layout
 from deltic.cache.itemfile import decode, encode
-from deltic.cache.medium import Item, MediumError
+from deltic.cache.medium import FullError, Item, MediumError
 
 _CHECKSUM_BYTES, _BLOCK = 4, 4096
 
 logger = logging.getLogger(__name__)
 
 
-def fingerprint(parts: Iterable[bytes | str]) -> str:
-    """32 hexadecimal characters for what items must agree on to be exchangeable. Where one part ends counts."""
-    digest = sha256()
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()[:32]
-
-
 class Disk:
     """A Medium in `directory`, for the model that `fingerprint` (lower-case letters and digits) stands for.
 
     Several processes may use a directory at the same time. Files are for this user alone. `label` is the model's
-    name, for people. budget: bytes, which the caller keeps to. Raises ConfigError if the directory cannot be used.
+    name, for people. budget: bytes, which the caller keeps to. writable: False if the directory can only be read,
+    which is said once in a warning. Raises ConfigError if it cannot be used at all.
     """
 
     name = "disk"
 
     def __init__(self, directory: str | Path, fingerprint: str, budget: int, label: str = "") -> None:
         self.budget = budget
-        self._folder = layout.open_folder(directory, fingerprint)
+        self._folder, self.writable = layout.open_folder(directory, fingerprint)
         self._root, self._label = self._folder.parent, label
-        self._warned = (0, 0)
-        layout.write_label(self._folder, label)
+        self._warned, self._gone = (0, 0), set[str]()
+        if self.writable:
+            layout.write_label(self._folder, label)
+        else:
+            logger.warning("%s cannot be written to: the prefixes in it are used, and none are added", self._root)
 
     def scan(self) -> Iterator[Item]:
         """The items of this model, by their names alone."""
-        return (file.item for file in layout.files(self._folder) if file.item)
+        return (file.item for file in layout.files(self._folder) if file.item and file.path not in self._gone)
 
     def others(self) -> list[Item]:
-        """What else takes room: of other models and versions, and what was left unfinished or is not ours. Items
-        with `path`; what their other fields say holds for other models. The first look at many of them warns."""
+        """What else takes room: of other models, machines and versions, and what is not ours. Items with `path`; what
+        their other fields say holds for other models. The first look at many of them warns. What writers that were
+        killed have left is deleted on the way."""
+        if not self.writable:
+            return []
+        layout.sweep(self._root)
         found = [file for folder in layout.folders(self._root) for file in layout.files(folder)
-                 if not file.live and not self._owns(file)]
+                 if not file.temporary and not self._owns(file)]
         self._warn(len(found), sum(file.size for file in found))
         return [replace(file.item or Item("kv", "", "", 0, 0), size=file.size, used=file.used,
                         path=f"{file.folder}/{file.path}") for file in found]
@@ -63,16 +62,17 @@ class Disk:
     def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
         """Keep an item; returns the size of its file. Tensors are float32, bfloat16, float16 or int64.
 
-        Raises OSError, with nothing left behind, if the disk is full, nearly full (ENOSPC), or refuses.
+        Raises OSError, with nothing left behind, if the disk refuses; FullError if it is full, or nearly.
         """
         return _write(self._folder / layout.item_name(item), encode(item, tensors), self._restore)
 
-    def read(self, item: Item) -> dict[str, Tensor]:
-        """New tensors on the CPU. Everything is checked; MediumError says what is wrong."""
+    def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
+        """New tensors on the CPU, of at most so many bytes in all. Everything is checked; MediumError says what is
+        wrong."""
         path = self._folder / layout.item_name(item)
         try:
             with layout.open_regular(path) as file:
-                return decode(file, item)
+                return decode(file, item, most)
         except OSError as error:
             raise MediumError(f"{path} cannot be read: {error.strerror}") from error
         except MediumError as error:
@@ -80,18 +80,23 @@ class Disk:
 
     def delete(self, item: Item) -> None:
         """Unlink a file, and the folder of another model if this empties it. Never fails: what the disk does not
-        give up is found again by the next scan."""
+        give up is found again by the next scan, unless it can only be read."""
         name, _, path = (item.path or f"{self._folder.name}/{layout.item_name(item)}").partition("/")
         try:
             layout.remove(self._root / name, path)
         except OSError as error:
             logger.debug("%s stays: %s", self._root / name / path, error.strerror)
+            if not self.writable:
+                self._gone.add(path)
         if name != self._folder.name:
             layout.prune(self._root / name)
 
     def touch(self, item: Item) -> None:
         with suppress(OSError):
             os.utime(self._folder / layout.item_name(item), follow_symlinks=False)
+
+    def abandon(self) -> None:
+        """Nothing: it is there."""
 
     def _owns(self, file: layout.Found) -> bool:
         return file.folder == self._folder.name and (file.item is not None or file.note)
@@ -102,8 +107,8 @@ class Disk:
 
     def _warn(self, count: int, size: int) -> None:
         if count and self._warned != (count, size):
-            logger.warning("%d files of other models or versions in %s count towards the budget (%.1f MiB) and go "
-                           "first", count, self._root, size / (1 << 20))
+            logger.warning("%d files in %s are of other models, versions or kinds of processors; they count towards "
+                           "the budget (%.1f MiB) until they are the oldest", count, self._root, size / (1 << 20))
         self._warned = count, size
 
 
@@ -112,8 +117,10 @@ class DiskNotes:
     for longest go first. Writing is for the caller's thread. Raises ConfigError if the directory cannot be used,
     and nothing later: what cannot be kept is not kept."""
 
+    ready = True
+
     def __init__(self, directory: str | Path, fingerprint: str, budget: int = 64 << 20) -> None:
-        self._model = layout.open_folder(directory, fingerprint)
+        self._model, self._writable = layout.open_folder(directory, fingerprint)
         self._folder = self._model / layout.NOTES
         self._slack = budget // 8
         self._limit = budget - 2 * self._slack
@@ -136,7 +143,7 @@ class DiskNotes:
     def put(self, key: str, data: bytes) -> None:
         """Keep a value of at most three quarters of the budget."""
         cost = _disk_bytes(_CHECKSUM_BYTES + len(data))
-        if not layout.is_note(key) or cost > self._limit:
+        if not layout.is_note(key) or cost > self._limit or not self._writable:
             return
         try:
             if self._unseen + cost > self._slack:
@@ -186,13 +193,19 @@ def _disk_bytes(size: int) -> int:
 
 
 def _write(path: Path, pieces: Sequence[bytes | memoryview], restore: Callable[[], None]) -> int:
-    """Write a file and return its size; `restore` is called if somebody removed its folder."""
+    """Write a file and return its size; `restore` is called if somebody removed its folder. FullError if there is no
+    room."""
     size = sum(map(len, pieces))
     try:
-        layout.check_room(path.parent, size)
-        layout.write_whole(path, pieces)
-    except FileNotFoundError:
-        restore()
-        layout.check_room(path.parent, size)
-        layout.write_whole(path, pieces)
+        try:
+            layout.check_room(path.parent, size)
+            layout.write_whole(path, pieces)
+        except FileNotFoundError:
+            restore()
+            layout.check_room(path.parent, size)
+            layout.write_whole(path, pieces)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(error, FullError):
+            raise FullError(error.errno, error.strerror or "full", str(path), size) from error
+        raise
     return size

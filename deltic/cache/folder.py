@@ -1,13 +1,15 @@
 """Where things lie in a cache directory, without torch: names, modes, and files that are whole or not there.
 
 Everything is below `DIRECTORY/deltic-prefixes`: a folder `v<version>-<fingerprint>` per model, in it a file per item,
-`model.json` with the model's name, and the folder `notes`. Folders with other names are none of ours. Links are never
-followed. Nothing is synced to the disk: a file that a power failure tore fails its checksum when it is read.
+`model.json` with the model's name, and the folder `notes`; beside these folders `weights.json`, which remembers digests
+of models' files. Folders with other names are none of ours. Links are never followed. Nothing is synced to the disk: a
+file that a power failure tore fails its checksum when it is read.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -16,22 +18,23 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, cast, get_args
 
-from deltic.cache.medium import Item, Kind
+from deltic.cache.medium import FullError, Item, Kind
 from deltic.errors import ConfigError
 
 ROOT: Final = "deltic-prefixes"
 VERSION: Final = 1
 NOTES: Final = "notes"
+WEIGHTS: Final = "weights.json"
 _LABEL, _TAG, _TEMPORARY = "model.json", "CACHEDIR.TAG", ".tmp-"
 _TAG_TEXT = b"Signature: 8a477f597d28d172789f06886806bc55\n# A prefix cache of deltic; it may be deleted.\n"
 _LABEL_LIMIT = 1 << 16
-_STALE_SECONDS = 600.0
+_STALE_SECONDS, _GRACE_SECONDS = 600.0, 2.0
 _FOLDER = re.compile(r"v([1-9][0-9]{0,8})-([0-9a-z]{1,64})")
 _COUNT = "(0|[1-9][0-9]{0,17})"
 _ITEM = re.compile(rf"{_COUNT}-{_COUNT}-([0-9a-f]{{1,64}})-([0-9a-f]{{1,64}}|root)\.({'|'.join(get_args(Kind))})")
@@ -58,11 +61,6 @@ class Found:
     @property
     def temporary(self) -> bool:
         return self.path.rpartition("/")[2].startswith(_TEMPORARY)
-
-    @property
-    def live(self) -> bool:
-        """A file that somebody is writing now. Clocks also go backwards."""
-        return self.temporary and abs(time.time() - self.used) <= _STALE_SECONDS
 
     @property
     def note(self) -> bool:
@@ -168,45 +166,79 @@ def _found(folder: str, path: str, status: os.stat_result) -> Found:
 # Making
 
 
-def open_folder(directory: str | Path, fingerprint: str) -> Path:
-    """The folder of one model, made if need be, for this user alone; ConfigError if the directory cannot be used."""
+def open_root(directory: str | Path) -> Path:
+    """The place of all models, made if need be, for this user alone; ConfigError if it can be neither written to nor
+    read."""
+    root = root_of(directory)
+    _open(directory, root, make_root, (root,))
+    return root
+
+
+def open_folder(directory: str | Path, fingerprint: str) -> tuple[Path, bool]:
+    """The folder of one model, made if need be, for this user alone, and whether it can be written to; ConfigError if
+    it cannot be read either."""
     root = root_of(directory)
     folder = root / folder_name(fingerprint)
+    return folder, _open(directory, folder, make_folder, (root, folder))
+
+
+def _open(directory: str | Path, path: Path, make: Callable[[Path], None], above: Sequence[Path]) -> bool:
     try:
-        make_folder(folder)
-        denied = next((path for path in (root, folder) if not os.access(path, os.R_OK | os.W_OK | os.X_OK)), None)
+        make(path)
+        denied = next((place for place in above if not os.access(place, os.R_OK | os.W_OK | os.X_OK)), None)
         if denied:
             raise OSError(errno.EACCES, "not writable", str(denied))
+        return True
     except (OSError, ValueError) as error:
-        where, reason = getattr(error, "filename", None) or root, getattr(error, "strerror", None) or error
+        if isinstance(error, OSError) and all(map(_readable, above)):
+            return False
+        where, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
         raise ConfigError(f"cache_dir {str(directory)!r} cannot be used ({where}: {reason}); name a directory that "
                           "you own and may write to, or leave cache_dir out to keep nothing on disk",
                           "cache_dir") from error
-    return folder
 
 
-def make_folder(folder: Path) -> None:
-    """Make a model's folder and what is above it; OSError if that is impossible or others could look into it."""
-    folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in (folder.parent, folder):
-        make_private(path)
-    tag = folder.parent / _TAG
+def _readable(path: Path) -> bool:
+    """Whether what lies in a folder can be read, and is the user's own or the system's."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0) and os.access(path, os.R_OK | os.X_OK)
+
+
+def make_root(root: Path) -> None:
+    """Make the place of all models and what is above it; OSError if that is impossible or others could look into
+    it."""
+    root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(root)
+    tag = root / _TAG
     if not tag.exists():
         with suppress(OSError):
             write_whole(tag, [_TAG_TEXT])
 
 
+def make_folder(folder: Path) -> None:
+    """Make a model's folder and what is above it; OSError as `make_root`."""
+    make_root(folder.parent)
+    make_private(folder)
+
+
 def make_private(path: Path) -> None:
-    """A folder for this user alone, whatever the umask; OSError if it is a link, a file or somebody else's."""
-    with suppress(FileExistsError):
+    """A folder for this user alone, whatever the umask; OSError if it is a link, a file or somebody else's. One that
+    the user has made read-only stays so."""
+    kept = 0
+    try:
         path.mkdir(mode=0o700)
+    except FileExistsError:
+        kept = stat.S_IMODE(path.lstat().st_mode) & 0o700
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path))
-    if stat.S_IMODE(found.st_mode) == 0o700:
+    if stat.S_IMODE(found.st_mode) == (kept or 0o700):
         return
     try:
-        path.chmod(0o700)
+        path.chmod(kept or 0o700)
     except PermissionError as error:
         if found.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "owned by another user, who could read it", str(path)) from error
@@ -225,6 +257,8 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb", opener=_create_private) as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)  # as long as it is held, nobody takes the file for a left-over
             for piece in pieces:
                 file.write(piece)
         os.replace(temporary, path)
@@ -247,10 +281,11 @@ def claim(path: Path) -> bool:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """OSError(ENOSPC) if so many more bytes would take what is to stay free on the disk."""
+    """FullError if so many more bytes would take what is to stay free on the disk."""
     usage = shutil.disk_usage(folder)
-    if usage.total and usage.free - size < min(RESERVE, int(usage.total * RESERVE_SHARE)):
-        raise OSError(errno.ENOSPC, "the disk is nearly full", str(folder))
+    missing = min(RESERVE, int(usage.total * RESERVE_SHARE)) + size - usage.free
+    if usage.total and missing > 0:
+        raise FullError(errno.ENOSPC, "the disk is nearly full", str(folder), missing)
 
 
 def _create_private(path: str, flags: int) -> int:
@@ -261,6 +296,34 @@ def _create_private(path: str, flags: int) -> int:
 
 
 # Removing
+
+
+def sweep(root: Path) -> None:
+    """Remove what writers that were killed have left."""
+    for folder in [root, *(path for model in folders(root) for path in (model, model / NOTES))]:
+        for entry in _entries(folder):
+            if entry.name.startswith(_TEMPORARY) and _abandoned(folder / entry.name):
+                with suppress(OSError):
+                    os.unlink(folder / entry.name)
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether nobody writes a temporary file any more: its writer holds a lock. (Where locks do not reach, the writer
+    finds its file gone and writes it again.)"""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        age = abs(time.time() - os.fstat(descriptor).st_mtime)  # clocks also go backwards
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return age > _GRACE_SECONDS
+    except BlockingIOError:
+        return False
+    except OSError:  # a disk without locks
+        return age > _STALE_SECONDS
+    finally:
+        os.close(descriptor)
 
 
 def remove(folder: Path, path: str) -> None:
@@ -278,19 +341,20 @@ def prune(folder: Path) -> None:
     """Remove a model's folder if nothing is in it but its label."""
     with suppress(OSError):
         (folder / NOTES).rmdir()
-    _remove_but_for(folder, _LABEL)
+    _remove_but_for(folder, {_LABEL})
 
 
 def prune_root(root: Path) -> None:
-    """Remove the place of all models if nothing is in it but its tag."""
-    _remove_but_for(root, _TAG)
+    """Remove the place of all models if no model's folder is in it, nor anything else that is not ours."""
+    _remove_but_for(root, {_TAG, WEIGHTS})
 
 
-def _remove_but_for(folder: Path, name: str) -> None:
-    """Remove a folder in which at most that file is left."""
+def _remove_but_for(folder: Path, names: Set[str]) -> None:
+    """Remove a folder in which at most those files are left."""
     with suppress(OSError):
         with os.scandir(folder) as entries:
-            if any(entry.name != name for entry in entries):
+            if any(entry.name not in names for entry in entries):
                 return
-        (folder / name).unlink(missing_ok=True)
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()

@@ -13,6 +13,7 @@ class Host:
     """A `Medium` of plain tensors."""
 
     name = "host"
+    writable = True
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -31,7 +32,7 @@ class Host:
         self._items[item.kind, item.key] = dict(tensors)
         return item.size
 
-    def read(self, item: Item) -> dict[str, Tensor]:
+    def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
         """The tensors that were written."""
         tensors = self._items.get((item.kind, item.key))
         if tensors is None:
@@ -44,3 +45,6 @@ class Host:
 
     def touch(self, item: Item) -> None:
         """Nothing: the order of use is the index's."""
+
+    def abandon(self) -> None:
+        """Nothing: it is always there."""

@@ -21,9 +21,8 @@ what it has been given lies in the tiers too (host memory, disk), and comes back
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ import torch
 from deltic.cache.ledger import Ledger
 from deltic.cache.shelf import Shelf
 from deltic.cache.storage import Storage
-from deltic.cache.tiers import NOTHING, Fetch, Kept, fits, restore, source_of
+from deltic.cache.tiers import NOTHING, Fetch, Kept, PoolDoor, restore, source_of
 from deltic.cache.tree import Mark, Match, PrefixTree
 from deltic.ops import Ops
 from deltic.ops.records import PAGE, RING
@@ -76,11 +75,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A position to which sequences can return: its tokens, their pages, and a copy of the state in a slot."""
+    """A position to which sequences can return: its tokens, their pages, and a copy of the state in a slot. logits:
+    those of the last token, if they are kept."""
 
     slot: int
     pages: tuple[int, ...]
     tokens: tuple[int, ...]
+    logits: Any = None
 
     @property
     def done(self) -> int:
@@ -90,15 +91,17 @@ class Checkpoint:
 class HybridCache:
     """Grants pages and slots, moves cursors, forks and restores. `check()` proves the accounts."""
 
-    def __init__(self, storage: Storage, ops: Ops, reuse: bool = True, tiers: Sequence[Shelf] = ()) -> None:
+    def __init__(self, storage: Storage, ops: Ops, reuse: bool = True, tiers: Sequence[Shelf] = (),
+                 rows: int | None = None) -> None:
         """reuse: keep prefixes of finished sequences for following ones. tiers: where to keep them too, fastest
-        first."""
+        first. rows: positions that may be kept with their logits; None: as many as there are slots."""
         self.storage, self.ops, self.reuse = storage, ops, reuse
         self.tiers = tuple(tiers) if reuse else ()
         self.pages = Ledger("page", storage.keys.shape[1])
         self.slots = Ledger("slot", storage.recurrent.shape[1])
         self.rings = Ledger("replay ring", storage.ring_units)
         self.tree = PrefixTree(self.pages, self.slots, storage.slot_tokens)
+        self.rows = self.slots.size if rows is None else rows
         self._leases: dict[int, Lease] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
 
@@ -129,12 +132,12 @@ class HybridCache:
 
     def fetch(self, prompt: Sequence[int]) -> Fetch:
         """Have the tiers look for a deeper position than `known` ones; to be polled, then given to `admit`."""
-        return Fetch(prompt, self.known(prompt), self.tiers) if self.tiers else NOTHING
+        return Fetch(prompt, self.known(prompt), self.tiers, PoolDoor(self.storage)) if self.tiers else NOTHING
 
     def _arrive(self, fetch: Fetch, room: int, known: int) -> Lease | None:
         """A lease at a position that came from a tier."""
         loaded = fetch.loaded
-        if loaded is None or fetch.shelf is None or loaded.done <= known or not fits(self.storage, loaded):
+        if loaded is None or fetch.shelf is None or loaded.done <= known:
             return None
         full = self.tree.shared(loaded.tokens)
         missing = max(room, -(-loaded.done // PAGE)) - len(full)
@@ -147,7 +150,8 @@ class HybridCache:
             self.pages.release(full)
             self.slots.release([] if slot is None else [slot])
             return None
-        lease = self._book(Lease(slot, [*full, *fresh], list(loaded.tokens), loaded.logits, fetch.shelf.name))
+        logits = None if loaded.logits is None else loaded.logits.to(self.storage.device)
+        lease = self._book(Lease(slot, [*full, *fresh], list(loaded.tokens), logits, fetch.shelf.name))
         restore(self.storage, loaded, lease.pages, len(full) * PAGE, slot)
         fetch.shelf.hits += 1
         fetch.shelf.hit_tokens += loaded.done - known
@@ -238,20 +242,31 @@ class HybridCache:
         """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers."""
         tokens = lease.tokens[:done]
         mark = self.tree.insert(tokens, lease.pages, slot, page, logits)
+        self.tree.keep_logits(self.rows - self._rows_held)
         for tier in self.tiers:
             tier.offer(source_of(self.storage, Kept(tokens, lease.pages, mark.slot, mark.logits)))
         return mark
 
-    def sound(self, lease: Lease) -> bool:
-        """Whether all that the lease holds is finite, so that it may go into the tree although no logits were seen
-        that depend on it."""
+    def keep_sound(self, lease: Lease) -> bool:
+        """Put the states emitted so far into the tree although no logits were seen that depend on them, if all that the
+        lease holds is finite; else give them up. Returns whether it is."""
+        if not self.reuse:
+            return False
+        sound = all(bool(tensor.isfinite().all()) for tensor in self._held(lease))
+        if sound:
+            self.keep_emitted(lease)
+        self.slots.release(lease.emitting.values())
+        lease.emitting = {}
+        return sound
+
+    def _held(self, lease: Lease) -> Iterator[torch.Tensor]:
+        """States and K/V of all committed tokens."""
         self.settle(lease)
+        for pool in self.storage.slot_tensors:
+            yield from (pool[:, slot] for slot in (lease.slot, *lease.emitting.values()))
         pages = torch.tensor(lease.pages[:-(-lease.done // PAGE)], dtype=torch.int64, device=self.storage.device)
-        kv = (layer.index_select(0, pages).flatten(0, 1)[:lease.done] for pool in self.storage.page_tensors
-              for layer in pool)
-        slots = [lease.slot, *(slot for position, slot in lease.emitting.items() if position <= lease.done)]
-        states = (pool[:, slot] for pool in self.storage.slot_tensors for slot in slots)
-        return all(bool(tensor.isfinite().all()) for tensor in chain(states, kv))
+        for pool in self.storage.page_tensors:
+            yield from (layer.index_select(0, pages).flatten(0, 1)[:lease.done] for layer in pool)
 
     def commit(self, lease: Lease, tokens: Sequence[int], base: int | None = None) -> None:
         """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1).
@@ -305,15 +320,21 @@ class HybridCache:
         self._copy_state(source, slot)
         return self._book(Lease(slot, pages, list(source.tokens)))
 
-    def checkpoint(self, lease: Lease) -> Checkpoint | None:
-        """Keep the lease's present position, or None if pages or slots are short."""
-        copy = self.fork(lease)
+    def checkpoint(self, lease: Lease, logits: Any = None) -> Checkpoint | None:
+        """Keep the lease's present position, or None if pages, slots or room for its logits are short."""
+        copy = self.fork(lease) if logits is None or self._rows_held < self.rows else None
         if copy is None:
             return None
         del self._leases[copy.slot]
-        kept = Checkpoint(copy.slot, tuple(copy.pages), tuple(copy.tokens))
+        kept = Checkpoint(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
         self._checkpoints[kept.slot] = kept
+        self.tree.keep_logits(self.rows - self._rows_held)
         return kept
+
+    @property
+    def _rows_held(self) -> int:
+        """Checkpoints with logits."""
+        return sum(kept.logits is not None for kept in self._checkpoints.values())
 
     def restore(self, lease: Lease, checkpoint: Checkpoint | None) -> bool:
         """Take the lease back to a checkpoint (None: to the start); False, and no change, if a page is short."""

@@ -54,20 +54,21 @@ def encode(item: Item, tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
     return [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *contents]
 
 
-def decode(file: BinaryIO, item: Item) -> dict[str, Tensor]:
-    """The tensors in an unbuffered file; MediumError if it is not exactly what `encode` made of this item.
+def decode(file: BinaryIO, item: Item, most: int | None = None) -> dict[str, Tensor]:
+    """The tensors in an unbuffered file; MediumError if it is not exactly what `encode` made of this item, or if they
+    have more than `most` bytes.
 
     No more memory is taken than the file is long.
     """
     try:
-        return _decode(file, item)
+        return _decode(file, item, most)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MediumError("has a damaged header") from error
     except (RuntimeError, MemoryError) as error:
         raise MediumError(f"does not fit in memory: {error}") from error
 
 
-def _decode(file: BinaryIO, item: Item) -> dict[str, Tensor]:
+def _decode(file: BinaryIO, item: Item, most: int | None) -> dict[str, Tensor]:
     size = os.fstat(file.fileno()).st_size
     raw = _read_header(file, size)
     header = json.loads(raw)
@@ -78,14 +79,17 @@ def _decode(file: BinaryIO, item: Item) -> dict[str, Tensor]:
         raise MediumError("is not what its name says")
     if raw != _header(item, entries, checksum):
         raise MediumError("has a damaged header")
-    if _LENGTH_BYTES + len(raw) + sum(entry.size for entry in entries) != size:
+    content = sum(entry.size for entry in entries)
+    if _LENGTH_BYTES + len(raw) + content != size:
         raise MediumError("has a wrong length")
+    if most is not None and content > most:
+        raise MediumError(f"has {content:,} bytes, and at most {most:,} can be right")
     tensors, found = {}, crc32(_header(item, entries, _NO_CHECKSUM))
     for entry in entries:
         tensors[entry.name] = tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-        content = _bytes_of(tensor)
-        _fill(file, content)
-        found = crc32(content, found)
+        memory = _bytes_of(tensor)
+        _fill(file, memory)
+        found = crc32(memory, found)
     if checksum != f"{found:08x}":
         raise MediumError("has a wrong checksum")
     return tensors

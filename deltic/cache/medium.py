@@ -41,11 +41,13 @@ class Item:
 class Medium(Protocol):
     """Holds items. `scan`, `others`, `read` and `write` are also called from threads of their own.
 
-    Errors that harm one item only are MediumError; OSError means that the medium itself takes no more at present.
+    Errors that harm one item only are MediumError; OSError means that the medium itself takes no more at present, and
+    FullError that it would if something went. writable: False: it only gives.
     """
 
     name: str
     budget: int
+    writable: bool
 
     def scan(self) -> Iterable[Item]:
         """All items that are there, with size and last use."""
@@ -56,14 +58,26 @@ class Medium(Protocol):
     def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
         """Keep an item, whole or not at all; returns its size in bytes."""
 
-    def read(self, item: Item) -> dict[str, Tensor]:
-        """The tensors of an item; MediumError if it is missing, damaged or not what its name says."""
+    def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
+        """The tensors of an item; MediumError if it is missing, damaged, not what its name says or, in all, larger
+        than `most` bytes."""
 
     def delete(self, item: Item) -> None:
         """Forget an item; it is no error if it is gone already."""
 
     def touch(self, item: Item) -> None:
         """Note that an item was used now; never fails."""
+
+    def abandon(self) -> None:
+        """Nothing more is wanted; who still waits for the medium need not."""
+
+
+class FullError(OSError):
+    """There is no room. missing: so many bytes have to go for the item to fit."""
+
+    def __init__(self, code: int, reason: str, path: str, missing: int) -> None:
+        super().__init__(code, reason, path)
+        self.missing = missing
 
 
 class MediumError(Exception):

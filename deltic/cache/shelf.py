@@ -13,14 +13,28 @@ import heapq
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from deltic.cache.medium import Item, Kind, Medium, PrefixHash
+from deltic.cache.medium import FullError, Item, Kind, Medium, PrefixHash
+from deltic.cache.prefix import (
+    ANYTHING,
+    Door,
+    Entry,
+    Loaded,
+    Source,
+    Tensors,
+    Writing,
+    read_item,
+    read_prefix,
+    size_of,
+)
+from deltic.ops.memory import is_shortage
 from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
@@ -29,73 +43,8 @@ _BACKLOG = 512 << 20
 """Bytes that may wait to be written; beyond that, prefixes are skipped rather than held in memory."""
 _PAUSE = 60.0
 """Seconds for which a medium that takes nothing is left alone, and between two looks at what others wrote there."""
-
-Tensors = Mapping[str, Tensor]
-Keys = set[str]
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A prefix of `done` tokens. kv, state: the items of it, None where there is none. lengths: the entries that
-    continue this one, by where they end. writing: what has not been written yet. held: about to get a state."""
-
-    key: str
-    done: int
-    parent: Entry | None
-    kv: Item | None = None
-    state: Item | None = None
-    used: float = 0.0
-    lengths: dict[int, Keys] = field(default_factory=dict)
-    writing: list[Future[int]] = field(default_factory=list)
-    held: bool = False
-
-    @property
-    def needed(self) -> bool:
-        return self.held or self.state is not None or bool(self.lengths)
-
-    @property
-    def path(self) -> list[Entry]:
-        """The entries from the first tokens to this one."""
-        path, entry = [], self
-        while entry.parent is not None:
-            path.append(entry)
-            entry = entry.parent
-        return path[::-1]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
-    """A prefix as it came from a tier. runs: K/V tensors, each with the position of its first token, in order.
-    state: the tensors of the recurrent state. logits [V] of the last token, if known."""
-
-    tokens: tuple[int, ...]
-    runs: tuple[tuple[int, Tensors], ...]
-    state: Tensors
-    logits: Tensor | None
-
-    @property
-    def done(self) -> int:
-        return len(self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where the tensors of a prefix can be had: K/V of the tokens from a position on, and the state at its end with,
-    perhaps, the last token's logits."""
-
-    tokens: Sequence[int]
-    kv: Callable[[int], dict[str, Tensor]]
-    state: Callable[[], dict[str, Tensor]]
-    logits: Tensor | None = None
-
-
-class LostError(Exception):
-    """An item could not be read."""
-
-    def __init__(self, item: Item, reason: object) -> None:
-        super().__init__(f"a kept prefix of {item.done:,} tokens cannot be used, and is read anew: {reason}")
-        self.item = item
-
+_TRIES = 4
+"""How often an item is written before a medium that was full, and for which items went, counts as full."""
 
 class _Inline(Executor):
     """Does the work at once."""
@@ -115,26 +64,30 @@ class Shelf:
     hits: prefixes that came from here, hit_tokens: how many tokens they spared.
     """
 
-    def __init__(self, medium: Medium, threads: bool) -> None:
+    def __init__(self, medium: Medium, threads: bool, late: bool = False) -> None:
+        """late: the medium may not be there yet. Nothing is found in it before it is; what is offered waits."""
         self.medium, self.name, self.budget = medium, medium.name, medium.budget
-        self.bytes = self.evictions = self.hits = self.hit_tokens = self.prefixes = 0
+        self.bytes = self.evictions = self.hits = self.hit_tokens = self.prefixes = self._given_up = 0
         self._entries: dict[str, Entry] = {}
         self._root = Entry("", 0, None)
         self._others: list[Item] = []
         self._writer: Executor = ThreadPoolExecutor(1, "deltic-cache-write") if threads else _Inline()
         self._reader: Executor = ThreadPoolExecutor(1, "deltic-cache-read") if threads else _Inline()
-        self._pending: deque[tuple[Entry, Item, Future[int]]] = deque()
+        self._pending: deque[Writing] = deque()
         self._backlog, self._paused_until, self._complained, self._closed = 0, 0.0, False, False
         self._scan: tuple[float, Future[tuple[list[Item], list[Item]]]] | None = None
-        self._looked = time.monotonic()
+        self._looked, self._there = time.monotonic(), not late
         self._deleted: set[tuple[str, str]] = set()  # since that scan began
-        self._merge(*_scan(medium), 0.0)
+        if late:
+            self._begin_scan()
+        else:
+            self._merge(*_scan(medium), 0.0)
 
     def find(self, tokens: Sequence[int], above: int = 0) -> Entry | None:
         """The deepest entry with a state that `tokens` begin with, if deeper than `above`; at their very end only one
         with logits."""
         self._settle()
-        if self._closed:
+        if self._closed or not self._there:
             return None
         found = [entry for entry in self._matching(tokens) if entry.state and above < entry.done
                  and (entry.done < len(tokens) or entry.state.kind == "final")]
@@ -146,6 +99,8 @@ class Shelf:
         if self._closed:
             return
         self._look()
+        if not self.medium.writable:
+            return
         done, now = len(source.tokens), time.monotonic()
         path = list(self._matching(source.tokens))
         parent = path[-1] if path else self._root
@@ -159,14 +114,15 @@ class Shelf:
             self._keep(source, parent, kind)
             self._settle()
 
-    def fetch(self, entry: Entry) -> Future[Loaded]:
-        """Read a prefix; its result may be a LostError."""
+    def fetch(self, entry: Entry, door: Door = ANYTHING) -> Future[Loaded]:
+        """Read a prefix; its result may be a LostError. door: what may come in."""
         path = entry.path
         writing = [future for part in path for future in part.writing]
         items = [part.kv for part in path if part.kv]
         assert entry.state and len(items) == len(path)
         self._use(entry)
-        reading: Future[Loaded] = self._reader.submit(_read, self.medium, items, entry.state, writing)
+        reading: Future[Loaded] = self._reader.submit(
+            read_prefix, partial(read_item, self.medium, door), items, entry.state, writing)
         return reading
 
     def lose(self, item: Item) -> None:
@@ -179,7 +135,10 @@ class Shelf:
 
     def close(self) -> None:
         """Wait until everything that was taken is written; nothing is found or kept afterwards."""
+        self._settle()
         self._closed = True
+        if not self._pending:
+            self.medium.abandon()
         self._writer.shutdown()
         self._reader.shutdown()
         self._settle()
@@ -215,14 +174,19 @@ class Shelf:
 
     def _keep(self, source: Source, parent: Entry, kind: Kind) -> None:
         done = len(source.tokens)
+        if self._is_behind(source.cost[0] * (done - parent.done) + source.cost[1]):
+            return  # nothing is copied for it
         key = PrefixHash(source.tokens).key(done)
-        run = {}
-        if parent.done < done:
-            run = {"tokens": torch.tensor(source.tokens[parent.done:], dtype=torch.int64), **source.kv(parent.done)}
-        state = source.state() | ({} if source.logits is None else {"logits": source.logits.cpu()})
-        size = _size(run) + _size(state)
-        if self._backlog and self._backlog + size > _BACKLOG:
-            log.debug("the %s tier is behind with writing: a prefix of %d tokens is skipped", self.name, done)
+        try:
+            run, state = _copies(source, parent.done)
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
+                raise
+            self._complain(f"there is no memory for a copy of {done:,} tokens; choose a smaller --memory or "
+                           "--host-memory")
+            return
+        size = size_of(run) + size_of(state)
+        if self._is_behind(size):
             return
         if parent.done == done:
             entry = parent
@@ -243,38 +207,72 @@ class Shelf:
         self.prefixes += 1
         self._use(entry, stored=False)
 
-    def _write(self, entry: Entry, item: Item, tensors: dict[str, Tensor]) -> Item:
-        item = replace(item, size=_size(tensors))
+    def _is_behind(self, size: int) -> bool:
+        """Whether so much waits to be written that another prefix of `size` bytes is skipped."""
+        behind = self._backlog > 0 and self._backlog + size > _BACKLOG
+        if behind:
+            log.debug("the %s tier is behind with writing: a prefix of %d bytes is skipped", self.name, size)
+        return behind
+
+    def _write(self, entry: Entry, item: Item, tensors: Tensors) -> Item:
+        item = replace(item, size=size_of(tensors))
+        self.bytes += item.size
+        self._submit(entry, item, tensors)
+        return item
+
+    def _submit(self, entry: Entry, item: Item, tensors: Tensors, tries: int = 0) -> None:
         future: Future[int] = self._writer.submit(self.medium.write, item, tensors)
         entry.writing.append(future)
-        self._pending.append((entry, item, future))
+        self._pending.append(Writing(entry, item, tensors, future, self._given_up, tries))
         self._backlog += item.size
-        self.bytes += item.size
-        return item
 
     def _settle(self) -> None:
         """Take note of what has been written since, and what has not."""
-        while self._pending and self._pending[0][2].done():
-            entry, item, future = self._pending.popleft()
-            entry.writing.remove(future)
-            self._backlog -= item.size
-            error = future.exception()
-            if any((other.kind, other.key) == (item.kind, item.key) for _, other, _ in self._pending):
-                continue  # given up, and then taken again: what counts is that
-            if error is not None:
-                self._paused_until = time.monotonic() + _PAUSE
-                self._complain(f"it takes no more for now: {error}")
-                self.lose(item)
-                self._discard(item)  # an earlier copy, which was given up, may have been written
-            elif self._entries.get(entry.key) is not entry or item not in (entry.kv, entry.state):
-                self._discard(item)  # given up before it was written
-            else:
-                self._complained = False
-                self._resize(entry, item, future.result())
+        while self._pending and self._pending[0].future.done():
+            done = self._pending.popleft()
+            done.entry.writing.remove(done.future)
+            self._backlog -= done.item.size
+            self._note(done)
         if self._scan and self._scan[1].done():
             (began, found), self._scan = self._scan, None
-            if not found.exception():
+            error = found.exception()
+            if error is None:
+                self._there = True
                 self._merge(*found.result(), began)
+            elif not self._there:
+                self._complain(f"it cannot be used: {error}")
+                self._closed = True
+
+    def _note(self, done: Writing) -> None:
+        entry, item, error = done.entry, done.item, done.future.exception()
+        if any((other.item.kind, other.item.key) == (item.kind, item.key) for other in self._pending):
+            return  # given up, and then taken again: what counts is that
+        wanted = self._entries.get(entry.key) is entry and item in (entry.kv, entry.state)
+        if error is not None and wanted and self._give_way(error, done):
+            self._submit(entry, item, done.tensors, done.tries + 1)
+        elif error is not None:
+            self._paused_until = time.monotonic() + _PAUSE
+            self._complain(f"it takes no more for now: {error}")
+            self.lose(item)
+            self._discard(item)  # an earlier copy, which was given up, may have been written
+        elif not wanted:
+            self._discard(item)  # given up before it was written
+        else:
+            self._complained = False
+            self._resize(entry, item, done.future.result())
+
+    def _give_way(self, error: BaseException, failed: Writing) -> bool:
+        """Whether older items went for one that a full medium did not take."""
+        if not isinstance(error, FullError) or self._closed or failed.tries + 1 >= _TRIES:
+            return False
+        enough, path = failed.given_up + error.missing, failed.entry.path
+        there = sum(item.size for entry in self._entries.values() if entry not in path and not entry.writing
+                    for item in (entry.kv, entry.state) if item) + sum(item.size for item in self._others)
+        if self._given_up + there < enough:
+            return False
+        while self._given_up < enough and self._evict(failed.entry):
+            pass
+        return True
 
     def _resize(self, entry: Entry, item: Item, size: int) -> None:
         exact = replace(item, size=size)
@@ -361,6 +359,7 @@ class Shelf:
     def _delete(self, item: Item) -> None:
         self._discard(item)
         self.bytes -= item.size
+        self._given_up += item.size
 
     def _discard(self, item: Item) -> None:
         """Delete what does not count, or no more. A scan that is under way may have seen it."""
@@ -385,7 +384,10 @@ class Shelf:
         if self._scan is None and now > self._looked + _PAUSE:
             self._looked = now
             self._deleted.clear()
-            self._scan = time.time(), self._reader.submit(_scan, self.medium)
+            self._begin_scan()
+
+    def _begin_scan(self) -> None:
+        self._scan = time.time(), self._reader.submit(_scan, self.medium)
 
     def _merge(self, items: list[Item], others: list[Item], began: float) -> None:
         """Bring the index in line with what lay in the medium at a time."""
@@ -439,40 +441,17 @@ class Shelf:
             pass
 
 
+def _copies(source: Source, start: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is to be written of a prefix: the K/V of its tokens from `start` on, and its state."""
+    run = {}
+    if start < len(source.tokens):
+        run = {"tokens": torch.tensor(source.tokens[start:], dtype=torch.int64), **source.kv(start)}
+    return run, source.state() | ({} if source.logits is None else {"logits": source.logits.cpu()})
+
+
 def _scan(medium: Medium) -> tuple[list[Item], list[Item]]:
     return list(medium.scan()), list(medium.others())
 
 
 def _same(known: Item | None, item: Item) -> bool:
     return known is not None and (known.kind, known.start, known.parent) == (item.kind, item.start, item.parent)
-
-
-def _read(medium: Medium, items: Sequence[Item], state: Item, writing: Sequence[Future[int]]) -> Loaded:
-    """Runs in the reader's thread."""
-    tokens: list[int] = []
-    runs: list[tuple[int, Tensors]] = []
-    for future in writing:
-        future.exception()  # wait until it is there
-    for item in items:
-        tensors = _read_item(medium, item)
-        fresh = tensors.pop("tokens", None)
-        if fresh is None or fresh.numel() != item.done - item.start:
-            raise LostError(item, "its tokens do not fit")
-        tokens += fresh.tolist()
-        runs.append((item.start, tensors))
-    tensors = _read_item(medium, state)
-    logits = tensors.pop("logits", None)
-    if PrefixHash(tokens).key(len(tokens)) != state.key:
-        raise LostError(state, "its tokens are others than it says")
-    return Loaded(tuple(tokens), tuple(runs), tensors, logits)
-
-
-def _read_item(medium: Medium, item: Item) -> dict[str, Tensor]:
-    try:
-        return dict(medium.read(item))
-    except Exception as error:
-        raise LostError(item, error) from error
-
-
-def _size(tensors: Tensors) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())

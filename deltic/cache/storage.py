@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltic.config import ModelConfig
-from deltic.ops.memory import reserve
+from deltic.ops.memory import memory_for, reserve
 from deltic.ops.records import PAGE, RING, KvView, RingView, StateView
 
 STATE_LAYOUT = 1
@@ -62,7 +62,7 @@ class Storage:
     conv [G, slots, conv_kernel, C], for A attention layers (the draft head's last) and G recurrent layers.
     hidden [1, slots, H] float32: the hidden state of a slot's last token after the final norm; None without a draft
     head. rings: inputs, keys, updates, decays of `RingView`, each with a leading dimension G; None without rings.
-    tiled: as in `GdnSpec`.
+    tiled: as in `GdnSpec`. vocabulary: of the logits that are kept with states; None: anything is.
 
     Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry
     only below its sequence's cursor. Pages that are never used are never touched, so they cost no real memory.
@@ -75,6 +75,7 @@ class Storage:
     hidden: Tensor | None = None
     rings: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     tiled: bool = False
+    vocabulary: int | None = None
 
     @property
     def page_tensors(self) -> tuple[Tensor, ...]:
@@ -96,11 +97,16 @@ class Storage:
         return self.rings[0].shape[1] if self.rings else 0
 
     @property
+    def cost(self) -> tuple[int, int]:
+        """Bytes of a token's K/V, and of a slot."""
+        page = sum(t[:, :1].numel() * t.itemsize for t in self.page_tensors)
+        return page // PAGE, sum(t[:, :1].numel() * t.itemsize for t in self.slot_tensors)
+
+    @property
     def slot_tokens(self) -> float:
         """What a slot costs, in tokens of K/V."""
-        slot = sum(t[:, :1].numel() * t.itemsize for t in self.slot_tensors)
-        page = sum(t[:, :1].numel() * t.itemsize for t in self.page_tensors)
-        return PAGE * slot / max(page, 1)
+        token, slot = self.cost
+        return PAGE * slot / max(PAGE * token, 1)
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +124,15 @@ class Storage:
 
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, device: str = "cpu",
              extras: Extras = PLAIN) -> Storage:
-    """Reserve address space for the pools."""
+    """Reserve address space for the pools; ConfigError naming what makes them smaller if that is refused."""
+    size = (pages * page_bytes(config, dtype, extras.head) + slots * slot_bytes(config, dtype, extras.head)
+            + extras.rings * ring_bytes(config, dtype))
+    with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
+                    "choose a smaller --memory, which --max-context and --max-batch must then fit", "memory"):
+        return _allocate(config, pages, slots, dtype, device, extras)
+
+
+def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, device: str, extras: Extras) -> Storage:
     attention, recurrent = len(config.attention_layers) + extras.head, len(config.linear_layers)
     kv = (attention, pages, PAGE, config.num_key_value_heads, config.head_dim)
     linear = config.linear
@@ -131,6 +145,7 @@ def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, de
         conv=reserve((recurrent, slots, *conv), dtype, device),
         hidden=reserve((1, slots, config.hidden_size), torch.float32, device) if extras.head else None,
         rings=_rings(config, extras.rings, dtype, device), tiled=extras.tiled,
+        vocabulary=config.vocab_size,
     )
 
 

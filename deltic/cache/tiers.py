@@ -11,11 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.cache.shelf import Entry, Loaded, LostError, Shelf, Source, Tensors
+from deltic.cache.medium import Item
+from deltic.cache.prefix import ANYTHING, Door, Entry, Loaded, LostError, Source, Tensors
+from deltic.cache.shelf import Shelf
 from deltic.cache.storage import Storage
+from deltic.errors import show
 from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
+
+_LARGEST_VOCABULARY = 1 << 22
+_Looks = tuple[torch.dtype, tuple[int, ...] | None]
+"""Dtype and shape of a tensor; None: any shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +38,12 @@ class Kept:
 @dataclass(slots=True, eq=False)
 class Fetch:
     """What the tiers bring for one prompt beyond what the tree knows. `poll` until it is true; then `loaded` holds
-    it, if there was anything."""
+    it, if there was anything. door: what may come in."""
 
     tokens: Sequence[int]
     above: int
     shelves: Sequence[Shelf]
+    door: Door = ANYTHING
     loaded: Loaded | None = None
     shelf: Shelf | None = None
     _reading: Future[Loaded] | None = None
@@ -64,7 +72,7 @@ class Fetch:
             best = (shelf, entry) if entry else best
         self._over = best is None
         if best:
-            self.shelf, self._reading = best[0], best[0].fetch(best[1])
+            self.shelf, self._reading = best[0], best[0].fetch(best[1], self.door)
 
     def _finish(self, reading: Future[Loaded]) -> None:
         assert self.shelf is not None
@@ -82,10 +90,66 @@ class Fetch:
 NOTHING = Fetch((), 0, ())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolDoor:
+    """Lets in what could have come from these pools: names, shapes, dtypes, and numbers that a sound model gives."""
+
+    storage: Storage
+
+    def most(self, item: Item) -> int:
+        """The bytes that the item's tensors can have."""
+        if item.kind == "kv":
+            return max(item.done - item.start, 0) * (self.storage.cost[0] + torch.int64.itemsize)
+        return self.storage.cost[1] + (self.storage.vocabulary or _LARGEST_VOCABULARY) * torch.float32.itemsize
+
+    def refuse(self, item: Item, tensors: Tensors) -> str:
+        """Why these are not the item's tensors; empty if they may be."""
+        expected = self._run(item) if item.kind == "kv" else self._state(item)
+        if set(tensors) != set(expected):
+            return f"it has {show(sorted(tensors))} instead of {', '.join(sorted(expected))}"
+        for name, (dtype, shape) in expected.items():
+            found = tensors[name]
+            if found.dtype != dtype or shape not in (None, tuple(found.shape)):
+                return f"its {name} are {found.dtype} {show(list(found.shape))}"
+            unused = name == "conv" and item.done < found.shape[1]  # places that nothing was written to yet
+            if not unused and found.is_floating_point() and not _finite(found):
+                return f"its {name} are not all finite"
+        return self._nonsense(tensors)
+
+    def _run(self, item: Item) -> dict[str, _Looks]:
+        length = max(item.done - item.start, 0)
+        pools = zip(("keys", "values"), self.storage.page_tensors, strict=True)
+        return {"tokens": (torch.int64, (length,)),
+                **{name: (pool.dtype, (len(pool), length, *pool.shape[3:])) for name, pool in pools}}
+
+    def _state(self, item: Item) -> dict[str, _Looks]:
+        looks: dict[str, _Looks] = {name: (pool.dtype, tuple(pool[:, 0].shape))
+                                    for name, pool in self.storage.named_slots.items()}
+        if item.kind == "final":
+            vocabulary = self.storage.vocabulary
+            looks["logits"] = torch.float32, None if vocabulary is None else (vocabulary,)
+        return looks
+
+    def _nonsense(self, tensors: Tensors) -> str:
+        tokens, logits, vocabulary = tensors.get("tokens"), tensors.get("logits"), self.storage.vocabulary
+        if vocabulary is None:
+            return ""
+        if tokens is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            return "its tokens are outside of the vocabulary"
+        if logits is not None and bool((logits == logits[0]).all()):
+            return "its logits are all equal"
+        return ""
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all of it is. The sum tells in one pass, unless numbers are so large that it overflows."""
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+
+
 def source_of(storage: Storage, kept: Kept) -> Source:
     """What a tier may read of a prefix in the pools, before they change."""
     return Source(kept.tokens, lambda start: _read_kv(storage, kept, start),
-                  lambda: _read_state(storage, kept.slot), kept.logits)
+                  lambda: _read_state(storage, kept.slot), kept.logits, storage.cost)
 
 
 def restore(storage: Storage, loaded: Loaded, pages: Sequence[int], known: int, slot: int) -> None:
@@ -98,26 +162,6 @@ def restore(storage: Storage, loaded: Loaded, pages: Sequence[int], known: int, 
                 pool.flatten(1, 2).index_copy_(1, index, tensors[name][:, skip:].to(pool.device))
     for name, pool in storage.named_slots.items():
         pool[:, slot] = loaded.state[name].to(pool.device)
-
-
-def fits(storage: Storage, loaded: Loaded) -> bool:
-    """Whether the tensors are of this cache's shapes and dtypes: a medium is not to be trusted."""
-    runs = [tensors for _, tensors in loaded.runs]
-    position = 0
-    for start, tensors in loaded.runs:
-        if start != position or set(tensors) != {"keys", "values"}:
-            return False
-        position += tensors["keys"].shape[1]
-    return (position == loaded.done and set(loaded.state) == set(storage.named_slots)
-            and all(_like(pool.flatten(1, 2), tensors, name) for tensors in runs
-                    for pool, name in zip(storage.page_tensors, ("keys", "values"), strict=True))
-            and all(pool[:, 0].shape == loaded.state[name].shape and pool.dtype == loaded.state[name].dtype
-                    for name, pool in storage.named_slots.items()))
-
-
-def _like(pool: Tensor, tensors: Tensors, name: str) -> bool:
-    found, length = tensors[name], tensors["keys"].shape[1]
-    return found.dtype == pool.dtype and found.shape == (pool.shape[0], length, *pool.shape[2:])
 
 
 def _read_kv(storage: Storage, kept: Kept, start: int) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli.machine import peak_memory_mib
-from deltic.cli.terminal import reading_bar
+from deltic.cli.terminal import reading_bar, takes_colors
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM, Choice, Stream
@@ -70,7 +69,7 @@ class Screen:
 
     def __init__(self, thinking: bool = True) -> None:
         self._thinking = thinking
-        self._dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        self._dim = takes_colors(sys.stderr)
         self._last = {"content": "", "reasoning": ""}
 
     def show(self, delta: Delta) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,11 +42,19 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can still be allocated: the least of what the kernel and each cgroup above us leave."""
+    """Bytes that can still be allocated: the least of what the kernel, each cgroup above us and `ulimit -v` leave."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     free = int(found[1]) << 10 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     left = [room for group in _groups(root, "memory") if (room := _room(group)) is not None]
-    return max(0, min([free, *left]))
+    return max(0, min([free, *left, *_address_space(root)]))
+
+
+def _address_space(root: Path) -> list[int]:
+    """Bytes that the limit of this process's address space leaves; nothing where it has none."""
+    limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], _read(root / "proc/self/statm").split()
+    if limit == resource.RLIM_INFINITY or not used:
+        return []
+    return [limit - int(used[0]) * resource.getpagesize()]
 
 
 def _read(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -12,24 +13,28 @@ import torch
 from torch import Tensor
 
 from deltic.cache.disk import Disk, DiskNotes
+from deltic.cache.folder import WEIGHTS, open_root
 from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
+from deltic.cache.late import LateDisk, LateNotes
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.shelf import Shelf
-from deltic.cache.storage import STATE_LAYOUT, Extras, allocate, page_bytes, ring_bytes, slot_bytes
+from deltic.cache.storage import Extras, allocate, page_bytes, ring_bytes, slot_bytes
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.engine.graphs import Graphs
 from deltic.engine.head import DraftHead
 from deltic.engine.heap import keep_freed_memory
-from deltic.errors import ConfigError, ModelError
+from deltic.engine.identity import Identity, machine_facts, open_under
+from deltic.errors import ConfigError, DelticError, ModelError
 from deltic.model.decoder import Decoder, Observer, build
 from deltic.model.mtp import Mtp as Head
 from deltic.model.mtp import build_head
 from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_torch_threads
+from deltic.ops.memory import memory_for
 from deltic.ops.records import Batch, Block, Stores
 from deltic.types import Auto, Draft, Mtp, Ngram
-from deltic.weights.fingerprint import fingerprint
+from deltic.weights.fingerprint import FileMark
 from deltic.weights.gguf.load import is_quantized, wants_packing
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import ModelFiles, open_model
@@ -88,11 +93,11 @@ class Runtime:
     cache: HybridCache
     stores: Stores
     tokenizer: TokenizerTexts | None = None
-    notes: DiskNotes | None = None
+    notes: DiskNotes | LateNotes | None = None
     mtp: Head | None = None
     draft: Runtime | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
-    step: Callable[[Batch], tuple[Tensor, Tensor | None]] | None = field(init=False)
+    step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     head: DraftHead | None = field(init=False)
     graphs: Graphs | None = field(init=False)
 
@@ -119,8 +124,9 @@ class Runtime:
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits, and the hidden states of all tokens where the batch asks for them."""
-        if self.step is not None and not self.options.debug_layers:
-            return self.step(batch)
+        found = self.step(batch) if self.step is not None and not self.options.debug_layers else None
+        if found is not None:
+            return found
         hidden = self.decoder.forward(batch, self.stores, self._observer())
         logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
         return logits, hidden if batch.layout.hidden else None
@@ -148,10 +154,18 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     if isinstance(speculation, Draft):
         options, drafting = _shared(options)
         try:
-            draft = _load(speculation.model, drafting, None, progress, drafts=True)
+            with _memory_for_weights(speculation.model):
+                draft = _load(speculation.model, drafting, None, progress, drafts=True)
         except (ModelError, ConfigError) as error:
             raise ConfigError(f"the draft model {speculation.model}: {error}", "speculate") from error
-    return replace(_load(model, options, revision, progress, rings or draft is not None), draft=draft)
+    with _memory_for_weights(model):
+        return replace(_load(model, options, revision, progress, rings or draft is not None), draft=draft)
+
+
+def _memory_for_weights(model: str | RandomModel | None) -> AbstractContextManager[None]:
+    name = f"random-{model.preset}" if isinstance(model, RandomModel) else model or "tiny"
+    return memory_for(f"the weights of {name}", "take a smaller model or one with fewer bits a weight (a quantized "
+                                                "GGUF file with --packed-weights on, or --quant q4_k)")
 
 
 def _shared(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
@@ -166,7 +180,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     """drafts: it drafts for another model, with rings, without tiers, and quantized as it is."""
     _check_device(options.device)
     select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
-    files, tiled = None, False
+    files, tiled, marks = None, False, list[FileMark]()
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
@@ -175,14 +189,16 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
                                                       initializer_range=model.initializer_range)}
     else:
         files = open_model(model, revision, progress=progress is not None)
-        name, config, generation = model or "tiny", files.config, files.generation
+        name, config, generation = str(model or "tiny"), files.config, files.generation
         ops, dtype = _prepare(config, options)
         tiled = _keeps_packed(files, options)
+        marks = _marks(files, options)
         weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
     if options.quant != "none" and not (drafts and tiled):
         weights = _quantize(weights, options, config, tiled)
     head = _head_weights(model, files, config, dtype, tiled, options)
-    identity = fingerprint({**weights, **(head or {})}, (config, dtype, STATE_LAYOUT)) if options.cache_dir else ""
+    made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
+                     "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
@@ -192,11 +208,22 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         log.warning("%s%s", f"the draft model {name}: " if drafts else "", warning)
     extras = replace(extras, tiled=tiled)
     storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device, extras)
-    cache = HybridCache(storage, decoder.ops, options.prefix_cache)
+    cache = HybridCache(storage, decoder.ops, options.prefix_cache, rows=memory.rows)
     stores = Stores(storage.kv_views(), storage.state_views())
     runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache, stores,
                       files.tokenizer() if files else None, mtp=mtp)
-    return runtime if drafts else _with_tiers(runtime, identity)
+    return runtime if drafts else _with_tiers(runtime, made)
+
+
+def _marks(files: ModelFiles, options: EngineConfig) -> list[FileMark]:
+    """The files of the weights as they are now, if a tier will have to know them."""
+    if not options.cache_dir:
+        return []
+    try:
+        found = files.weight_files(isinstance(options.speculation, Auto | Mtp))
+    except ModelError:  # the head's, of which `_head_weights` will tell
+        found = files.weight_files(False)
+    return [FileMark.of(path) for path in found]
 
 
 def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, config: ModelConfig, dtype: DType,
@@ -234,31 +261,44 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     # rings take a quarter at most: who gets none is served without guesses
     rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
-                        config.max_position_embeddings, options.max_batch, options.max_context)
+                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size)
     memory = split_memory(budget - rings * ring, needs)
     if wanted and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
     return memory, Extras(min(rings, memory.max_batch), head)
 
 
-def _with_tiers(runtime: Runtime, identity: str) -> Runtime:
-    """The runtime with the tiers of its cache that the options ask for."""
-    options, tiers, notes = runtime.options, [], None
+def _with_tiers(runtime: Runtime, made: Identity) -> Runtime:
+    """The runtime with the tiers of its cache that the options ask for. made: what its weights were made of."""
+    options, tiers = runtime.options, list[Shelf]()
+    notes: DiskNotes | LateNotes | None = None
     host = options.host_memory_bytes
     if host is None and options.device.startswith("cuda"):
         host = available_memory() // 4
     if host:
         tiers.append(Shelf(Host(host), threads=False))
     if options.cache_dir:
-        budget = int(options.cache_disk_gb * 1e9)
         try:
-            disk = Disk(options.cache_dir, identity, budget, label=runtime.name)
-            notes = DiskNotes(options.cache_dir, identity)
-            tiers.append(Shelf(disk, threads=True))
-        except (ConfigError, OSError) as error:
+            shelf, notes = _on_disk(runtime, made, options.cache_dir, int(options.cache_disk_gb * 1e9))
+            tiers.append(shelf)
+        except (DelticError, OSError) as error:
             log.warning("nothing is kept on disk: %s", error)
-    cache = HybridCache(runtime.cache.storage, runtime.decoder.ops, options.prefix_cache, tiers)
+    cache = HybridCache(runtime.cache.storage, runtime.decoder.ops, options.prefix_cache, tiers, runtime.memory.rows)
     return replace(runtime, cache=cache, notes=notes)
+
+
+def _on_disk(runtime: Runtime, made: Identity, directory: str, budget: int) -> tuple[Shelf, DiskNotes | LateNotes]:
+    """The tier in a directory and the notes beside it. They open when it is known which model it is, which for large
+    files that are new is later."""
+    facts = {**made.facts, **machine_facts(runtime.options, runtime.decoder.ops)}
+    opening, abandon = open_under(
+        Identity(facts, made.marks), open_root(directory) / WEIGHTS,
+        lambda digest: (Disk(directory, digest, budget, label=runtime.name), DiskNotes(directory, digest)))
+    if opening.done():
+        disk, notes = opening.result()
+        return Shelf(disk, threads=True), notes
+    log.info("the weights' files are new and are being hashed; until then nothing is found in %s", directory)
+    return Shelf(LateDisk(opening, budget, abandon), threads=True, late=True), LateNotes(opening)
 
 
 def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType]:

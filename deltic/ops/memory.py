@@ -6,11 +6,16 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 
 import torch
 from torch import Tensor
+
+from deltic.errors import ConfigError
 
 _LARGE_PAGE = 2 << 20
 _CHUNK = 64 << 20
@@ -32,6 +37,26 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devi
     if torch.device(device).type != "cpu" or size < 2 * _LARGE_PAGE or not large_pages():
         return torch.empty(shape, dtype=dtype, device=device)
     return _map(size)[:size].view(dtype).view(shape)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether it says that memory ran out; torch has no class of its own for that on a CPU."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and re.search("allocate memory|out of memory", str(error)) is not None)
+
+
+@contextmanager
+def memory_for(purpose: str, remedy: str, option: str | None = None) -> Iterator[None]:
+    """Where memory runs out in this block, ConfigError says for what, how much was asked for, and what to do."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        asked = re.search(r"allocate (\d+) bytes", str(error))
+        more = f" (the last {int(asked[1]) / (1 << 20):,.1f} MiB of it were refused)" if asked else ""
+        raise ConfigError(f"there is no memory for {purpose}{more}: {remedy}, or let the process have more (ulimit -v, "
+                          "the container's limit)", option) from error
 
 
 class Arena:
@@ -60,7 +85,10 @@ def _map(size: int) -> Tensor:
     """uint8 of at least `size` bytes, from a border of large pages on, that take memory only once they are written."""
     whole = -(-size // _LARGE_PAGE) * _LARGE_PAGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    memory = mmap.mmap(-1, whole + _LARGE_PAGE, flags=flags)
+    try:
+        memory = mmap.mmap(-1, whole + _LARGE_PAGE, flags=flags)
+    except OSError as error:
+        raise MemoryError(f"tried to allocate {whole + _LARGE_PAGE} bytes: {error.strerror}") from error
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _LARGE_PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
     return torch.frombuffer(memory, dtype=torch.uint8, count=whole, offset=start)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from deltic.engine.worker import Worker
-from deltic.errors import UnavailableError
+from deltic.errors import BusyError, UnavailableError
 from deltic.server.ticket import Ticket
 from deltic.types import Request, TokenOut
 
@@ -32,11 +32,21 @@ class Health:
     requests: int
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """answers: how many run at once. waiting: how many more may wait. unread: events of a ticket that may wait for its
+    reader."""
+
+    answers: int
+    waiting: int
+    unread: int
+
+
 class Bridge:
     """Brings a worker's events to an event loop. Its methods are for the loop that called `start`."""
 
-    def __init__(self, worker: Worker, stuck_after: float = STUCK_AFTER) -> None:
-        self._worker, self._stuck_after = worker, stuck_after
+    def __init__(self, worker: Worker, room: Room, stuck_after: float = STUCK_AFTER) -> None:
+        self._worker, self._room, self._stuck_after = worker, room, stuck_after
         self._tickets: dict[str, Ticket] = {}
         self._closed: str | None = "the engine has not been started"
         self._empty = asyncio.Event()
@@ -48,10 +58,10 @@ class Bridge:
         self._worker.start()
 
     async def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one."""
-        if self._closed:
-            raise UnavailableError(self._closed)
-        ticket = Ticket(requests, self._withdraw)
+        """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
+        if too many answers wait already."""
+        self.check_room(sum(request.sampling.n for request in requests))
+        ticket = Ticket(requests, self, self._room.unread)
         self._tickets |= dict.fromkeys(ticket.requests, ticket)
         self._worker.submit(requests, self, partial(self._post, ticket.admit))
         try:
@@ -60,6 +70,16 @@ class Bridge:
             ticket.close()
             raise
         return ticket
+
+    def check_room(self, answers: int = 1) -> None:
+        """BusyError if there is no room for so many more answers, UnavailableError if there is for none. A request for
+        more than may wait at all is taken if nothing else is there."""
+        if self._closed:
+            raise UnavailableError(self._closed)
+        live = sum(ticket.answers for ticket in set(self._tickets.values()))
+        if live and live + answers > self._room.answers + self._room.waiting:
+            raise BusyError(f"{live} answers run or wait, and at most {self._room.waiting} may wait (max_waiting): try "
+                            "again later")
 
     def health(self) -> Health:
         """How the engine is now; cheap."""
@@ -86,6 +106,18 @@ class Bridge:
         except TimeoutError:
             log.error("the engine is stuck and is left behind")
 
+    def withdraw(self, ticket: Ticket) -> None:
+        """A reader wants no more."""
+        if ticket.open:
+            self._worker.abort(ticket.requests)
+            self._forget(ticket)
+
+    def hold(self, ticket: Ticket, held: bool) -> None:
+        """A reader has fallen behind, or has caught up."""
+        engine = self._worker.engine
+        for request in ticket.requests:
+            self._worker.ask(partial(engine.pause if held else engine.resume, request))
+
     def on_events(self, events: list[TokenOut]) -> None:
         """The worker has news."""
         self._post(self._deliver, events)
@@ -108,11 +140,6 @@ class Bridge:
                 ticket.take(event)
                 if not ticket.open:
                     self._forget(ticket)
-
-    def _withdraw(self, ticket: Ticket) -> None:
-        if ticket.open:
-            self._worker.abort(ticket.requests)
-            self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
         for request in ticket.requests:

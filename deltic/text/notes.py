@@ -41,6 +41,10 @@ _MOST_WAITING = 64 << 20
 class NoteStore(Protocol):
     """Keeps notes beyond the process. Keys are hexadecimal; no method raises."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether it is known what there is; until then the other methods wait."""
+
     def get(self, key: str) -> bytes | None: ...
 
     def put(self, key: str, data: bytes) -> None: ...
@@ -108,7 +112,10 @@ class Notebook:
         self._writer = ThreadPoolExecutor(1, "notes")
 
     def find(self, key: str) -> list[Note]:
-        """All notes with this key, also those of other processes; damaged ones are not there."""
+        """All notes with this key, also those of other processes; damaged ones are not there. None as long as those of
+        other processes are not known."""
+        if self._store and not self._store.ready:
+            return []
         stored = self._stored(key) if self._store else []
         with self._lock:
             for note in stored:

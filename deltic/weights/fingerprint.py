@@ -1,27 +1,116 @@
-"""Which model it is: what was computed with one must never be used with another under the same name."""
+"""Which weights they are, to the last bit: what was computed with some must never be used with others.
+
+A file is hashed whole, in pieces by several threads, and gently: it is done while the model answers already.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from hashlib import sha256
+import errno
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
 
-from deltic.ops.qtensor import QTensor
-from deltic.ops.records import Block
+from deltic.errors import ModelError
 
-_SAMPLES = 4096
+_PIECE = 16 << 20
+_THREADS = 2
+_DIGEST_BYTES = 32
+_BLOCK, _BLOCKS = 4096, 64
+_SETTLED = 2_000_000_000
+"""Nanoseconds since its last change after which another one shows in a file's times."""
 
 
-def fingerprint(weights: Mapping[str, Block], more: Iterable[object] = ()) -> str:
-    """32 hexadecimal digits that change with names, shapes, dtypes and values of the tensors, and with `more`.
+@dataclass(frozen=True, slots=True)
+class FileMark:
+    """By what a file is known again without being read. path: without links. modified, changed: its times in
+    nanoseconds."""
 
-    Of each tensor, values at up to 4,096 evenly spaced places are read: enough for any training or conversion, and
-    fast for weights of any size.
-    """
-    digest = sha256(repr(list(more)).encode())
-    for name, tensor in sorted(weights.items()):
-        kind, numbers = (tensor.type, tensor.data) if isinstance(tensor, QTensor) else (tensor.dtype, tensor)
-        flat = numbers.detach().flatten()
-        sample = flat[::max(1, flat.numel() // _SAMPLES)].float().cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} {kind}".encode())
-        digest.update(sample.numpy().tobytes())
-    return digest.hexdigest()[:32]
+    path: str
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: str | Path) -> FileMark:
+        """The mark of a file as it is now. ModelError if it cannot be looked at."""
+        real = os.path.realpath(path)
+        try:
+            found = os.stat(real)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+        return cls(real, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every later change of the file gives another mark."""
+        return time.time_ns() - max(self.modified, self.changed) > _SETTLED
+
+    def check(self) -> None:
+        """Raise ModelError if the file has changed."""
+        if FileMark.of(self.path) != self:
+            raise ModelError(f"{self.path} was changed after it had been loaded")
+
+
+def sample_file(mark: FileMark) -> str:
+    """A digest of a few blocks of a file. It tells apart what images of disks give the same times and inodes."""
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    with _opened(mark) as descriptor:
+        for place in range(_BLOCKS + 1):
+            digest.update(os.pread(descriptor, _BLOCK, max(mark.size - _BLOCK, 0) * place // _BLOCKS))
+    return digest.hexdigest()
+
+
+def hash_file(mark: FileMark, stopped: Callable[[], bool]) -> str:
+    """A digest of all bytes of a file. ModelError if it cannot be read, or has changed since it was marked;
+    CancelledError once `stopped` says so."""
+    whole, waiting = blake2b(mark.size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES), deque[Future[bytes]]()
+    with _opened(mark) as descriptor, ThreadPoolExecutor(_THREADS, "deltic-hash", be_gentle) as pool:
+        try:
+            for start in range(0, mark.size, _PIECE):
+                if stopped():
+                    raise CancelledError
+                if len(waiting) > _THREADS:
+                    whole.update(waiting.popleft().result())
+                waiting.append(pool.submit(_hash_piece, descriptor, start, min(_PIECE, mark.size - start)))
+            for piece in waiting:
+                whole.update(piece.result())
+        except OSError as error:
+            raise ModelError(f"{mark.path} cannot be read: {error.strerror}") from error
+    mark.check()
+    return whole.hexdigest()
+
+
+def be_gentle() -> None:
+    """Let this thread have only what others leave of the processor."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def _hash_piece(descriptor: int, start: int, size: int) -> bytes:
+    piece = os.pread(descriptor, size, start)
+    if len(piece) != size:
+        raise OSError(errno.EIO, "it ended while it was read")
+    return blake2b(piece, digest_size=_DIGEST_BYTES).digest()
+
+
+@contextmanager
+def _opened(mark: FileMark) -> Iterator[int]:
+    """The descriptor of a marked file."""
+    try:
+        descriptor = os.open(mark.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{mark.path} cannot be read: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
-from deltic.errors import ModelError
+from deltic.errors import ModelError, show
 from deltic.ops.records import Block
 from deltic.weights.files import Stored, find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
@@ -83,6 +83,15 @@ class ModelFiles:
         """The head's tensors in the directory's safetensors files, for a GGUF file in those beside it."""
         directory = self.path if self.gguf is None else self.path.parent
         return find_head(directory_checkpoint(directory), self.config)
+
+    def weight_files(self, head: bool) -> tuple[Path, ...]:
+        """The files that the weights come from; head: those of the draft head too."""
+        if self.gguf is not None:
+            own = self.gguf.paths
+        else:
+            own = tuple(stored.path for stored in find_tensors(self.path).values())
+        more = tuple(stored.path for stored in self.stored_head().values()) if head and not self.gguf_head() else ()
+        return tuple(dict.fromkeys((*own, *more)))
 
     def head_kinds(self) -> dict[str, int]:
         """Bytes of the head by stored type; empty if there is none. Raises ModelError as `load_head` does."""
@@ -167,7 +176,8 @@ def resolve(
                              "models of the Hugging Face hub")
         return path
     if isinstance(model, Path) or not _REPOSITORY.fullmatch(name):
-        raise ModelError(f"{name[:300]!r} is no directory; a model is {ACCEPTED}")
+        kind = "file" if name.lower().endswith(".gguf") else "directory"
+        raise ModelError(f"there is no {kind} {show(name)}; a model is {ACCEPTED}")
     return _download(name, revision, token, progress)
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 from deltic.cli.doctor.findings import GIB, Fault, Finding, gib
@@ -22,7 +23,7 @@ def check_hub(args: argparse.Namespace) -> Finding:
                           [("problem", "pip install huggingface_hub; until then, give models as directories")])
     place, faults = Path(constants.HF_HUB_CACHE), list[Fault]()
     free = shutil.disk_usage(_existing(place)).free
-    if not _writable(_existing(place)):
+    if _refusal(_existing(place)):
         faults.append(("warning", f"models cannot be downloaded to {place}: make it writable, or set HF_HOME"))
     elif free < _LITTLE_DISK:
         faults.append(("warning", "little room for models: make some, or set HF_HOME to a larger disk"))
@@ -44,23 +45,27 @@ def check_cache_dir(args: argparse.Namespace) -> Finding | None:
     if root.is_symlink() or not existing.is_dir():
         return Finding.of("cache_dir", f"{existing} is {'a link' if root.is_symlink() else 'no directory'}",
                           [("problem", "name another directory")])
-    if not _writable(existing):
-        return Finding.of("cache_dir", f"{existing} is not writable for this user",
+    refusal = _refusal(existing)
+    if refusal and (existing != root or not os.access(root, os.R_OK | os.X_OK)):
+        return Finding.of("cache_dir", f"{existing} is not writable for this user: {refusal}",
                           [("problem", "name a directory that you own and may write to")])
     if existing != root:
         return Finding.of("cache_dir", f"nothing kept yet, {gib(shutil.disk_usage(existing).free)} free",
                           _disk_faults(existing))
-    return _kept(root)
+    return _kept(root, refusal)
 
 
-def _kept(root: Path) -> Finding:
-    """What is in a cache directory that is in use."""
+def _kept(root: Path, refusal: str) -> Finding:
+    """What is in a cache directory that is in use. refusal: why nothing can be written to it, if so."""
     from deltic.cache.folder import files, folders
 
     models = folders(root)
     sizes = [(folder / found.path, found.size) for folder in models for found in files(folder)]
     foreign = sum(_owner(path) != os.geteuid() for path in (root, *models, *dict(sizes)))
     faults = _disk_faults(root)
+    if refusal:
+        faults.append(("warning", f"it is not writable ({refusal}): what is kept is used, and nothing is added; make "
+                                  "it writable, or name another directory"))
     if foreign:
         faults.append(("problem", f"{foreign} files or folders belong to other users: name a directory of your own"))
     if stat.S_IMODE(root.stat().st_mode) & 0o077:
@@ -75,8 +80,14 @@ def _existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
 
 
-def _writable(path: Path) -> bool:
-    return os.access(path, os.R_OK | os.W_OK | os.X_OK)
+def _refusal(path: Path) -> str:
+    """Why nothing can be made and written in a folder, found out by trying; empty if it can. Nothing stays of it."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".deltic-doctor-", dir=path) as place:
+            (Path(place) / "file").write_bytes(bytes(4096))
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if os.access(path, os.R_OK | os.W_OK | os.X_OK) else "Permission denied"
 
 
 def _disk_faults(path: Path) -> list[Fault]:

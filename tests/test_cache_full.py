@@ -1,0 +1,321 @@
+"""A disk tier that is full goes on with what is new, one that can only be read is read, and neither harms a request."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reuse_cases import runtime_of, serve, usage_of
+from support import greedy, numbers, odd_runtime, reference, same_tokens
+from test_cache_tiers import Delayed, Recording, source_of
+from torch import Tensor
+
+from deltic.cache import folder as layout
+from deltic.cache import shelf as shelf_module
+from deltic.cache.disk import Disk, DiskNotes
+from deltic.cache.medium import FullError, Item
+from deltic.cache.shelf import Shelf
+from deltic.engine.engine import Engine
+from deltic.types import Request
+
+
+def request_of(seed: int, length: int = 60) -> Request:
+    return greedy(numbers(seed, length, 500), 3)
+
+
+def disk_engine(directory: Path, budget: int = 1 << 26, model: str = "model") -> Engine:
+    return Engine(runtime_of(odd_runtime(), batch=2, tiers=[Shelf(Disk(directory, model, budget), threads=True)]))
+
+
+def written(engine: Engine) -> None:
+    """Wait until all that was kept is on the disk, or is known not to be."""
+    (shelf,) = engine.runtime.cache.tiers
+    while shelf._pending:
+        with suppress(Exception):
+            shelf._pending[-1].future.result()
+        shelf._settle()
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+@contextmanager
+def small_disk(monkeypatch: pytest.MonkeyPatch, directory: Path, total: int, others: int = 0) -> Iterator[None]:
+    """A disk of so many bytes, of which somebody else's files take some."""
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(
+            total=total, free=max(total - others - size_of(directory), 0)))
+        yield
+
+
+def test_a_full_disk_gives_up_its_oldest_for_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deltic")
+    with small_disk(monkeypatch, tmp_path, 600_000):
+        engine = disk_engine(tmp_path)
+        for seed in range(20, 40):
+            serve(engine, request_of(seed))
+            written(engine)
+            engine.check()
+        engine.close()
+    assert 300_000 < size_of(tmp_path) < 600_000 and engine.runtime.cache.tiers[0].evictions > 5
+    assert not lines_of(caplog, "misses something")
+    again = disk_engine(tmp_path)
+    cached = [usage_of(serve(again, request_of(seed))).cached_tokens for seed in (39, 38, 20, 21)]
+    assert cached == [60, 60, 0, 0], "the newest stay, the oldest go"
+    again.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_says_that_it_is_full_only_when_written_to(code: int, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota does not show before."""
+    real = os.replace
+
+    def limited(source: Path, target: Path) -> None:
+        if size_of(tmp_path) > 600_000:
+            raise OSError(code, os.strerror(code))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", limited)
+    engine = disk_engine(tmp_path)
+    for seed in range(20, 40):
+        serve(engine, request_of(seed))
+        written(engine)
+        engine.check()
+    engine.close()
+    again = disk_engine(tmp_path)
+    assert usage_of(serve(again, request_of(39))).cached_tokens == 60
+    again.close()
+
+
+def test_where_others_fill_the_disk_nothing_is_given_up_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deltic")
+    engine = disk_engine(tmp_path)
+    serve(engine, request_of(20))
+    engine.close()
+    before = size_of(tmp_path)
+    with small_disk(monkeypatch, tmp_path, 10_000_000, others=12_000_000):
+        engine = disk_engine(tmp_path)
+        for seed in (21, 22, 23):
+            request = request_of(seed)
+            same_tokens(reference(odd_runtime(), request.prompt, 3), serve(engine, request)[("a", 0)].tokens)
+            written(engine)
+        assert usage_of(serve(engine, request_of(20))).cached_tokens == 60
+        engine.close()
+    assert size_of(tmp_path) == before and len(lines_of(caplog, "nearly full")) == 1
+
+
+class Narrow(Recording):
+    """A medium that holds less than its budget, and says so when it is written to."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(1 << 20)
+        self.capacity = capacity
+
+    def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+        held = sum(tensor.numel() * tensor.itemsize for kept in self._items.values() for tensor in kept.values())
+        if held + item.size > self.capacity:
+            raise FullError(errno.ENOSPC, "No space left on device", "", held + item.size - self.capacity)
+        return super().write(item, tensors)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_room_is_made_for_long_prefixes_too(delayed: bool) -> None:
+    medium = Narrow(4000)
+    shelf = Shelf(medium, threads=False)
+    if delayed:
+        shelf._writer = Delayed()
+    for start in range(0, 40_000, 1000):
+        tokens = tuple(range(start, start + 20 + start // 1000 * 7))
+        shelf.offer(source_of(tokens))
+        while isinstance(shelf._writer, Delayed) and shelf._writer.waiting:
+            shelf._writer.work(1)
+            shelf._settle()
+        shelf.check()
+        assert shelf.find((*tokens, 1)), "what is new was not kept"
+    assert shelf.evictions > 20
+
+
+def test_what_is_larger_than_the_medium_leaves_the_rest_where_it_is() -> None:
+    medium = Narrow(2000)
+    shelf = Shelf(medium, threads=False)
+    small, large = tuple(range(20)), tuple(range(1000, 2000))
+    shelf.offer(source_of(small))
+    shelf.offer(source_of(large))
+    shelf.check()
+    assert shelf.find((*small, 1)) and not shelf.find((*large, 1))
+
+
+def test_a_medium_that_never_has_room_is_asked_a_few_times_only() -> None:
+    class Liar(Recording):
+        calls = 0
+
+        def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
+            self.calls += 1
+            if len(self._items) > 7:
+                raise FullError(errno.ENOSPC, "No space left on device", "", 1)
+            return super().write(item, tensors)
+
+        def delete(self, item: Item) -> None:
+            """Takes nothing back."""
+
+    medium = Liar(1 << 20)
+    shelf = Shelf(medium, threads=False)
+    for start in range(0, 20_000, 1000):
+        shelf.offer(source_of(tuple(range(start, start + 20))))
+    assert medium.calls < 30
+
+
+def test_a_shortage_of_memory_for_copies_keeps_nothing_and_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deltic")
+    shelf = Shelf(Recording(100_000), threads=False)
+
+    def refuse(start: int) -> Any:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+    shelf.offer(replace(source_of((1, 2, 3)), kv=refuse))
+    shelf.check()
+    assert shelf.find((1, 2, 3, 4)) is None and "--host-memory" in caplog.text
+
+
+def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf_module, "_BACKLOG", 2000)
+    shelf = Shelf(Recording(1 << 20), threads=False)
+    writer, copies = Delayed(), []
+    shelf._writer = writer
+
+    def counted(source: Any) -> Any:
+        return replace(source, kv=lambda start: copies.append(start) or source.kv(start), cost=(12, 100))
+    for start in range(0, 50_000, 1000):
+        shelf.offer(counted(source_of(tuple(range(start, start + 20)))))
+        assert shelf._backlog <= 2000
+    assert 0 < len(copies) < 15, "what is skipped was copied first"
+    writer.work(1 << 20)
+    shelf._settle()
+    shelf.check()
+    assert shelf._backlog == 0
+
+
+# A smaller budget
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_budget_that_was_lowered_is_kept_to_from_the_start(foreign: bool, tmp_path: Path) -> None:
+    """Also where most is of another model."""
+    engine = disk_engine(tmp_path, model="other" if foreign else "model")
+    for seed in range(20, 30):
+        serve(engine, request_of(seed))
+        written(engine)
+    engine.close()
+    assert size_of(tmp_path) > 400_000
+    engine = disk_engine(tmp_path, budget=300_000)
+    engine.check()
+    assert 100_000 < size_of(tmp_path) < 301_000
+    assert usage_of(serve(engine, request_of(29))).cached_tokens == (0 if foreign else 60)
+    engine.close()
+
+
+# A directory that can only be read
+
+
+def read_only(check: Callable[[], None], directory: Path) -> None:
+    """Run a check as a user who may read a directory and not write to it; root, who may always, gives that up in a
+    process of its own."""
+    paths = [directory, *(path for path in directory.rglob("*") if path.is_dir())]
+    if os.geteuid() == 0:
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, 65534, 65534)
+    for path in paths:
+        path.chmod(0o500)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            check()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for path in paths:
+        path.chmod(0o700)
+    assert code == 0
+
+
+ITEM = Item("kv", "ab" * 16, "", 0, 3)
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A place that others may look into, unlike `tmp_path`."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+def test_a_directory_that_can_only_be_read_is_read(open_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deltic")
+    directory = open_path / "kept"
+    Disk(directory, "ab", 1 << 20, "a model").write(ITEM, {"tokens": torch.arange(3)})
+    DiskNotes(directory, "ab").put("cd", b"text")
+
+    def check() -> None:
+        disk, notes = Disk(directory, "ab", 1 << 20, "another name"), DiskNotes(directory, "ab")
+        assert not disk.writable and disk.read(ITEM)["tokens"].tolist() == [0, 1, 2] and not disk.others()
+        with pytest.raises(OSError, match=r"Permission denied|Read-only"):
+            disk.write(replace(ITEM, done=4), {"tokens": torch.arange(4)})
+        notes.put("ef", b"text")
+        assert notes.get("cd") == b"text" and notes.get("ef") is None
+        disk.delete(ITEM)
+        assert not list(disk.scan()), "what was given up comes back with the next look"
+        assert len(lines_of(caplog, "cannot be written to")) == 1
+
+    read_only(check, directory)
+    assert layout.read_label(directory / "deltic-prefixes" / "v1-ab") == "a model"
+
+
+def test_an_engine_over_a_directory_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
+    engine = disk_engine(tmp_path)
+    serve(engine, request_of(20))
+    engine.close()
+    caplog.set_level(logging.WARNING, "deltic")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+        for name in ("replace", "unlink", "utime", "rmdir"):
+            patched.setattr(os, name, refuse_writing)
+        patched.setattr(Path, "unlink", refuse_writing)
+        engine = disk_engine(tmp_path)
+        for seed in (20, 21, 22):
+            serve(engine, request_of(seed))
+            engine.check()
+        assert usage_of(serve(engine, request_of(20))).cached_tokens == 60
+        engine.close()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert [record.getMessage().partition(" ")[2] for record in caplog.records] == [
+        "cannot be written to: the prefixes in it are used, and none are added"]
+
+
+def refuse_writing(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")

@@ -1,0 +1,87 @@
+"""Where the system refuses memory, the error says for what, how much, and which option asks for less."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import odd_shape
+
+from deltic import LLM, RandomModel
+from deltic.cache.storage import allocate
+from deltic.config import available_memory
+from deltic.errors import ConfigError
+from deltic.ops import memory
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `ulimit -v`."""
+    real = mmap.mmap
+
+    def refuse(descriptor: int, size: int, **more: Any) -> Any:
+        if size > 70 << 20:  # weights are mapped in smaller pieces
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(descriptor, size, **more)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+
+
+@pytest.mark.skipif(not memory.large_pages(), reason="nothing is mapped here")
+def test_the_pools_say_what_they_are_for(refused: None) -> None:
+    with pytest.raises(ConfigError, match=r"no memory for the cache, [0-9,]+ MiB in 1,000 pages and 80,000 states"
+                                          r" \(the last [0-9.]+ MiB of it were refused\).* --memory") as caught:
+        allocate(odd_shape(), 1000, 80_000, torch.float32)
+    assert caught.value.option == "memory" and "--max-context" in str(caught.value)
+
+
+@pytest.mark.skipif(not memory.large_pages(), reason="nothing is mapped here")
+def test_a_model_that_does_not_start_for_it(refused: None) -> None:
+    with pytest.raises(ConfigError, match="no memory for the cache"):
+        LLM(RandomModel(shape=odd_shape(max_position_embeddings=1 << 20)), memory="2GiB", threads=1)
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError("tried to allocate 47185920 bytes: Cannot allocate memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to "
+                 "allocate 47185920 bytes. Error code 12 (Cannot allocate memory)")])
+def test_the_weights_too(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+    monkeypatch.setattr("deltic.engine.runtime.random_weights", refuse)
+    with pytest.raises(ConfigError, match=r"weights of random-qwen3.5-0.8b \(the last 45.0 MiB.*--quant q4_k"):
+        LLM(RandomModel(), memory="64MiB", threads=1)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    for error in (RuntimeError("shapes do not fit"), ValueError("x")):
+        with pytest.raises(type(error), match=str(error)), memory.memory_for("nothing", "do nothing"):
+            raise error
+
+
+def test_the_limit_of_the_address_space_is_memory_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 8000000 kB\n")
+    (tmp_path / "proc/self/statm").write_text("1000 1 1 1 0 1 0\n")
+    assert available_memory(tmp_path) == 8_000_000 << 10
+    limit = 5000 * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert available_memory(tmp_path) == 4000 * resource.getpagesize()
+    (tmp_path / "proc/self/statm").write_text("9000 1 1 1 0 1 0\n")
+    assert available_memory(tmp_path) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "words"), [("64MiB", "first token"), ("4GiB", "error: there is no memory for")])
+def test_a_process_with_little_address_space(memory: str, words: str) -> None:
+    code = ("import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (5 << 29, 5 << 29)); sys.argv[0] = 'deltic';"
+            "from deltic.cli import main; sys.exit(main(sys.argv[1:]))")
+    arguments = (["bench", "--random", "qwen3.5-0.8b", "--layers", "4"] if "error" in words else ["run", "hi"])
+    done = subprocess.run([sys.executable, "-c", code, *arguments, "--memory", memory], capture_output=True, text=True)
+    assert words in done.stdout + done.stderr and "Traceback" not in done.stderr
