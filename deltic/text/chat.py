@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from deltic.config import Limits
 from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.text.markers import start_mode
 from deltic.text.messages import normalise_messages, normalise_tools, plain
@@ -86,13 +87,14 @@ class Spelled:
     kept: int = 0
 
 
-def load_template(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
-    """The tokenizer's own chat template; TemplateError if it has none."""
+def load_template(tokenizer: Tokenizer, tools: object = None,
+                  seconds: float = Limits().template_seconds) -> ChatTemplate:
+    """The tokenizer's own chat template, which takes so many seconds at most; TemplateError if it has none."""
     source = tokenizer.template_for(tools)
     if source is None:
         raise TemplateError("this model has no chat template: pass one with --chat-template FILE, "
                             "or use raw completions")
-    return ChatTemplate(source, tokenizer.special_tokens)
+    return ChatTemplate(source, tokenizer.special_tokens, seconds)
 
 
 def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
