@@ -36,10 +36,10 @@ def tiny() -> LLM:
 
 
 def limited(model: Any, **limits: Any) -> Any:
-    """The model with these fields of Limits."""
+    """The model with these fields of Limits; closing it closes nothing."""
     runtime = replace(model.runtime, options=replace(model.runtime.options, limits=Limits(**limits)))
     return SimpleNamespace(engine=model.engine, worker=model.worker, front=model.front, runtime=runtime,
-                           close=model.close)
+                           close=lambda: None)
 
 
 class Scripted:
@@ -121,8 +121,10 @@ class Scripted:
     def model(self, **limits: Any) -> Any:
         """What create_app takes for a model. limits: fields of Limits."""
         worker = Worker(self)  # type: ignore[arg-type]
-        return limited(SimpleNamespace(engine=self, worker=worker, front=tiny().front, runtime=tiny().runtime,
-                                       close=lambda: worker.stop(5)), **limits)
+        model = limited(SimpleNamespace(engine=self, worker=worker, front=tiny().front, runtime=tiny().runtime),
+                        **limits)
+        model.close = lambda: worker.stop(5)
+        return model
 
 
 class Served:
