@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 from openai import OpenAI
 
 from deltic import LLM
@@ -130,8 +131,9 @@ class Scripted:
 class Served:
     """A running server."""
 
-    def __init__(self, url: str, server: Server, bridge: Bridge, thread: threading.Thread) -> None:
-        self.url, self.server, self.bridge, self.thread = url, server, bridge, thread
+    def __init__(self, url: str, server: Server, app: FastAPI, thread: threading.Thread) -> None:
+        self.url, self.server, self.app, self.thread = url, server, app, thread
+        self.bridge: Bridge = app.state.bridge
         self.http = httpx.Client(base_url=url, timeout=30)
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
 
@@ -218,7 +220,7 @@ def serving(model: Any, grace: float = 0.2, **options: Any) -> Iterator[Served]:
     thread = threading.Thread(target=server.run_on, args=(listener,))
     thread.start()
     assert ready.wait(20)
-    served = Served(url_of(listener), server, app.state.bridge, thread)
+    served = Served(url_of(listener), server, app, thread)
     try:
         yield served
     finally:

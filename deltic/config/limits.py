@@ -31,6 +31,8 @@ class Limits:
     max_body_values: int = _limit(500_000, "values (texts, numbers, lists, objects and their keys) in a request's body")
     max_waiting: int = _limit(512, "answers that may wait for a place in the batch; then requests are refused with "
                                    "status 503 and Retry-After")
+    max_live_tokens: int = _limit(8_000_000, "prompt tokens of all requests that run or wait; then requests are "
+                                             "refused with status 503 and Retry-After")
     max_choices: int = _limit(128, "answers that one request may ask for: its prompts times its n")
     max_messages: int = _limit(4096, "messages of a conversation")
     max_tools: int = _limit(512, "tools of a request")

@@ -47,12 +47,12 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None 
     pages that may use the server ("*": all). stuck_after: seconds without progress that make /health fail.
     """
     limits, memory = llm.runtime.options.limits, ThreadPoolExecutor(1, "deltic-memory")
-    room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_unread_tokens)
+    room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
     bridge = Bridge(llm.worker, room, stuck_after)
     desk = Desk(llm, bridge, served_name or public_name(llm), Intake(limits), memory)
     app = FastAPI(title="deltic", lifespan=_lifespan(bridge, memory), docs_url=None, redoc_url=None, openapi_url=None,
                   redirect_slashes=False)
-    app.state.bridge = bridge
+    app.state.bridge, app.state.intake = bridge, desk.intake
     locks = [Depends(_key_check(api_key))] if api_key else []
     app.include_router(openai.routes(desk), dependencies=locks)
     app.add_api_route("/metrics", _metrics(desk), methods=["GET", "HEAD"], response_model=None, dependencies=locks)
