@@ -117,14 +117,43 @@ def uploading(served: Served, size: int) -> socket.socket:
 
 
 def test_bodies_are_bounded_together() -> None:
-    with serving(Scripted("one").model(max_body_mib=1, max_bodies_mib=2)) as served:
-        intake_full = [uploading(served, MIB - 9) for _ in range(2)]
-        wait_until(lambda: served.post("/v1/completions", prompt="x" * 1000).status_code == 503)
-        refused = served.post("/v1/completions", prompt="x" * 1000)
-        assert refused.headers["retry-after"] == "1" and "(max_bodies_mib)" in refused.json()["error"]["message"]
-        for raw in intake_full:
-            raw.close()
-        wait_until(lambda: served.post("/v1/completions", prompt="x" * 1000).status_code == 200)
+    engine = Scripted("one")
+    engine.max_context = 1 << 20
+    with serving(engine.model(max_body_mib=1, max_bodies_mib=2)) as served:
+        slow = [uploading(served, MIB - 9) for _ in range(2)]
+        intake = served.app.state.intake
+        wait_until(lambda: intake._held == 2 * MIB - 18)
+        assert served.post("/v1/completions", prompt="x" * 1000).status_code == 200, "small ones always pass"
+        assert served.post("/v1/completions", prompt=" x" * 50_000).status_code == 200, "the oldest gives way"
+        head, _, body = read_all_of(slow[0]).partition("\r\n\r\n")
+        assert " 503 " in head and "retry-after: 1" in head
+        assert "(max_bodies_mib)" in json.loads(body)["error"]["message"]
+        slow[1].sendall(b"x")
+        assert " 400 " in read_all_of(slow[1]), "the other is read"
+        wait_until(lambda: intake._held == 0)
+        assert not intake._coming
+
+
+def read_all_of(raw: socket.socket) -> str:
+    """An answer, after which this side closes."""
+    text = raw.recv(1 << 16).decode()
+    raw.close()
+    return text
+
+
+def test_prompts_that_wait_are_bounded_together() -> None:
+    engine, gate = Scripted("one"), threading.Event()
+    with serving(engine.model(max_live_tokens=100)) as served:
+        engine.before_step = gate.wait
+        held = served.send("/v1/completions", prompt=[5] * 90)
+        wait_until(lambda: served.health()[1]["requests"] == 1)
+        refused = served.post("/v1/completions", prompt=[5] * 11)
+        assert refused.status_code == 503 and "(max_live_tokens)" in refused.json()["error"]["message"]
+        small = served.send("/v1/completions", prompt=[5] * 10)
+        wait_until(lambda: served.health()[1]["requests"] == 2)
+        gate.set()
+        assert all("200 OK" in read_all(raw) for raw in (held, small))
+        assert served.post("/v1/completions", prompt=[5] * 200).status_code == 200, "it is alone"
 
 
 def test_a_declared_length_costs_nothing() -> None:

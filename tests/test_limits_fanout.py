@@ -59,7 +59,7 @@ def test_big_answers_are_the_same() -> None:
 
 
 def test_an_echo_is_as_large_as_a_body_may_be() -> None:
-    engine, prompts = Scripted("one"), ["x" * 9000, "y" * 9000]
+    engine, prompts = Scripted("one"), ["capital " * 1500, "capital " * 1400]
     engine.max_context = 1 << 20
     with serving(engine.model(max_body_mib=1)) as served:
         choices = served.post("/v1/completions", prompt=prompts, n=2, echo=True).json()["choices"]

@@ -40,6 +40,7 @@ def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.Monk
         served.wait_idle()
     assert awake == slept and all(awake), "an answer that paused is the same"
     tiny().engine.check()
+    tiny().engine.runtime.cache.clear()
 
 
 @pytest.mark.parametrize("stream", [True, False])

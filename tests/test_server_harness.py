@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 from openai import OpenAI
 
 from deltic import LLM
@@ -36,10 +37,10 @@ def tiny() -> LLM:
 
 
 def limited(model: Any, **limits: Any) -> Any:
-    """The model with these fields of Limits."""
+    """The model with these fields of Limits; closing it closes nothing."""
     runtime = replace(model.runtime, options=replace(model.runtime.options, limits=Limits(**limits)))
     return SimpleNamespace(engine=model.engine, worker=model.worker, front=model.front, runtime=runtime,
-                           close=model.close)
+                           close=lambda: None)
 
 
 class Scripted:
@@ -121,15 +122,18 @@ class Scripted:
     def model(self, **limits: Any) -> Any:
         """What create_app takes for a model. limits: fields of Limits."""
         worker = Worker(self)  # type: ignore[arg-type]
-        return limited(SimpleNamespace(engine=self, worker=worker, front=tiny().front, runtime=tiny().runtime,
-                                       close=lambda: worker.stop(5)), **limits)
+        model = limited(SimpleNamespace(engine=self, worker=worker, front=tiny().front, runtime=tiny().runtime),
+                        **limits)
+        model.close = lambda: worker.stop(5)
+        return model
 
 
 class Served:
     """A running server."""
 
-    def __init__(self, url: str, server: Server, bridge: Bridge, thread: threading.Thread) -> None:
-        self.url, self.server, self.bridge, self.thread = url, server, bridge, thread
+    def __init__(self, url: str, server: Server, app: FastAPI, thread: threading.Thread) -> None:
+        self.url, self.server, self.app, self.thread = url, server, app, thread
+        self.bridge: Bridge = app.state.bridge
         self.http = httpx.Client(base_url=url, timeout=30)
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
 
@@ -216,7 +220,7 @@ def serving(model: Any, grace: float = 0.2, **options: Any) -> Iterator[Served]:
     thread = threading.Thread(target=server.run_on, args=(listener,))
     thread.start()
     assert ready.wait(20)
-    served = Served(url_of(listener), server, app.state.bridge, thread)
+    served = Served(url_of(listener), server, app, thread)
     try:
         yield served
     finally:

@@ -22,6 +22,7 @@ from deltic.text.chat import ChatTemplate, build_prompt, spell
 from deltic.text.deltas import Answer, join
 from deltic.text.front import Front, Job
 from deltic.text.notes import unpack
+from deltic.text.stream import Router
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import SamplingParams, common_length
 
@@ -415,6 +416,19 @@ def test_a_stop_id_is_no_part_of_what_is_remembered() -> None:
     after = client.say("And?")
     assert shared(first, after, tokens) == len(first.request.prompt) + len(tokens)
     assert after.request.prompt[len(first.request.prompt) + len(tokens)] == EOS
+
+
+def test_a_long_answer_is_read_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    scanned: list[int] = []
+    scan = Router._scan
+    monkeypatch.setattr(Router, "_scan", lambda router, text: scanned.append(len(text)) or scan(router, text))
+    client = talk("preserve", True)
+    job, tokens = client.say("Hi"), cut_small(f"{'Hm ' * 3000}\n</think>\n\n{'Yes ' * 3000}")
+    assert job.remember
+    job.remember([*tokens, EOS], "stop")
+    assert len(scanned) < 10 < sum(scanned)
+    client.messages.append({"role": "assistant", "content": "Yes " * 3000})
+    assert shared(job, client.say("And?"), tokens) == len(job.request.prompt) + len(tokens)
 
 
 # Notes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deltic.config import Limits
-from deltic.errors import BusyError, LongPromptError
+from deltic.errors import BusyError, LongPromptError, RequestError
 from deltic.text import tokenizer as module
 from deltic.text.front import Front
 from deltic.text.tokenizer import Tokenizer
@@ -141,3 +141,13 @@ def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LongPromptError):
         front.complete("x " * 530_000)
     assert trims == [1, 1]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_template_has_the_seconds_that_the_limits_say(own: bool) -> None:
+    slow = "{% for a in range(900000) %}{% endfor %}{{ messages[0].content }}"
+    tokenizer = Tokenizer.from_directory(TINY)
+    tokenizer.chat_templates["default"] = slow
+    front = Front(tokenizer, slow if own else None, limits=Limits(template_seconds=0.01))
+    with pytest.raises(RequestError, match="seconds"):
+        front.chat([{"role": "user", "content": "Hi"}])

@@ -48,12 +48,12 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None 
     pages that may use the server ("*": all). stuck_after: seconds without progress that make /health fail.
     """
     limits, memory = llm.runtime.options.limits, ThreadPoolExecutor(1, "deltic-memory")
-    room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_unread_tokens)
+    room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
     bridge = Bridge(llm.worker, room, stuck_after)
     desk = Desk(llm, bridge, served_name or public_name(llm), Intake(limits), memory)
     app = FastAPI(title="deltic", lifespan=_lifespan(bridge, memory), docs_url=None, redoc_url=None, openapi_url=None,
                   redirect_slashes=False)
-    app.state.bridge = bridge
+    app.state.bridge, app.state.intake = bridge, desk.intake
     locks = [Depends(_key_check(api_key))] if api_key else []
     app.include_router(openai.routes(desk), dependencies=locks)
     app.add_api_route("/metrics", _metrics(desk), methods=["GET", "HEAD"], response_model=None, dependencies=locks)
@@ -98,7 +98,7 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     name = options.get("served_name") or public_name(llm)
     ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/health, {url}/metrics. Context of {llm.engine.max_context:,} "
              "tokens. Ctrl-C ends.")
-    gc.collect()
+    gc.collect()  # what is garbage now would stay for as long as the server runs
     try:
         Server(app, app.state.bridge, grace, lambda: on_ready(ready), llm.runtime.options.limits).run_on(listener)
     finally:

@@ -12,7 +12,9 @@ import difflib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from dataclasses import field as attribute
 from json import decoder, scanner
 from typing import Any, NoReturn, TypeVar, get_args
 
@@ -40,11 +42,23 @@ Body = TypeVar("Body", bound=BaseModel)
 Prepared = TypeVar("Prepared")
 
 
+@dataclass(eq=False, slots=True)
+class _Upload:
+    """A body on its way. patience: ends the wait for it. held: bytes that it counts for. given_up: in favour of others.
+    """
+
+    patience: asyncio.Timeout
+    pieces: list[bytes] = attribute(default_factory=list)
+    held: int = 0
+    given_up: bool = False
+
+
 class Intake:
     """Takes in the bodies of all requests of a server."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self._held = limits, 0
+        self._coming: dict[_Upload, None] = {}  # in the order in which they became large
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def read(self, request: Request, schema: type[Body],
@@ -66,28 +80,57 @@ class Intake:
 
     @asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:
-        pieces, size, most = [], 0, self._limits.max_body_mib << 20
+        upload = _Upload(asyncio.timeout(None))
         try:
-            async for piece in request.stream():
-                size += len(piece)
-                if size <= most:
-                    self._hold(len(piece))
-                    pieces.append(piece)
-                elif size > most * _PATIENCE:
-                    break
-            if size > most:
-                raise ProblemError(Problem(413, f"the body is larger than {self._limits.max_body_mib} MiB "
-                                                "(max_body_mib)"))
-            yield b"".join(pieces)
+            with suppress(TimeoutError):
+                async with upload.patience:
+                    await self._receive(request, upload)
+            if upload.given_up:
+                raise self._too_much()
+            self._coming.pop(upload, None)
+            raw = b"".join(upload.pieces)
+            upload.pieces.clear()
+            yield raw
         finally:
-            self._held -= sum(map(len, pieces))
+            self._release(upload)
 
-    def _hold(self, size: int) -> None:
-        most = self._limits.max_bodies_mib
-        if self._held + size > most << 20:
-            raise BusyError(f"the bodies of all requests are larger than {most} MiB together (max_bodies_mib): try "
-                            "again later")
-        self._held += size
+    async def _receive(self, request: Request, upload: _Upload) -> None:
+        most, size = self._limits.max_body_mib << 20, 0
+        async for piece in request.stream():
+            size += len(piece)
+            if upload.given_up:
+                return
+            if size <= most:
+                self._hold(upload, size)
+                upload.pieces.append(piece)
+            elif size > most * _PATIENCE:
+                break
+        if size > most:
+            raise ProblemError(Problem(413, f"the body is larger than {self._limits.max_body_mib} MiB (max_body_mib)"))
+
+    def _hold(self, upload: _Upload, size: int) -> None:
+        """Count in a body that has grown to this size. If all together are too much, the one that has been on its way
+        for longest is given up: honest ones take a moment. Small ones are as many as there are connections, at most."""
+        if size <= _LARGE:
+            return
+        self._coming[upload] = None
+        while self._held + size - upload.held > self._limits.max_bodies_mib << 20:
+            oldest = next(iter(self._coming))
+            self._release(oldest)
+            oldest.given_up = True
+            oldest.patience.reschedule(0)  # ends its wait for more
+            if oldest is upload:
+                return
+        self._held, upload.held = self._held + size - upload.held, size
+
+    def _release(self, upload: _Upload) -> None:
+        self._coming.pop(upload, None)
+        self._held, upload.held = self._held - upload.held, 0
+        upload.pieces.clear()
+
+    def _too_much(self) -> BusyError:
+        return BusyError(f"the bodies of all requests are larger than {self._limits.max_bodies_mib} MiB together "
+                         "(max_bodies_mib): try again later")
 
 
 def parse(raw: bytes, schema: type[Body], limits: Limits) -> Body:

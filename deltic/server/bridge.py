@@ -34,11 +34,12 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """answers: how many run at once. waiting: how many more may wait. unread: events of a ticket that may wait for its
-    reader."""
+    """answers: how many run at once. waiting: how many more may wait. tokens: of the prompts of both. unread: events of
+    a ticket that may wait for its reader."""
 
     answers: int
     waiting: int
+    tokens: int
     unread: int
 
 
@@ -60,7 +61,8 @@ class Bridge:
     async def submit(self, requests: Sequence[Request]) -> Ticket:
         """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
         if too many answers wait already."""
-        self.check_room(sum(request.sampling.n for request in requests))
+        self.check_room(sum(request.sampling.n for request in requests),
+                        sum(len(request.prompt) for request in requests))
         ticket = Ticket(requests, self, self._room.unread)
         self._tickets |= dict.fromkeys(ticket.requests, ticket)
         self._worker.submit(requests, self, partial(self._post, ticket.admit))
@@ -71,15 +73,20 @@ class Bridge:
             raise
         return ticket
 
-    def check_room(self, answers: int = 1) -> None:
-        """BusyError if there is no room for so many more answers, UnavailableError if there is for none. A request for
-        more than may wait at all is taken if nothing else is there."""
+    def check_room(self, answers: int = 1, prompt_tokens: int = 1) -> None:
+        """BusyError if there is no room for so much more, UnavailableError if there is for nothing. A request for more
+        than there may be at all is taken if nothing else is there."""
         if self._closed:
             raise UnavailableError(self._closed)
-        live = sum(ticket.answers for ticket in set(self._tickets.values()))
+        tickets = set(self._tickets.values())
+        live = sum(ticket.answers for ticket in tickets)
         if live and live + answers > self._room.answers + self._room.waiting:
             raise BusyError(f"{live} answers run or wait, and at most {self._room.waiting} may wait (max_waiting): try "
                             "again later")
+        tokens = sum(ticket.prompt_tokens for ticket in tickets)
+        if tokens and tokens + prompt_tokens > self._room.tokens:
+            raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
+                            "together (max_live_tokens): try again later")
 
     def health(self) -> Health:
         """How the engine is now; cheap."""

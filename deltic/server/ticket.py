@@ -36,6 +36,7 @@ class Ticket:
 
     def __init__(self, requests: Sequence[Request], holder: Holder, most_unread: int) -> None:
         self.requests = tuple(request.id for request in requests)
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._left = {request.id: request.sampling.n for request in requests}
         self._holder, self._most_unread = holder, most_unread

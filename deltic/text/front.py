@@ -59,8 +59,11 @@ class Front:
         if not _is_budget(thinking_budget):
             raise ConfigError(_no_budget(thinking_budget), "thinking_budget")
         self.tokenizer = tokenizer
-        self._override = ChatTemplate(template, tokenizer.special_tokens) if template is not None else None
-        self._bound = _bound(longest, limits.max_prompt_tokens if limits else None)
+        limits = limits or Limits()
+        self._seconds = limits.template_seconds
+        self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
+                          else None)
+        self._bound = _bound(longest, limits.max_prompt_tokens)
         self._mode, self._history = history, History(tokenizer, notes, replace(self._bound, field="messages"))
         self._strip_billing_header, self._warned = strip_billing_header, False
         self._thinking_budget = thinking_budget
@@ -88,7 +91,7 @@ class Front:
         budget = self._thinking_budget if thinking_budget is None else thinking_budget
         if not _is_budget(budget):
             raise RequestError(_no_budget(budget), "thinking_budget")
-        template = self._override or load_template(self.tokenizer, tools)
+        template = self._override or load_template(self.tokenizer, tools, self._seconds)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._history.turn(conversation, mode)
         shown = tools if parse_calls else None
@@ -102,7 +105,7 @@ class Front:
     def opening(self, messages: Any, *, tools: Any = None,
                 variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """The ids that all conversations under these system messages and tools begin with; none if they share none."""
-        template = self._override or load_template(self.tokenizer, tools)
+        template = self._override or load_template(self.tokenizer, tools, self._seconds)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
                                          variables)

@@ -28,7 +28,7 @@ from hashlib import blake2b
 from typing import Any
 
 from deltic.errors import DelticError, LongPromptError
-from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell
+from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell, turning
 from deltic.text.coerce import coerce
 from deltic.text.deltas import Answer, join
 from deltic.text.messages import REASONING
@@ -220,7 +220,8 @@ def _rendered(conversation: Conversation, notes: Mapping[int, Note], base: _Base
     conversation, text = _as_written(conversation, notes)
     prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
     start = opening(conversation, prompt)
-    found = _positions(start, len(prompt.ids)) if whole else boundaries(conversation, prompt)
+    found = (_positions(start, turning(conversation, prompt), len(prompt.ids)) if whole
+             else boundaries(conversation, prompt, start))
     return Turn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
                 _sent_thoughts(conversation))
 
