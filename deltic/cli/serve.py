@@ -10,7 +10,7 @@ from typing import Any
 
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import existing_file, json_file, text, whole
+from deltic.cli.parser import existing_file, json_file, read_text, text, whole
 
 HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
 
@@ -71,6 +71,6 @@ def _opening(given: str) -> tuple[Path, dict[str, Any]]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read as UTF-8 text: {error}") from error
