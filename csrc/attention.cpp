@@ -179,6 +179,16 @@ template <typename Body> DELTIC_INLINE void columns(const uint16_t *from, int64_
     }
 }
 
+template <typename Body> DELTIC_INLINE void columns(const Half *from, int64_t stride, Body &&body) {
+    Words words[kLanes];
+    transpose(from, stride * 2, words);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+        body(2 * i, from_halves(words[i] & 0xffff));
+        body(2 * i + 1, from_halves(words[i] >> 16));
+    }
+}
+
 // Asks for a line of each position of a page, for later: into the second cache, which takes more at a time.
 template <typename T> DELTIC_INLINE void fetch_lines(const T *page, int64_t stride) {
     for (int i = 0; i < kPage; ++i) __builtin_prefetch(page + i * stride, 0, 2);
@@ -626,7 +636,7 @@ void attention(deltic_pool *pool, const deltic_attention_layer &layer, const del
     int64_t padded = round_up(layer.head_dim, kPanel);
     Call call{layer,  kv, batch, cosines, sines, proj, nullptr, out, layer.head_dim, layer.heads / layer.kv_heads,
               padded, padded + kLanes};
-    kv.type == DELTIC_BF16 ? run<uint16_t>(pool, call) : run<float>(pool, call);
+    by_type(kv.type, [&](auto kept) { run<decltype(kept)>(pool, call); });
 }
 
 void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv, const deltic_batch &batch,
@@ -635,7 +645,7 @@ void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const delt
     int64_t width = 2 * call.stride();
     by_token(pool, batch.tokens, width, [&](int64_t token) {
         const float *keys = proj + token * width;
-        kv.type == DELTIC_BF16 ? store_token<uint16_t>(call, token, keys) : store_token<float>(call, token, keys);
+        by_type(kv.type, [&](auto kept) { store_token<decltype(kept)>(call, token, keys); });
     });
 }
 

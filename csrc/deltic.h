@@ -2,10 +2,10 @@
  *
  * Pointers are borrowed: for the call, or, inside structs that are passed again and again, by whoever made them.
  * Activations are float32, row-major. Arguments are not checked: there may be no tokens, rows, logits or emits, but
- * every other size is at least 1. A status is 0; -1 where memory ran out: a step may then have moved states that it reads
- * and writes in place, all else can be done again; -2 where a batch points outside of the stores or the vocabulary, or
- * contradicts itself: nothing was done. A pool serves one call at a time; calls on different pools know nothing of each
- * other. */
+ * every other size is at least 1. A status is 0; -1 where memory ran out: a step may then have moved states that it
+ * reads and writes in place, all else can be done again; -2 where a batch points outside of the stores or the
+ * vocabulary, or contradicts itself: nothing was done. A pool serves one call at a time; calls on different pools know
+ * nothing of each other. */
 #ifndef DELTIC_H
 #define DELTIC_H
 #include <stdint.h>
@@ -107,7 +107,7 @@ typedef struct {
 typedef struct {
     float *recurrent;        /* [slots, value_heads, key_dim, value_dim] */
     void *conv;              /* [slots, places, channels] of `type`: raw inputs, that of position p at p mod places */
-    int64_t places, type;    /* at least kernel - 1; DELTIC_F32 or DELTIC_BF16 */
+    int64_t places, type;    /* at least kernel - 1; DELTIC_F32, DELTIC_F16 or DELTIC_BF16 */
     /* Replay rings: units of 16 entries, that of position p at p mod 16; all null if there are none. */
     void *inputs;            /* [units, 16, channels] of `type`: raw inputs */
     float *keys;             /* [units, 16, key_heads, key_dim] */
@@ -127,7 +127,7 @@ typedef struct {
 
 typedef struct {
     void *keys, *values;     /* [pages, 16, kv_heads, head_dim] of `type` */
-    int64_t type;            /* DELTIC_F32 or DELTIC_BF16 */
+    int64_t type;            /* DELTIC_F32, DELTIC_F16 or DELTIC_BF16 */
     int64_t pages;
 } deltic_kv;
 
@@ -183,8 +183,8 @@ typedef struct {
 
 /* Draws a token of each row: among those that the filters keep, the largest logit / temperature + Gumbel noise of (key,
  * id) wins. values, ids [rows, count], log_totals [rows]: what deltic_top found with these temperatures; without
- * filters a count of 1 does, and log_totals is not read. What a row gives depends on that row and on `count` alone. Rows
- * that are not healthy get any token. */
+ * filters a count of 1 does, and log_totals is not read. What a row gives depends on that row and on `count` alone.
+ * Rows that are not healthy get any token. */
 int deltic_draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count, const float *values,
                 const int64_t *ids, const double *log_totals, const deltic_drawing *drawing, int64_t *tokens);
 

@@ -113,7 +113,8 @@ int64_t draw_far(const float *logits, int64_t width, const Filters &filters, dou
 void draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const Candidates &best,
           const deltic_drawing &how, int64_t *tokens) {
     if (!how.filtered && best.count == 1)
-        return kernels(pool).draw_any(pool, logits, rows, width, how.temperatures, how.keys, best.values, best.ids, tokens);
+        return kernels(pool).draw_any(pool, logits, rows, width, how.temperatures, how.keys, best.values, best.ids,
+                                      tokens);
     std::vector<int64_t> far;
     auto filters_of = [&](int64_t row) {
         int64_t top_k = how.top_k[row] > 0 && how.top_k[row] < width ? how.top_k[row] : width;

@@ -128,6 +128,7 @@ DELTIC_INLINE Native as_stored(Native v, uint16_t) {
     word = (word + 0x7fff + ((word >> 16) & 1)) & 0xffff0000u;
     return (Native)((word & ~sick) | (0x7fc00000u & sick));
 }
+DELTIC_INLINE Native as_stored(Native v, Half) { return rounded_half(v); }
 template <typename T> DELTIC_INLINE float as_stored(float value) {
     T kept;
     narrow(value, kept);
@@ -674,8 +675,7 @@ void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &
     job.keys = scratch_of<float>(pool, 6, layer.key_heads * job.room * job.key_entry);
     job.values = scratch_of<float>(pool, 7, layer.value_heads * job.room * job.value_entry);
     job.work = scratch_of<float>(pool, 8, pool_threads(pool) * job.work_size);
-    if (states.type == DELTIC_BF16) run<uint16_t>(job, pool, singles);
-    else run<float>(job, pool, singles);
+    by_type(states.type, [&](auto kept) { run<decltype(kept)>(job, pool, singles); });
 }
 
 void fold_ring(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states *states, int64_t count,
@@ -691,8 +691,9 @@ void fold_ring(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_st
         job.work = work;
         int64_t slice = piece % per_layer;
         if (slice < per_layer - 1) run_slice(job, {row, 0, 0}, slice / slices, slice % slices * kSlice, thread);
-        else if (job.states.type == DELTIC_BF16) advance_ring<uint16_t>(job, row, target, done, 0, job.channels);
-        else advance_ring<float>(job, row, target, done, 0, job.channels);
+        else by_type(job.states.type, [&](auto kept) {
+            advance_ring<decltype(kept)>(job, row, target, done, 0, job.channels);
+        });
     });
 }
 

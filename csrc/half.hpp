@@ -1,11 +1,11 @@
-// float16 in bits, on any processor.
+// float16 in bits, on any processor. Of internal linkage: files of several levels have copies of their own.
 #pragma once
 #include <bit>
 #include <cstdint>
 
 namespace deltic {
 
-inline float widen_half(uint16_t bits) {
+static inline float widen_half(uint16_t bits) {
     uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7fff;
     if (rest < 0x400) return std::bit_cast<float>(std::bit_cast<uint32_t>(float(rest) * 0x1p-24f) | sign);
     uint32_t exponent = rest >= 0x7c00 ? 255 - 31 : 127 - 15;
@@ -13,7 +13,7 @@ inline float widen_half(uint16_t bits) {
 }
 
 // Rounded to nearest, ties to even; infinite from 65520 on. Not for NaN.
-inline uint16_t narrow_half(float value) {
+static inline uint16_t narrow_half(float value) {
     uint32_t bits = std::bit_cast<uint32_t>(value), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
     if (size >= 0x47800000) return uint16_t(sign | 0x7c00);
     if (size < 0x38800000) {

@@ -13,6 +13,9 @@
 #include <immintrin.h>
 #endif
 
+#include "deltic.h"
+#include "half.hpp"
+
 #ifndef DELTIC_LEVEL
 #error "compile with -DDELTIC_LEVEL=portable, avx2, avx512, vnni or bf16"
 #endif
@@ -161,6 +164,17 @@ DELTIC_INLINE void to_s8(int8_t *to, Ints v) {
 #endif
 }
 
+// What caches are kept in: float, bfloat16 (as uint16_t) or float16.
+struct Half {
+    uint16_t bits;
+};
+// body(T{}) for the T that a type of deltic.h is.
+template <typename Body> DELTIC_INLINE void by_type(int64_t type, Body &&body) {
+    if (type == DELTIC_BF16) body(uint16_t{});
+    else if (type == DELTIC_F16) body(Half{});
+    else body(float{});
+}
+
 // bfloat16 <-> float32; rounded to nearest, ties to even, NaN stays NaN.
 DELTIC_INLINE float widen(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
 DELTIC_INLINE float widen(float value) { return value; }
@@ -203,6 +217,64 @@ DELTIC_INLINE Floats load_half(const uint16_t *from) {
     Words special = (Words)(rest >= 0x7c00);
     return (Floats)(((Words)finite & ~special) | ((0x7f800000 | rest << 13) & special) | sign);
 #endif
+}
+
+// float16 <-> float32, rounded to nearest, ties to even; infinite from 65520 on, NaN stays NaN. `from_halves`: those in
+// the low halves of 32-bit lanes.
+#if defined(__AVX512F__)
+DELTIC_INLINE __m256i halves(Floats v) {
+    return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+DELTIC_INLINE void store_narrow(Half *to, Floats v) { _mm256_storeu_si256((__m256i *)to, halves(v)); }
+DELTIC_INLINE Native rounded_half(Native v) { return (Native)_mm512_cvtph_ps(halves((Floats)v)); }
+DELTIC_INLINE Native load_native(const Half *from) { return (Native)load_half((const uint16_t *)from); }
+DELTIC_INLINE Floats from_halves(Words v) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)v)); }
+#elif defined(__F16C__)
+DELTIC_INLINE __m128i halves(Native v) {
+    return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+DELTIC_INLINE void store_narrow(Half *to, Floats v) {
+    Registers x{v};
+    for (int i = 0; i < 2; ++i) _mm_storeu_si128((__m128i *)to + i, halves(x.part[i]));
+}
+DELTIC_INLINE Native rounded_half(Native v) { return (Native)_mm256_cvtph_ps(halves(v)); }
+DELTIC_INLINE Native load_native(const Half *from) {
+    return (Native)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+}
+DELTIC_INLINE Floats from_halves(Words v) {
+    uint16_t bits[kLanes];
+    to_u16(bits, v);
+    return load_half(bits);
+}
+#else
+DELTIC_INLINE uint16_t half_of(float value) { return value != value ? 0x7e00 : narrow_half(value); }
+DELTIC_INLINE void store_narrow(Half *to, Floats v) {
+    for (int i = 0; i < kLanes; ++i) to[i].bits = half_of(v[i]);
+}
+DELTIC_INLINE Native rounded_half(Native v) {
+    for (int i = 0; i < kNative; ++i) v[i] = widen_half(half_of(v[i]));
+    return v;
+}
+DELTIC_INLINE Native load_native(const Half *from) {
+    typedef uint16_t Few __attribute__((vector_size(kNative * 2)));
+    NativeWords bits = __builtin_convertvector(load<Few>(from), NativeWords), rest = bits & 0x7fff;
+    // as in load_half
+    Native finite = (Native)(rest << 13) * std::bit_cast<float>(uint32_t(254 - 15) << 23);
+    NativeWords special = (NativeWords)(rest >= 0x7c00);
+    return (Native)(((NativeWords)finite & ~special) | ((0x7f800000 | rest << 13) & special) | (bits & 0x8000) << 16);
+}
+DELTIC_INLINE Floats from_halves(Words v) {
+    uint16_t bits[kLanes];
+    to_u16(bits, v);
+    return load_half(bits);
+}
+#endif
+DELTIC_INLINE Floats load_wide(const Half *from) { return load_half((const uint16_t *)from); }
+DELTIC_INLINE float widen(Half value) { return widen_half(value.bits); }
+DELTIC_INLINE void narrow(float value, Half &out) {
+    Half all[kLanes];
+    store_narrow(all, splat(value));
+    out = all[0];
 }
 
 // Per byte: the table's entry (of the first 16 bytes, which are repeated four times) that the code (0 .. 15) names.

@@ -57,8 +57,8 @@ struct Step {
     int64_t run(const deltic_layer &layer, bool first, bool select) const {
         const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
         int64_t tokens = batch.tokens, hidden = model.hidden;
-        kernels(pool).add_norm(pool, residual, first ? nullptr : delta, layer.input_norm, residual, normed, tokens, hidden,
-                           model.eps);
+        kernels(pool).add_norm(pool, residual, first ? nullptr : delta, layer.input_norm, residual, normed, tokens,
+                               hidden, model.eps);
         float *mixed = mix(layer);
         if (select) {
             tokens = batch.logits;
@@ -129,7 +129,8 @@ void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &b
     for (int64_t index = 0; index < model.layers; ++index)
         tokens = step.run(model.layer[index], index == 0, index + 1 == model.layers && !final_hidden);
     float *last = scratch_of<float>(pool, kLast, batch.logits * hidden), *normed = final_hidden ? final_hidden : last;
-    kernels(pool).add_norm(pool, step.residual, step.delta, model.norm, step.residual, normed, tokens, hidden, model.eps);
+    kernels(pool).add_norm(pool, step.residual, step.delta, model.norm, step.residual, normed, tokens, hidden,
+                           model.eps);
     if (final_hidden) gather(final_hidden, last, hidden, batch.logit_tokens, batch.logits);
     linear(pool, last, batch.logits, model.head, logits, rows_of(model.head));
 }

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import MethodType
+from typing import TYPE_CHECKING
 
 import pytest
 
-from deltic.engine.runtime import Runtime
 from deltic.ops import Ops, backends
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import LEVELS, Pool, library
+
+if TYPE_CHECKING:
+    from deltic.engine.runtime import Runtime
 
 _IN_USE: list[Pool] = []
 

@@ -28,6 +28,7 @@ import deltic
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.errors import ConfigError, ModelError
+from deltic.ops import explain
 from deltic.ops.cpu import library, missing, overlay
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.qtensor import QTensor
@@ -359,6 +360,28 @@ def test_files_of_plain_numbers_are_quantized_even_if_large(written: Written, ki
     monkeypatch.setattr(loading, "_LARGE", 0)
     assert types_of(written("three to a key", kind)) == {kind}
     assert types_of(written("three to a key", kind), quant="q8_0") == {"Q8_0"}
+
+
+@pytest.mark.parametrize("packed", ["on", "off"])
+def test_float16_stays_float16_and_the_kernels_serve_it(written: Written, packed: str) -> None:
+    runtime = load(str(written("three to a key", "F16")), options(packed_weights=packed, dtype="auto"))
+    assert {*runtime.decoder.weight_kinds()} <= {"F16", "F32"} and runtime.step is not None
+    stores = [view.keys.dtype for view in runtime.stores.kv] + [view.conv.dtype for view in runtime.stores.states]
+    assert set(stores) == {torch.float16}
+    served = explain(runtime.decoder.ops, runtime.decoder.stack, runtime.stores)
+    assert {op for op, who in served.items() if who != "cpu"} == {"embed", "rope", "copy_slots", "copy_pages"}
+
+
+def test_a_loaded_model_says_who_really_serves() -> None:
+    model = RandomModel(shape=SHAPES["three to a key"])
+    plain = load(model, options(ops=("pack=torch",), dtype="float32"))
+    served = explain(plain.decoder.ops, plain.decoder.stack, plain.stores)
+    assert {served[op] for op in ("head", "mlp", "gdn_mixer", "attention_mixer")} == {
+        "torch (the weights are not packed)"}
+    assert served["step"].startswith("the ops one by one") and served["sample"] == "cpu"
+    mixed = load(model, options(ops=("mlp=ref",), dtype="float32"))
+    served = explain(mixed.decoder.ops, mixed.decoder.stack, mixed.stores)
+    assert (served["mlp"], served["head"]) == ("ref", "cpu") and served["step"].startswith("the ops one by one")
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_K_M"])

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 PROMPT, ANSWER, SEED = 83, 24, 77
 DRAWN = SamplingParams(temperature=1.0, max_tokens=ANSWER, ignore_eos=True, seed=SEED)
 KINDS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"}, "float16": {"dtype": "float16"}, "bfloat16": {"dtype": "bfloat16"},
     "q8_0": {"dtype": "float32", "quant": "q8_0"}, "q4_k": {"dtype": "bfloat16", "quant": "q4_k"}}
 BLOCKS = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
 """A shape that can be quantized."""

@@ -27,6 +27,7 @@ needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"},
+                                    "float16": {"dtype": "float16"},
                                     "q4_k": {"dtype": "bfloat16", "quant": "q4_k"}}
 SHAPE = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
 PAGES = 6

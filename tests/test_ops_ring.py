@@ -197,7 +197,8 @@ SPECS = {
     "tiled, kernel of three": GdnSpec(2, 6, 17, 24, 3, 1e-6, True),
 }
 by_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16],
+                                   ids=["float32", "float16", "bfloat16"])
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)

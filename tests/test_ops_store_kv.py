@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ctypes import byref
 from dataclasses import replace
 
 import pytest
 import torch
-from native_pools import by_level, each_level, native_ops, using
+from native_pools import by_level, each_level, native_ops, pool, using
 from op_cases import (
     ATTENTION,
     Case,
@@ -22,10 +23,13 @@ from op_cases import (
 from torch import Tensor
 
 from deltic.ops import Ops, backends, ref
-from deltic.ops.records import AttentionWeights, KvView
+from deltic.ops.cpu import kernels
+from deltic.ops.cpu.library import AttentionLayer, address, library, step_batch
+from deltic.ops.records import PAGE, AttentionWeights, KvView, Layout
 
 CASE = build_batch([Row(1, 5), Row(1, 0), Row(1, 33), Row(3, 14), Row(40, 7)], 8)
-by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16],
+                                   ids=["float32", "float16", "bfloat16"])
 by_gate = pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 
 
@@ -78,7 +82,35 @@ def test_on_the_kernels(packs: bool, dtype: torch.dtype, gate: bool) -> None:
             check(ops, in_blocks(ops, dtype, gate, packs), dtype)
 
 
-def test_in_float16() -> None:
+def test_in_float64() -> None:
     """A dtype that the kernels leave to torch."""
     ops = backends()["cpu"]
-    check(ops, in_blocks(ops, torch.float16, True, packs=False), torch.float16)
+    check(ops, in_blocks(ops, torch.float64, True, packs=False), torch.float64)
+
+
+@pytest.mark.usefixtures("_level")
+@pytest.mark.parametrize("dim", [32, 80, 7])
+def test_float16_is_rounded_and_read_as_torch_does(dim: int) -> None:
+    """All its numbers, and numbers between them: subnormal ones, ties, those that become infinite, NaN."""
+    every = torch.arange(1 << 16).to(torch.int16).view(torch.float16).float()
+    between = torch.cat([every, every * (1 + 2**-11), every * (1 + 2**-12), torch.tensor([65519.9, 65520.0, 1e9])])
+    values = between[: len(between) // dim * dim].view(-1, dim)
+    tokens, ones = len(values), torch.ones(dim)
+    view = KvView(*(torch.zeros(tokens, PAGE, 1, dim, dtype=torch.float16) for _ in range(2)))
+    count = torch.arange(tokens + 1)
+    batch = replace(CASE.batch, layout=Layout((1,) * tokens, (1,) * tokens, tokens, 0), starts=count,
+                    pages=count[:tokens, None], store=count[:tokens] * PAGE, done=count[:tokens] * 0, memo={})
+    cosines, sines = torch.ones(tokens, 2), torch.zeros(tokens, 2)
+    layer = AttentionLayer(q_norm=address(ones), k_norm=address(ones), heads=1, kv_heads=1, head_dim=dim, rotary_dim=2,
+                           eps=1e-6)
+    common = byref(kernels.kv_pages(view)), step_batch(batch), address(cosines), address(sines)
+    given = torch.cat([torch.zeros_like(values), values], 1)
+    pool().call(library().deltic_store_kv, byref(layer), None, *common, address(given))
+    stored, wanted = view.values[:, 0, 0], values.half()
+    sick = wanted.isnan()
+    assert torch.equal(stored.isnan(), sick) and same_bits(stored[~sick], wanted[~sick])
+    # the average of one value is that value
+    values = wanted.nan_to_num(posinf=1.0, neginf=-1.0).float()
+    out, proj = torch.empty(tokens, dim), torch.cat([torch.ones(tokens, 2 * dim), values], 1)
+    pool().call(library().deltic_attention, byref(layer), *common, address(proj), address(out))
+    assert torch.equal(out, values)

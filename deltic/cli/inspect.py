@@ -58,6 +58,7 @@ def layer_pattern(config: ModelConfig) -> str:
 def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
     from deltic.cache.storage import Extras
+    from deltic.ops import explain
 
     llm = open_llm(args)
     runtime = llm.runtime
@@ -65,6 +66,7 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
                    (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None)))
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
+    facts["ops"] = explain(runtime.decoder.ops, runtime.decoder.stack, runtime.stores)
     facts["weights"] |= {"mib": _mib(sum(kinds.values())), "kept_as": kept}
     if runtime.path is not None:
         facts["weights"]["mtp_head"] = _head_fact(runtime.path)

@@ -115,9 +115,14 @@ def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "a
     return ops
 
 
-def explain(ops: Ops) -> dict[str, str]:
-    """Who serves each op, and why nobody faster: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`."""
+def explain(ops: Ops, stack: Stack | None = None, stores: Stores | None = None) -> dict[str, str]:
+    """Who serves each op, and why nobody faster: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`. stack, stores:
+    those of a loaded model, for which some kernels may have to leave their work to others."""
     from deltic.ops import cpu
 
     served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}
-    return served | {name: f"torch ({why})" for name, why in cpu.missing().items() if served[name] == "torch"}
+    served |= {name: f"torch ({why})" for name, why in cpu.missing().items() if served[name] == "torch"}
+    if stack is None or stores is None:
+        return served
+    left = cpu.left_to_others(ops, stack, stores)
+    return served | {name: who for name, who in left.items() if served[name] == "cpu"}

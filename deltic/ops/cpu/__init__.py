@@ -13,7 +13,9 @@ from deltic.ops import Ops
 from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, pack, store_kv
 from deltic.ops.cpu.library import LEVELS, POOLS, Pool, load
 from deltic.ops.cpu.sample import sample
-from deltic.ops.cpu.step import head_step, step
+from deltic.ops.cpu.step import head_step as head_step
+from deltic.ops.cpu.step import left_to_others as left_to_others
+from deltic.ops.cpu.step import step as step
 from deltic.ops.torch import OPS as TORCH_OPS
 
 _KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer, "fold_ring": fold_ring,

@@ -21,7 +21,7 @@ _ABI = 6
 _NO_MEMORY = -1
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
-KINDS = {torch.float32: 0, torch.bfloat16: 30}
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 """Numbers of the types that caches are kept in."""
 
 

@@ -34,6 +34,7 @@ from deltic.ops.records import (
     Sampling,
     Stack,
     Stores,
+    Weight,
 )
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
@@ -102,13 +103,31 @@ def _own(pool: Pool, ops: Ops) -> bool:
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
-def _fits(stack: Stack, stores: Stores) -> bool:
-    """Whether everything is packed, on the CPU, and of a dtype that the kernels know."""
-    weights = [stack.embedding, stack.head]
+def left_to_others(ops: Ops, stack: Stack, stores: Stores) -> dict[str, str]:
+    """Kernels that cannot do their work for this model, and who does it."""
+    torch_serves = "torch (the weights are not packed)"
+    left = {op: torch_serves for op, weights in _linear_layers(stack).items() if not all(map(packed, weights))}
+    if ops.step(ops, stack, stores) is None:
+        left["step"] = "the ops one by one (not all of them are the kernels')"
+    return left
+
+
+def _linear_layers(stack: Stack) -> dict[str, list[Weight]]:
+    """By the op that multiplies with them."""
+    layers: dict[str, list[Weight]] = {"head": [stack.head], "mlp": [], "gdn_mixer": [], "attention_mixer": []}
     for layer in stack.layers:
         mixer = layer.mixer
-        weights += [layer.mlp.gate_up, layer.mlp.down]
-        weights += ([mixer.in_proj, mixer.out_proj] if isinstance(mixer, GdnWeights) else [mixer.qkv, mixer.o_proj])
+        layers["mlp"] += [layer.mlp.gate_up, layer.mlp.down]
+        if isinstance(mixer, GdnWeights):
+            layers["gdn_mixer"] += [mixer.in_proj, mixer.out_proj]
+        else:
+            layers["attention_mixer"] += [mixer.qkv, mixer.o_proj]
+    return layers
+
+
+def _fits(stack: Stack, stores: Stores) -> bool:
+    """Whether everything is packed, on the CPU, and of a dtype that the kernels know."""
+    weights = [stack.embedding, *(weight for group in _linear_layers(stack).values() for weight in group)]
     dtypes = {view.keys.dtype for view in stores.kv} | {view.conv.dtype for view in stores.states}
     return all(map(packed, weights)) and dtypes <= KINDS.keys()
 
