@@ -291,7 +291,7 @@ def test_a_directory_that_can_only_be_read_is_read(open_path: Path, caplog: pyte
         assert len(lines_of(caplog, "cannot be written to")) == 1
 
     read_only(check, directory)
-    assert layout.read_label(directory / "deltic-prefixes" / "v1-ab") == "a model"
+    assert layout.read_label(directory / "deltic-prefixes" / "v1-ab") == layout.Label("a model")
 
 
 def test_an_engine_over_a_directory_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
