@@ -217,7 +217,8 @@ def _deltic(settings: dict[str, Any]) -> Any:
     load_seconds, seeds = round(time.perf_counter() - started, 3), count()
 
     def measure(task: Task) -> float | None:
-        run = trial(llm.engine, Case(task.prompt_tokens, task.new_tokens, task.batch), next(seeds))
+        run = llm.worker.call(
+            lambda engine: trial(engine, Case(task.prompt_tokens, task.new_tokens, task.batch), next(seeds)))
         return run.decode_tokens_per_second if task.name == "decode" else run.prefill_tokens_per_second
     return {"version": __version__, "dtype": llm.runtime.config.dtype, "load_seconds": load_seconds,
             "ops": explain(llm.runtime.decoder.ops)}, measure

@@ -105,7 +105,8 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
               max_context=settings["max_context"])
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
-        return {**asdict(trial(llm.engine, Case(**task), next(seeds))), "peak_mib": round(peak_memory_mib(), 1)}
+        run = llm.worker.call(lambda engine: trial(engine, Case(**task), next(seeds)))
+        return {**asdict(run), "peak_mib": round(peak_memory_mib(), 1)}
     return {"weights_mib": round(weight_bytes(llm.runtime.config, "bfloat16") / (1 << 20), 1),
             "threads": threads(), "imported_mib": round(imported, 1),
             "loaded_mib": round(peak_memory_mib(), 1)}, answer

@@ -95,7 +95,7 @@ def _deltic(settings: dict[str, Any]) -> Any:
     seeds = count()  # no prompt comes twice
 
     def measure(task: str, prompt_tokens: int, new_tokens: int) -> float | None:
-        result = trial(llm.engine, Case(prompt_tokens, new_tokens), next(seeds))
+        result = llm.worker.call(lambda engine: trial(engine, Case(prompt_tokens, new_tokens), next(seeds)))
         return result.prefill_tokens_per_second if task == "prefill" else result.decode_tokens_per_second
     return __version__, measure
 

@@ -1,6 +1,7 @@
-// The C interface over the kernels of the level in use: no exception leaves it.
+// The C interface over the kernels of a pool's level: no exception leaves it.
 #include <new>
 
+#include "check.hpp"
 #include "layers.hpp"
 #include "levels.hpp"
 #include "matrix.hpp"
@@ -8,8 +9,9 @@
 
 namespace {
 
-// Status of a call that may run out of memory.
-template <typename Call> int guarded(Call &&call) {
+// Status of a call that may run out of memory. sound: whether its batch is.
+template <typename Call> int guarded(Call &&call, bool sound = true) {
+    if (!sound) return -2;
     try {
         call();
         return 0;
@@ -28,31 +30,34 @@ int deltic_linear(deltic_pool *pool, const float *x, int64_t tokens, const delti
 
 int deltic_gdn(deltic_pool *pool, const deltic_gdn_layer *layer, const deltic_states *states, const deltic_batch *batch,
                const float *proj, float *out) {
-    return guarded([&] { deltic::kernels().gdn(pool, *layer, *states, *batch, proj, out); });
+    return guarded([&] { deltic::kernels(pool).gdn(pool, *layer, *states, *batch, proj, out); },
+                   deltic::is_sound(*batch) && deltic::fits(*batch, *states));
 }
 
 int deltic_attention(deltic_pool *pool, const deltic_attention_layer *layer, const deltic_kv *kv,
                      const deltic_batch *batch, const float *cosines, const float *sines, const float *proj,
                      float *out) {
-    return guarded([&] { deltic::kernels().attention(pool, *layer, *kv, *batch, cosines, sines, proj, out); });
+    return guarded([&] { deltic::kernels(pool).attention(pool, *layer, *kv, *batch, cosines, sines, proj, out); },
+                   deltic::is_sound(*batch) && deltic::fits(*batch, *kv) && deltic::stores_within(*batch, *kv));
 }
 
 int deltic_fold_ring(deltic_pool *pool, const deltic_gdn_layer *layer, const deltic_states *states, int64_t count,
                      int64_t source, int64_t ring, int64_t base, int64_t done, int64_t target) {
     return guarded([&] {
-        deltic::kernels().fold_ring(pool, *layer, states, count, source, ring, base, done, target);
-    });
+        deltic::kernels(pool).fold_ring(pool, *layer, states, count, source, ring, base, done, target);
+    }, deltic::fits(*states, source, ring, base, done, target));
 }
 
 int deltic_store_kv(deltic_pool *pool, const deltic_attention_layer *layer, const deltic_weight *weight,
                     const deltic_kv *kv, const deltic_batch *batch, const float *cosines, const float *sines,
                     const float *x) {
-    return guarded([&] { deltic::store_kv(pool, *layer, weight, *kv, *batch, cosines, sines, x); });
+    return guarded([&] { deltic::store_kv(pool, *layer, weight, *kv, *batch, cosines, sines, x); },
+                   deltic::stores_within(*batch, *kv));
 }
 
 void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delta, const float *scale, float *total,
                      float *normed, int64_t tokens, int64_t width, float eps) {
-    deltic::kernels().add_norm(pool, residual, delta, scale, total, normed, tokens, width, eps);
+    deltic::kernels(pool).add_norm(pool, residual, delta, scale, total, normed, tokens, width, eps);
 }
 
 int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
@@ -60,33 +65,39 @@ int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_w
     return guarded([&] { deltic::mlp(pool, x, tokens, *gate_up, *down, y); });
 }
 
+int deltic_adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset) {
+    return guarded([&] { deltic::kernels(pool).adjust(pool, logits, width, repetition, offset); });
+}
+
 int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,
                const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy) {
     return guarded([&] {
-        deltic::kernels().top(pool, logits, rows, width, count, temperatures, values, ids, log_totals, healthy);
+        deltic::kernels(pool).top(pool, logits, rows, width, count, temperatures, values, ids, log_totals, healthy);
     });
 }
 
-int deltic_draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
-                    const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens) {
+int deltic_draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count, const float *values,
+                const int64_t *ids, const double *log_totals, const deltic_drawing *drawing, int64_t *tokens) {
     return guarded([&] {
-        deltic::kernels().draw_any(pool, logits, rows, width, temperatures, keys, values, ids, tokens);
+        deltic::draw(pool, logits, rows, width, {count, values, ids, log_totals}, *drawing, tokens);
     });
 }
 
 int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_batch *batch, float *final_hidden,
                    float *logits) {
-    return guarded([&] { deltic::forward(pool, *model, *batch, nullptr, final_hidden, logits); });
+    return guarded([&] { deltic::forward(pool, *model, *batch, nullptr, final_hidden, logits); },
+                   deltic::fits(*batch, *model));
 }
 
 int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const float *hidden,
                        float *slots) {
-    return guarded([&] { deltic::follow(pool, *head, *batch, hidden, slots); });
+    return guarded([&] { deltic::follow(pool, *head, *batch, hidden, slots); }, deltic::fits(*batch, head->model));
 }
 
 int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch,
                       const int64_t *counts, int64_t most, const float *slots, const deltic_drawing *drawing,
                       int64_t *tokens) {
-    return guarded([&] { deltic::guess(pool, *head, *batch, counts, most, slots, *drawing, tokens); });
+    return guarded([&] { deltic::guess(pool, *head, *batch, counts, most, slots, *drawing, tokens); },
+                   deltic::fits(*batch, head->model) && deltic::fits(*batch, *head->model.layer[0].kv, counts));
 }
 }

@@ -2,8 +2,10 @@
  *
  * Pointers are borrowed: for the call, or, inside structs that are passed again and again, by whoever made them.
  * Activations are float32, row-major. Arguments are not checked: there may be no tokens, rows, logits or emits, but
- * every other size is at least 1. A status is 0, or -1 where memory ran out; a step may then have moved states that it
- * reads and writes in place, all else can be done again. A pool serves one call at a time. */
+ * every other size is at least 1. A status is 0; -1 where memory ran out: a step may then have moved states that it reads
+ * and writes in place, all else can be done again; -2 where a batch points outside of the stores or the vocabulary, or
+ * contradicts itself: nothing was done. A pool serves one call at a time; calls on different pools know nothing of each
+ * other. */
 #ifndef DELTIC_H
 #define DELTIC_H
 #include <stdint.h>
@@ -13,24 +15,21 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 5
+#define DELTIC_ABI 6
 int deltic_abi(void);
 
-/* ---- Processor levels: which instructions the kernels use. */
+/* ---- Processor levels: which instructions the kernels use. Results differ between levels by rounding. */
 
 enum { DELTIC_PORTABLE, DELTIC_AVX2, DELTIC_AVX512, DELTIC_VNNI, DELTIC_BF16_LEVEL, DELTIC_LEVELS };
 
 /* The best level of this processor. */
 int deltic_best_level(void);
-/* Use this level from now on, in all pools; -1 if the processor or the build lacks it. The best one at the start. */
-int deltic_set_level(int level);
-int deltic_level(void);
 
-/* ---- Threads and their scratch memory. */
+/* ---- Threads at a level, and their scratch memory. */
 
 typedef struct deltic_pool deltic_pool;
-/* `threads` counts the calling one. NULL if memory ran out. */
-deltic_pool *deltic_pool_new(int threads);
+/* `threads` counts the calling one. NULL if memory ran out, or if the processor or the build lacks the level. */
+deltic_pool *deltic_pool_new(int threads, int level);
 void deltic_pool_free(deltic_pool *pool);
 
 /* ---- Matrices: the numbers of a GGUF tensor, in the kernels' order, in as many bytes (and rows of padding). */
@@ -114,6 +113,7 @@ typedef struct {
     float *keys;             /* [units, 16, key_heads, key_dim] */
     float *updates;          /* [units, 16, value_heads, value_dim] */
     float *decays;           /* [units, 16, value_heads] */
+    int64_t slots, units;
 } deltic_states;
 
 typedef struct {
@@ -128,6 +128,7 @@ typedef struct {
 typedef struct {
     void *keys, *values;     /* [pages, 16, kv_heads, head_dim] of `type` */
     int64_t type;            /* DELTIC_F32 or DELTIC_BF16 */
+    int64_t pages;
 } deltic_kv;
 
 /* What lies between the projections of a layer. proj [tokens, rows of in_proj or qkv]; out [tokens, value_heads *
@@ -159,6 +160,10 @@ void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delt
 int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
                const deltic_weight *down, float *y);
 
+/* Changes a row of logits in place: positive ones are divided by repetition [width], others multiplied by it; then
+ * offset [width] is added, where -inf forbids the token. Either may be null: 1, or 0, everywhere. */
+int deltic_adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset);
+
 /* The `count` largest logits of each row, best first and of equal ones the lower id first: values, ids [rows, count]
  * (-inf and 0 where the row has fewer). healthy [rows]: all logits are finite, and they differ by 1e-6 or more. With
  * temperatures [rows], taken to be at least 1e-9, also log_totals [rows]: log of the sum of exp(logit / temperature);
@@ -166,17 +171,22 @@ int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_w
 int deltic_top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,
                const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);
 
-/* Draws a token of each row among what deltic_top found of `width` logits: temperature 0 takes the best; else top_k (0:
- * all), top_p and min_p filter, and the largest logit / temperature + Gumbel noise of (key, id) wins. tokens [rows]: -1
- * where the filters may have kept tokens beyond the `count` candidates. All parameters [rows]. Needs no pool. */
-void deltic_draw(const float *values, const int64_t *ids, int64_t rows, int64_t count, int64_t width,
-                 const float *temperatures, const int64_t *top_k, const float *top_p, const float *min_p,
-                 const double *log_totals, const int64_t *keys, int64_t *tokens);
+/* How tokens are drawn; all [rows]. temperature 0: the best token. top_k 0: all. filtered: some row has top_k, top_p or
+ * min_p. */
+typedef struct {
+    const float *temperatures;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+    const int64_t *keys;
+    int64_t filtered;
+} deltic_drawing;
 
-/* The same without filters, among all `width` logits; values, ids [rows]: the best of each row (deltic_top with count
- * 1). Rows that are not healthy get any token. */
-int deltic_draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
-                    const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);
+/* Draws a token of each row: among those that the filters keep, the largest logit / temperature + Gumbel noise of (key,
+ * id) wins. values, ids [rows, count], log_totals [rows]: what deltic_top found with these temperatures; without
+ * filters a count of 1 does, and log_totals is not read. What a row gives depends on that row and on `count` alone. Rows
+ * that are not healthy get any token. */
+int deltic_draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count, const float *values,
+                const int64_t *ids, const double *log_totals, const deltic_drawing *drawing, int64_t *tokens);
 
 /* ---- A whole model. */
 
@@ -223,18 +233,9 @@ typedef struct {
 int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const float *hidden,
                        float *slots);
 
-/* How tokens are drawn, as in deltic_draw; all [rows], but keys [rows, most]. filtered: some row has filters. */
-typedef struct {
-    const float *temperatures;
-    const int64_t *top_k;
-    const float *top_p, *min_p;
-    const int64_t *keys;
-    int64_t filtered;
-} deltic_drawing;
-
 /* Guesses what follows the tokens of a batch of single-token rows, counts[row] of at most `most` tokens each: tokens
- * [rows, most]. The pages of a row must have room for as many tokens from `done` on; their keys and values are
- * overwritten. */
+ * [rows, most], drawn as `drawing` says, whose keys are [rows, most]. The pages of a row must have room for as many
+ * tokens from `done` on; their keys and values are overwritten. */
 int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch,
                       const int64_t *counts, int64_t most, const float *slots, const deltic_drawing *drawing,
                       int64_t *tokens);

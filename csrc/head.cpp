@@ -28,7 +28,7 @@ float *enter(deltic_pool *pool, const deltic_draft_head &head, int64_t tokens, c
     const float *from[] = {embedded, before}, *norms[] = {head.norm_embedding, head.norm_hidden};
     for (int half = 0; half < 2; ++half) {
         // the sum with nothing is not wanted: it goes where the input will be
-        kernels().add_norm(pool, from[half], nullptr, norms[half], input, part, tokens, hidden, model.eps);
+        kernels(pool).add_norm(pool, from[half], nullptr, norms[half], input, part, tokens, hidden, model.eps);
         for (int64_t token = 0; token < tokens; ++token)
             copy_row(joined + (2 * token + half) * hidden, part + token * hidden, hidden);
     }
@@ -96,16 +96,14 @@ struct Drawn {
         std::vector<int64_t> ids(size_t(rows * count), 0);
         std::vector<double> totals(size_t(rows), 0.0);
         std::vector<uint8_t> healthy(size_t(rows), 0);
-        kernels().top(pool, logits, rows, vocabulary, count, few ? temperatures.data() : nullptr, values.data(),
+        kernels(pool).top(pool, logits, rows, vocabulary, count, few ? temperatures.data() : nullptr, values.data(),
                       ids.data(), few ? totals.data() : nullptr, healthy.data());
-        if (few)
-            deltic_draw(values.data(), ids.data(), rows, count, vocabulary, temperatures.data(), top_k.data(),
-                        top_p.data(), min_p.data(), totals.data(), keys.data(), tokens.data());
-        else if (!greedy)
-            kernels().draw_any(pool, logits, rows, vocabulary, temperatures.data(), keys.data(), values.data(),
-                               ids.data(), tokens.data());
-        for (int64_t row = 0; row < rows; ++row)
-            if (greedy || tokens[size_t(row)] < 0) tokens[size_t(row)] = ids[size_t(row * count)];
+        if (greedy)
+            for (int64_t row = 0; row < rows; ++row) tokens[size_t(row)] = ids[size_t(row * count)];
+        else
+            deltic::draw(pool, logits, rows, vocabulary, {count, values.data(), ids.data(), totals.data()},
+                         {temperatures.data(), top_k.data(), top_p.data(), min_p.data(), keys.data(), few},
+                         tokens.data());
     }
 };
 

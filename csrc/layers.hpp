@@ -29,4 +29,16 @@ void follow(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch
 void guess(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const int64_t *counts,
            int64_t most, const float *slots, const deltic_drawing &drawing, int64_t *tokens);
 
+// The best tokens of each row, as deltic_top found them: values, ids [rows, count], log_totals [rows].
+struct Candidates {
+    int64_t count;
+    const float *values;
+    const int64_t *ids;
+    const double *log_totals;
+};
+
+// See deltic_draw. Scratch slots 0 and 4.
+void draw(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const Candidates &best,
+          const deltic_drawing &how, int64_t *tokens);
+
 }  // namespace deltic

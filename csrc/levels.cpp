@@ -1,12 +1,11 @@
 #include "levels.hpp"
 
-#include <atomic>
-
 namespace deltic {
 namespace {
 
 #define DELTIC_TABLE(level) {level::linear,   level::gdn,      level::attention, level::fold_ring, level::store_kv, \
-                             level::add_norm, level::silu_mul, level::top,       level::draw_any}
+                             level::add_norm, level::silu_mul, level::top,       level::adjust,    \
+                             level::draw_any}
 
 constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable),
@@ -30,19 +29,11 @@ int best_level() {
 #endif
 }
 
-std::atomic<int> current{best_level()};
-
 }  // namespace
 
-const Kernels &kernels() { return kTables[current.load(std::memory_order_relaxed)]; }
+const Kernels *kernels_of(int level) { return level < 0 || level > best_level() ? nullptr : &kTables[level]; }
 
 }  // namespace deltic
 
 extern "C" int deltic_abi(void) { return DELTIC_ABI; }
 extern "C" int deltic_best_level(void) { return deltic::best_level(); }
-extern "C" int deltic_level(void) { return deltic::current; }
-extern "C" int deltic_set_level(int level) {
-    if (level < 0 || level > deltic::best_level()) return -1;
-    deltic::current = level;
-    return 0;
-}

@@ -1,4 +1,4 @@
-// The kernels of one processor level, and which level is in use.
+// The kernels of every processor level.
 #pragma once
 #include "deltic.h"
 
@@ -21,6 +21,7 @@ namespace deltic {
     void silu_mul(deltic_pool *pool, const float *gate_up, float *out, int64_t tokens, int64_t width);                 \
     void top(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t count,                       \
              const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);            \
+    void adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset);        \
     void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,      \
                   const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);
 
@@ -45,10 +46,14 @@ struct Kernels {
     decltype(&portable::add_norm) add_norm;
     decltype(&portable::silu_mul) silu_mul;
     decltype(&portable::top) top;
+    decltype(&portable::adjust) adjust;
     decltype(&portable::draw_any) draw_any;
 };
 
-// Of the level in use.
-const Kernels &kernels();
+// Of a level; null if the processor or the build lacks it.
+const Kernels *kernels_of(int level);
+
+// Of a pool's level.
+const Kernels &kernels(const deltic_pool *pool);
 
 }  // namespace deltic

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "deltic.h"
+#include "levels.hpp"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -57,6 +57,7 @@ struct alignas(64) Share {
 // One job at a time. Each thread has a share of neighbouring pieces, because memory is read fastest in one stream per
 // thread; who is done with his own goes on with those of others.
 struct deltic_pool {
+    const deltic::Kernels *kernels;
     std::vector<std::thread> threads;
     Scratch buffers[deltic::kScratch];
 
@@ -132,6 +133,8 @@ void run_pieces(deltic_pool *pool, int64_t pieces, void (*body)(void *, int64_t,
     }
 }
 
+const Kernels &kernels(const deltic_pool *pool) { return *pool->kernels; }
+
 int pool_threads(const deltic_pool *pool) { return int(pool->threads.size()) + 1; }
 
 void *scratch(deltic_pool *pool, int slot, int64_t bytes) {
@@ -153,8 +156,9 @@ void *scratch(deltic_pool *pool, int slot, int64_t bytes) {
 
 }  // namespace deltic
 
-extern "C" deltic_pool *deltic_pool_new(int threads) {
-    auto *pool = new (std::nothrow) deltic_pool;
+extern "C" deltic_pool *deltic_pool_new(int threads, int level) {
+    const deltic::Kernels *kernels = deltic::kernels_of(level);
+    auto *pool = kernels ? new (std::nothrow) deltic_pool{kernels} : nullptr;
     if (!pool) return nullptr;
     try {
         pool->shares = std::vector<Share>(size_t(threads < 1 ? 1 : threads));

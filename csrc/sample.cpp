@@ -131,6 +131,26 @@ void draw_run(const float *logits, int64_t first, int64_t count, double temperat
 
 }  // namespace
 
+void adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset) {
+    constexpr int64_t kTogether = 32768;  // logits of a piece
+    parallel(pool, (width + kTogether - 1) / kTogether, [&](int64_t piece, int) {
+        int64_t i = piece * kTogether, end = i + kTogether < width ? i + kTogether : width;
+        for (; i + kLanes <= end; i += kLanes) {
+            Floats v = loadf(logits + i);
+            if (repetition) {
+                Floats by = loadf(repetition + i);
+                v = choose(less(Floats{}, v), v / by, v * by);
+            }
+            store(logits + i, offset ? v + loadf(offset + i) : v);
+        }
+        for (; i < end; ++i) {
+            float v = logits[i];
+            if (repetition) v = v > 0 ? v / repetition[i] : v * repetition[i];
+            logits[i] = offset ? v + offset[i] : v;
+        }
+    });
+}
+
 // Scratch slot 0.
 void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,
               const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens) {

@@ -47,9 +47,9 @@ struct Step {
         float *mixed = scratch_of<float>(pool, kMixed, batch.tokens * out.parts[0].columns);
         linear(pool, normed, batch.tokens, in, proj, rows_of(in));
         if (layer.gdn)
-            kernels().gdn(pool, *layer.gdn, *layer.states, batch, proj, mixed);
+            kernels(pool).gdn(pool, *layer.gdn, *layer.states, batch, proj, mixed);
         else
-            kernels().attention(pool, *layer.attention, *layer.kv, batch, cosines, sines, proj, mixed);
+            kernels(pool).attention(pool, *layer.attention, *layer.kv, batch, cosines, sines, proj, mixed);
         return mixed;
     }
 
@@ -57,7 +57,7 @@ struct Step {
     int64_t run(const deltic_layer &layer, bool first, bool select) const {
         const deltic_weight &out = layer.gdn ? layer.gdn->out_proj : layer.attention->o_proj;
         int64_t tokens = batch.tokens, hidden = model.hidden;
-        kernels().add_norm(pool, residual, first ? nullptr : delta, layer.input_norm, residual, normed, tokens, hidden,
+        kernels(pool).add_norm(pool, residual, first ? nullptr : delta, layer.input_norm, residual, normed, tokens, hidden,
                            model.eps);
         float *mixed = mix(layer);
         if (select) {
@@ -66,7 +66,7 @@ struct Step {
             gather(residual, residual, hidden, batch.logit_tokens, tokens);
         }
         linear(pool, mixed, tokens, out, delta, hidden);
-        kernels().add_norm(pool, residual, delta, layer.post_norm, residual, normed, tokens, hidden, model.eps);
+        kernels(pool).add_norm(pool, residual, delta, layer.post_norm, residual, normed, tokens, hidden, model.eps);
         mlp(pool, normed, tokens, layer.gate_up, layer.down, delta);
         return tokens;
     }
@@ -75,7 +75,7 @@ struct Step {
 }  // namespace
 
 void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride) {
-    kernels().linear(pool, x, tokens, weight, y, stride);
+    kernels(pool).linear(pool, x, tokens, weight, y, stride);
 }
 
 void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &gate_up, const deltic_weight &down,
@@ -83,7 +83,7 @@ void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight 
     int64_t both = rows_of(gate_up), width = both / 2;
     float *wide = scratch_of<float>(pool, 4, tokens * both), *gated = scratch_of<float>(pool, 5, tokens * width);
     linear(pool, x, tokens, gate_up, wide, both);
-    kernels().silu_mul(pool, wide, gated, tokens, width);
+    kernels(pool).silu_mul(pool, wide, gated, tokens, width);
     linear(pool, gated, tokens, down, y, rows_of(down));
 }
 
@@ -94,7 +94,7 @@ void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const delt
         linear(pool, x, batch.tokens, *weight, proj, rows_of(*weight));
         x = proj;
     }
-    kernels().store_kv(pool, layer, kv, batch, cosines, sines, x);
+    kernels(pool).store_kv(pool, layer, kv, batch, cosines, sines, x);
 }
 
 void store_kv(deltic_pool *pool, const deltic_model &model, const deltic_weight &kv, const deltic_batch &batch,
@@ -106,7 +106,7 @@ void store_kv(deltic_pool *pool, const deltic_model &model, const deltic_weight 
     float *cosines = scratch_of<float>(pool, kCosines, tokens * model.rotary_dim);
     float *sines = scratch_of<float>(pool, kSines, tokens * model.rotary_dim);
     rotary(pool, model, batch, cosines, sines);
-    kernels().add_norm(pool, input, nullptr, layer.input_norm, residual, normed, tokens, hidden, model.eps);
+    kernels(pool).add_norm(pool, input, nullptr, layer.input_norm, residual, normed, tokens, hidden, model.eps);
     store_kv(pool, *layer.attention, &kv, *layer.kv, batch, cosines, sines, normed);
 }
 
@@ -129,7 +129,7 @@ void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &b
     for (int64_t index = 0; index < model.layers; ++index)
         tokens = step.run(model.layer[index], index == 0, index + 1 == model.layers && !final_hidden);
     float *last = scratch_of<float>(pool, kLast, batch.logits * hidden), *normed = final_hidden ? final_hidden : last;
-    kernels().add_norm(pool, step.residual, step.delta, model.norm, step.residual, normed, tokens, hidden, model.eps);
+    kernels(pool).add_norm(pool, step.residual, step.delta, model.norm, step.residual, normed, tokens, hidden, model.eps);
     if (final_hidden) gather(final_hidden, last, hidden, batch.logit_tokens, batch.logits);
     linear(pool, last, batch.logits, model.head, logits, rows_of(model.head));
 }

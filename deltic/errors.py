@@ -1,5 +1,12 @@
 """The exceptions a caller can act on. Every message names the thing that is wrong and the fix."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+_SHOWN: Final = 80
+
 
 class DelticError(ValueError):
     """Base of all errors that deltic raises on purpose; the command line exits with code 2."""
@@ -32,6 +39,10 @@ class RequestError(DelticError):
         self.field = field
 
 
+class LongPromptError(RequestError):
+    """The prompt has more tokens than the context, or a limit, allows."""
+
+
 class BusyError(DelticError):
     """There is more work than a limit allows; the same request may be served later. retry_after: in so many seconds."""
 
@@ -40,14 +51,54 @@ class BusyError(DelticError):
         self.retry_after = retry_after
 
 
+class UnavailableError(DelticError):
+    """The engine takes no requests: it was closed, or it has broken down."""
+
+
+class GenerationError(DelticError):
+    """The engine gave up on an answer.
+
+    `output` is what there is of it, where the caller would have got an `Output`: the choices that ended well are
+    whole, the others say what went wrong.
+    """
+
+    def __init__(self, message: str, output: Any = None) -> None:
+        super().__init__(message)
+        self.output = output
+
+
 class DegenerateError(DelticError):
     """The model's logits are NaN or all equal: weights, dtype or a kernel are broken."""
 
 
 def show(value: object) -> str:
-    """A value as a message quotes it: not without end, whoever gave it."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python declines to print integers of thousands of digits
-        text = "a huge number"
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A value as a message quotes it: not without end, whoever gave it. No more of it is looked at than is shown."""
+    text = ""
+    for piece in _spell(value):
+        text += piece
+        if len(text) > _SHOWN:
+            return text[:_SHOWN - 3] + "..."
+    return text
+
+
+def _spell(value: object) -> Iterator[str]:
+    """The pieces of repr(value)."""
+    if type(value) is str:
+        yield repr(value[:_SHOWN + 1])
+    elif type(value) is list:
+        for index, item in enumerate(value):
+            yield ", " if index else "["
+            yield from _spell(item)
+        yield "]" if value else "[]"
+    elif type(value) is dict:
+        for index, (key, item) in enumerate(value.items()):
+            yield ", " if index else "{"
+            yield from _spell(key)
+            yield ": "
+            yield from _spell(item)
+        yield "}" if value else "{}"
+    else:
+        try:
+            yield repr(value)
+        except ValueError:  # Python declines to print integers of thousands of digits
+            yield "a huge number"

@@ -242,8 +242,12 @@ def ring_base(base: int, done: int, chunk: int) -> int:
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many items two sequences begin with in common."""
-    low, high = 0, min(len(left), len(right))
+    """How many items two sequences of one type begin with in common. Strangers are told apart at once."""
+    low, step, end = 0, 16, min(len(left), len(right))
+    while low < end and left[low:low + step] == right[low:low + step]:
+        low, step = low + step, 2 * step
+    high = min(low + step, end)
+    low = min(low, high)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)

@@ -140,6 +140,18 @@ def guessing_of(draw: Random, model: str, context: int) -> Guessing:
                     draw.randint(1, 40) if draw.random() < 0.1 else None)
 
 
+def pauses_of(draw: Random, requests: Sequence[Request], last: int) -> list[tuple[int, str, str]]:
+    """Clients that read in fits and starts: each pause ends, and some are over before they began."""
+    events = list[tuple[int, str, str]]()
+    for request in requests:
+        time = draw.randint(0, last + 10)
+        for _ in range(draw.choice([0, 1, 1, 4])):
+            end = time + draw.choice([0, 1, draw.randint(2, 40)])
+            events += [(time, "pause", request.id), (end, "resume", request.id)]
+            time = end + draw.randint(0, 20)
+    return events
+
+
 def story_of(seed: int) -> Story:
     draw = Random(seed)
     model, room = draw.choice(["odd", "odd", "headed", "qwen3"]), room_of(draw)
@@ -157,5 +169,7 @@ def story_of(seed: int) -> Story:
         if draw.random() < impatience:
             events.append((time + draw.randint(0, 60), "abort", request.id))
         time += draw.randint(0, gap)
+    if seed % 3 == 0:
+        events += pauses_of(Random(f"pauses of {seed}"), requests, time)
     events += [(draw.randrange(150), "clear", "") for _ in range(draw.choice([0, 3, 20]))]
     return Story(seed, model, room, guessing_of(draw, model, room.context), tuple(requests), tuple(events))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import Answers, odd_shape, pools, take
-from test_text_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOOLS, Talk, cut_small
+from test_text_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOKENIZER, TOOLS, Talk, cut_small
 
 from deltic.cache.disk import Disk, DiskNotes
 from deltic.cache.hybrid import HybridCache
@@ -31,6 +31,7 @@ from deltic.types import PAGE, Request, SamplingParams, common_length
 
 TITLE = [{"role": "system", "content": "Give the conversation a title."}]
 CONTEXT = 16_384
+ANSWER = tuple(TOKENIZER.encode("<|im_start|>assistant\n"))
 
 
 @cache
@@ -82,6 +83,7 @@ class Process:
 
     def restarted(self) -> Process:
         self.engine.close()
+        self.front.flush()
         return Process(self.directory, self.mode)
 
     def serve(self, *asked: tuple[Job, Sequence[int]]) -> list[Served]:
@@ -143,8 +145,7 @@ class Agent:
     def check(self, kind: str, served: Served, common: int) -> None:
         """At most a page more than what differs from all that went before. In preserve mode that is what came after
         the last answer; else the template rewrites from the last user message on at the most."""
-        known = common if self.preserves or kind != "edit" else min(common, self.until_last_user())
-        assert served.computed <= len(served.prompt) - known + PAGE, f"{kind}: {served.computed} computed"
+        assert served.computed <= len(served.prompt) - common + PAGE, f"{kind}: {served.computed} computed"
         if kind in ("edit", "again"):
             return
         if self.preserves:
@@ -153,12 +154,12 @@ class Agent:
             assert common >= self.until_last_user(), f"{kind}: more is rewritten than since the last user message"
 
     def until_last_user(self) -> int:
-        """Tokens that the template renders up to the user message before the last one."""
+        """Tokens that the template renders up to the answer to the user message before the last one."""
         users = [index for index, message in enumerate(self.talk.messages) if message["role"] == "user"]
         end = users[-2] if self.talk.messages[-2]["role"] == "user" and len(users) > 1 else users[-1]
-        rendered = self.process.front.chat(self.talk.messages[:end + 1], tools=TOOLS, history="template",
-                                           variables={"enable_thinking": self.talk.thinking})
-        return rendered.request.boundaries[1]  # after the opening's
+        rendered = self.process.front.chat(self.talk.messages[:end + 1], tools=self.talk.tools, history="template",
+                                           variables={"enable_thinking": self.talk.thinking}).request
+        return next(at for at in rendered.boundaries if rendered.prompt[at - len(ANSWER):at] == ANSWER)
 
     def turn(self, number: int) -> None:
         """A question, up to two calls with their results, an answer."""
@@ -216,6 +217,23 @@ def test_twenty_turns(mode: str, thinking: bool, returns: bool, tmp_path: Path) 
     client.process.engine.check()
     total, computed = sum(cost[1] for cost in client.costs), sum(cost[3] for cost in client.costs)
     assert computed < 0.1 * total, f"{computed} of {total} prompt tokens were computed"
+
+
+@pytest.mark.parametrize("mode", ["template", "preserve"])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_edits_of_the_last_message(mode: str, thinking: bool, tmp_path: Path) -> None:
+    """Of a history that came in one prompt, and of a running chat: nothing but what is new is read."""
+    client = agent(tmp_path, mode, thinking, returns=False)
+    client.talk.tools = None
+    for number in range(3):
+        client.talk.messages += [{"role": "user", "content": f"Tell me about {number}"},
+                                 {"role": "assistant", "content": f"{number} is a number. " * 30}]
+    for edits in (2, 0, 1, 2):
+        client.answer("user", client.talk.say("And what comes after that?"), "The one that follows it. " * 30)
+        for edit in range(edits):
+            del client.talk.messages[-2:]
+            client.answer("edit", client.talk.say(f"Is it {edit}, or what is it else?"), "That is up to you. " * 30)
+            assert client.costs[-1][3] < 60
 
 
 def test_the_client_sees_thinking(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -633,6 +634,18 @@ def test_notes(tmp_path):
         notes.put(KEY, data)
         assert notes.get(KEY) == DiskNotes(tmp_path, MODEL).get(KEY) == data
     assert notes.get(PARENT) is DiskNotes(tmp_path, OTHER).get(KEY) is None
+
+
+def test_a_key_is_claimed_once(tmp_path):
+    both = [DiskNotes(tmp_path, MODEL) for _ in range(2)]
+    assert [notes.claim(KEY) for notes in (*both, *both)] == [True, False, False, False]
+    assert both[1].get(KEY) is None
+    both[0].put(KEY, b"text")
+    assert both[1].get(KEY) == b"text" and not both[1].claim(KEY)
+    assert not both[0].claim("../x")
+    shutil.rmtree(home(tmp_path))
+    assert both[0].claim(PARENT), "the folder is made again"
+    assert stat.S_IMODE((home(tmp_path) / "notes" / PARENT).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("key", ["", "../x", "a/b", "AB", "xy", "a" * 65, "ab\n", "ab\0", "ä", "."])

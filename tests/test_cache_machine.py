@@ -553,13 +553,13 @@ def splits() -> Iterator[tuple[int, MemoryNeeds]]:
                 for context in (1, 15, 16, 17, 100, 5000):
                     for limit in (None, 1, 40):
                         for budget in (1, 2, 3, 9, 50, 333, 1001, 2064, 9999, 40000, 10**6):
-                            yield budget, MemoryNeeds(page, slot, context, batch, limit)
+                            yield budget, MemoryNeeds(page, slot, context, batch, limit, (budget + context) % 3 * 20)
 
 
 def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
     held = refused = 0
     for budget, needs in splits():
-        smallest = needs.page_bytes + 2 * needs.slot_bytes
+        smallest = needs.page_bytes + 2 * needs.slot_bytes + needs.row_bytes
         if budget < smallest:
             with pytest.raises(ConfigError, match="memory") as caught:
                 split_memory(budget, needs)
@@ -568,6 +568,13 @@ def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
             continue
         plan, asked = split_memory(budget, needs), needs.max_context or needs.model_context
         held += 1
+        assert plan.rows is not None and 1 <= plan.rows <= plan.slots
+        if needs.row_bytes:  # what fewer slots than rows leave over
+            wasted = needs.row_bytes * max(budget // 16 // needs.row_bytes + 1 - plan.rows, 0)
+            assert plan.rows * needs.row_bytes <= needs.row_bytes + budget // 16
+            budget -= plan.rows * needs.row_bytes
+        else:
+            wasted = 0
         assert plan.pages * needs.page_bytes + plan.slots * needs.slot_bytes <= budget
         assert plan.pages >= 1 and 1 <= plan.max_batch <= needs.max_batch and plan.slots > plan.max_batch
         assert 1 <= plan.max_context <= asked and plan.max_context <= plan.pages * PAGE
@@ -575,23 +582,24 @@ def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
         assert sum("--memory" in warning for warning in plan.warnings) == clamped
         assert len(plan.warnings) == clamped + (asked > needs.model_context)
         # One sequence more would take more than half of the budget, a page more would not fit or not be used.
-        assert plan.max_batch == needs.max_batch or (plan.max_batch + 2) * needs.slot_bytes > budget // 2
+        assert plan.max_batch == needs.max_batch or (plan.max_batch + 2) * needs.slot_bytes > (budget - wasted) // 2
         kept = plan.slots - plan.max_batch - 1
         assert not kept or not needs.slot_bytes or plan.max_context == asked, "kept at the cost of the context"
         spare = budget - plan.pages * needs.page_bytes - plan.slots * needs.slot_bytes
-        assert plan.pages == plan.max_batch * -(-plan.max_context // PAGE) or spare < needs.page_bytes
+        assert plan.pages == plan.max_batch * -(-plan.max_context // PAGE) or spare < needs.page_bytes + wasted
     assert held > 1000 and refused > 1000
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 24), st.integers(0, 1 << 26), st.integers(1, 1 << 18),
-       st.integers(1, 256))
-def test_l4_memory_split_holds_one_whole_sequence(budget: int, page: int, slot: int, context: int, batch: int) -> None:
+       st.integers(1, 256), st.integers(0, 1 << 20))
+def test_l4_memory_split_holds_one_whole_sequence(budget: int, page: int, slot: int, context: int, batch: int,
+                                                  row: int) -> None:
     try:
-        plan = split_memory(budget, MemoryNeeds(page, slot, context, batch))
+        plan = split_memory(budget, MemoryNeeds(page, slot, context, batch, row_bytes=row))
     except ConfigError:
-        assert budget < page + 2 * slot
+        assert budget < page + 2 * slot + row
         return
-    assert plan.pages * page + plan.slots * slot <= budget
+    assert plan.rows and plan.pages * page + plan.slots * slot + plan.rows * row <= budget
     assert plan.pages * PAGE >= plan.max_context >= 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -14,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from deltic.cli import COMMANDS, command_parser, docs, main
+from deltic.cli import COMMANDS, command_parser, docs, main, run
 from deltic.cli.log import logging_to_stderr
 from deltic.cli.parser import text
 from deltic.config import EngineConfig, Limits
@@ -51,6 +52,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == "deltic 0.1.0\n"
 
 
+def test_alone_it_explains_itself(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("usage: deltic") and all(command in out for command in COMMANDS) and err == ""
+
+
 def test_the_page_is_up_to_date():
     found = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert found == docs.page(), "docs/cli.md is stale: run `python -m deltic.cli.docs`"
@@ -76,9 +83,14 @@ def test_engine_options_reach_the_engine():
 
 
 BAD = [
-    ([], "required: COMMAND"),
+    (["--bogus"], "required: COMMAND"),
     (["fly"], "invalid choice: 'fly'"),
-    (["run"], "required: PROMPT"),
+    (["run"], "the prompt is missing"),
+    (["run", "nope.gguf"], "the prompt is missing: 'nope.gguf' is a model"),
+    (["run", "nope.gguf", "hi"], "there is no file 'nope.gguf'; a model is"),
+    (["run", "-hello"], "text that begins with a dash goes after --"),
+    (["run", "--hello"], "text that begins with a dash goes after --"),
+    (["run", "hi", "--tools", str(ROOT)], "is a directory; name a file"),
     (["run", ""], "the prompt is empty"),
     (["run", "hi", "--bogus"], "--bogus"),
     (["run", "hi", "--temp", "1"], "--temp"),
@@ -152,7 +164,7 @@ def test_a_bad_chat_template(tmp_path, capsys):
 
 
 def test_arguments_that_are_not_utf8(capsys):
-    assert "PROMPT: is not valid UTF-8" in fails(["run", "caf\udce9"], capsys)
+    assert "is not valid UTF-8" in fails(["run", "caf\udce9"], capsys)
 
 
 def test_stdin_that_is_not_utf8(monkeypatch, capsys):
@@ -171,11 +183,35 @@ def test_empty_stdin(monkeypatch, capsys):
     (["tiny", "--temperature", "0", "hi"], ("tiny", "hi")),
     (["-"], (None, "-")),
     (["-5 plus 3"], (None, "-5 plus 3")),
+    (["-5+3="], (None, "-5+3=")),
+    (["tiny", "-5+3=", "--seed", "1"], ("tiny", "-5+3=")),
+    (["--stop", "-1-", "---"], (None, "---")),
+    (["-\u00e9", "--seed", "-1"], (None, "-\u00e9")),
+    (["--", "-5+3="], (None, "-5+3=")),
+    (["--json", "--", "-h"], (None, "-h")),
     (["--json", "--", "--help"], (None, "--help")),
     (["--", "tiny", "--"], ("tiny", "--"))])
 def test_where_the_prompt_may_stand(argv, words):
     args = command_parser("run").parse_mixed(argv)
-    assert (args.model, args.prompt) == words
+    assert run.words(args.model, args.prompt) == words
+
+
+LONG = [
+    ["run", "x" * 100_000, "--chat-template", "y" * 100_000], ["run", "--" + "x" * 100_000],
+    ["run", "hi", "--tools", "x" * 3000], ["serve", "--port", "1" * 100_000], ["x" * 100_000],
+    ["run", "hi", "--temperature", "x" * 100_000], ["run", "y" * 5000 + ".gguf", "hi"], ["cache", "ls", "x" * 5000],
+    ["convert", "x" * 5000, "a.gguf"], ["convert", "tiny", "x" * 100_000], ["run", "hi", "--memory", "x" * 100_000],
+    ["bench", "--random", "x" * 100_000], ["run", "hi", "--speculate", "x" * 100_000],
+    ["run", "hi", "--ops", "x" * 100_000], ["serve", "--host", "x" * 100_000], ["doctor", "x" * 5000],
+    ["run", "hi", "--revision", "x" * 5000], ["inspect", "a/" + "b" * 5000],
+]
+
+
+@pytest.mark.parametrize("argv", LONG, ids=range(len(LONG)))
+def test_long_arguments_are_quoted_briefly(argv, capsys):
+    assert main(argv) in (1, 2)
+    out, err = capsys.readouterr()
+    assert len(err) < 2000 and len(out) < 4000 and "Traceback" not in err
 
 
 def test_a_long_prompt_is_no_path(capsys):
@@ -199,10 +235,13 @@ def test_serve_hands_over(monkeypatch):
     server.serve = lambda llm, listener, **options: calls.append((llm.runtime.name, listener.getsockname()[0], options))
     monkeypatch.setitem(sys.modules, "deltic.server.app", server)
     monkeypatch.setenv("DELTIC_API_KEY", "secret")
+    spared = []
+    monkeypatch.setattr(gc, "freeze", lambda: spared.append(True))
     argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*"]
     assert main(argv) == main([*argv, "--api-key", "mine"]) == 0
     given = {"served_name": "demo", "cors_origins": ["*"], "api_key": "secret"}
     assert calls == [("tiny", "127.0.0.1", given), ("tiny", "127.0.0.1", {**given, "api_key": "mine"})]
+    assert len(spared) == 2, "full collections would stop all threads again and again"
 
 
 def test_inspect(capsys):

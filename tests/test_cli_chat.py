@@ -17,6 +17,7 @@ from deltic.cli import chat, main
 from deltic.cli.answer import Screen
 from deltic.engine.llm import LLM
 from deltic.engine.runtime import Runtime
+from deltic.engine.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--max-tokens", "4", "--threads", "1"]
@@ -52,20 +53,20 @@ def test_turns_build_on_each_other(monkeypatch, prompts, capsys):
 
 
 def test_history_reaches_the_prompts(monkeypatch, capsys):
-    jobs, submit = [], LLM._submit
+    asked, submit = [], Worker.submit
 
-    def spy(self, job):
-        jobs.append(job)
-        return submit(self, job)
+    def spy(self, requests, listener, reply):
+        asked.extend(requests)
+        submit(self, requests, listener, reply)
 
-    monkeypatch.setattr(LLM, "_submit", spy)
+    monkeypatch.setattr(Worker, "submit", spy)
     for mode in ("preserve", "template"):
         talk(monkeypatch, "Hi\nAnd you?\n", "--history", mode, "--temperature", "0", "--strip-billing-header",
              "--system", "x-anthropic-billing-header: cch=1;\nBe kind")
-    preserve, template = jobs[:2], jobs[2:]
-    assert preserve[0].request.prompt == template[0].request.prompt
-    assert [job[1].request.prompt[:len(preserve[0].request.prompt)] == preserve[0].request.prompt
-            for job in (preserve, template)] == [True, False]
+    preserve, template = asked[:2], asked[2:]
+    assert preserve[0].prompt == template[0].prompt
+    assert [turns[1].prompt[:len(preserve[0].prompt)] == preserve[0].prompt
+            for turns in (preserve, template)] == [True, False]
 
 
 def test_commands(monkeypatch, prompts, capsys):

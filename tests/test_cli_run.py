@@ -53,6 +53,22 @@ def test_stdin_and_argument_are_the_same(capsys, monkeypatch):
     assert (piped["text"], piped["usage"]) == (given["text"], given["usage"])
 
 
+def test_stdin_is_not_read_without_end(capsys, monkeypatch):
+    class Endless(io.RawIOBase):
+        taken = 0
+
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            self.taken += len(buffer)
+            return len(buffer)
+    raw = Endless()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(raw)))
+    _, err = run(capsys, "-", *SHORT, code=2)
+    assert "the prompt on stdin is longer than" in err and raw.taken < 100 << 20
+
+
 def test_a_seed_repeats_an_answer(capsys):
     draws = ["--temperature", "3", "--max-tokens", "8", "--threads", "1"]
     first, second, other = (as_json(capsys, "Hi", *draws, "--seed", seed)["text"] for seed in ("1", "1", "2"))

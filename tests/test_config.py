@@ -329,6 +329,7 @@ def test_engine_options_document_themselves():
     ("device", "tpu"), ("device", "cuda:x"), ("device", None), ("dtype", "int8"), ("threads", 0), ("threads", 2.0),
     ("threads", 5000), ("memory", "lots"), ("memory", "0"), ("memory", 4), ("memory", "9" * 18 + "TiB"),
     ("max_context", 0), ("max_batch", 0), ("max_batch", None), ("max_batch", True), ("token_budget", 0),
+    ("max_stall_ms", 0), ("max_stall_ms", 1.5),
     ("token_budget", 1 << 30), pytest.param("max_context", 10**5000, id="huge"),
     ("ops", "mlp=ref"), ("ops", ("mlp=",)),
     ("ops", ("mlp=ref", "mlp=torch")), ("ops", (3,)), ("debug_layers", "yes")])

@@ -88,7 +88,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int)
     for index in range(batch):
         assert answers[f"a{index}", 0].tokens == list(answer.tokens)
         usage = usage_of(answers, f"a{index}")
-        assert usage.accepted_tokens >= usage.drafted_tokens - 4, "all, but for what lies behind the answer's end"
+        assert usage.accepted_tokens == usage.drafted_tokens > 0, "what lies behind the answer's end does not count"
     assert not drafter._leases and drafter._runtime.cache.at_rest
     drafter._runtime.cache.check()
 
@@ -245,7 +245,7 @@ def test_a_draft_model_is_loaded_beside() -> None:
     engine = Engine(runtime)
     assert isinstance(engine.guessing.drafter, ModelDrafter) and engine.guessing.depth.limit == 2
     assert runtime.draft is not None and runtime.draft.cache is not runtime.cache
-    with pytest.raises(ConfigError, match="the draft model /nowhere: '/nowhere' is no directory") as caught:
+    with pytest.raises(ConfigError, match="the draft model /nowhere: there is no directory '/nowhere'") as caught:
         load(None, EngineConfig(memory="64MiB", speculate="draft:/nowhere"))
     assert caught.value.option == "speculate"
     with pytest.raises(ConfigError, match="must share one tokenizer"):

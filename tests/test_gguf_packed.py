@@ -28,7 +28,7 @@ import deltic
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.errors import ConfigError, ModelError
-from deltic.ops.cpu import library, missing, use_level
+from deltic.ops.cpu import library, missing, overlay
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.qtensor import QTensor
 from deltic.text.files import read_tokenizer_files
@@ -269,15 +269,12 @@ def test_every_backend_takes_packed_weights(written: Written, ops: str, dtype: s
 
 @pytest.mark.parametrize(("name", "kind"), [("three to a key", "Q4_K_M"), ("equal heads", "Q8_0"), ("qwen3", "BF16")])
 def test_every_processor_level(written: Written, name: str, kind: str) -> None:
-    path, before = written(name, kind), library.library().deltic_level()
+    path = written(name, kind)
     wanted, best = logits(path, packed_weights="off"), library.library().deltic_best_level()
-    try:
-        for number, level in enumerate(LEVELS[:best + 1]):
-            runtime = load(str(path), options(packed_weights="on", cpu_level=level))
-            assert library.library().deltic_level() == number
-            assert off(logits_of(runtime), wanted) <= LIMIT.get(kind, FEW_BITS)
-    finally:
-        library.library().deltic_set_level(before)
+    for number, level in enumerate(LEVELS[:best + 1]):
+        runtime = load(str(path), options(packed_weights="on", cpu_level=level))
+        assert runtime.decoder.ops.step.__self__.level == number  # type: ignore[attr-defined]
+        assert off(logits_of(runtime), wanted) <= LIMIT.get(kind, FEW_BITS)
 
 
 def test_quantizing_at_load_gives_what_the_file_would(written: Written) -> None:
@@ -372,14 +369,14 @@ def test_files_run_in_their_own_dtype(written: Written, kind: str) -> None:
 
 
 def test_a_level_that_the_processor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    poor = SimpleNamespace(deltic_best_level=lambda: 1, deltic_set_level=lambda level: -(level > 1))
+    poor = SimpleNamespace(deltic_best_level=lambda: 1)
     monkeypatch.setattr("deltic.ops.cpu.load", lambda: poor)
     for level in LEVELS[2:]:
         with pytest.raises(ConfigError, match=f"cpu_level={level}: this processor has avx2 at most") as caught:
-            use_level(level)
+            overlay(level)
         assert caught.value.option == "cpu_level"
     for level in ("auto", "avx2", "portable"):
-        use_level(level)
+        overlay(level)
 
 
 # Memory

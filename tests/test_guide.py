@@ -344,7 +344,8 @@ def test_where_the_model_does_not_think_nothing_happens() -> None:
 def test_the_next_turn_goes_on_where_the_closed_block_was() -> None:
     llm = model("off")
     first = llm.chat(QUESTION, MOST, thinking=True, thinking_budget=6).choices[0]
-    job = llm.front.chat([*QUESTION, {"role": "assistant", "content": first.text}, *QUESTION], history="preserve")
+    said = {"role": "assistant", "content": first.text, "reasoning_content": first.reasoning}
+    job = llm.front.chat([*QUESTION, said, *QUESTION], history="preserve")
     assert job.request.prompt[first.usage.prompt_tokens:][:len(first.tokens)] == first.tokens
 
 
@@ -366,8 +367,8 @@ def test_what_is_no_budget_is_refused(wrong: Any) -> None:
 
 
 def test_raw_prompts_have_no_budget() -> None:
-    with pytest.raises(RequestError, match="thinking_budget needs messages"):
-        model("off").stream("Once upon", MOST, thinking_budget=3)
+    with pytest.raises(TypeError, match="thinking_budget"):
+        model("off").generate_stream("Once upon", MOST, thinking_budget=3)  # type: ignore[call-arg]
 
 
 # On the wire and the command line

@@ -15,9 +15,18 @@ from deltic.engine.drafters import Wants
 from deltic.engine.engine import Engine
 from deltic.engine.llm import Stream
 from deltic.engine.sequence import Sequence
+from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def at_rest(llm: LLM) -> None:
+    """Nothing runs, and nothing is held."""
+    with llm.worker.hold() as engine:
+        engine.step()
+        assert not engine.has_work
+        engine.check()
 
 
 def greedy(count: int, **params: Any) -> SamplingParams:
@@ -34,9 +43,7 @@ def model() -> LLM:
 def llm(model: LLM) -> Iterator[LLM]:
     """The embedded model; afterwards nothing may be left behind."""
     yield model
-    model.engine.step()
-    assert not model.engine.has_work and not model._inboxes
-    model.engine.check()
+    at_rest(model)
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +98,9 @@ def test_choices_come_in_order(llm: LLM) -> None:
 
 
 def test_two_streams_interleave_and_are_as_if_alone(llm: LLM) -> None:
-    alone = [llm.stream(text, greedy(count)) for text, count in (("One", 12), ("Two and", 20))]
+    alone = [llm.generate_stream(text, greedy(count)) for text, count in (("One", 12), ("Two and", 20))]
     expected = [list(stream) for stream in alone]
-    streams = [llm.stream("One", greedy(12)), llm.stream("Two and", greedy(20))]
+    streams = [llm.generate_stream("One", greedy(12)), llm.generate_stream("Two and", greedy(20))]
     found: list[list[Any]] = [[], []]
     iterators = [iter(stream) for stream in streams]
     while any(stream.output is None for stream in streams):
@@ -120,7 +127,7 @@ def bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch, limit: int = 300) -> None
 @pytest.mark.parametrize("how", ["close", "break", "generator"])
 def test_closing_a_stream_aborts_and_frees(llm: LLM, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded(llm, monkeypatch)
-    stream = llm.stream("Once upon a time", greedy(100))
+    stream = llm.generate_stream("Once upon a time", greedy(100))
     if how == "close":
         next(iter(stream))
         stream.close()
@@ -132,16 +139,18 @@ def test_closing_a_stream_aborts_and_frees(llm: LLM, how: str, monkeypatch: pyte
         next(iterator)
         iterator.close()  # type: ignore[attr-defined]
     cache = llm.runtime.cache
-    cache.clear()
+    llm.worker.call(lambda engine: engine.step())
+    llm.worker.call(lambda engine: cache.clear())
     assert cache.pages.free == cache.pages.size and cache.slots.free == cache.slots.size
     assert stream.output is None and list(stream) == []
     stream.close()
 
 
 def test_closing_a_stream_does_not_disturb_another(llm: LLM) -> None:
-    expected = llm.stream("One", greedy(30))
+    expected = llm.generate_stream("One", greedy(30))
     list(expected)
-    first, second = llm.stream("Another text", greedy(60)), llm.stream("One", greedy(30))
+    first, second = llm.generate_stream("Another text", greedy(60)), llm.generate_stream("One", greedy(30))
+    next(first)
     iterator = iter(second)
     next(iterator)
     first.close()
@@ -152,7 +161,7 @@ def test_closing_a_stream_does_not_disturb_another(llm: LLM) -> None:
 
 def test_a_finished_stream_can_be_asked_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded(llm, monkeypatch)
-    stream = llm.stream("One", greedy(5))
+    stream = llm.generate_stream("One", greedy(5))
     list(stream)
     assert list(stream) == [] and stream.output is not None
 
@@ -211,7 +220,7 @@ def test_generate_answers_rows_as_if_alone(random_llm: LLM) -> None:
     outputs = random_llm.generate(prompts, greedy(15))
     for prompt, output in zip(prompts, outputs, strict=True):
         same_tokens(reference(odd_runtime(), prompt, 15), output.choices[0].tokens)
-    random_llm.engine.check()
+    at_rest(random_llm)
 
 
 def test_limits_of_rows_may_exceed_others(random_llm: LLM) -> None:
@@ -237,7 +246,7 @@ def test_on_token_sees_every_token_and_stops_its_row_alone(random_llm: LLM) -> N
     for row, output in enumerate(outputs):
         expected = plain[row].choices[0].tokens
         assert output.choices[0].tokens == (expected[:4] if row == 1 else expected)
-    random_llm.engine.check()
+    at_rest(random_llm)
 
 
 def test_on_token_is_not_called_after_it_stopped_the_row(random_llm: LLM) -> None:
@@ -271,11 +280,12 @@ def test_on_token_stops_within_right_guesses_too(random_llm: LLM, wanted: int, m
         def forget(self, sequence: Sequence) -> None:
             pass
 
-    monkeypatch.setattr(random_llm, "engine", Engine(random_llm.runtime, Right(), FixedDepth(3)))
+    monkeypatch.setattr(random_llm, "worker", Worker(Engine(random_llm.runtime, Right(), FixedDepth(3))))
     choice = random_llm.generate([prompt], greedy(8), on_token)[0].choices[0]
     assert choice.tokens == tuple(seen) == plain[:wanted] and choice.finish == "abort"
     assert choice.usage.completion_tokens == wanted
-    random_llm.engine.check()
+    at_rest(random_llm)
+    assert random_llm.worker.stop(60)
 
 
 def test_an_on_token_that_raises_leaves_nothing_running(random_llm: LLM) -> None:
@@ -284,17 +294,13 @@ def test_an_on_token_that_raises_leaves_nothing_running(random_llm: LLM) -> None
 
     with pytest.raises(LookupError, match="mine"):
         random_llm.generate([[1], [2]], greedy(9), on_token)
-    random_llm.engine.step()
-    assert not random_llm.engine.has_work
-    random_llm.engine.check()
+    at_rest(random_llm)
 
 
 def test_a_bad_row_is_refused_and_leaves_nothing_running(random_llm: LLM) -> None:
     with pytest.raises(RequestError, match="outside"):
         random_llm.generate([[1, 2], [9999]], greedy(5))
-    random_llm.engine.step()
-    assert not random_llm.engine.has_work
-    random_llm.engine.check()
+    at_rest(random_llm)
 
 
 @pytest.mark.parametrize(("prompts", "sampling", "words"), [
@@ -330,7 +336,7 @@ def test_preserved_turns_read_nothing_twice(thinking: bool) -> None:
             assert usage.cached_tokens == before.prompt_tokens + before.completion_tokens - 1
         before = usage
         messages.append({"role": "assistant", "content": stream.output.text + "\n"})
-    llm.engine.check()
+    at_rest(llm)
 
 
 def test_l8_unknown_history_is_named() -> None:
@@ -354,7 +360,7 @@ def test_little_memory_is_clamped_told_and_enough(caplog: pytest.LogCaptureFixtu
     wanted = roomy.generate(prompts, greedy(100))
     assert tight.generate(prompts, greedy(100)) == wanted
     assert tight.engine.scheduler.preemptions > 0 and roomy.engine.scheduler.preemptions == 0
-    tight.engine.check()
+    at_rest(tight)
 
 
 def test_memory_that_holds_nothing_is_an_error() -> None:
@@ -363,6 +369,6 @@ def test_memory_that_holds_nothing_is_an_error() -> None:
 
 
 def test_streams_are_what_stream_returns(llm: LLM) -> None:
-    stream = llm.stream("x", greedy(1))
+    stream = llm.generate_stream("x", greedy(1))
     assert isinstance(stream, Stream)
     list(stream)

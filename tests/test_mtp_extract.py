@@ -140,7 +140,7 @@ def test_what_the_command_refuses(source: Path, tmp_path: Path, capsys: pytest.C
                            "leave out the revision (main)"),
                           (["extract", str(source), "/nowhere/x.safetensors"], "there is no directory '/nowhere'"),
                           (["unpack", str(source), "x.safetensors"], "invalid choice: 'unpack'"),
-                          (["extract", "/nowhere", str(tmp_path / "x.safetensors")], "is no directory"),
+                          (["extract", "/nowhere", str(tmp_path / "x.safetensors")], "no directory '/nowhere'"),
                           (["extract", str(source)], "DST")):
         assert message in fails(argv, capsys)
     assert left_in(tmp_path) == ["mtp.safetensors"]

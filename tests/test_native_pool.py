@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_pools import best_level
 from op_cases import same_bits
 from torch import Tensor
 
 from deltic.ops.cpu import kernels, missing
 from deltic.ops.cpu.kernels import native_weight
-from deltic.ops.cpu.library import library, use_threads
-from deltic.ops.cpu.library import threads as used
+from deltic.ops.cpu.library import Pool, library
 from deltic.ops.qtensor import QTensor, pack_tensor
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -41,7 +41,7 @@ def activations() -> Tensor:
 
 @pytest.fixture(params=[1, 2, 3, 8])
 def pool(request: pytest.FixtureRequest) -> Iterator[int]:
-    made = library().deltic_pool_new(request.param)
+    made = library().deltic_pool_new(request.param, best_level())
     assert made
     yield made
     library().deltic_pool_free(made)
@@ -56,7 +56,7 @@ def multiply(pool: int, weight: QTensor, x: Tensor) -> Tensor:
 def alone() -> tuple[QTensor, Tensor, Tensor]:
     """A layer, its input, and its output by one thread."""
     weight, x = layer(), activations()
-    pool = library().deltic_pool_new(1)
+    pool = library().deltic_pool_new(1, best_level())
     wanted = multiply(pool, weight, x)
     library().deltic_pool_free(pool)
     return weight, x, wanted
@@ -119,42 +119,43 @@ def test_idle_threads_take_no_time(pool: int) -> None:
 
 
 def test_pools_work_side_by_side(pool: int) -> None:
-    other = library().deltic_pool_new(3)
+    other = library().deltic_pool_new(3, best_level())
     in_time(lambda: many(pool, 300), lambda: many(other, 300))
     library().deltic_pool_free(other)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_of_python_may_call_at_once(threads: int) -> None:
-    """Two models in one process, each in a thread of its own."""
+    """One model, used by three: each call has its turn."""
     weight, x, wanted = alone()
+    shared = Pool(best_level(), threads)
 
     def work() -> None:
         for call in range(200):
             tokens = (1, 5, TOKENS)[call % 3]
-            assert same_bits(kernels.linear(x[:tokens], weight), wanted[:tokens])
+            assert same_bits(kernels.linear(shared, x[:tokens], weight), wanted[:tokens])
 
-    before = used()
-    use_threads(threads)
-    try:
-        in_time(work, work, work)
-    finally:
-        use_threads(before)
+    in_time(work, work, work)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
-def test_a_threads_pool_ends_with_it() -> None:
+def test_threads_begin_with_the_first_call_and_end_with_the_pool() -> None:
     weight, x, _ = alone()
-    before, known = used(), len(os.listdir("/proc/self/task"))
-    use_threads(4)
-    try:
-        for _ in range(5):
-            in_time(lambda: kernels.linear(x, weight))
-    finally:
-        use_threads(before)
-    end = time.monotonic() + 10
-    while len(os.listdir("/proc/self/task")) > known:
-        assert time.monotonic() < end
+    known = len(os.listdir("/proc/self/task"))
+    for _ in range(5):
+        shared = Pool(best_level(), 4)
+        assert len(os.listdir("/proc/self/task")) == known
+        kernels.linear(shared, x, weight)
+        assert len(os.listdir("/proc/self/task")) == known + 3
+        del shared
+        end = time.monotonic() + 10
+        while len(os.listdir("/proc/self/task")) > known:
+            assert time.monotonic() < end
+
+
+def test_a_level_that_is_not_there_makes_no_pool() -> None:
+    assert not library().deltic_pool_new(1, -1)
+    assert not library().deltic_pool_new(1, best_level() + 1)
 
 
 @pytest.mark.parametrize("threads", [-1, 0, 1, 2, 9])
@@ -164,7 +165,7 @@ def test_pools_come_and_go(threads: int) -> None:
 
     def work() -> None:
         for number in range(50):
-            pool = library().deltic_pool_new(threads)
+            pool = library().deltic_pool_new(threads, best_level())
             if number % 2:
                 assert same_bits(multiply(pool, weight, x[:2]), wanted[:2])
             library().deltic_pool_free(pool)
@@ -184,11 +185,11 @@ FORK = """
 import os, sys
 import test_native_pool as tests
 weight, x, wanted = tests.alone()
-tests.use_threads(int(sys.argv[1]))
-assert tests.same_bits(tests.kernels.linear(x, weight), wanted)
+pool = tests.Pool(tests.best_level(), int(sys.argv[1]))
+assert tests.same_bits(tests.kernels.linear(pool, x, weight), wanted)
 child = os.fork()
 for _ in range(50):
-    assert tests.same_bits(tests.kernels.linear(x, weight), wanted)
+    assert tests.same_bits(tests.kernels.linear(pool, x, weight), wanted)
 if child:
     assert os.waitpid(child, 0)[1] == 0
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_pools import moved, pool, using
 from op_cases import Row, build_batch, empty_state, gdn_weights, generator, randn
 from reuse_cases import runtime_of, usage_of
 from support import Forcing, Reference, drain, greedy, lively, numbers, odd_shape, reference, with_sample
@@ -24,8 +25,6 @@ from deltic.engine.engine import Engine
 from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import fold_ring
-from deltic.ops.cpu.library import threads as used
-from deltic.ops.cpu.library import use_threads
 from deltic.ops.records import GdnSpec, GdnWeights
 from deltic.types import Request, SamplingParams
 
@@ -56,9 +55,10 @@ def expected(kind: str) -> Reference:
 
 def recorded(kind: str, budget: int, batch: int, kept: int) -> Tensor:
     """The logits of the reference's answer, drawn among others from a prompt whose first tokens are `kept` already."""
-    answer, forcing = expected(kind), Forcing(model(kind))
+    answer, runtime = expected(kind), moved(model(kind))
+    forcing = Forcing(runtime)
     forcing.force(SEED, answer)
-    engine = Engine(runtime_of(with_sample(model(kind), forcing.sample), budget=budget))
+    engine = Engine(runtime_of(with_sample(runtime, forcing.sample), budget=budget))
     if kept:
         engine.add(greedy(answer.prompt[:kept], 1, "before"))
         drain(engine)
@@ -76,12 +76,9 @@ def recorded(kind: str, budget: int, batch: int, kept: int) -> Tensor:
                                                        (7, 8, 83)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_l6_bit_for_bit(kind: str, budget: int, batch: int, kept: int, threads: int) -> None:
-    wanted, before = expected(kind).logits, used()
-    try:
-        use_threads(threads)
+    wanted = expected(kind).logits
+    with using(threads=threads):
         assert torch.equal(recorded(kind, budget, batch, kept), wanted)
-    finally:
-        use_threads(before)
 
 
 # Scenarios
@@ -175,7 +172,7 @@ def test_no_drift_with_rejected_drafts() -> None:
         batch = replace(build_batch([row]).batch, source=place, target=place, ring=torch.tensor([0]))
         outputs.append(core(piece, WEIGHTS, view, batch)[:right])
         done, base = done + right, row.after
-    fold_ring((view,), 1, 0, base, done, 1)
+    fold_ring(pool(), (view,), 1, 0, base, done, 1)
     wanted, last = plain_run(1)
     assert torch.equal(torch.cat(outputs), wanted) and torch.equal(view.recurrent[1], last)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_pools import moved, using
 from op_cases import empty_ring, generator, same_bits
 from support import lively, numbers, odd_shape
 from torch import Tensor
@@ -20,8 +21,6 @@ from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.engine.scheduler import Plan, Row
 from deltic.ops import backends, ref
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.library import threads as used
-from deltic.ops.cpu.library import use_threads
 from deltic.ops.records import PAGE, Batch, GdnWeights, StateView, Stores
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -75,35 +74,33 @@ def plain(runtime: Runtime, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rings_change_no_bit(kind: str, threads: int) -> None:
     """Two sequences that get the same tokens and other drafts, each with its own ring."""
-    runtime, rng, before = model(kind), generator(4), used()
+    runtime, rng = model(kind), generator(4)
     tokens = numbers(3, PAGES * PAGE - 16, SHAPE.vocab_size)
     logits, hidden = plain(runtime, tokens)
     lively(logits.argmax(-1).tolist())
     stores = with_rings(runtime, 3)
-    step = runtime.decoder.ops.step(runtime.decoder.ops, runtime.decoder.stack, stores)
+    with using(threads=threads):
+        ops = moved(runtime).decoder.ops
+    step = ops.step(ops, runtime.decoder.stack, stores)
     assert step is not None
     where = {1: (0, 0), 2: (0, 0)}
-    try:
-        use_threads(threads)
-        while min(done for done, _ in where.values()) < len(tokens):
-            rows = []
-            for sequence, (done, base) in where.items():
-                chunk, right, append = (int(torch.randint(1, most, (1,), generator=rng)) for most in (10, 10, 5))
-                right = min(right, chunk, len(tokens) - done) if append > 1 else min(chunk, len(tokens) - done)
-                if right:
-                    drafts = numbers(done, chunk - right, SHAPE.vocab_size) if append > 1 else ()
-                    rows.append((sequence, tokens[done:done + right] + drafts, done, base, append > 1, right))
-            rows.sort(key=lambda row: len(row[1]) > 1)
-            found, states = step(batch_of([row[:5] for row in rows], True))
-            assert states is not None and states.dtype == torch.float32
-            start = 0
-            for sequence, ids, done, base, append, right in rows:
-                assert same_bits(found[start:start + right], logits[done:done + right])
-                assert same_bits(states[start:start + right], hidden[done:done + right])
-                where[sequence] = done + right, ref.next_base(base, done, len(ids), append)
-                start += len(ids)
-    finally:
-        use_threads(before)
+    while min(done for done, _ in where.values()) < len(tokens):
+        rows = []
+        for sequence, (done, base) in where.items():
+            chunk, right, append = (int(torch.randint(1, most, (1,), generator=rng)) for most in (10, 10, 5))
+            right = min(right, chunk, len(tokens) - done) if append > 1 else min(chunk, len(tokens) - done)
+            if right:
+                drafts = numbers(done, chunk - right, SHAPE.vocab_size) if append > 1 else ()
+                rows.append((sequence, tokens[done:done + right] + drafts, done, base, append > 1, right))
+        rows.sort(key=lambda row: len(row[1]) > 1)
+        found, states = step(batch_of([row[:5] for row in rows], True))
+        assert states is not None and states.dtype == torch.float32
+        start = 0
+        for sequence, ids, done, base, append, right in rows:
+            assert same_bits(found[start:start + right], logits[done:done + right])
+            assert same_bits(states[start:start + right], hidden[done:done + right])
+            where[sequence] = done + right, ref.next_base(base, done, len(ids), append)
+            start += len(ids)
 
 
 MIXED = [(0, (5,), 0, 0, False), (1, numbers(1, 20, SHAPE.vocab_size), 0, 0, False),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from ctypes import byref
 from dataclasses import replace
 
 import pytest
 import torch
+from native_pools import by_level, each_level, native_ops, pool, using
 from op_cases import (
     NAN,
     Case,
@@ -43,12 +43,7 @@ SHAPES_OF_ATTENTION = {
 ROTARY = {spec.rotary_dim: RopeSpec(1e4, spec.rotary_dim) for spec in SHAPES_OF_ATTENTION.values()}
 
 
-@pytest.fixture(params=range(len(library.LEVELS)), ids=library.LEVELS)
-def _level(request: pytest.FixtureRequest) -> Iterator[None]:
-    if library.library().deltic_set_level(request.param):
-        pytest.skip("this processor lacks the level")
-    yield
-    library.library().deltic_set_level(library.library().deltic_best_level())
+_level = by_level(each_level)
 
 
 @pytest.mark.usefixtures("_level")
@@ -62,7 +57,7 @@ def test_attention_shapes(name: str, dtype: torch.dtype) -> None:
     slow_view, fast_view = (KvView(before.keys.clone(), before.values.clone()) for _ in range(2))
     rope = ref.OPS.rope(case.batch.positions, ROTARY[spec.rotary_dim])
     wanted = backends()["torch"].attention_mixer(x, weights, slow_view, case.fresh(), rope)
-    output = backends()["cpu"].attention_mixer(x, weights, fast_view, case.fresh(), rope)
+    output = native_ops().attention_mixer(x, weights, fast_view, case.fresh(), rope)
     assert_close(output, wanted, TOLERANCE[dtype])
     assert kv_errors(case, fast_view, slow_view, before) <= TOLERANCE[dtype]
 
@@ -72,9 +67,8 @@ def attend(spec: AttentionSpec, proj: Tensor, rope: Rope, case: Case, view: KvVi
     weights, out = attention_weights(3, torch.float32, spec), torch.empty(len(proj), spec.queries)
     tables = library.address(rope.cos), library.address(rope.sin)
     rows = library.address(proj.contiguous())
-    library.check(library.library().deltic_attention(
-        library.pool(), byref(attention_layer(weights)), byref(kv_pages(view)), library.step_batch(case.batch), *tables,
-        rows, library.address(out)))
+    pool().call(library.library().deltic_attention, byref(attention_layer(weights)), byref(kv_pages(view)),
+                library.step_batch(case.batch), *tables, rows, library.address(out))
     return out
 
 
@@ -115,14 +109,10 @@ def test_attention_does_not_depend_on_company(name: str, dtype: torch.dtype) -> 
     ragged = [1, 2, 500, 7, 1, 1, 1, 3, 24, 25, 1, 8, 9, 400, 13]
     ragged.append(tokens - sum(ragged) - 40)
     assert torch.equal(in_chunks(spec, proj, [*ragged, *[1] * 40], dtype, [0, 3]), whole)
-    before = library.threads()
-    try:
-        for threads in (1, 5):
-            library.use_threads(threads)
+    for threads in (1, 5):
+        with using(threads=threads):
             for tail in ([tokens - 610], [tokens - 620, *[1] * 10]):
                 assert torch.equal(in_chunks(spec, proj, [600, 4, *[1] * 6, *tail], dtype, [1]), whole)
-    finally:
-        library.use_threads(before)
 
 
 def test_attention_of_later_nan() -> None:

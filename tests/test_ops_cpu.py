@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import test_ops_torch as promises
 import torch
+from native_pools import pool, using
 from op_cases import Row, assert_close, build_batch, gdn_weights, hidden_states, state_errors, state_view
 from test_ops_ref import clone_state
 from test_ops_torch import *  # noqa: F403  (its tests run here too, on the compiled backend)
 
 from deltic.ops import backends, explain, ref, select
-from deltic.ops.cpu import library, missing
+from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import head
 from deltic.ops.qtensor import pack_tensor
 
@@ -46,22 +47,18 @@ def test_head_of_few_tokens(rows: int, width: int) -> None:
     torch.manual_seed(rows)
     x, plain = torch.randn(19, width).bfloat16(), torch.randn(rows, width).bfloat16()
     exact, weight = x.double() @ plain.double().t(), pack_tensor(plain)
-    whole = head(x, weight)
+    whole = head(pool(), x, weight)
     assert whole.dtype == torch.float32 and (whole - exact).norm() <= 1e-5 * exact.norm()
     for tokens in range(1, 20):
-        assert torch.equal(head(x[:tokens], weight), whole[:tokens])
-    before = library.threads()
-    library.use_threads(3)
-    try:
-        assert torch.equal(head(x, weight), whole)
-    finally:
-        library.use_threads(before)
+        assert torch.equal(head(pool(), x[:tokens], weight), whole[:tokens])
+    with using(threads=3):
+        assert torch.equal(head(pool(), x, weight), whole)
 
 
 def test_head_passes_nan_on() -> None:
     x, weight = torch.zeros(2, 64).bfloat16(), pack_tensor(torch.ones(5, 64).bfloat16())
     x[1, 3] = torch.nan
-    logits = head(x, weight)
+    logits = head(pool(), x, weight)
     assert not logits[0].isnan().any() and logits[1].isnan().all()
 
 

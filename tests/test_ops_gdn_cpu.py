@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import replace
 
 import pytest
 import torch
+from native_pools import each_level, native_ops, pool, using
 from op_cases import (
     Case,
     Row,
@@ -25,11 +26,10 @@ from op_cases import (
 )
 from torch import Tensor
 
-from deltic.ops import backends, ref
+from deltic.ops import ref
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import gdn_layer, slots
-from deltic.ops.cpu.library import LEVELS, address, check, library, pool, step_batch, use_threads
-from deltic.ops.cpu.library import threads as used
+from deltic.ops.cpu.library import LEVELS, address, library, step_batch
 from deltic.ops.records import Batch, GdnSpec, GdnWeights, StateView
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -45,20 +45,14 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2.5e-2}
 
 
-@pytest.fixture(params=range(len(LEVELS)), ids=LEVELS, autouse=True)
-def _level(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = library().deltic_level()
-    if library().deltic_set_level(request.param):
-        pytest.skip("this processor lacks the level")
-    yield
-    library().deltic_set_level(before)
+_level = pytest.fixture(params=range(len(LEVELS)), ids=LEVELS, autouse=True)(each_level)
 
 
 def core(proj: Tensor, weights: GdnWeights, view: StateView, batch: Batch) -> Tensor:
     """What lies between the projections."""
     conv, mixed = weights.conv.float().contiguous(), torch.empty(len(proj), weights.spec.values)
-    check(library().deltic_gdn(pool(), byref(gdn_layer(weights, conv)), byref(slots(view)), step_batch(batch),
-                               address(proj), address(mixed)))
+    pool().call(library().deltic_gdn, byref(gdn_layer(weights, conv)), byref(slots(view)), step_batch(batch),
+                address(proj), address(mixed))
     return mixed
 
 
@@ -93,7 +87,7 @@ def test_against_the_reference(spec: GdnSpec, dtype: torch.dtype) -> None:
     before = state_view(case, dtype, spec)
     slow, fast = clone_state(before), clone_state(before)
     wanted = ref.gdn_mixer(x, weights, slow, case.fresh())
-    assert_close(backends()["cpu"].gdn_mixer(x, weights, fast, case.fresh()), wanted, TOLERANCE[dtype])
+    assert_close(native_ops().gdn_mixer(x, weights, fast, case.fresh()), wanted, TOLERANCE[dtype])
     assert max(state_errors(case, fast, slow, before).values()) <= TOLERANCE[dtype]
 
 
@@ -121,15 +115,11 @@ def test_neighbours_and_threads_change_no_bit() -> None:
     case = build_batch([Row(1, 5), Row(1, 0), Row(1, 70, in_place=False), Row(140, 2, emits=(3,)), Row(40, 0)], 4)
     proj = projected(spec, case.batch.layout.tokens)
     wanted, view = _core_of(case, proj, weights)
-    threads = used()
-    try:
-        for count in (1, 2, 5):
-            use_threads(count)
+    for count in (1, 2, 5):
+        with using(threads=count):
             output, other = _core_of(case, proj, weights)
             assert same_bits(output, wanted)
             assert same_bits(other.recurrent, view.recurrent) and same_bits(other.conv, view.conv)
-    finally:
-        use_threads(threads)
     starts, slots = case.batch.starts.tolist(), case.batch.target.tolist()
     for sick in range(len(case.rows)):
         ill = proj.clone()
@@ -178,6 +168,6 @@ def test_extreme_inputs(dtype: torch.dtype) -> None:
         x, before = hidden_states(case, dtype) * factor, state_view(case, dtype, spec)
         slow, fast = clone_state(before), clone_state(before)
         wanted = ref.gdn_mixer(x, weights, slow, case.fresh())
-        output = backends()["cpu"].gdn_mixer(x, weights, fast, case.fresh())
+        output = native_ops().gdn_mixer(x, weights, fast, case.fresh())
         assert_close(output, wanted, 2 * TOLERANCE[dtype])
         assert max(state_errors(case, fast, slow, before).values()) <= 2 * TOLERANCE[dtype]

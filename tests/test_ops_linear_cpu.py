@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from ctypes import byref
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from native_pools import best_level, by_level, each_level, pool, using
 from numpy.typing import NDArray
 from op_cases import same_bits
 from test_gguf_blocks import READABLE, random_rows, theirs
@@ -21,8 +21,7 @@ from torch import Tensor
 
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import native_weight
-from deltic.ops.cpu.library import LEVELS, library, pool, use_threads
-from deltic.ops.cpu.library import threads as used
+from deltic.ops.cpu.library import library
 from deltic.ops.qtensor import QTensor, pack_rows
 from deltic.weights.gguf.blocks import BY_NAME, LAYOUTS
 
@@ -38,16 +37,10 @@ TOLERANCE = {"F32": 1e-6, "F16": 1e-6, "BF16": 1e-6}
 """Of sums of up to 1280 float32 products; the integer sums of all other types are exact."""
 GUARD, CANARY = 67, -7e33
 by_name = pytest.mark.parametrize("name", READABLE)
-at_every_level = pytest.mark.usefixtures("level")
+at_every_level = pytest.mark.usefixtures("_level")
 
 
-@pytest.fixture(params=range(len(LEVELS)), ids=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = library().deltic_level()
-    if library().deltic_set_level(request.param):
-        pytest.skip("this processor lacks the level")
-    yield
-    library().deltic_set_level(before)
+_level = by_level(each_level)
 
 
 def file_rows(name: str, rows: int, columns: int) -> NDArray[np.uint8]:
@@ -102,7 +95,7 @@ def multiply(x: Tensor, *parts: QTensor) -> Tensor:
     given, memory = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x), torch.full((tokens * rows + 2 * GUARD,), CANARY)
     y = memory[GUARD:GUARD + tokens * rows].fill_(torch.nan)
     weight = native_weight(parts)
-    assert library().deltic_linear(pool(), given.data_ptr(), tokens, byref(weight), y.data_ptr()) == 0
+    pool().call(library().deltic_linear, given.data_ptr(), tokens, byref(weight), y.data_ptr())
     assert bool((memory[:GUARD] == CANARY).all()) and bool((memory[GUARD + tokens * rows:] == CANARY).all())
     return y.view(tokens, rows)
 
@@ -145,16 +138,13 @@ def test_numbers_of_rows_and_tokens_change_no_bit(name: str) -> None:
 @by_name
 def test_threads_change_no_bit(name: str) -> None:
     """Of a matrix that is worth being cut."""
-    x, before = activations(13, 512), used()
+    x = activations(13, 512)
     weight = layer(name, 395, 512)[0]
     wanted = multiply(x, weight)
-    try:
-        for threads in (1, 2, 5):
-            use_threads(threads)
+    for threads in (1, 2, 5):
+        with using(threads=threads):
             for tokens in (1, 13):
                 assert same_bits(multiply(x[-tokens:], weight), wanted[-tokens:]), (threads, tokens)
-    finally:
-        use_threads(before)
 
 
 @at_every_level
@@ -229,10 +219,10 @@ def beyond() -> None:
             weight, x = layer(name, 17, columns)[0], at_the_end(activations(13, columns))
             weight.matrix.data = (data := at_the_end(weight.data, 64)).data_ptr()
             y, struct = at_the_end(torch.full((13 * 17,), torch.nan)), native_weight(weight)
-            for level in range(library().deltic_best_level() + 1):
-                library().deltic_set_level(level)
-                for tokens in (1, 13):
-                    assert library().deltic_linear(pool(), x.data_ptr(), tokens, byref(struct), y.data_ptr()) == 0
+            for level in range(best_level() + 1):
+                with using(level=level):
+                    for tokens in (1, 13):
+                        pool().call(library().deltic_linear, x.data_ptr(), tokens, byref(struct), y.data_ptr())
             assert bool(y.isfinite().all()) and len(data)
 
 

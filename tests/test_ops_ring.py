@@ -3,7 +3,7 @@ steps, one token at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_pools import by_level, each_level, pool, using
 from op_cases import (
     GDN,
     RING_POOLS,
@@ -32,8 +33,6 @@ from torch import Tensor
 
 from deltic.ops import backends, ref
 from deltic.ops.cpu import kernels, missing
-from deltic.ops.cpu.library import LEVELS, library, use_threads
-from deltic.ops.cpu.library import threads as used
 from deltic.ops.records import RING, Batch, GdnSpec, GdnWeights, RingView, StateView
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -208,13 +207,11 @@ def test_the_reference_has_the_bits_of_plain_steps(seed: int, tiled: bool) -> No
     assert World(ref.gdn_core, weights, torch.float32, seed, 40, 2).history(ref.fold_ring, sound)
 
 
-@pytest.fixture(params=range(len(LEVELS)), ids=LEVELS)
-def _level(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = library().deltic_level()
-    if library().deltic_set_level(request.param):
-        pytest.skip("this processor lacks the level")
-    yield
-    library().deltic_set_level(before)
+_level = by_level(each_level)
+
+
+def fold_ring(*arguments: Any) -> None:
+    kernels.fold_ring(pool(), *arguments)
 
 
 @needs_kernels
@@ -222,14 +219,11 @@ def _level(request: pytest.FixtureRequest) -> Iterator[None]:
 @by_dtype
 @by_spec
 def test_the_kernels_have_the_bits_of_plain_steps(spec: GdnSpec, dtype: torch.dtype) -> None:
-    world, threads = World(core, gdn_weights(3, torch.float32, spec), dtype, 7, 70, 3), used()
-    try:
-        for count in (1, 2, 5):
-            use_threads(count)
+    world = World(core, gdn_weights(3, torch.float32, spec), dtype, 7, 70, 3)
+    for count in (1, 2, 5):
+        with using(threads=count):
             world.restart(dtype)
-            assert world.history(kernels.fold_ring, sound)
-    finally:
-        use_threads(threads)
+            assert world.history(fold_ring, sound)
 
 
 @needs_kernels
@@ -244,7 +238,7 @@ def test_rows_that_are_cut_by_the_kernels_windows() -> None:
         world.step([Turn(first, long, long, False), Turn(others[1], 16, 9, True, 9), Turn(others[2], 4, 2, True)])
         world.step([Turn(others[0], 1, 1, True), Turn(others[1], 7, 7, True), Turn(others[2], 6, 6, False)])
         for sequence in world.sequences:
-            world.fold(sequence, kernels.fold_ring, True)
+            world.fold(sequence, fold_ring, True)
         assert world.same
 
 
@@ -287,7 +281,7 @@ def leaked_input(ring: RingView, unit: int, base: int, done: int, rejected: bool
 
 BUGS = [rounded_updates, doubled_decay, dropped_entry, repeated_entry, leaked_draft, leaked_input]
 CORES = [pytest.param(ref.gdn_core, ref.fold_ring, id="ref"),
-         pytest.param(core, kernels.fold_ring, id="cpu", marks=needs_kernels)]
+         pytest.param(core, fold_ring, id="cpu", marks=needs_kernels)]
 
 
 @pytest.mark.parametrize(("run", "fold"), CORES)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from native_pools import by_level, each_level, native_ops, using
 from op_cases import (
     ATTENTION,
     Case,
@@ -22,9 +22,6 @@ from op_cases import (
 from torch import Tensor
 
 from deltic.ops import Ops, backends, ref
-from deltic.ops.cpu import missing
-from deltic.ops.cpu.library import LEVELS, library, use_threads
-from deltic.ops.cpu.library import threads as used
 from deltic.ops.records import AttentionWeights, KvView
 
 CASE = build_batch([Row(1, 5), Row(1, 0), Row(1, 33), Row(3, 14), Row(40, 7)], 8)
@@ -32,15 +29,7 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids
 by_gate = pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 
 
-@pytest.fixture(params=range(len(LEVELS)), ids=LEVELS)
-def _level(request: pytest.FixtureRequest) -> Iterator[None]:
-    if missing():
-        pytest.skip(str(missing()))
-    before = library().deltic_level()
-    if library().deltic_set_level(request.param):
-        pytest.skip("this processor lacks the level")
-    yield
-    library().deltic_set_level(before)
+_level = by_level(each_level)
 
 
 def stored(ops: Ops, weights: AttentionWeights, x: Tensor, case: Case, alone: bool) -> KvView:
@@ -83,13 +72,10 @@ def test_in_torch(backend: str, dtype: torch.dtype, gate: bool) -> None:
 @by_dtype
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "plain"])
 def test_on_the_kernels(packs: bool, dtype: torch.dtype, gate: bool) -> None:
-    ops, threads = backends()["cpu"], used()
-    try:
-        for count in (1, 3):
-            use_threads(count)
+    for count in (1, 3):
+        with using(threads=count):
+            ops = native_ops()
             check(ops, in_blocks(ops, dtype, gate, packs), dtype)
-    finally:
-        use_threads(threads)
 
 
 def test_in_float16() -> None:

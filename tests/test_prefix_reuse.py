@@ -138,7 +138,7 @@ def test_chat_turns_resume_at_the_last_stable_boundary() -> None:
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
         output = llm.chat(messages, replace(params, max_tokens=1))
         assert boundaries and output.choices[0].usage.cached_tokens > max(boundaries) - PAGE
-    llm.engine.check()
+    llm.worker.call(Engine.check)
 
 
 def test_chat_answers_are_the_same_without_reuse() -> None:

@@ -134,7 +134,7 @@ def told(case: Case, runtime: Runtime, params: SamplingParams, directory: Path) 
 def run(case: Case, engine: Engine) -> Answers:
     answers: Answers = {}
     if case.aborted:
-        while not any(s.request.id == "n0" and s.done > s.started for s in engine.scheduler.running):
+        while not any(s.request.id == "n0" and s.done > s.cached for s in engine.scheduler.running):
             take(answers, engine.step())
             engine.check()
         engine.abort("n0")

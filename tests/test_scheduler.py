@@ -75,7 +75,8 @@ class Toy:
                           full(1, slots, 1, 1))
         self.cache = HybridCache(storage, ops)
         self.memory = SimpleNamespace(max_batch=self.max_batch, max_context=self.context)
-        self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0)
+        self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
+                                       max_stall_ms=None)
         self.head = None
         self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=())
         self.generation = SimpleNamespace(eos_token_ids=(), sampling=dict)
@@ -135,25 +136,31 @@ class Checked(Engine):
         super().__init__(toy)  # type: ignore[arg-type]
         self.toy, self.chunks = toy, []
         self.arrivals: dict[Sequence, int] = {}
+        self.held: set[Sequence] = set()
         self._plan, self.scheduler.plan = self.scheduler.plan, self._checked_plan  # type: ignore[method-assign]
 
     def _checked_plan(self) -> tuple[Plan, list[Sequence]]:
         before = self.order()
         plan, sequences = self._plan()
-        assert before == self.order(), "the order of arrival is lost"
+        after = self.order()
+        before = [sequence for sequence in before if sequence not in self.held]
+        assert before == after, "the order of arrival is lost"
         assert len(plan.rows) == len(sequences) == len(set(map(id, sequences)))
         if before:
             working = [*sequences, *(sequence for sequence in self.scheduler.running if sequence.logits is not None)]
             assert working, "work is waiting and nothing runs"
-            assert before[0] in working, "the oldest sequence stands still"
+            assert self.scheduler.running[0] in working, "the oldest sequence stands still"
         self.check_rows(plan, sequences)
         return plan, sequences
 
     def order(self) -> list[Sequence]:
-        """All unfinished sequences, oldest first."""
+        """Unfinished sequences, oldest first, without those that waited for what another one was reading: they may be
+        overtaken."""
         queue = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in queue:
             self.arrivals.setdefault(sequence, len(self.arrivals))
+        self.held.update(sequence for sequence in queue if sequence.hold)
+        queue = [sequence for sequence in queue if sequence not in self.held]
         numbers = [self.arrivals[sequence] for sequence in queue]
         assert numbers == sorted(numbers), "a younger sequence has overtaken an older one"
         return queue

@@ -20,7 +20,7 @@ def served() -> Iterator[Served]:
     with serving(tiny()) as running:
         yield running
         running.wait_idle()
-        tiny().engine.check()
+        tiny().worker.call(lambda engine: engine.check())
 
 
 def streamed(chunks: Any) -> str:

@@ -108,4 +108,4 @@ def test_refusals_name_the_field(served: Served, fields: dict[str, Any], param: 
         served.client.completions.create(**({"model": "tiny", "prompt": "x"} | fields))
     assert refusal.value.param == param
     assert served.wait_idle() < 5
-    tiny().engine.check()
+    tiny().worker.call(lambda engine: engine.check())

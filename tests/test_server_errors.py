@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from test_server_harness import USER, Scripted, Served, serving, tiny
+from test_server_harness import USER, Scripted, Served, limited, read_all, serving, tiny
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -18,10 +18,10 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(tiny(), max_body=1 << 20) as running:
+    with serving(limited(tiny(), max_body_mib=1)) as running:
         yield running
         assert running.health()[0] == 200
-        tiny().engine.check()
+        tiny().worker.call(lambda engine: engine.check())
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +160,36 @@ def test_names_keys_and_origins() -> None:
             assert client.completions.create(model="tiny", prompt="x").model == "our/model"
         page = {"origin": "https://page"}
         assert other.http.get("/health", headers=page).headers["access-control-allow-origin"] == "https://page"
+
+
+KEY = "鍵 clé"
+
+
+@pytest.mark.parametrize(("key", "sent", "status"), [
+    (KEY, KEY.encode(), 200), (KEY, b"wrong", 401), (KEY, KEY.encode("latin-1", "ignore"), 401), ("clé", b"cl", 401),
+    ("clé", "clé".encode("latin-1"), 200), ("clé", "clé".encode(), 200), ("a\udcff", b"a\xff", 200),
+    ("ascii", b"ascii", 200), ("ascii", b"asci", 401),
+])
+def test_keys_of_all_letters(key: str, sent: bytes, status: int) -> None:
+    with serving(Scripted("x").model(), api_key=key) as other:
+        assert other.http.get("/v1/models", headers={"authorization": b"Bearer " + sent}).status_code == status
+        assert other.http.get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health", "/nowhere"])
+def test_a_request_with_two_ends_is_refused(served: Served, path: str) -> None:
+    raw = served.connect()
+    raw.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+                "0\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    text = read_all(raw)
+    assert text.startswith("HTTP/1.1 400") and text.count("HTTP/1.1") == 1 and "connection: close" in text
+    assert json.loads(text.partition("\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+def test_one_end_of_either_kind_is_enough(served: Served) -> None:
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    for content in (body, iter([body[:5], body[5:]])):
+        assert served.http.post("/v1/completions", content=content).status_code == 200
 
 
 def test_web_pages_may_not_use_the_server_by_default(served: Served) -> None:

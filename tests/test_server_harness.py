@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 from openai import OpenAI
 
 from deltic import LLM
+from deltic.config import Limits
+from deltic.engine.worker import Worker
 from deltic.errors import RequestError
 from deltic.server.app import create_app
 from deltic.server.bridge import Bridge
@@ -29,6 +36,13 @@ def tiny() -> LLM:
     return LLM(max_context=2048, memory="64MiB", max_batch=16, threads=1, dtype="float32")
 
 
+def limited(model: Any, **limits: Any) -> Any:
+    """The model with these fields of Limits; closing it closes nothing."""
+    runtime = replace(model.runtime, options=replace(model.runtime.options, limits=Limits(**limits)))
+    return SimpleNamespace(engine=model.engine, worker=model.worker, front=model.front, runtime=runtime,
+                           close=lambda: None)
+
+
 class Scripted:
     """An engine that says the same to everybody, a token per step. text None: it never ends."""
 
@@ -41,9 +55,10 @@ class Scripted:
         """Another script, for an engine at rest."""
         tokenizer = tiny().front.tokenizer
         self.script = [*tokenizer.encode(text), tokenizer.eos_id] if text is not None else tokenizer.encode("na")[:1]
-        self.endless, self.error, self.pause = text is None, error, pause
+        self.endless, self.error, self.delay = text is None, error, pause
         self.stats = SimpleNamespace(steps=0)
         self.running: dict[str, list[list[Any]]] = {}
+        self.paused: set[str] = set()
         self.seen: list[Request] = []
         self.events: list[TokenOut] = []
         self.before_step: Callable[[], Any] = lambda: None
@@ -51,7 +66,7 @@ class Scripted:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.events)
+        return bool(self.running.keys() - self.paused or self.events)
 
     def add(self, request: Request) -> None:
         if len(request.prompt) >= self.max_context:
@@ -64,12 +79,18 @@ class Scripted:
         for choice, count, _ in self.running.pop(request, ()):
             self.events.append(TokenOut(request, choice, None, finish="abort", usage=Usage(1, 0, count)))
 
+    def pause(self, request: str) -> None:
+        self.paused.add(request)
+
+    def resume(self, request: str) -> None:
+        self.paused.discard(request)
+
     def step(self) -> list[TokenOut]:
-        time.sleep(self.pause)
+        time.sleep(self.delay)
         self.before_step()
         self.stats.steps += 1
         events, self.events = self.events, []
-        for request in [request for request in self.seen if request.id in self.running]:
+        for request in [r for r in self.seen if r.id in self.running and r.id not in self.paused]:
             events += [event for choice in self.running[request.id][:] for event in self._advance(request, choice)]
         return events
 
@@ -98,16 +119,21 @@ class Scripted:
         if not self.running[request.id]:
             del self.running[request.id]
 
-    def model(self) -> Any:
-        """What create_app takes for a model."""
-        return SimpleNamespace(engine=self, front=tiny().front, runtime=tiny().runtime)
+    def model(self, **limits: Any) -> Any:
+        """What create_app takes for a model. limits: fields of Limits."""
+        worker = Worker(self)  # type: ignore[arg-type]
+        model = limited(SimpleNamespace(engine=self, worker=worker, front=tiny().front, runtime=tiny().runtime),
+                        **limits)
+        model.close = lambda: worker.stop(5)
+        return model
 
 
 class Served:
     """A running server."""
 
-    def __init__(self, url: str, server: Server, bridge: Bridge, thread: threading.Thread) -> None:
-        self.url, self.server, self.bridge, self.thread = url, server, bridge, thread
+    def __init__(self, url: str, server: Server, app: FastAPI, thread: threading.Thread) -> None:
+        self.url, self.server, self.app, self.thread = url, server, app, thread
+        self.bridge: Bridge = app.state.bridge
         self.http = httpx.Client(base_url=url, timeout=30)
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
 
@@ -121,6 +147,46 @@ class Served:
     def wait_idle(self, seconds: float = 10.0) -> float:
         """Wait until nothing runs; returns how long it took."""
         return wait_until(lambda: self.health()[1]["requests"] == 0, seconds)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The server's event loop."""
+        assert self.bridge._loop
+        return self.bridge._loop
+
+    @contextmanager
+    def lateness(self) -> Iterator[list[float]]:
+        """By how many seconds the event loop was late, each time that it was asked to be there."""
+        late: list[float] = []
+
+        async def beat() -> None:
+            while True:
+                due = self.loop.time() + 0.01
+                await asyncio.sleep(0.01)
+                late.append(self.loop.time() - due)
+
+        beating = asyncio.run_coroutine_threadsafe(beat(), self.loop)
+        try:
+            yield late
+        finally:
+            beating.cancel()
+
+    def connect(self, buffer: int | None = None) -> socket.socket:
+        """A bare connection. buffer: bytes that this machine keeps of what is not read."""
+        host, port = self.url.removeprefix("http://").split(":")
+        raw = socket.socket()
+        if buffer:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        raw.settimeout(20)
+        raw.connect((host, int(port)))
+        return raw
+
+    def send(self, path: str, buffer: int | None = None, **body: Any) -> socket.socket:
+        """A request, whose answer is not read."""
+        raw, data = self.connect(buffer), json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        raw.sendall(head.encode() + data)
+        return raw
 
     def stop(self, seconds: float = 60.0) -> None:
         self.http.close()
@@ -140,17 +206,25 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
     return turns / 100
 
 
+def read_all(raw: socket.socket) -> str:
+    """What comes until the other side closes."""
+    with raw:
+        return b"".join(iter(lambda: raw.recv(1 << 16), b"")).decode()
+
+
 @contextmanager
 def serving(model: Any, grace: float = 0.2, **options: Any) -> Iterator[Served]:
     app = create_app(model, **options)
     listener, ready = listen("127.0.0.1", 0), threading.Event()
-    server = Server(app, app.state.bridge, grace, ready.set)
+    server = Server(app, app.state.bridge, grace, ready.set, model.runtime.options.limits)
     thread = threading.Thread(target=server.run_on, args=(listener,))
     thread.start()
     assert ready.wait(20)
-    served = Served(url_of(listener), server, app.state.bridge, thread)
+    served = Served(url_of(listener), server, app, thread)
     try:
         yield served
     finally:
         served.stop()
         listener.close()
+        if isinstance(model, SimpleNamespace):
+            model.close()

@@ -119,11 +119,11 @@ def gained(before: Page, after: Page) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    tiny().engine.runtime.cache.clear()
+    tiny().worker.call(lambda engine: engine.runtime.cache.clear())
     with serving(tiny()) as running:
         yield running
         running.wait_idle()
-        tiny().engine.check()
+        tiny().worker.call(lambda engine: engine.check())
 
 
 def test_every_sample_names_the_model(served: Served) -> None:
@@ -222,8 +222,9 @@ def test_a_key_is_asked_for() -> None:
 
 def test_a_page_of_a_server_that_has_ended_its_engine() -> None:
     """What happened remains to be seen when nothing is served any more."""
-    with serving(tiny()) as served:
-        served.bridge._worker.stop(5)
+    llm = LLM(max_context=256, memory="8MiB", threads=1)
+    with serving(llm) as served:
+        llm.close()
         wait_until(lambda: served.health()[0] == 503)
         assert scrape(served)["requests_running"] == 0
 
@@ -236,7 +237,7 @@ def test_a_prefix_that_came_back_from_host_memory() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     prompt = [*range(100, 150)]
     llm.generate([prompt], sampling)
-    llm.engine.runtime.cache.clear()
+    llm.worker.call(lambda engine: engine.runtime.cache.clear())
     before = parse(exposition(snapshot(llm.engine), "tiny"))
     assert before.of("cache_checkpoints", tier="device") == 0 < before.of("cache_checkpoints", tier="host")
     assert 0 < before.of("cache_bytes", tier="host") <= before.of("cache_budget_bytes", tier="host") == 16 << 20

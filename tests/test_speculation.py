@@ -249,17 +249,25 @@ def test_minimum_length_holds_within_guesses() -> None:
 
 @pytest.mark.parametrize("place", range(2, 7))
 def test_a_right_guess_that_ends_the_answer_is_a_right_one(place: int) -> None:
-    """And nothing is learned of those after it."""
+    """And those after it are not counted: neither right nor wrong."""
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
     assert answer.tokens[place] not in answer.tokens[:place]
     for _ in range(10):
         engine.add(greedy(answer.prompt, ANSWER, stop_token_ids=(answer.tokens[place],)))
         usage = usage_of(drain(engine))
-        steps, rest = divmod(place, 5)
-        assert usage.accepted_tokens == place - steps and usage.drafted_tokens == 4 * (steps + (rest > 0))
+        assert usage.accepted_tokens == usage.drafted_tokens == place - place // 5
     assert engine.guessing.stats.drafted_at == engine.guessing.stats.accepted_at
     assert min(engine.guessing._usual.shares) >= 0.8, "it was never wrong"
+
+
+def test_guesses_after_a_wrong_one_that_ends_the_answer_are_not_counted() -> None:
+    runtime, answer, place = odd_runtime(), expected("odd", "greedy"), 5
+    engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["wrong"], 4), FixedDepth(4))
+    engine.add(greedy(answer.prompt, ANSWER, stop_token_ids=(answer.tokens[place],)))
+    usage = usage_of(drain(engine))
+    assert (usage.accepted_tokens, usage.drafted_tokens) == (0, 4 * (place - 1) + 1)
+    assert sum(engine.guessing.stats.drafted_at) == usage.drafted_tokens
 
 
 # Pressure, and who may not

@@ -114,6 +114,7 @@ class Stage:
     reader: Session
     answers: Answers = field(default_factory=dict)
     known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    pauses: int = 0
 
     @classmethod
     def of(cls, story: Story, place: str) -> Stage:
@@ -147,10 +148,12 @@ class Stage:
         for _, what, name in [event for event in self.story.events if event[0] == time]:
             if what == "add":
                 self.engine.add(next(request for request in self.story.requests if request.id == name))
-            elif what == "abort":
-                self.engine.abort(name)
-            else:
+            elif what == "clear":
                 self.engine.runtime.cache.clear()
+            else:
+                before = len(self.engine.scheduler.paused)
+                {"abort": self.engine.abort, "pause": self.engine.pause, "resume": self.engine.resume}[what](name)
+                self.pauses += len(self.engine.scheduler.paused) > before
 
     def check_kept(self) -> None:
         """The logits kept with a state are those that its tokens end with. Seldom is drawn from wrong ones."""
@@ -180,7 +183,7 @@ class Stage:
             "preempted": self.engine.scheduler.preemptions, "accepted": accepted, "rejected": drafted - accepted,
             "aborted": sum(answer.last.finish == "abort" for answer in self.answers.values()),
             "reused": stats.reused_tokens, "restored": sum(tier.hits for tier in tiers),
-            "broken": int(self.engine.guessing.drafter is None)})
+            "broken": int(self.engine.guessing.drafter is None), "paused": self.pauses})
 
 
 def same(wanted: Answer, found: Answer, aborted: bool) -> None:
@@ -220,7 +223,7 @@ def test_some_stories() -> None:
     outlived their sequence's preemption, the second when logits were kept with the state before them."""
     happened = tell(FAST)
     assert all(happened[what] > 2 for what in ("preempted", "accepted", "rejected", "aborted", "reused", "restored",
-                                               "broken")), f"too little happened: {happened}"
+                                               "broken", "paused")), f"too little happened: {happened}"
 
 
 @pytest.mark.slow

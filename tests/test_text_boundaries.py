@@ -13,8 +13,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from deltic.errors import RequestError
+from deltic.text import chat
 from deltic.text.chat import ChatTemplate, build_prompt, normalise_messages, stable_boundaries
 from deltic.text.tokenizer import Tokenizer
+from deltic.types import common_length
 
 TOKENIZER = Tokenizer.from_directory(Path(__file__).parents[1] / "deltic" / "models" / "tiny")
 TINY = ChatTemplate(TOKENIZER.chat_template or "", TOKENIZER.special_tokens)
@@ -152,7 +154,9 @@ def test_long_conversations_count_alike() -> None:
     text = TINY.render(normalise_messages(probe), TOOLS)
     theirs = TOKENIZER.encode(text)
     shared = next(i for i, (a, b) in enumerate(zip(prompt.ids, theirs, strict=False)) if a != b)
-    assert prompt.boundaries[1:] == (shared, len(prompt.ids))
+    edited = build_prompt(TINY, TOKENIZER, [*messages, {"role": "user", "content": "0"}], TOOLS)
+    start = common_length(prompt.ids, edited.ids)
+    assert start < shared and prompt.boundaries[1:] == (start, shared, len(prompt.ids))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +181,73 @@ def test_encoding_only_tails_counts_as_encoding_all(content: str, separated: boo
     theirs = TOKENIZER.encode(content + separator + "Answer" + separator + "Question" + separator)
     shared = next((i for i, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), len(ids))
     assert stable_boundaries(template, TOKENIZER, messages) == ((shared,) if shared else ())
+
+
+@pytest.mark.parametrize("template", [TINY, QWEN], ids=["tiny", "qwen"])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_an_edit_of_the_last_message_shares_a_boundary(template: ChatTemplate, thinking: bool) -> None:
+    """Also the first one, of a conversation that came in one piece."""
+    messages = [SYSTEM, USER, {"role": "assistant", "content": "Fine. " * 50, "reasoning_content": "Hm"}]
+    for question in ("And?", "Hello", "0"):
+        before, after = (build_prompt(template, TOKENIZER, [*messages, {"role": "user", "content": text}], None,
+                                      {"enable_thinking": thinking}) for text in (question, "Why?"))
+        shared = common_length(before.ids, after.ids)
+        assert shared in before.boundaries and shared > 50
+
+
+class Counted(ChatTemplate):
+    """Says how many messages it has rendered."""
+
+    messages = 0
+
+    def render(self, messages: Any, *others: Any, **variables: Any) -> str:
+        self.messages += len(messages)
+        return super().render(messages, *others, **variables)
+
+
+def long_talk(turns: int, steps: int, filled: str = "word ") -> list[Any]:
+    """Turns with several calls, the last of them still open."""
+    talk: list[Any] = [SYSTEM]
+    for turn in range(turns):
+        talk.append({"role": "user", "content": f"Question {turn} {filled}"})
+        for step in range(steps):
+            talk += [CALL | {"content": f"Step {step}"}, RESULT | {"content": f"{step} {filled}"}]
+        talk.append({"role": "assistant", "content": f"Answer {turn}", "reasoning_content": f"Thus {turn}"})
+    return talk
+
+
+LONG = [long_talk(60, 0)[:-1], [*long_talk(40, 1), USER], long_talk(1, 70)[:-1], long_talk(20, 20)[:-1],
+        [*long_talk(3, 3), *long_talk(1, 60)[1:-1]], [*long_talk(1, 60), *long_talk(2, 2)[1:-1]]]
+
+
+@pytest.mark.parametrize("messages", LONG, ids=range(len(LONG)))
+@pytest.mark.parametrize("source", [TINY.source, QWEN.source], ids=["tiny", "qwen"])
+def test_long_conversations_are_rendered_once(
+        messages: list[Any], source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked about their end is asked of shorter ones, and the answer is the same."""
+    for variables in ({"enable_thinking": True}, {"enable_thinking": False}, {"preserve_thinking": True}):
+        found, counts = [], []
+        for long in (64, 1 << 30):
+            monkeypatch.setattr(chat, "_LONG", long)
+            template = Counted(source)
+            found.append(build_prompt(template, TOKENIZER, messages, TOOLS, variables))
+            counts.append(template.messages)
+        assert found[0] == found[1] and len(found[0].boundaries) >= 2
+        assert counts[0] <= 2 * len(messages) and counts[1] > 3 * len(messages)
+
+
+COUNTING = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{{ messages | length }}{% endfor %}"
+LATEST = ("{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content if loop.revindex <= 9 }}{% endfor %}"
+          "<|im_start|>assistant")
+
+
+@pytest.mark.parametrize("source", [COUNTING, LATEST])
+def test_a_template_that_looks_at_the_whole_is_asked_about_the_whole(
+        source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = long_talk(60, 0)[:-1]
+    quick = build_prompt(ChatTemplate(source), TOKENIZER, messages)
+    monkeypatch.setattr(chat, "_LONG", 1 << 30)
+    assert quick == build_prompt(ChatTemplate(source), TOKENIZER, messages)
 
 
 def test_the_prompt_itself_may_be_refused() -> None:

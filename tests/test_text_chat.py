@@ -329,3 +329,11 @@ def test_what_is_hidden_renders_as_nothing(name: str) -> None:
 def test_runaway_templates_are_stopped(source: str) -> None:
     with pytest.raises((TemplateError, RequestError)):
         ChatTemplate(source).render([])
+
+
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_a_template_finds_the_thinking_under_any_of_its_names(sent: str, read: str) -> None:
+    template = ChatTemplate("{% for m in messages %}" + f"{{{{ m.{read} or '-' }}}}" + "{% endfor %}")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", sent: "Because"}]
+    assert build_prompt(template, TOKENIZER, messages).text == "-Because"

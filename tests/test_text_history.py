@@ -21,6 +21,8 @@ from deltic.errors import ConfigError, RequestError
 from deltic.text.chat import ChatTemplate, build_prompt, spell
 from deltic.text.deltas import Answer, join
 from deltic.text.front import Front, Job
+from deltic.text.notes import unpack
+from deltic.text.stream import Router
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import SamplingParams, common_length
 
@@ -79,12 +81,17 @@ class Store:
 
     notes: dict[str, bytes] = field(default_factory=dict)
 
+    ready = True
+
     def get(self, key: str) -> bytes | None:
         return self.notes.get(key)
 
     def put(self, key: str, data: bytes) -> None:
         assert re.fullmatch("[0-9a-f]+", key)
         self.notes[key] = data
+
+    def claim(self, key: str) -> bool:
+        return key not in self.notes and not self.notes.update({key: b""})
 
 
 @dataclass
@@ -123,6 +130,11 @@ class Talk:
             message["tool_calls"] = [{"id": call.id, "type": "function", "function": {
                 "name": call.name, "arguments": reserialised(call.arguments)}} for call in answer.calls]
         return message
+
+    def restart(self, store: Store, template: str = TINY_TEMPLATE) -> None:
+        """The front of a new process."""
+        self.front.flush()
+        self.front = Front(TOKENIZER, template, notes=store)
 
     def result(self, text: str) -> Job:
         self.messages.append({"role": "tool", "tool_call_id": "1", "content": text})
@@ -275,7 +287,7 @@ def test_a_restart_changes_nothing(mode: str, template: str) -> None:
         for _, _, after, _ in agent(client, turns=6):
             prompts[-1].append(after.request.prompt)
             if restarts:
-                client.front = Front(TOKENIZER, template, notes=store)
+                client.restart(store, template)
     assert prompts[0] == prompts[1] and store.notes
 
 
@@ -285,6 +297,7 @@ def test_damaged_notes_are_no_notes(mode: str) -> None:
     client = talk(mode, True, notes=store)
     list(agent(client, turns=3))
     plain = build_prompt(ChatTemplate(TINY_TEMPLATE), TOKENIZER, client.messages, TOOLS, {"enable_thinking": True})
+    client.front.flush()
     sound = dict(store.notes)
     for damage in (lambda data: b"", lambda data: data[:-3], lambda data: data[:40], lambda data: b"x" + data,
                    lambda data: data[:60] + b"\0" + data[61:], lambda data: next(iter(sound.values()))[:-4]):
@@ -299,9 +312,9 @@ def test_another_template_or_system_message_knows_nothing() -> None:
     client.hear(client.say("Hi"), "Hello")
     after = client.say("And?")
     assert "Let me" in TOKENIZER.decode(after.request.prompt)
-    client.front = Front(TOKENIZER, QWEN_LIKE, notes=store)
+    client.restart(store, QWEN_LIKE)
     assert "Let me" not in TOKENIZER.decode(client.ask().request.prompt)
-    client.front = Front(TOKENIZER, TINY_TEMPLATE, notes=store)
+    client.restart(store)
     assert "Let me" in TOKENIZER.decode(client.ask().request.prompt)
     client.messages[0] = {"role": "system", "content": "You edit cats."}
     assert "Let me" not in TOKENIZER.decode(client.ask().request.prompt)
@@ -356,7 +369,10 @@ def unremembered(text: str, finish: str, sampling: SamplingParams = SamplingPara
     client = talk("preserve", True, tools=TOOLS, messages=[{"role": "user", "content": "Hi"}], notes=(store := Store()))
     job = client.ask(sampling)
     finished(job, [*cut_small(text), *tail], finish)
-    return not store.notes
+    client.front.flush()
+    notes = [unpack(key, data, TOKENIZER.vocab_size) for key, data in store.notes.items()]
+    assert all(note and note.digest for note in notes)
+    return not any(note and note.ids for note in notes)
 
 
 @pytest.mark.parametrize(("text", "finish", "forgotten"), [
@@ -402,10 +418,23 @@ def test_a_stop_id_is_no_part_of_what_is_remembered() -> None:
     assert after.request.prompt[len(first.request.prompt) + len(tokens)] == EOS
 
 
+def test_a_long_answer_is_read_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    scanned: list[int] = []
+    scan = Router._scan
+    monkeypatch.setattr(Router, "_scan", lambda router, text: scanned.append(len(text)) or scan(router, text))
+    client = talk("preserve", True)
+    job, tokens = client.say("Hi"), cut_small(f"{'Hm ' * 3000}\n</think>\n\n{'Yes ' * 3000}")
+    assert job.remember
+    job.remember([*tokens, EOS], "stop")
+    assert len(scanned) < 10 < sum(scanned)
+    client.messages.append({"role": "assistant", "content": "Yes " * 3000})
+    assert shared(job, client.say("And?"), tokens) == len(job.request.prompt) + len(tokens)
+
+
 # Notes
 
 
-def test_a_note_whose_parent_has_changed_is_of_no_use() -> None:
+def test_a_later_answer_tells_which_of_two_earlier_ones_was_meant() -> None:
     client = talk("preserve", True)
     first = client.say("Hi")
     client.hear(first, "Hello", thought="Once")
@@ -413,8 +442,11 @@ def test_a_note_whose_parent_has_changed_is_of_no_use() -> None:
     client.hear(second, "Fine")
     finished(first, cut_small("Other\n</think>\n\nHello"))
     after = client.say("So?")
-    text = TOKENIZER.decode(after.request.prompt)
-    assert "Other" in text and "Fine" in text and "Once" not in text and "Let me" not in text
+    assert shared(second, after, client.answer_ids) == len(second.request.prompt) + len(client.answer_ids)
+    client.messages = [client.messages[0], client.messages[1], {"role": "user", "content": "Why?"}]
+    client.messages[1].pop("reasoning_content")
+    text = TOKENIZER.decode(client.ask().request.prompt)
+    assert "Once" not in text and "Other" not in text
 
 
 def test_threads_may_share_it() -> None:

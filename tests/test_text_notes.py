@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import struct
 from array import array
+from dataclasses import replace
 from hashlib import blake2b
+from threading import Event
 
-from deltic.text.notes import Note, Notebook, digest_of, pack, unpack
+from deltic.text.notes import RIVALS, Note, Notebook, digest_of, pack, unpack
 
 IDS = array("i", [1, 2, 3000])
-NOTE = Note("é", "", (("f", '{"a": "\\ud800"}'),), IDS, digest_of(IDS), "ab", 2, 1)
+NOTE = Note("é", "", (("f", '{"a": "\\ud800"}'),), IDS, digest_of(IDS), "ab", 2, 1, ("", "12"), True)
 
 
 def test_notes_survive_being_written() -> None:
@@ -35,15 +37,107 @@ def test_sound_bytes_of_another_kind_are_absent() -> None:
         assert unpack("cd", data, 3001) is None
 
 
+def note(*numbers: int) -> Note:
+    ids = array("i", numbers)
+    return Note("a", "", (), ids, digest_of(ids))
+
+
 def test_memory_is_bounded_and_the_least_used_goes_first() -> None:
-    ids = array("i", range(1000))
-    note = Note("a", "", (), ids, digest_of(ids))
+    long = note(*range(1000))
     book = Notebook(None, 5000, limit=4000)
     for key in "abc":
-        book.put(key, note)
-        book.get("a")
-    book.put("d", note)
-    assert [bool(book.get(key)) for key in "abcd"] == [True, False, True, True]
+        book.put(key, long)
+        book.find("a")
+    book.put("d", long)
+    assert [bool(book.find(key)) for key in "abcd"] == [True, False, True, True]
     for _ in range(10):
-        book.put("d", note)
-    assert book.get("a"), "replacing a note makes nothing heavier"
+        book.put("d", long)
+    assert book.find("a"), "putting a note again makes nothing heavier"
+
+
+def test_rivals_leave_memory_together_and_are_not_forgotten() -> None:
+    book = Notebook(None, 5000, limit=4000)
+    book.put("a", note(1))
+    book.put("a", note(2))
+    book.put("b", note(1))
+    for key in range(20):
+        book.put(str(key), note(3))
+    assert not book.find("a") and not book.find("b")
+    for key, found in (("a", note(1)), ("b", note(2))):
+        book.put(key, found)
+        assert len(book.find(key)) == 2, "it may be taken for one that is gone"
+    book.put("b", note(4))
+    assert len(book.find("b")) == 3
+    for number in range(5, 20):
+        book.put("b", note(number))
+        assert 1 < len(book.find("b")) <= RIVALS
+
+
+class Store:
+    """Notes in a dictionary, for two notebooks that do not know each other."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, bytes] = {}
+
+    ready = True
+
+    def get(self, key: str) -> bytes | None:
+        return self.notes.get(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.notes[key] = data
+
+    def claim(self, key: str) -> bool:
+        return key not in self.notes and not self.notes.update({key: b""})
+
+
+def test_rivals_of_other_processes_are_seen() -> None:
+    store = Store()
+    one, two = Notebook(store, 5000), Notebook(store, 5000)
+    for book, found in ((one, note(1)), (two, note(2)), (one, note(1)), (two, note(1))):
+        book.put("aa", found)
+        book.flush()
+    for book in (one, two, Notebook(store, 5000)):
+        assert {found.digest for found in book.find("aa")} == {note(1).digest, note(2).digest}
+    assert len(store.notes) == 2
+
+
+def test_a_rival_that_the_store_has_lost_is_missed() -> None:
+    store = Store()
+    for number in (1, 2):
+        book = Notebook(store, 5000)
+        book.put("aa", note(number))
+        book.flush()
+    first, second = store.notes
+    for lost, left in ((first, 0), (second, 2)):
+        rest = Store()
+        rest.notes = {key: data for key, data in store.notes.items() if key != lost}
+        assert len(Notebook(rest, 5000).find("aa")) == left
+        rest.notes = store.notes | {lost: b""}
+        assert len(Notebook(rest, 5000).find("aa")) == 2
+
+
+def test_a_slow_store_holds_nobody_up() -> None:
+    class Slow(Store):
+        def __init__(self) -> None:
+            super().__init__()
+            self.free = Event()
+
+        def claim(self, key: str) -> bool:
+            assert self.free.wait(60)
+            return super().claim(key)
+    store = Slow()
+    book = Notebook(store, 5000)
+    for key in range(50):
+        book.put(f"{key:x}", note(*range(1000)))
+    assert not store.notes
+    store.free.set()
+    book.flush()
+    assert len(store.notes) == 50
+
+
+def test_what_cannot_be_continued_takes_nobodys_place() -> None:
+    book, sound = Notebook(None, 5000), note(1)
+    for found in (replace(sound, ids=array("i")), sound, replace(sound, ids=array("i"))):
+        book.put("a", found)
+    assert book.find("a") == [sound]

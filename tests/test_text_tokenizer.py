@@ -61,10 +61,10 @@ def test_special_tokens_in_a_text(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_offsets(tokenizer: Tokenizer) -> None:
-    text = "<|im_start|>user\nhé"
-    ids, starts = tokenizer.encode_with_offsets(text)
-    assert ids == tokenizer.encode(text) and starts[0] == 0 and starts[1] == 12
+def test_special_tokens_are_found_in_a_text(tokenizer: Tokenizer) -> None:
+    text = "<|im_start|>user\nhé<think><|im_end|>"
+    assert [(tokenizer.decode([id], skip_special=False), start, end) for id, start, end in tokenizer.special_in(text)
+            ] == [("<|im_start|>", 0, 12), ("<|im_end|>", 26, 36)]
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
@@ -79,6 +79,11 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
     with pytest.raises(ModelError, match=r"tokenizer\.json is not a valid tokenizer .* download"):
         Tokenizer.from_directory(tmp_path)
+    long = json.loads((TINY / "tokenizer.json").read_text()) | {"added_tokens": ["a" * 4000]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(long))
+    with pytest.raises(ModelError, match=r"is not a valid tokenizer") as found:
+        Tokenizer.from_directory(tmp_path)
+    assert len(str(found.value)) < 300 + len(str(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)

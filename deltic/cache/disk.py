@@ -117,6 +117,8 @@ class DiskNotes:
     for longest go first. Writing is for the caller's thread. Raises ConfigError if the directory cannot be used,
     and nothing later: what cannot be kept is not kept."""
 
+    ready = True
+
     def __init__(self, directory: str | Path, fingerprint: str, budget: int = 64 << 20) -> None:
         self._model, self._writable = layout.open_folder(directory, fingerprint)
         self._folder = self._model / layout.NOTES
@@ -153,6 +155,17 @@ class DiskNotes:
             if not self._warned:
                 logger.warning("notes in %s cannot be written now: %s", self._folder, error.strerror)
             self._warned = True
+
+    def claim(self, key: str) -> bool:
+        """Take a key that nothing was put under yet; False if somebody has it, of all processes, or nobody can."""
+        if not layout.is_note(key):
+            return False
+        with suppress(FileNotFoundError):
+            return layout.claim(self._folder / key)
+        with suppress(OSError):
+            self._restore()
+            return layout.claim(self._folder / key)
+        return False
 
     def _make_room(self, cost: int) -> None:
         """Look how much there is by now, of all processes; each may add an eighth of the budget between two looks."""

@@ -276,6 +276,18 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         raise
 
 
+def claim(path: Path) -> bool:
+    """Make an empty file, mode 0600; False if there is something already, or none can be made. FileNotFoundError if
+    the folder is missing."""
+    try:
+        with open(path, "xb", opener=_create_private):
+            return True
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+
+
 def check_room(folder: Path, size: int) -> None:
     """FullError if so many more bytes would take what is to stay free on the disk."""
     usage = shutil.disk_usage(folder)

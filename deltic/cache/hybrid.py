@@ -21,7 +21,7 @@ what it has been given lies in the tiers too (host memory, disk), and comes back
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,11 +75,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A position to which sequences can return: its tokens, their pages, and a copy of the state in a slot."""
+    """A position to which sequences can return: its tokens, their pages, and a copy of the state in a slot. logits:
+    those of the last token, if they are kept."""
 
     slot: int
     pages: tuple[int, ...]
     tokens: tuple[int, ...]
+    logits: Any = None
 
     @property
     def done(self) -> int:
@@ -89,15 +91,17 @@ class Checkpoint:
 class HybridCache:
     """Grants pages and slots, moves cursors, forks and restores. `check()` proves the accounts."""
 
-    def __init__(self, storage: Storage, ops: Ops, reuse: bool = True, tiers: Sequence[Shelf] = ()) -> None:
+    def __init__(self, storage: Storage, ops: Ops, reuse: bool = True, tiers: Sequence[Shelf] = (),
+                 rows: int | None = None) -> None:
         """reuse: keep prefixes of finished sequences for following ones. tiers: where to keep them too, fastest
-        first."""
+        first. rows: positions that may be kept with their logits; None: as many as there are slots."""
         self.storage, self.ops, self.reuse = storage, ops, reuse
         self.tiers = tuple(tiers) if reuse else ()
         self.pages = Ledger("page", storage.keys.shape[1])
         self.slots = Ledger("slot", storage.recurrent.shape[1])
         self.rings = Ledger("replay ring", storage.ring_units)
         self.tree = PrefixTree(self.pages, self.slots, storage.slot_tokens)
+        self.rows = self.slots.size if rows is None else rows
         self._leases: dict[int, Lease] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
 
@@ -238,9 +242,31 @@ class HybridCache:
         """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers."""
         tokens = lease.tokens[:done]
         mark = self.tree.insert(tokens, lease.pages, slot, page, logits)
+        self.tree.keep_logits(self.rows - self._rows_held)
         for tier in self.tiers:
             tier.offer(source_of(self.storage, Kept(tokens, lease.pages, mark.slot, mark.logits)))
         return mark
+
+    def keep_sound(self, lease: Lease) -> bool:
+        """Put the states emitted so far into the tree although no logits were seen that depend on them, if all that the
+        lease holds is finite; else give them up. Returns whether it is."""
+        if not self.reuse:
+            return False
+        sound = all(bool(tensor.isfinite().all()) for tensor in self._held(lease))
+        if sound:
+            self.keep_emitted(lease)
+        self.slots.release(lease.emitting.values())
+        lease.emitting = {}
+        return sound
+
+    def _held(self, lease: Lease) -> Iterator[torch.Tensor]:
+        """States and K/V of all committed tokens."""
+        self.settle(lease)
+        for pool in self.storage.slot_tensors:
+            yield from (pool[:, slot] for slot in (lease.slot, *lease.emitting.values()))
+        pages = torch.tensor(lease.pages[:-(-lease.done // PAGE)], dtype=torch.int64, device=self.storage.device)
+        for pool in self.storage.page_tensors:
+            yield from (layer.index_select(0, pages).flatten(0, 1)[:lease.done] for layer in pool)
 
     def commit(self, lease: Lease, tokens: Sequence[int], base: int | None = None) -> None:
         """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1).
@@ -294,15 +320,21 @@ class HybridCache:
         self._copy_state(source, slot)
         return self._book(Lease(slot, pages, list(source.tokens)))
 
-    def checkpoint(self, lease: Lease) -> Checkpoint | None:
-        """Keep the lease's present position, or None if pages or slots are short."""
-        copy = self.fork(lease)
+    def checkpoint(self, lease: Lease, logits: Any = None) -> Checkpoint | None:
+        """Keep the lease's present position, or None if pages, slots or room for its logits are short."""
+        copy = self.fork(lease) if logits is None or self._rows_held < self.rows else None
         if copy is None:
             return None
         del self._leases[copy.slot]
-        kept = Checkpoint(copy.slot, tuple(copy.pages), tuple(copy.tokens))
+        kept = Checkpoint(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
         self._checkpoints[kept.slot] = kept
+        self.tree.keep_logits(self.rows - self._rows_held)
         return kept
+
+    @property
+    def _rows_held(self) -> int:
+        """Checkpoints with logits."""
+        return sum(kept.logits is not None for kept in self._checkpoints.values())
 
     def restore(self, lease: Lease, checkpoint: Checkpoint | None) -> bool:
         """Take the lease back to a checkpoint (None: to the start); False, and no change, if a page is short."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from threading import Lock
 
 from torch import Tensor
 
@@ -13,9 +12,6 @@ from deltic.cache.disk import Disk, DiskNotes
 from deltic.cache.medium import Item
 
 Opening = Future[tuple[Disk, DiskNotes]]
-_WAITING = 8 << 20
-"""Bytes of notes that may wait."""
-
 
 class LateDisk:
     """A `Medium` that is not there yet. What is called in threads of its own waits for it, and raises what opening it
@@ -56,41 +52,33 @@ class LateDisk:
 
 
 class LateNotes:
-    """`DiskNotes` that are not there yet: until then notes wait in memory, the last ones."""
+    """`DiskNotes` that are not there yet. Writing waits for them, in a thread of its own."""
 
     def __init__(self, opening: Opening) -> None:
-        self._opening, self._waiting, self._lock = opening, dict[str, bytes](), Lock()
-        opening.add_done_callback(self._flush)
+        self._opening = opening
+
+    @property
+    def ready(self) -> bool:
+        """Whether those on disk are there, or never will be."""
+        return self._opening.done()
 
     def get(self, key: str) -> bytes | None:
         """What was put there last; None if nothing, or if it is damaged."""
-        with self._lock:
-            waiting = self._waiting.get(key)
         notes = self._notes()
-        return notes.get(key) if notes and waiting is None else waiting
+        return notes.get(key) if notes else None
 
     def put(self, key: str, data: bytes) -> None:
         """Keep a value."""
-        with self._lock:
-            self._waiting.pop(key, None)
-            if not self._opening.done():
-                self._waiting[key] = data
-                while sum(map(len, self._waiting.values())) > _WAITING:
-                    del self._waiting[next(iter(self._waiting))]
-                return
         if notes := self._notes():
             notes.put(key, data)
 
-    def _notes(self) -> DiskNotes | None:
-        """Those on disk, if they are there and can be used."""
-        with suppress(Exception):
-            return self._opening.result(0)[1]
-        return None
-
-    def _flush(self, _: Opening) -> None:
+    def claim(self, key: str) -> bool:
+        """Take a key that nothing was put under yet; False if somebody has it, of all processes, or nobody can."""
         notes = self._notes()
-        with self._lock:
-            for key, data in self._waiting.items() if notes else ():
-                assert notes
-                notes.put(key, data)
-            self._waiting.clear()
+        return notes is not None and notes.claim(key)
+
+    def _notes(self) -> DiskNotes | None:
+        """Those on disk, when they are there; None if they cannot be used."""
+        with suppress(CancelledError, Exception):
+            return self._opening.result()[1]
+        return None

@@ -11,29 +11,35 @@ from deltic.types import PAGE
 _MIN_SPACING = 1024
 _MAX_KEPT = 1024
 """States that the prefix tree may keep: beyond that, looking for the one to give up takes longer than it saves."""
+_ROWS = 16
+"""The part of the budget that kept logits may take is one in so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
     """page_bytes, slot_bytes: cost of one unit. model_context: tokens the model was made for.
-    max_batch: sequences that should run at once. max_context: tokens that one of them may have (None: the model's)."""
+    max_batch: sequences that should run at once. max_context: tokens that one of them may have (None: the model's).
+    row_bytes: cost of the logits that are kept with the end of a prompt."""
 
     page_bytes: int
     slot_bytes: int
     model_context: int
     max_batch: int
     max_context: int | None = None
+    row_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """pages and slots to allocate, and the limits that they can honour. warnings: what was clamped, and why."""
+    """pages and slots to allocate, and the limits that they can honour. warnings: what was clamped, and why. rows:
+    prompt ends whose logits are kept at the same time; None: as many as there are slots."""
 
     pages: int
     slots: int
     max_batch: int
     max_context: int
     warnings: tuple[str, ...] = field(default=())
+    rows: int | None = None
 
 
 def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
@@ -41,13 +47,18 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
 
     The batch is clamped so that slots take at most half of the budget, then the context to the pages that remain;
     both with a warning instead of a refusal to start. One slot beyond the batch is for the prompt end that several
-    choices fork; of what is left beside one whole context, half goes to slots for states worth keeping.
+    choices fork; of what is left beside one whole context, half goes to slots for states worth keeping. Logits of
+    prompts' ends get a sixteenth, and room for one at least.
     """
     context = needs.max_context or needs.model_context
-    smallest = needs.page_bytes + 2 * needs.slot_bytes
+    smallest = needs.page_bytes + 2 * needs.slot_bytes + needs.row_bytes
     if budget < smallest:
         raise ConfigError(f"memory: {_mib(budget)} cannot hold one sequence, which takes at least {_mib(smallest)}; "
                           "raise --memory", "memory")
+    rows = _MAX_KEPT
+    if needs.row_bytes:
+        rows = 1 + min(rows - 1, budget // _ROWS // needs.row_bytes, (budget - smallest) // needs.row_bytes)
+    budget -= rows * needs.row_bytes
     batch, warnings = needs.max_batch, []
     if needs.slot_bytes:
         batch = max(1, min(batch, budget // 2 // needs.slot_bytes - 1))
@@ -63,7 +74,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
         context = pages * PAGE
         warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
                         f"what {_mib(budget)} of cache hold (raise --memory)")
-    return MemoryPlan(min(pages, batch * wanted), slots, batch, context, tuple(warnings))
+    return MemoryPlan(min(pages, batch * wanted), slots, batch, context, tuple(warnings), min(rows, slots))
 
 
 def _kept_slots(budget: int, needs: MemoryNeeds, slots: int, context: int) -> int:

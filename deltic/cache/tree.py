@@ -85,7 +85,7 @@ class PrefixTree:
 
     What goes first is neither pinned, nor what a running sequence would return to, nor where a following prompt is
     expected; among equals, worth decides. It is greedy-dual: the age of the last use plus tokens saved per token held.
-    changes: grows with every mark that comes or goes.
+    changes: grows with every mark that comes or goes, and with its logits.
     """
 
     def __init__(self, pages: Ledger, slots: Ledger, slot_tokens: float) -> None:
@@ -93,6 +93,7 @@ class PrefixTree:
         self._pages, self._slots, self._slot_tokens = pages, slots, slot_tokens
         self._root = Node(None, b"", -1, 0)
         self._marks: dict[Mark, None] = {}
+        self._ends: dict[Mark, None] = {}
         self._age = 0.0
         self.evictions = self.changes = 0
 
@@ -102,43 +103,33 @@ class PrefixTree:
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The deepest mark that `tokens` begin with; at their very end only one that knows its logits."""
-        keys, node, best = _keys(tokens), self._root, None
-        while True:
-            best = self._deepest(node, keys, len(tokens)) or best
-            start = node.depth * _BYTES
-            child = node.children.get(keys[start:start + _BYTES])
-            if child is None:
-                return Match(best, node.depth * PAGE)
-            node = child
+        best = None
+        for node, rest in self._walk(tokens):
+            if node.marks:
+                best = self._deepest(node, rest, len(tokens)) or best
+        return Match(best, node.depth * PAGE)
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
         """The full pages here that hold the beginning of `tokens`."""
-        keys, node, pages = _keys(tokens), self._root, []
-        while child := node.children.get(keys[node.depth * _BYTES:(node.depth + 1) * _BYTES]):
-            pages.append(child.page)
-            node = child
-        return pages
+        return [node.page for node, _ in self._walk(tokens)][1:]
 
     def diverged(self, tokens: Sequence[int]) -> int:
         """How many of the tokens some kept prefix begins with, to the token."""
-        keys, node = _keys(tokens), self._root
-        while child := node.children.get(keys[node.depth * _BYTES:(node.depth + 1) * _BYTES]):
-            node = child
-        rest = keys[node.depth * _BYTES:(node.depth + 1) * _BYTES]
+        *_, (node, rest) = self._walk(tokens)
         return node.depth * PAGE + max((common_length(rest, other) // 8 for other in (*node.children, *node.marks)),
                                        default=0)
 
     def at(self, tokens: Sequence[int]) -> Mark | None:
         """The mark at the very end of `tokens`."""
-        keys, node = _keys(tokens), self._root
-        while child := node.children.get(keys[node.depth * _BYTES:(node.depth + 1) * _BYTES]):
-            node = child
-        return node.marks.get(keys[node.depth * _BYTES:])
+        *_, (node, rest) = self._walk(tokens)
+        return node.marks.get(rest)
 
     def use(self, mark: Mark) -> None:
         """Note that a mark has served: among equals it goes last."""
         self._marks.pop(mark, None)
         self._marks[mark] = None
+        if self._ends.pop(mark, self) is None:
+            self._ends[mark] = None
         mark.uses += 1
         mark.age = self._age
         for later in mark.later:
@@ -148,17 +139,15 @@ class PrefixTree:
     def supersede(self, tokens: Sequence[int], expected: Collection[int]) -> list[Mark]:
         """A conversation has come to the end of `tokens`: on the way there, following prompts are expected at these
         positions only, and where several had resumed. Returns the marks at these positions."""
-        keys, node, found = _keys(tokens), self._root, []
-        while True:
-            start = node.depth * _BYTES
-            on_the_way = [mark for mark in node.marks.values() if keys.startswith(mark.tail, start)]
+        found = []
+        for node, rest in self._walk(tokens):
+            if not node.marks:
+                continue
+            on_the_way = [mark for mark in node.marks.values() if rest.startswith(mark.tail)]
             found += [mark for mark in on_the_way if mark.done in expected]
             for mark in on_the_way:
                 mark.expected = mark.expected and (mark.done in expected or mark.uses > 1)
-            child = node.children.get(keys[start:start + _BYTES])
-            if child is None:
-                return sorted(found, key=lambda mark: mark.done)
-            node = child
+        return sorted(found, key=lambda mark: mark.done)
 
     def path(self, mark: Mark) -> list[int]:
         """The pages that hold the mark's tokens, the partial one last."""
@@ -181,11 +170,13 @@ class PrefixTree:
                logits: Any = None) -> Mark:
         """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`."""
         keys, node, above = _keys(tokens), self._root, None
-        for index in range(len(tokens) // PAGE):
-            above = _above(node, keys, len(tokens)) or above
-            node = self._child(node, keys[index * _BYTES:(index + 1) * _BYTES], pages[index])
-        above = _above(node, keys, len(tokens)) or above
+        for index, full in enumerate(pages[:len(tokens) // PAGE]):
+            key = keys[index * _BYTES:(index + 1) * _BYTES]
+            if node.marks:
+                above = _above(node, key, len(tokens)) or above
+            node = node.children.get(key) or self._child(node, key, full)
         tail = keys[node.depth * _BYTES:]
+        above = _above(node, tail, len(tokens)) or above
         mark = node.marks.get(tail)
         if mark is None:
             mark = node.marks[tail] = Mark(node, tail, slot, page, len(tokens), above)
@@ -197,8 +188,21 @@ class PrefixTree:
             self._pages.release([] if page is None else [page])
             self._marks[mark] = self._marks.pop(mark)
             mark.age = self._age
-        mark.logits = logits if mark.logits is None else mark.logits
+        if logits is not None:
+            self._ends.pop(mark, None)
+            self._ends[mark] = None
+        if mark.logits is None and logits is not None:
+            mark.logits = logits
+            self.changes += 1
         return mark
+
+    def keep_logits(self, most: int) -> None:
+        """Let all marks forget their logits but the `most` that were used last."""
+        while len(self._ends) > max(most, 0):
+            mark = next(iter(self._ends))
+            del self._ends[mark]
+            mark.logits = None
+            self.changes += 1
 
     def evict(self) -> bool:
         """Give up the mark that is worth least, and the pages that only it needed; False if all are locked."""
@@ -226,6 +230,7 @@ class PrefixTree:
             assert mark.node.marks.get(mark.tail) is mark, "a mark hangs at the wrong node"
             assert mark.done == mark.node.depth * PAGE + len(mark.tail) // 8, "a mark's position is wrong"
             assert (mark.page is None) == (not mark.tail), "a mark has a tail without page, or a page without tail"
+            assert (mark.logits is None) == (mark not in self._ends), "a mark's logits are miscounted"
         for node in self._nodes():
             assert node.children or node.marks, "a page is kept that no mark needs"
             assert node.parent and node.parent.children.get(node.key) is node, "a node hangs at the wrong parent"
@@ -237,22 +242,35 @@ class PrefixTree:
         saved = mark.saved
         return mark.age + saved / (self._slot_tokens + saved)
 
-    def _deepest(self, node: Node, keys: bytes, length: int) -> Mark | None:
-        start = node.depth * _BYTES
-        fits = [mark for mark in node.marks.values() if keys.startswith(mark.tail, start)
+    def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, bytes]]:
+        """The nodes on the way of `tokens` as far as there are some, the root first, each with the keys of the page
+        that comes next, or of what is left. Keys are made as the way goes on: a stranger's way is short."""
+        node: Node | None = self._root
+        keys, start, block = b"", 0, 4
+        while node is not None:
+            rest = keys[start:start + _BYTES]
+            if len(rest) < _BYTES:
+                block *= 2
+                keys, start = _keys(tokens[node.depth * PAGE:(node.depth + block) * PAGE]), 0
+                rest = keys[:_BYTES]
+            yield node, rest
+            node, start = node.children.get(rest), start + _BYTES
+
+    def _deepest(self, node: Node, rest: bytes, length: int) -> Mark | None:
+        """The deepest mark of a node that a prompt of so many tokens, of which `rest` comes next, can resume at."""
+        fits = [mark for mark in node.marks.values() if rest.startswith(mark.tail)
                 and (mark.done < length or mark.logits is not None)]
         return max(fits, key=lambda mark: mark.done, default=None)
 
     def _child(self, node: Node, key: bytes, page: int) -> Node:
-        child = node.children.get(key)
-        if child is None:
-            child = node.children[key] = Node(node, key, page, node.depth + 1)
-            self._pages.share([page])
+        child = node.children[key] = Node(node, key, page, node.depth + 1)
+        self._pages.share([page])
         return child
 
     def _remove(self, mark: Mark) -> None:
         del self._marks[mark]
         del mark.node.marks[mark.tail]
+        self._ends.pop(mark, None)
         mark.logits, mark.later = None, []
         self.changes += 1
         for other in self._marks:
@@ -274,10 +292,9 @@ class PrefixTree:
             yield node
 
 
-def _above(node: Node, keys: bytes, length: int) -> Mark | None:
-    """The deepest mark of a node that `keys` pass before their end."""
-    start = node.depth * _BYTES
-    return max((mark for mark in node.marks.values() if mark.done < length and keys.startswith(mark.tail, start)),
+def _above(node: Node, rest: bytes, length: int) -> Mark | None:
+    """The deepest mark of a node that tokens, of which `rest` comes next, pass before their end."""
+    return max((mark for mark in node.marks.values() if mark.done < length and rest.startswith(mark.tail)),
                key=lambda mark: mark.done, default=None)
 
 

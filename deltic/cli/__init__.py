@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from deltic import __version__
-from deltic.cli.parser import Parser
+from deltic.cli.parser import Parser, clipped
 from deltic.cli.signals import Terminated, termination
 from deltic.errors import DelticError
 
@@ -33,6 +33,7 @@ _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 for a failed answer, 2 for an error that the caller can mend."""
+    _fill_streams()
     _be_lenient()
     try:
         with termination():
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return _BROKEN_PIPE
     except (DelticError, OSError) as error:
-        print(f"deltic: error: {error}", file=sys.stderr)
+        print(f"deltic: error: {clipped(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -76,11 +77,26 @@ def command_parser(name: str) -> Parser:
 def _dispatch(argv: Sequence[str]) -> int:
     from deltic.cli.log import logging_to_stderr
 
+    if not argv:
+        top_parser().print_help()
+        return 0
     top = top_parser().parse_args(argv)
     args = command_parser(top.command).parse_mixed(top.arguments)
     with logging_to_stderr(args.verbose):
         code: int = args.run(args)
         return code
+
+
+def _fill_streams() -> None:
+    """Streams that were closed lead nowhere. Left closed, the next file to be opened would become one of them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _be_lenient() -> None:

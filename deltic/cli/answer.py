@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,11 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli.machine import peak_memory_mib
-from deltic.cli.terminal import reading_bar
+from deltic.cli.terminal import reading_bar, takes_colors
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM, Choice, Stream
     from deltic.text.deltas import AnswerCall, Delta
+
+_GLANCE = 0.1  # seconds between two looks at how far the prompt is read, and whether to stop
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ def play(llm: LLM, ask: Callable[[], Stream], show: Callable[[Delta], None],
     stream = ask()
     try:
         while stream.output is None and not stopped():
-            deltas = stream.step()
+            deltas = stream.read(_GLANCE)
             if meter.first is None and stream.generated_tokens:
                 bar.close()
                 meter.first, meter.first_tokens = time.perf_counter(), stream.generated_tokens
@@ -68,7 +69,7 @@ class Screen:
 
     def __init__(self, thinking: bool = True) -> None:
         self._thinking = thinking
-        self._dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        self._dim = takes_colors(sys.stderr)
         self._last = {"content": "", "reasoning": ""}
 
     def show(self, delta: Delta) -> None:

@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     case = Case(args.prompt_tokens or _PROMPT, args.new_tokens or _NEW, args.batch or 1)
     llm = open_llm(args, max_batch=case.batch, max_context=case.prompt_tokens + case.new_tokens)
     check_room(llm, case)
-    result = report(llm, case, measure(llm.engine, case, args.repeat or _REPEAT, args.seed))
+    with llm.worker.hold() as engine:
+        runs = measure(engine, case, args.repeat or _REPEAT, args.seed)
+    result = report(llm, case, runs)
     print(json.dumps(result) if args.json else table(_for_people(result)))
     return 0
 

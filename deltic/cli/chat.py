@@ -40,15 +40,16 @@ def run(args: argparse.Namespace) -> int:
     options.refuse_random(args)
     sampling = options.sampling(args)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    chat = Conversation(open_llm(args), args, sampling)
-    if interactive:
-        with suppress(ImportError):
-            import readline  # noqa: F401  (input() uses it)
-        _note(_COMMANDS)
-    for line in _typed_lines() if interactive else _piped_lines():
-        if line == "/exit":
-            break
-        chat.take(line)
+    with open_llm(args) as llm:
+        chat = Conversation(llm, args, sampling)
+        if interactive:
+            with suppress(ImportError):
+                import readline  # noqa: F401  (input() uses it)
+            _note(_COMMANDS)
+        for line in _typed_lines() if interactive else _piped_lines():
+            if line == "/exit":
+                break
+            chat.take(line)
     return 1 if chat.failed and not interactive else 0
 
 

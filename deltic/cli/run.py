@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import re
+import stat
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
@@ -15,6 +17,8 @@ from deltic.cli.answer import Meter, Screen, call_json, play, statistics_line
 from deltic.cli.models import timed_llm
 from deltic.cli.parser import UsageError, json_file, text
 from deltic.cli.signals import Terminated
+from deltic.config import Limits
+from deltic.errors import show
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM, Choice, Stream
@@ -24,12 +28,14 @@ HELP = "Answer one prompt. The answer, and nothing else, goes to stdout."
 
 log = logging.getLogger("deltic")
 
+EMBEDDED = "tiny"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
-    parser.add_argument("prompt", metavar="PROMPT", type=text, help="the prompt; - reads it from stdin")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", type=text,
+                        help="the prompt; - or none reads it from stdin, if that is no terminal")
     options.add_conversation(parser)
     parser.add_argument("--tools", type=json_file, metavar="FILE",
                         help="JSON list of tools in OpenAI's form; calls are printed as JSON lines")
@@ -42,13 +48,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options.refuse_random(args)
+    args.model, args.prompt = words(args.model, args.prompt)
     _check(args)
-    sampling, prompt = options.sampling(args), _prompt(args.prompt)
+    sampling, prompt = options.sampling(args), None if args.prompt is None else _prompt(args.prompt)
     llm, load_ms = timed_llm(args)
+    with llm:
+        asked = _prompt("-") if prompt is None else prompt  # now that there is a model to ask
+        return _answer(llm, args, lambda: _ask(llm, args, asked, sampling), load_ms)
+
+
+def _answer(llm: LLM, args: argparse.Namespace, ask: Callable[[], Stream], load_ms: float) -> int:
+    """Show the answer; returns the exit code."""
     screen = Screen(args.thinking_output)
     try:
-        stream, meter = play(llm, lambda: _ask(llm, args, prompt, sampling),
-                             (lambda delta: None) if args.json else screen.show)
+        stream, meter = play(llm, ask, (lambda delta: None) if args.json else screen.show)
     except (KeyboardInterrupt, Terminated):
         if not args.json:
             screen.close()
@@ -69,10 +82,53 @@ def _check(args: argparse.Namespace) -> None:
     useless = [name for name, value in given.items() if args.raw and value is not None]
     if useless:
         raise UsageError(f"--raw uses no chat template, so {useless[0]} has no meaning with it")
-    if not args.model and os.path.isfile(os.path.join(args.prompt, "config.json")):
-        raise UsageError(f"the prompt is missing: {args.prompt!r} is a model (write deltic run MODEL PROMPT)")
-    if not args.model and _HUB_NAME.fullmatch(args.prompt):
-        log.warning("%r is taken as the prompt for the embedded model; write deltic run MODEL PROMPT", args.prompt)
+
+
+def words(first: str | None, second: str | None) -> tuple[str | None, str | None]:
+    """Model and prompt from the words of the command line; no prompt: it comes from stdin.
+
+    One word is the prompt for the embedded model, unless it is a file or directory with a model, or may be a model's
+    name while stdin has something to say. Where a prompt is given, nobody waits for stdin.
+    """
+    if second is not None or (first is None and _stdin_can_be_read()):
+        return first, second
+    if first is None:
+        raise UsageError("the prompt is missing: write deltic run PROMPT, or give it on stdin")
+    if _is_model(first):
+        if not _stdin_can_be_read():
+            raise UsageError(f"the prompt is missing: {show(first)} is a model (write deltic run MODEL PROMPT)")
+        return first, None
+    if first == EMBEDDED or _HUB_NAME.fullmatch(first):
+        if _stdin_is_piped():
+            return first, None
+        log.warning("%s is taken as the prompt for the embedded model; write deltic run MODEL PROMPT", show(first))
+    return None, first
+
+
+def _is_model(word: str) -> bool:
+    """Whether this is the path of a model, or wants to be one."""
+    if word.lower().endswith(".gguf") and len(word.split()) == 1:
+        return True
+    return os.path.isfile(os.path.join(word, "config.json")) or (
+        os.path.isdir(word) and any(name.lower().endswith(".gguf") for name in os.listdir(word)))
+
+
+def _stdin_can_be_read() -> bool:
+    """There is one, and nobody would have to type."""
+    return _stdin_mode() is not None and not sys.stdin.isatty()
+
+
+def _stdin_is_piped() -> bool:
+    """Somebody has put it there for us, rather than nothing, as a service has it."""
+    mode = _stdin_mode()
+    return mode is not None and (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
+
+
+def _stdin_mode() -> int | None:
+    try:
+        return os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        return None
 
 
 def _prompt(given: str) -> str:
@@ -84,8 +140,12 @@ def _prompt(given: str) -> str:
 
 def _read_stdin() -> str:
     """All of stdin without the newline that ends it."""
+    most = Limits().max_body_mib
+    read = sys.stdin.buffer.read((most << 20) + 1)
+    if len(read) > most << 20:
+        raise UsageError(f"the prompt on stdin is longer than {most} MiB: no context holds that, shorten it")
     try:
-        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        return read.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise UsageError(f"the prompt on stdin is not valid UTF-8 (byte {error.start}): convert it first, for "
                          "example with iconv") from error
@@ -93,7 +153,7 @@ def _read_stdin() -> str:
 
 def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingParams) -> Stream:
     if args.raw:
-        return llm.stream(prompt, sampling)
+        return llm.generate_stream(prompt, sampling)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     return llm.stream([*system, {"role": "user", "content": prompt}], sampling, tools=args.tools, thinking=args.think)
 
@@ -106,8 +166,9 @@ def _finish_text(screen: Screen, choice: Choice, meter: Meter) -> None:
 def _as_json(model: str, choice: Choice, timings: dict[str, float | None]) -> dict[str, Any]:
     usage = choice.usage
     error = {"error": choice.error} if choice.error else {}
+    finish = "tool_calls" if choice.calls and choice.finish == "stop" else choice.finish  # as the server says it
     return {"model": model, "text": choice.text, "reasoning": choice.reasoning,
-            "tool_calls": [call_json(call) for call in choice.calls], "finish_reason": choice.finish, **error,
+            "tool_calls": [call_json(call) for call in choice.calls], "finish_reason": finish, **error,
             "usage": {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens,
                       "completion_tokens": usage.completion_tokens, "drafted_tokens": usage.drafted_tokens,
                       "accepted_tokens": usage.accepted_tokens},

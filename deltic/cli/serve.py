@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -50,9 +51,17 @@ def run(args: argparse.Namespace) -> int:
             print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
         from deltic.server.app import serve
 
+        _spare_the_collector()
         serve(llm, listener=listener, served_name=args.served_name, cors_origins=args.cors_origin,
               api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None)
     return 0
+
+
+def _spare_the_collector() -> None:
+    """A full collection looks at everything that imports and the model have made, hundreds of milliseconds in which no
+    thread runs; nothing of it will go before the process ends."""
+    gc.collect()
+    gc.freeze()
 
 
 def _opening(given: str) -> tuple[Path, dict[str, Any]]:

@@ -6,7 +6,7 @@ import argparse
 import gc
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import count
 from tempfile import TemporaryDirectory
@@ -30,10 +30,12 @@ _WARM_UP = Case(prompt_tokens=16, new_tokens=2)
 
 
 class ModelStage:
-    """A model that can be loaded anew. defaults: engine options to use where none is given."""
+    """A model that can be loaded anew; its engine is the stage's alone. defaults: engine options to use where none is
+    given."""
 
     def __init__(self, args: argparse.Namespace, **defaults: Any) -> None:
         self._args, self._defaults, self._opened = args, defaults, 0
+        self._held = ExitStack()
         self._llm: LLM | None = self._open()
 
     @property
@@ -52,14 +54,15 @@ class ModelStage:
     def close(self) -> None:
         """Wait until the cache is on disk, and give the memory back: it may not hold the model twice."""
         if self._llm:
-            self._llm.engine.close()
+            self._held.close()
+            self._llm.close()
             self._llm = None
             gc.collect()
 
     def _open(self) -> LLM:
         llm = open_llm(self._args, **self._defaults)
         self._opened += 1
-        trial(llm.engine, _WARM_UP, self._opened)
+        trial(self._held.enter_context(llm.worker.hold()), _WARM_UP, self._opened)
         return llm
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _LOAD_PATIENCE, _READ_PATIENCE = 0.5, 1.0
+
+
+def takes_escapes(stream: TextIO) -> bool:
+    """Whether somebody sees this stream on a terminal that does more than show characters."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def takes_colors(stream: TextIO) -> bool:
+    """Whether colours and the like are wanted there, too."""
+    return takes_escapes(stream) and not os.environ.get("NO_COLOR")
 
 
 class Bar:
@@ -19,7 +30,7 @@ class Bar:
         self._label, self._unit, self._unit_name = label, unit, unit_name
         self._due = time.monotonic() + patience
         self._shown: tuple[Progress, TaskID] | None = None
-        self._enabled = sys.stderr.isatty()
+        self._enabled = takes_escapes(sys.stderr)
 
     def update(self, done: int, total: int) -> None:
         if not self._enabled or time.monotonic() < self._due:

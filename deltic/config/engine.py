@@ -17,6 +17,7 @@ _RANGES: Final = {
     "max_context": (1, 1 << 31),
     "max_batch": (1, 4096),
     "token_budget": (1, 1 << 20),
+    "max_stall_ms": (1, 1 << 31),
     "max_repeat": (0, 1 << 31),
 }
 _CACHED_PARAMETERS: Final = 8_000_000
@@ -41,6 +42,9 @@ class EngineConfig:
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(512, "tokens that one step aims at; longer prompts are read in chunks")
+    max_stall_ms: int | None = _option(None, "milliseconds that a step should take at most in which answers wait for "
+                                             "prompts, which are then read in smaller chunks and take longer (default: "
+                                             "no limit)")
     prefix_cache: bool = _option(True, "keep the states of prompts and answers, and resume where a prompt repeats them")
     host_memory: str | None = _option(None, "host memory for prefixes for which the device has no room, such as 16GiB "
                                             "(default: with a GPU a quarter of what is free, else none)")
@@ -96,7 +100,7 @@ class EngineConfig:
     def _check_types(self) -> None:
         for name in _RANGES:
             value = getattr(self, name)
-            optional = name in ("threads", "max_context")
+            optional = name in ("threads", "max_context", "max_stall_ms")
             if type(value) is not int and not (optional and value is None):
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,

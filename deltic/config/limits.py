@@ -21,13 +21,18 @@ class Limits:
     None: as much as the context holds. ConfigError names a limit whose value it cannot have.
     """
 
-    max_connections: int = _limit(1024, "open connections; more are refused at once")
+    max_connections: int = _limit(1024, "open connections; beyond them one that waits for a request is closed, or the "
+                                        "new one refused")
     header_seconds: int = _limit(20, "seconds that a client may take to send a request's headers, and that may pass "
                                      "between two pieces of its body")
     keep_alive_seconds: int = _limit(65, "seconds after which a connection without a request is closed")
-    max_body_mib: int = _limit(32, "MiB of a request's body")
+    max_body_mib: int = _limit(8, "MiB of a request's body")
+    max_bodies_mib: int = _limit(64, "MiB of all bodies that are being received and read")
+    max_body_values: int = _limit(500_000, "values (texts, numbers, lists, objects and their keys) in a request's body")
     max_waiting: int = _limit(512, "answers that may wait for a place in the batch; then requests are refused with "
                                    "status 503 and Retry-After")
+    max_live_tokens: int = _limit(8_000_000, "prompt tokens of all requests that run or wait; then requests are "
+                                             "refused with status 503 and Retry-After")
     max_choices: int = _limit(128, "answers that one request may ask for: its prompts times its n")
     max_messages: int = _limit(4096, "messages of a conversation")
     max_tools: int = _limit(512, "tools of a request")
@@ -37,9 +42,9 @@ class Limits:
     max_answer_tokens: int | None = _limit(None, "tokens of an answer (default: what the context holds)")
     max_stops: int = _limit(64, "stop strings of a request, and stop token ids", 0)
     max_logit_bias: int = _limit(300, "tokens that a request may give a bias", 0)
-    max_unread_tokens: int = _limit(256, "tokens of an answer that may wait for a client that does not read; then the "
-                                         "answer pauses and gives its place to others")
-    unread_seconds: int = _limit(60, "seconds after which an answer that nobody reads ends")
+    max_unread_tokens: int = _limit(256, "tokens of a request's answers that may wait for a client that does not read; "
+                                         "then they pause and give their places to others")
+    unread_seconds: int = _limit(60, "seconds without reading after which a client's connection is closed")
 
     def __post_init__(self) -> None:
         for limit in fields(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from deltic.engine.scheduler import Plan, Row
-from deltic.ops.records import PAGE, Batch, Layout
+from deltic.ops.records import PAGE, Batch, Layout, Padded
+
+_FEWEST_PAGES = 16
+"""Pages of the smallest bucket."""
 
 
 def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False) -> Batch:
@@ -19,6 +23,8 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states.
     """
     rows = plan.rows
+    if device.type == "cuda" and not hidden and decodes(plan):
+        return decoding(plan, device)
     chunks = tuple(len(row.tokens) for row in rows)
     starts = [0]
     for chunk in chunks:
@@ -53,6 +59,54 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
         emit_row=fields["emit_row"], emit_length=fields["emit_length"], emit_slot=fields["emit_slot"],
         logit_tokens=fields["logit_tokens"],
         span=_span(sources[:singles], targets[:singles]))
+
+
+def decodes(plan: Plan) -> bool:
+    """Whether every row takes one token whose logits are wanted, and nothing else: then the step has a bucket."""
+    return all(len(row.tokens) == 1 and row.logits == 1 and not row.emits and not row.append
+               and row.base in (None, row.done) for row in plan.rows)
+
+
+def decoding(plan: Plan, device: torch.device) -> Batch:
+    """A plan that `decodes`, with its bucket: both are views of one upload."""
+    rows = [*plan.rows]
+    real = len(rows)
+    padded = Padded(torch.empty(0), power_of_two(real), power_of_two(max(_FEWEST_PAGES, *(len(r.pages) for r in rows))))
+    rows += [rows[-1]] * (padded.rows - real)
+    done = [row.done for row in rows]
+    slots = [row.slot for row in rows]
+    targets = [row.slot if row.target is None else row.target for row in rows]
+    numbers = array("q", (real,))
+    for values in ([row.tokens[0] for row in rows], done * 3, range(len(rows) + 1), done,
+                   [_flat(row, row.done) for row in rows], slots, targets):
+        numbers.extend(values)
+    for row in rows:
+        numbers.extend(row.pages)
+        numbers.extend((0,) * (padded.pages - len(row.pages)))
+    padded = Padded(torch.frombuffer(numbers, dtype=torch.int64).to(device), padded.rows, padded.pages)
+    layout = Layout((1,) * real, tuple(row.done + 1 for row in plan.rows), real, real)
+    return replace(step_of(padded, layout), span=_span(slots[:real], targets[:real]), padded=padded, count=None)
+
+
+def step_of(padded: Padded, layout: Layout | None = None) -> Batch:
+    """The batch whose tensors are views of a bucket's numbers. layout: of its first rows alone; None: of all."""
+    rows, pages, numbers = padded.rows, padded.pages, padded.numbers
+    if layout is None:
+        layout = Layout((1,) * rows, (pages * PAGE,) * rows, rows, rows)
+    real = layout.rows
+    count, ids, positions, starts, done, store, source, target, table = numbers.split(
+        (1, rows, 3 * rows, rows + 1, rows, rows, rows, rows, rows * pages))
+    done = done[:real]
+    return Batch(
+        layout=layout, ids=ids[:real], positions=positions.view(3, rows)[:, :real], starts=starts[:real + 1],
+        done=done, pages=table.view(rows, pages)[:real], store=store[:real], source=source[:real],
+        target=target[:real], base=done, ring=done, append=_no_appends(real, numbers.device),
+        emit_row=numbers[:0], emit_length=numbers[:0], emit_slot=numbers[:0], logit_tokens=starts[:real], count=count)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest one that is not less."""
+    return 1 << (number - 1).bit_length()
 
 
 @cache

@@ -85,7 +85,7 @@ class HeadDrafter:
         # what is guessed before matters for penalties alone
         draws = [Draw(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
         counts = torch.tensor([count for _, count in wants])
-        tokens = self._head.guess(batch, counts, sampling_of(draws, device))
+        tokens = self._head.guess(batch, counts, sampling_of(draws, device, self._runtime.config.vocab_size))
         if tokens is None:
             return self._one_by_one(wants, most)
         return [row[:count] for row, (_, count) in zip(tokens.tolist(), wants, strict=True)]

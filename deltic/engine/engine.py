@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,8 @@ log = logging.getLogger("deltic")
 
 _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
          "--debug-layers to find the first bad layer, or with --ops ref")
+_NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one, or all but those that min_tokens forbids "
+              "too; allow at least one more")
 
 
 @dataclass(slots=True)
@@ -75,6 +78,7 @@ class Chosen:
     sampled: Sampled
     tokens: list[int]
     healthy: list[bool]
+    possible: list[bool]
     raw: Tensor | None = None
 
     def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
@@ -91,7 +95,9 @@ class Engine:
     def __init__(self, runtime: Runtime, drafter: Drafter | None = None, depth: Depth | None = None) -> None:
         """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
-        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget)
+        stall = runtime.options.max_stall_ms
+        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget,
+                                   stall / 1000 if stall else None)
         self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
         self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
@@ -99,8 +105,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
-        return bool(self._sequences or self._events)
+        """Whether `step` would do anything: not if all requests are paused."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._events)
 
     @property
     def max_context(self) -> int:
@@ -112,7 +118,7 @@ class Engine:
         self._check(request)
         params = request.sampling.with_defaults(self._defaults())
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        first = self._sequence(replace(request, sampling=params), 0, seed)
+        first = self._sequence(replace(request, sampling=params), 0, seed, array("q", request.prompt).tobytes())
         self._sequences[request.id] = [first]
         self.scheduler.add(first)
 
@@ -122,9 +128,22 @@ class Engine:
             sequence.finish = "abort"
             self._end(sequence)
 
+    def pause(self, request: str) -> None:
+        """Have a request give up its places until `resume`; what it has read stays as long as there is room for it.
+        Its answers are the same. Unknown and paused requests stay as they are."""
+        for sequence in self._sequences.get(request, ()):
+            self.guessing.forget(sequence)
+            self.scheduler.pause(sequence)
+
+    def resume(self, request: str) -> None:
+        """Have a paused request go on, before those that came after it. Others stay as they are."""
+        for sequence in self._sequences.get(request, ()):
+            self.scheduler.resume(sequence)
+
     def step(self) -> list[TokenOut]:
         """Draft, admit, plan, run, choose, commit, emit."""
         began = start = time.perf_counter()
+        read = self.stats.prompt_tokens
         drafting = self.guessing.draft()
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
@@ -137,6 +156,7 @@ class Engine:
                                  for s in self._sequences.get(request, ())]:
                     self._fail(sequence, f"internal error: {error}")
             self.stats.steps += 1
+            self.scheduler.stall.timed(self.stats.prompt_tokens - read, time.perf_counter() - start)
             if drafting and len(drafting) == len(plan.rows) and not known:
                 tokens = sum(event.token is not None for event in self._events)
                 self.guessing.timed(plan, time.perf_counter() - start, tokens)
@@ -147,9 +167,11 @@ class Engine:
     def check(self) -> None:
         """Assert the cache's accounts, and that nothing is leased when nothing is running."""
         self.runtime.cache.check()
-        if not self._sequences:
-            assert not self.scheduler.running and not self.scheduler.waiting, "the queues hold finished sequences"
-            assert self.runtime.cache.at_rest, "a finished sequence still has a lease"
+        queued = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.paused]
+        live = {sequence for group in self._sequences.values() for sequence in group}
+        assert len(queued) == len(live) and live.issuperset(queued), "the queues hold other sequences than the engine"
+        if not self.scheduler.running and not self.scheduler.waiting:
+            assert self.runtime.cache.at_rest, "a finished or paused sequence still has a lease"
 
     def close(self) -> None:
         """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
@@ -185,30 +207,26 @@ class Engine:
 
     @torch.inference_mode()
     def _choose(self, ready: list[Turn], logits: Tensor) -> None:
-        """Draw what follows in every sequence that is ready; at the end of a prompt, in all its choices."""
-        turns, draws, rows, ends, first = list[tuple[Turn, int]](), list[Draw](), list[int](), {}, 0
+        """Draw what follows in every sequence that is ready. logits [L, V]: those of all their draws."""
+        turns, draws, ends = list[tuple[Turn, int]](), list[Draw](), dict[Sequence, Tensor]()
         for turn in ready:
-            guesses = turn.guesses
-            if turn.sequence.emits_end and not guesses:  # with guesses nothing is committed yet
-                ends[turn.sequence] = logits[first].clone()  # a draw may write into the logits
-            for sequence in self._choices(turn.sequence):
-                turns.append((turn if sequence is turn.sequence else Turn(sequence), len(draws)))
-                draws += [Draw(sequence, guesses[:count]) for count in range(len(guesses) + 1)]
-                rows += range(first, first + len(guesses) + 1)
-            first += len(guesses) + 1
-        if not draws:
-            return
-        if rows != [*range(first)]:
-            logits = logits[rows]
+            sequence, guesses = turn.sequence, turn.guesses
+            if (sequence.emits_end or self._splits(sequence)) and not guesses:  # with guesses nothing is committed yet
+                ends[sequence] = logits[len(draws)].clone()  # a draw may write into the logits
+            turns.append((turn, len(draws)))
+            draws += [Draw(sequence, guesses[:count]) for count in range(len(guesses) + 1)]
         scored = any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws)
         raw = logits.clone() if scored else None
-        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device))
-        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), raw)
+        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device, logits.shape[1]))
+        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
         for turn, place in turns:
             sequence = turn.sequence
             try:
-                if sequence.lease and sequence.lease.emitting and chosen.healthy[place]:
-                    self.runtime.cache.keep_emitted(sequence.lease, ends.get(sequence))
+                if sequence.lease and chosen.healthy[place]:
+                    if sequence.lease.emitting:
+                        self.runtime.cache.keep_emitted(sequence.lease, ends.get(sequence))
+                    if self._splits(sequence):
+                        self._split(sequence, ends[sequence])
                 self._follow(turn, chosen, place)
             except Exception as error:
                 self._blame(sequence, error)
@@ -216,15 +234,18 @@ class Engine:
     def _follow(self, turn: Turn, chosen: Chosen, place: int) -> None:
         """Take the tokens that were chosen for a sequence, from `place` on, as far as its guesses are right."""
         sequence, guesses, right = turn.sequence, turn.guesses, 0
-        sequence.drafted += len(guesses)
         while True:
             if not chosen.healthy[place + right]:
                 return self._fail(sequence, _SICK)
             if guesses:
                 self._commit_guess(turn, right)
             forced = sequence.forced
+            if forced is None and not chosen.possible[place + right]:
+                return self._fail(sequence, _NONE_LEFT)
             token = chosen.tokens[place + right] if forced is None else forced
             guessed = right < len(guesses) and token == guesses[right]
+            judged = right + (right < len(guesses))
+            sequence.drafted += right < len(guesses)
             sequence.accepted += guessed
             finish = self._take(sequence, token, chosen, place + right)
             right += guessed
@@ -232,31 +253,30 @@ class Engine:
                 break
         if guesses:
             # what was guessed after the end was neither right nor wrong
-            self.guessing.learn(sequence, right if guessed else len(guesses), right)
+            drafted = judged if finish else len(guesses)
+            sequence.drafted += drafted - judged
+            self.guessing.learn(sequence, drafted, right)
         if finish and sequence.generated:
             self._forget(sequence)
         elif finish:
             self._end(sequence)
 
-    def _choices(self, sequence: Sequence) -> list[Sequence]:
-        """The sequence itself and, where its prompt has just been processed, the other choices of the request, which
-        fork the prompt's end when they run; nobody if they cannot be made."""
+    def _splits(self, sequence: Sequence) -> bool:
+        """Whether the request's other choices go on from here: its prompt has just been processed."""
+        return sequence.sampling.n > 1 and not sequence.choice and not sequence.generated
+
+    def _split(self, sequence: Sequence, logits: Tensor) -> None:
+        """Make the request's other choices. They fork the prompt's end when they run, and draw from its logits [V]."""
         count = sequence.sampling.n - 1
-        if sequence.choice or sequence.generated or not count:
-            return [sequence]
+        siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.keys)
+                    for choice in range(1, count + 1)]
         assert sequence.lease is not None
-        try:
-            siblings = [self._sequence(sequence.request, choice, sequence.seed) for choice in range(1, count + 1)]
-        except Exception as error:
-            self._blame(sequence, error)
-            return []
-        checkpoint = self.runtime.cache.checkpoint(sequence.lease)
+        checkpoint = self.runtime.cache.checkpoint(sequence.lease, logits)
         origin = Origin(checkpoint, count) if checkpoint else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
             sibling.origin = origin
             self.scheduler.add(sibling)
-        return [sequence, *siblings]
 
     def _commit_guess(self, turn: Turn, index: int) -> None:
         """One more token of a step with guesses is known to be right: the first, or a guess that was."""
@@ -285,7 +305,6 @@ class Engine:
         self._fail(sequence, f"internal error: {error}")
 
     def _fail(self, sequence: Sequence, message: str) -> None:
-        self.stats.failed += 1
         sequence.finish = "error"
         self._end(sequence, message)
 
@@ -295,6 +314,8 @@ class Engine:
         if not sequence.generated and len(self._sequences[request.id]) == 1:
             # the other choices, which would have forked the end of this prompt, end with it
             choices = list(range(sequence.choice, request.sampling.n))
+        self.stats.finished += len(choices) - 1
+        self.stats.failed += len(choices) if error else 0
         for choice in choices:
             self._events.append(TokenOut(request.id, choice, None, None, sequence.finish, sequence.usage, error))
         self._forget(sequence)
@@ -310,7 +331,7 @@ class Engine:
         if not group:
             del self._sequences[sequence.request.id]
 
-    def _sequence(self, request: Request, choice: int, seed: int) -> Sequence:
+    def _sequence(self, request: Request, choice: int, seed: int, keys: bytes) -> Sequence:
         params, prompt = request.sampling, request.prompt
         limit = self.max_context
         if params.max_tokens is not None:
@@ -318,7 +339,7 @@ class Engine:
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos())
         boundaries = distinct(request.boundaries, len(prompt))
         wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
-        return Sequence(request, choice, params, seed, eos, limit, list(prompt),
+        return Sequence(request, choice, params, seed, eos, limit, tuple(prompt), keys,
                         request.matcher() if request.matcher else None, request.guide() if request.guide else None,
                         Repeats(params.max_repeat) if params.max_repeat else None, boundaries=boundaries, wanted=wanted)
 
@@ -334,7 +355,7 @@ class Engine:
             raise RequestError(f"a request with id {request.id!r} is already running", "id")
         if not request.prompt:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
-        if not all(0 <= token < vocabulary for token in request.prompt):
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
             raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
         if len(request.prompt) >= self.max_context:
             raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {self.max_context}, "

@@ -58,10 +58,10 @@ def machine_facts(options: EngineConfig, ops: Ops) -> dict[str, object]:
 
 def computes(facts: Mapping[str, Any]) -> str:
     """In a few words, for people: who computes."""
-    served = set(facts["ops"].values())
     if "cuda" in facts:
         return f"torch on {facts['cuda'][1]}"
-    return f"cpu kernels ({facts['cpu']['level']})" if facts["ops"]["step"] == "cpu" else f"{min(served)} ops"
+    ops = facts["ops"]
+    return f"cpu kernels ({facts['cpu']['level']})" if ops["step"] == "cpu" else f"{ops['mlp'].partition(' ')[0]} ops"
 
 
 @dataclass(frozen=True, slots=True)

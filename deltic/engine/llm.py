@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import uuid
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypedDict, Unpack
 
+from deltic.engine.arguments import (
+    as_messages,
+    as_params,
+    as_prompt,
+    as_prompts,
+    as_sampling,
+    as_variables,
+    check_callback,
+    check_tools,
+)
 from deltic.engine.engine import Engine
+from deltic.engine.mailbox import Mailbox
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import LoadProgress, RandomModel, Runtime, load
+from deltic.engine.worker import Worker
 from deltic.errors import ModelError, RequestError
-from deltic.text.deltas import AnswerCall, Delta, join
+from deltic.text.answers import Choice, Output, Reply
+from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
-from deltic.text.front import Front, Job, Remember, bare_job, read_template
-from deltic.text.stream import Router
+from deltic.text.front import Front, Job, bare_job, read_template
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Finish, Request, SamplingParams, TokenLogprobs, TokenOut, Usage
+from deltic.types import Request, SamplingParams, TokenOut
+
+__all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
 
 log = logging.getLogger("deltic")
 
@@ -29,129 +47,153 @@ ENDS = ("<|im_end|>", "<|endoftext|>")
 TokenCallback = Callable[[int, int], bool]
 """Called with (row, token id) for each token of a batch; False stops that row alone."""
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One finished answer. error: what went wrong, if finish is "error". logprobs: one per token, if asked for."""
-
-    index: int
-    text: str
-    reasoning: str
-    calls: tuple[AnswerCall, ...]
-    tokens: tuple[int, ...]
-    finish: Finish
-    usage: Usage
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str | None = None
+_GATHERED = 64  # tokens after which a caller who waits for whole answers turns them into text, while the model goes on
+_CLOSING = 60.0  # seconds that `close` waits for the step that is running
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The choices of one request. `text`, `reasoning`, `calls` are those of the first."""
+class ChatOptions(TypedDict, total=False):
+    """What a conversation can be told besides its messages. thinking: the template variable enable_thinking.
+    thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once."""
 
-    choices: tuple[Choice, ...]
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def reasoning(self) -> str:
-        return self.choices[0].reasoning
-
-    @property
-    def calls(self) -> tuple[AnswerCall, ...]:
-        return self.choices[0].calls
+    tools: Sequence[Mapping[str, Any]] | None
+    thinking: bool | None
+    variables: Mapping[str, Any] | None
+    thinking_budget: int | None
 
 
-@dataclass(slots=True)
-class _Answer:
-    """One choice while it grows. hidden: the request's stop ids. remember: as in Job."""
+class _Call:
+    """Some jobs that are asked for together, and what comes back. on_token: as in `generate`."""
 
-    router: Router
-    hidden: frozenset[int] = frozenset()
-    remember: Remember | None = None
-    deltas: list[Delta] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    def __init__(self, worker: Worker, jobs: Sequence[Job], on_token: TokenCallback | None = None,
+                 patience: int = _GATHERED) -> None:
+        self.mailbox = Mailbox(1 if on_token else patience)
+        self.replies = [Reply(job) for job in jobs]
+        self._rows = {reply.request.id: row for row, reply in enumerate(self.replies)}
+        self._worker, self._on_token, self._started = worker, on_token, False
 
-    def take(self, event: TokenOut) -> list[Delta]:
-        fresh: list[Delta] = []
-        if event.token is not None:
-            self.tokens.append(event.token)
-            # a stop id ends the answer and, like a stop string, is no part of its text
-            if not (event.finish == "stop" and event.token in self.hidden):
-                fresh = self.router.feed(event.token)
-        if event.logprobs is not None:
-            self.logprobs.append(event.logprobs)
-        if event.finish:
-            fresh = fresh + self.router.finish()
-        self.deltas += fresh
-        return fresh
-
-    def finished(self, event: TokenOut) -> Choice:
-        answer = join(self.deltas)
-        assert event.finish and event.usage
-        if self.remember:
-            self.remember(self.tokens, event.finish)
-        return Choice(event.choice, answer.content, answer.reasoning, answer.calls, tuple(self.tokens), event.finish,
-                      event.usage, tuple(self.logprobs), event.error)
-
-
-class Stream:
-    """Deltas of one request as they come; `output` is there once it is exhausted. Closing it aborts the request.
-
-    stopped: a callback has ended the request early.
-    """
-
-    def __init__(self, llm: LLM, job: Job) -> None:
-        self._llm, self._job = llm, job
-        params = job.request.sampling
-        self._answers = [_Answer(job.router.copy(), frozenset(params.stop_token_ids), job.remember)
-                         for _ in range(params.n)]
-        self._choices: list[Choice] = []
-        self.output: Output | None = None
-        self.stopped = False
-        self._closed = False
-        self._events = llm._submit(job)
-
-    def __iter__(self) -> Iterator[Delta]:
-        try:
-            while self.output is None and not self._closed:
-                yield from self.step()
-        finally:
-            self.close()
+    def start(self) -> None:
+        """Ask the engine, unless that was done. UnavailableError in a process where no answer will come."""
+        if self._started:
+            self._worker.start()
+        elif self.replies:
+            self._started = True
+            self._worker.submit([reply.request for reply in self.replies], self.mailbox, self.mailbox.on_reply)
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self._job.request.prompt)
+    def done(self) -> bool:
+        return all(reply.output for reply in self.replies)
 
     @property
-    def generated_tokens(self) -> int:
-        """Tokens so far, of all choices."""
-        return sum(len(answer.tokens) for answer in self._answers)
+    def outputs(self) -> list[Output]:
+        return [reply.output for reply in self.replies if reply.output]
 
-    def step(self) -> list[Delta]:
-        """Run one step of the engine; returns what it brought: nothing while the prompt is still being read."""
-        if not self._events:
-            self._llm._advance()
-        events = list(self._events)
-        self._events.clear()
+    def take(self, events: Sequence[TokenOut]) -> list[Delta]:
         return [delta for event in events for delta in self._take(event)]
 
     def close(self) -> None:
         """Abort what is still running."""
-        self._closed = True
-        self._llm._withdraw(self._job.request.id)
+        running = [reply.request.id for reply in self.replies if not reply.output]
+        if self._started and running and not self._worker.forked:
+            self._worker.abort(running)
 
     def _take(self, event: TokenOut) -> list[Delta]:
-        answer = self._answers[event.choice]
-        deltas = answer.take(event)
-        if event.finish:
-            self._choices.append(answer.finished(event))
-            if len(self._choices) == len(self._answers):
-                self.output = Output(tuple(sorted(self._choices, key=lambda choice: choice.index)))
+        row = self._rows[event.request]
+        reply = self.replies[row]
+        wanted = self._on_token is not None and event.token is not None and not reply.stopped
+        deltas = reply.take(event)
+        if wanted and self._on_token and event.token is not None and not self._on_token(row, event.token):
+            reply.stopped = True
+            self._worker.abort([event.request])
         return deltas
+
+
+class Stream:
+    """The deltas of one answer as they come, for `for`, `next` and `async for`; `output` when all have come.
+
+    Nothing runs before the first is asked for. `close`, leaving the loop and dropping the stream abort the request. A
+    stream is for one thread or task at a time. GenerationError at the end if the engine gave up on the answer.
+    """
+
+    def __init__(self, llm: LLM, job: Job) -> None:
+        self._llm = llm  # which must not be collected as long as somebody reads its answer
+        self._call = _Call(llm.worker, [job], patience=1)
+        self._deltas: deque[Delta] = deque()
+        self._closed = False
+
+    @property
+    def output(self) -> Output | None:
+        return self._call.replies[0].output
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._call.replies[0].request.prompt)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens so far, of all choices."""
+        return self._call.replies[0].tokens
+
+    def read(self, timeout: float | None = None) -> list[Delta]:
+        """All that has come since; waits for something, at most so many seconds. Nothing at the end: then `output` is
+        there, and says what went wrong, if anything."""
+        if self._closed or self.output:
+            return []
+        self._call.start()
+        return self._call.take(self._call.mailbox.get(timeout))
+
+    def close(self) -> None:
+        """Abort what is still running."""
+        if not self._closed:
+            self._closed = True
+            self._deltas.clear()
+            self._call.close()
+
+    def __iter__(self) -> Iterator[Delta]:
+        try:
+            yield from iter(self._next, None)
+        finally:
+            self.close()
+
+    def __next__(self) -> Delta:
+        delta = self._next()
+        if delta is None:
+            raise StopIteration
+        return delta
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._all()
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas and not self._over():
+            self._call.start()
+            self._deltas.extend(self._call.take(await self._call.mailbox.aget()))
+        if not self._deltas:
+            raise StopAsyncIteration
+        return self._deltas.popleft()
+
+    async def _all(self) -> AsyncIterator[Delta]:
+        try:
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield await self.__anext__()
+        finally:
+            self.close()
+
+    def _next(self) -> Delta | None:
+        while not self._deltas and not self._over():
+            self._deltas.extend(self.read())
+        return self._deltas.popleft() if self._deltas else None
+
+    def _over(self) -> bool:
+        """Whether nothing more comes; if the engine gave up, GenerationError, once."""
+        if not self._closed and self.output:
+            self._closed = True
+            self.output.sound()
+        return self._closed
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # half made, in a forked process, or at the interpreter's end
+            self.close()
 
 
 class LLM:
@@ -163,10 +205,18 @@ class LLM:
         for delta in llm.stream(messages): print(delta.text, end="")
         llm.generate(["Once upon", "In the year"], SamplingParams(max_tokens=20))
 
+        await llm.achat(messages)                         # the same for asyncio
+        async for delta in llm.stream(messages): ...
+
+    Conversations go to `chat`, `achat` and `stream`, raw prompts (texts or token ids) to `generate`, `agenerate` and
+    `generate_stream`. All of them may be called from any thread and any task, also while the model is being served:
+    one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
+
     history: "template", "preserve" or "auto", how prompts treat earlier answers: see `deltic.text.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
     thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
-    One thread at a time. Unknown options raise ConfigError, unusable models ModelError.
+    Unknown options raise ConfigError, unusable models ModelError; requests that cannot be served RequestError; calls
+    after `close`, or in a process that was forked from the model's, UnavailableError.
     """
 
     def __init__(self, model: str | RandomModel | None = None, *, revision: str | None = None,
@@ -176,8 +226,14 @@ class LLM:
         self._front = _front(runtime, chat_template, history=history, strip_billing_header=strip_billing_header,
                              thinking_budget=thinking_budget)
         self.runtime = _with_words(runtime, self._front.tokenizer) if self._front else runtime
-        self.engine = Engine(self.runtime)
-        self._inboxes: dict[str, deque[TokenOut]] = {}
+        self.worker = Worker(Engine(self.runtime))
+        self._closing = threading.Lock()
+        weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker sees to that end itself
+
+    @property
+    def engine(self) -> Engine:
+        """The worker's engine, whose figures may be read; to do more with it, see `Worker.hold`."""
+        return self.worker.engine
 
     @property
     def front(self) -> Front:
@@ -186,115 +242,119 @@ class LLM:
             raise ModelError(f"{self.runtime.name} has no tokenizer: give token ids, or load a model with one")
         return self._front
 
-    def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             thinking: bool | None = None, variables: Mapping[str, Any] | None = None,
-             thinking_budget: int | None = None) -> Output:
-        """Answer a conversation: OpenAI-style messages, or one user message as text. thinking_budget: tokens after
-        which an open think block is closed for the model; 0 closes it at once."""
-        stream = self.stream(_messages(messages), sampling, tools=tools, thinking=thinking, variables=variables,
-                             thinking_budget=thinking_budget)
-        return _exhaust(stream)
+    def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
+             **options: Unpack[ChatOptions]) -> Output:
+        """Answer a conversation: OpenAI-style messages, or one user message as text. GenerationError, which has what
+        there is of the answer, if the engine gives up on it. For the options see `ChatOptions`."""
+        output, = self._gather([self._turn(messages, sampling, **options)])
+        return output.sound()
 
-    def stream(self, prompt: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-               thinking: bool | None = None, variables: Mapping[str, Any] | None = None,
-               thinking_budget: int | None = None) -> Stream:
-        """Like `chat` for messages, like `generate` for one text or list of ids, but piece by piece."""
-        if isinstance(prompt, str) or not _are_messages(prompt):
-            if thinking_budget is not None:
-                raise RequestError("thinking_budget needs messages: a raw prompt has no think block", "thinking_budget")
-            return Stream(self, self._job(prompt, sampling))
-        given = dict(variables or {})
-        if thinking is not None:
-            given["enable_thinking"] = thinking
-        return Stream(self, self.front.chat(prompt, sampling, tools=tools, variables=given,
-                                            thinking_budget=thinking_budget))
+    async def achat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
+                    **options: Unpack[ChatOptions]) -> Output:
+        """As `chat`, for asyncio. Cancelling it aborts the request."""
+        job = await asyncio.to_thread(self._turn, messages, sampling, **options)
+        output, = await self._agather([job])
+        return output.sound()
+
+    def stream(self, messages: Any, sampling: SamplingParams = SamplingParams(),
+               **options: Unpack[ChatOptions]) -> Stream:
+        """As `chat`, piece by piece, for threads and asyncio. The prompt is made at once, the rest on demand."""
+        return Stream(self, self._turn(messages, sampling, **options))
 
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
                  sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
                  on_token: TokenCallback | None = None) -> list[Output]:
-        """Continue each prompt (text or token ids). sampling: one for all, or one per prompt."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            raise RequestError("generate takes a list of prompts: put the prompt into a list", "prompts")
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        if len(params) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts need as many SamplingParams, not {len(params)}", "sampling")
-        jobs = [self._job(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
-        return self._gather(jobs, on_token)
+        """Continue each prompt (text or token ids). sampling: one for all, or one per prompt.
+
+        RequestError, and nothing runs, if a prompt is refused. A choice on which the engine gave up has finish "error"
+        and says why in `error`; the others are not affected."""
+        return self._gather(self._jobs(prompts, sampling, on_token), on_token)
+
+    async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
+                        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+                        on_token: TokenCallback | None = None) -> list[Output]:
+        """As `generate`, for asyncio. Cancelling it aborts the requests."""
+        return await self._agather(await asyncio.to_thread(self._jobs, prompts, sampling, on_token), on_token)
+
+    def generate_stream(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams()) -> Stream:
+        """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
+        return Stream(self, self._job(as_prompt(prompt), as_params(sampling)))
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
         long as anything is kept; returns its tokens. RequestError if they share none."""
-        prompt = self.front.opening(messages, tools=tools, variables=variables)
+        check_tools(tools)
+        prompt = self.front.opening(as_messages(messages, 0), tools=tools, variables=as_variables(variables, None))
         if not prompt:
             raise RequestError("there is nothing to pin: conversations share no beginning without a system message or "
                                "tools", "messages")
         request = Request(uuid.uuid4().hex, prompt, SamplingParams(max_tokens=0), (len(prompt),))
-        _exhaust(Stream(self, Job(request, bare_job(prompt).router)))
-        if not self.runtime.cache.pin(prompt):
+        output, = self._gather([Job(request, bare_job(prompt).router)])
+        output.sound()
+        if not self.worker.call(lambda engine: engine.runtime.cache.pin(prompt)):
             log.warning("the prompt of %d tokens is not pinned: the prefix cache is off, or has no room for it",
                         len(prompt))
         return len(prompt)
 
     def close(self) -> None:
-        """Wait until everything that shall outlive the process is on disk; the model must not be used afterwards."""
-        self.engine.close()
+        """End what is running, and wait until everything that shall outlive the process is on disk; the model must not
+        be used afterwards. It may be closed twice. The end of the process ends what is running, too."""
+        with self._closing:
+            if not self.worker.stop(_CLOSING, "the model has been closed: load it anew"):
+                log.error("the engine is stuck and is left behind")
+            elif not self.worker.forked:
+                self.engine.close()
+                if self._front:
+                    self._front.flush()
 
-    def _gather(self, jobs: list[Job], on_token: TokenCallback | None) -> list[Output]:
-        streams: list[Stream] = []
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _gather(self, jobs: Sequence[Job], on_token: TokenCallback | None = None) -> list[Output]:
+        call = _Call(self.worker, jobs, on_token)
         try:
-            for job in jobs:
-                streams.append(Stream(self, job))
-            while any(stream.output is None for stream in streams):
-                self._advance()
-                for row, stream in enumerate(streams):
-                    self._pump(row, stream, on_token)
+            call.start()
+            while not call.done:
+                call.take(call.mailbox.get())
+            return call.outputs
         finally:
-            for stream in streams:
-                stream.close()
-        return [stream.output for stream in streams if stream.output]
+            call.close()
 
-    def _pump(self, row: int, stream: Stream, on_token: TokenCallback | None) -> None:
-        while stream._events:
-            event = stream._events.popleft()
-            if stream.stopped:  # what else the last step brought is not wanted
-                if not event.finish:
-                    continue
-                event = _aborted(event, len(stream._answers[event.choice].tokens))
-            stream._take(event)
-            if on_token is None or event.token is None:
-                continue
-            stream.stopped = not on_token(row, event.token)
-            if stream.stopped:
-                self.engine.abort(event.request)
+    async def _agather(self, jobs: Sequence[Job], on_token: TokenCallback | None = None) -> list[Output]:
+        call = _Call(self.worker, jobs, on_token)
+        try:
+            call.start()
+            while not call.done:
+                call.take(await call.mailbox.aget())
+            return call.outputs
+        finally:
+            call.close()
 
-    def _job(self, prompt: Any, sampling: SamplingParams) -> Job:
+    def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
+              thinking_budget: Any = None) -> Job:
+        check_tools(tools)
+        return self.front.chat(as_messages(messages), as_params(sampling), tools=tools,
+                               variables=as_variables(variables, thinking), thinking_budget=thinking_budget)
+
+    def _jobs(self, prompts: Any, sampling: Any, on_token: Any) -> list[Job]:
+        check_callback(on_token)
+        rows = as_prompts(prompts)
+        params = as_sampling(sampling, len(rows))
+        return [self._job(prompt, each) for prompt, each in zip(rows, params, strict=True)]
+
+    def _job(self, prompt: str | list[int], sampling: SamplingParams) -> Job:
         if not isinstance(prompt, str) and self._front is None:
             return bare_job(prompt, sampling)
         return self.front.complete(prompt, sampling)
-
-    def _submit(self, job: Job) -> deque[TokenOut]:
-        self.engine.add(job.request)
-        return self._inboxes.setdefault(job.request.id, deque())
-
-    def _withdraw(self, request: str) -> None:
-        self.engine.abort(request)
-        self._inboxes.pop(request, None)
-
-    def _advance(self) -> None:
-        self._collect(self.engine.step())
-
-    def _collect(self, events: Sequence[TokenOut]) -> None:
-        for event in events:
-            inbox = self._inboxes.get(event.request)
-            if inbox is not None:
-                inbox.append(event)
-
-
-def _aborted(event: TokenOut, tokens: int) -> TokenOut:
-    """The end of an answer that was stopped after so many tokens."""
-    assert event.usage
-    return replace(event, token=None, logprobs=None, finish="abort",
-                   usage=replace(event.usage, completion_tokens=tokens))
 
 
 def _front(runtime: Runtime, template: Path | None, **options: Any) -> Front | None:
@@ -304,7 +364,7 @@ def _front(runtime: Runtime, template: Path | None, **options: Any) -> Front | N
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
     return Front(tokenizer, read_template(template) if template else None, notes=runtime.notes,
-                 longest=runtime.memory.max_context, **options)
+                 longest=runtime.memory.max_context, limits=runtime.options.limits, **options)
 
 
 def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:
@@ -315,18 +375,3 @@ def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:
     ends = [tokenizer.eos_id, *map(tokenizer.token_to_id, ENDS)]
     found = [end for end in ends if end is not None and end in tokenizer.special]
     return replace(runtime, generation=runtime.generation.with_eos(found), tokenizer=None)
-
-
-def _exhaust(stream: Stream) -> Output:
-    for _ in stream:
-        pass
-    assert stream.output is not None
-    return stream.output
-
-
-def _messages(messages: Any) -> Any:
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-
-
-def _are_messages(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)

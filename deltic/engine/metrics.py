@@ -123,6 +123,7 @@ class Snapshot:
 
     running: int
     waiting: int
+    paused: int
     finished: int
     failed: int
     prompt_tokens: int
@@ -146,7 +147,7 @@ def snapshot(engine: Engine) -> Snapshot:
     stats, scheduler, cache, meter = engine.stats, engine.scheduler, engine.runtime.cache, engine.meter
     guesses, limit = engine.guessing.stats, engine.guessing.depth.limit
     return Snapshot(
-        running=len(scheduler.running), waiting=len(scheduler.waiting),
+        running=len(scheduler.running), waiting=len(scheduler.waiting), paused=len(scheduler.paused),
         finished=stats.finished, failed=stats.failed,
         prompt_tokens=stats.prompt_tokens, reused_tokens=stats.reused_tokens,
         generated_tokens=stats.generated_tokens, drafted=tuple(guesses.drafted_at[:limit]),

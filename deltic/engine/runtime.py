@@ -21,6 +21,7 @@ from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.shelf import Shelf
 from deltic.cache.storage import Extras, allocate, page_bytes, ring_bytes, slot_bytes
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.engine.graphs import Graphs
 from deltic.engine.head import DraftHead
 from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity, Memory, computes, machine_facts, open_under
@@ -29,7 +30,7 @@ from deltic.model.decoder import Decoder, Observer, build
 from deltic.model.mtp import Mtp as Head
 from deltic.model.mtp import build_head
 from deltic.ops import Ops, select
-from deltic.ops.cpu import missing, use_level, use_threads
+from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.memory import memory_for
 from deltic.ops.records import Batch, Block, Stores
 from deltic.types import Auto, Draft, Mtp, Ngram
@@ -78,9 +79,9 @@ class LayerStatistics:
 class Runtime:
     """Everything a step needs. path: the model's directory or file, None for random weights. tokenizer: its texts,
     where they are no files of the directory. notes: small texts that shall outlive the process, if there is a cache
-    directory. step: runs a batch in one call, where the ops have that. mtp: the model's draft head, if it is used;
-    head: that head over this cache. draft: the model that drafts for this one, if another does. statistics: the last
-    step's layer outputs, if `options.debug_layers`."""
+    directory. step: runs a batch in one call, where the ops have that. graphs: replays decode steps, on a GPU. mtp: the
+    model's draft head, if it is used; head: that head over this cache. draft: the model that drafts for this one, if
+    another does. statistics: the last step's layer outputs, if `options.debug_layers`."""
 
     name: str
     path: Path | None
@@ -96,8 +97,9 @@ class Runtime:
     mtp: Head | None = None
     draft: Runtime | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
-    step: Callable[[Batch], tuple[Tensor, Tensor | None]] | None = field(init=False)
+    step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     head: DraftHead | None = field(init=False)
+    graphs: Graphs | None = field(init=False)
 
     def __post_init__(self) -> None:
         # made anew for every copy: they have taken pointers into the stores
@@ -105,21 +107,29 @@ class Runtime:
         hidden = self.cache.storage.hidden
         object.__setattr__(self, "head", DraftHead(self.mtp, self.stores, hidden)
                            if self.mtp is not None and hidden is not None else None)
+        object.__setattr__(self, "graphs", Graphs(lambda batch: self._forward(batch)[0])
+                           if self.options.device.startswith("cuda") and not self.options.debug_layers else None)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
         the batch must ask for the hidden states."""
-        hidden: Tensor | None
-        if self.step is not None and not self.options.debug_layers:
-            logits, hidden = self.step(batch)
-        else:
-            hidden = self.decoder.forward(batch, self.stores, self._observer())
-            logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
-        if self.head is not None:
-            assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
-            self.head.follow(batch, hidden.float())
+        logits = self.graphs.run(batch) if self.graphs else None
+        if logits is None:
+            logits, hidden = self._forward(batch)
+            if self.head is not None:
+                assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
+                self.head.follow(batch, hidden.float())
         return logits
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Logits, and the hidden states of all tokens where the batch asks for them."""
+        found = self.step(batch) if self.step is not None and not self.options.debug_layers else None
+        if found is not None:
+            return found
+        hidden = self.decoder.forward(batch, self.stores, self._observer())
+        logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
+        return logits, hidden if batch.layout.hidden else None
 
     def _observer(self) -> Observer | None:
         if not self.options.debug_layers:
@@ -169,19 +179,18 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
           progress: LoadProgress | None, rings: bool = False, drafts: bool = False) -> Runtime:
     """drafts: it drafts for another model, with rings, without tiers, and quantized as it is."""
     _check_device(options.device)
-    ops = select(options.ops, options.device)
-    use_level(options.cpu_level)
+    select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
     files, tiled, marks = None, False, list[FileMark]()
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
-        dtype = _prepare(config, options, ops)
+        ops, dtype = _prepare(config, options)
         weights: dict[str, Block] = {**random_weights(config, dtype, model.seed, device=options.device,
                                                       initializer_range=model.initializer_range)}
     else:
         files = open_model(model, revision, progress=progress is not None)
         name, config, generation = str(model or "tiny"), files.config, files.generation
-        dtype = _prepare(config, options, ops)
+        ops, dtype = _prepare(config, options)
         tiled = _keeps_packed(files, options)
         marks = _marks(files, options)
         weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
@@ -199,7 +208,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         log.warning("%s%s", f"the draft model {name}: " if drafts else "", warning)
     extras = replace(extras, tiled=tiled)
     storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device, extras)
-    cache = HybridCache(storage, decoder.ops, options.prefix_cache)
+    cache = HybridCache(storage, decoder.ops, options.prefix_cache, rows=memory.rows)
     stores = Stores(storage.kv_views(), storage.state_views())
     runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache, stores,
                       files.tokenizer() if files else None, mtp=mtp)
@@ -254,7 +263,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     # rings take a quarter at most: who gets none is served without guesses
     rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
-                        config.max_position_embeddings, options.max_batch, options.max_context)
+                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size)
     memory = split_memory(budget - rings * ring, needs)
     if wanted and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
@@ -276,7 +285,7 @@ def _with_tiers(runtime: Runtime, made: Identity) -> Runtime:
             tiers.append(shelf)
         except (DelticError, OSError) as error:
             log.warning("nothing is kept on disk: %s", error)
-    cache = HybridCache(runtime.cache.storage, runtime.decoder.ops, options.prefix_cache, tiers)
+    cache = HybridCache(runtime.cache.storage, runtime.decoder.ops, options.prefix_cache, tiers, runtime.memory.rows)
     return replace(runtime, cache=cache, notes=notes)
 
 
@@ -295,10 +304,12 @@ def _on_disk(runtime: Runtime, made: Identity, directory: str, budget: int) -> t
     return Shelf(LateDisk(opening, budget, abandon), threads=True, late=True), LateNotes(opening)
 
 
-def _prepare(config: ModelConfig, options: EngineConfig, ops: Ops) -> DType:
-    """Set the process up for this model; returns the dtype of its weights and activations."""
-    use_threads(options.threads_for(config.parameter_count), ops)
-    return config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
+def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType]:
+    """The ops that serve this model and no other; the dtype of its weights and activations."""
+    threads = options.threads_for(config.parameter_count)
+    ops = select(options.ops, options.device, options.cpu_level, threads)
+    use_torch_threads(ops, threads)
+    return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
 
 
 def _quantize(weights: dict[str, Block], options: EngineConfig, config: ModelConfig, tiled: bool) -> dict[str, Block]:

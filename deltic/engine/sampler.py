@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+from deltic.engine.penalties import Penalties, wanted
 from deltic.engine.sequence import Sequence
 from deltic.ops.noise import sample_key
-from deltic.ops.records import Adjust, Sampled, Sampling
+from deltic.ops.records import Adjust, Sampled, Sampling, Table
 from deltic.types import SamplingParams, TokenLogprobs
 
 
@@ -29,13 +29,14 @@ class Draw:
         return len(self.sequence.tokens) + len(self.ahead)
 
 
-def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int | None = None) -> Sampling:
-    """Row i makes draw i. vocabulary: the logits are those of so many tokens only, the first."""
+def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:
+    """Row i makes draw i. vocabulary: of how many tokens there are logits: of all when a sequence is first drawn for,
+    later perhaps of the first ones alone, those that a draft head knows."""
     params = [draw.sequence.sampling for draw in draws]
     greedy = all(p.temperature == 0 for p in params)
-    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    reports = [p.logprobs for p in params if p.logprobs is not None]
     adjust = _adjust(draws, device, vocabulary)
-    if greedy and not wanted and adjust is None:
+    if greedy and not reports and adjust is None:
         return _greedy(len(draws), device)
     numbers = array("f", [_number(p.temperature, 1.0) for p in params])
     numbers.extend(_number(p.top_p, 1.0) for p in params)
@@ -47,7 +48,7 @@ def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int | None 
     top_k, key = torch.frombuffer(integers, dtype=torch.int64).to(device).view(2, -1)
     return Sampling(
         temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, key=key, adjust=adjust, greedy=greedy,
-        filtered=not greedy and any(map(_filters, params)), top_logprobs=max(wanted) if wanted else None)
+        filtered=not greedy and any(map(_filters, params)), top_logprobs=max(reports) if reports else None)
 
 
 @cache
@@ -65,39 +66,37 @@ def _filters(params: SamplingParams) -> bool:
     return bool(params.top_k) or _number(params.top_p, 1.0) < 1 or bool(params.min_p)
 
 
-def _adjust(draws: List[Draw], device: torch.device, vocabulary: int | None) -> Adjust | None:
-    entries = [(row, token, change.repetition, change.offset) for row, draw in enumerate(draws)
-               for token, change in _changes(draw).items() if vocabulary is None or token < vocabulary]
-    if not entries:
+def _adjust(draws: List[Draw], device: torch.device, vocabulary: int) -> Adjust | None:
+    tables, singles, prompts = list[Table](), list[tuple[int, int, float, float]](), dict[int, Penalties]()
+    for row, draw in enumerate(draws):
+        if not wanted(draw.sequence):
+            continue
+        penalties = _penalties(draw.sequence, device, vocabulary, prompts)
+        table = penalties.table(draw.sequence, row, vocabulary)
+        if table is None:
+            continue
+        tables.append(table)
+        if draw.ahead:
+            singles += [(row, *entry) for entry in penalties.ahead(draw.sequence, draw.ahead) if entry[0] < vocabulary]
+    if not tables:
         return None
-    rows, tokens, repetitions, offsets = zip(*entries, strict=True)
-    return Adjust(torch.tensor(rows, device=device), torch.tensor(tokens, device=device),
+    rows, tokens, repetitions, offsets = zip(*singles, strict=True) if singles else ((), (), (), ())
+    return Adjust(torch.tensor(rows, dtype=torch.int64, device=device),
+                  torch.tensor(tokens, dtype=torch.int64, device=device),
                   torch.tensor(repetitions, dtype=torch.float32, device=device),
-                  torch.tensor(offsets, dtype=torch.float32, device=device))
+                  torch.tensor(offsets, dtype=torch.float32, device=device), tuple(tables))
 
 
-@dataclass(slots=True)
-class _Change:
-    repetition: float = 1.0
-    offset: float = 0.0
-
-
-def _changes(draw: Draw) -> dict[int, _Change]:
-    """What penalties, bias and the minimum length change in the logits of the next token, by token id."""
-    sequence, params, changes = draw.sequence, draw.sequence.sampling, dict[int, _Change]()
-    if params.repetition_penalty not in (None, 1.0):
-        for token in {*sequence.tokens, *draw.ahead}:
-            changes[token] = _Change(repetition=_number(params.repetition_penalty, 1.0))
-    if params.presence_penalty or params.frequency_penalty:
-        for token, count in (sequence.counts + Counter(draw.ahead) if draw.ahead else sequence.counts).items():
-            penalty = params.presence_penalty + params.frequency_penalty * count
-            changes.setdefault(token, _Change()).offset -= penalty
-    for token, bias in params.logit_bias.items():
-        changes.setdefault(token, _Change()).offset += bias if bias > -100 else float("-inf")
-    if sequence.generated + len(draw.ahead) < params.min_tokens:
-        for token in sequence.eos:
-            changes.setdefault(token, _Change()).offset = float("-inf")
-    return changes
+def _penalties(sequence: Sequence, device: torch.device, vocabulary: int, prompts: dict[int, Penalties]) -> Penalties:
+    """The sequence's own. prompts: those of requests at the end of their prompts, the same for all choices."""
+    known: Penalties | None = sequence.penalties
+    if known is None:
+        shared = None if sequence.generated else prompts.get(id(sequence.request))
+        known = shared.fork() if shared else Penalties(sequence, vocabulary, device)
+        if not sequence.generated:
+            prompts[id(sequence.request)] = known
+        sequence.penalties = known
+    return known
 
 
 def logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:

@@ -1,8 +1,8 @@
 """Who runs in the next step, and with how many tokens. Pure Python; the plan is plain data.
 
 Running sequences come first, oldest first; each that is ready to choose its next token takes one token, beside those
-that were drafted for it, and what is left of the token budget goes to prompts, of which the oldest always gets at
-least one token. When pages run out, the youngest running sequence is sent back to wait and later processed again.
+that were drafted for it, and what is left of the token budget is shared among prompts (`fairness`), at least one token.
+When pages run out, the youngest running sequence is sent back to wait and later processed again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from dataclasses import dataclass
 
 from deltic.cache.hybrid import HybridCache, Lease
 from deltic.cache.tiers import NOTHING
+from deltic.engine.fairness import Meeting, Stall, share
 from deltic.engine.sequence import Sequence
 from deltic.types import PAGE, common_length, ring_base
 
 log = logging.getLogger("deltic")
 
-_WORTH_WAITING = 64
-"""Tokens in common with a prompt that is just being read from which on it pays to wait for its state."""
+_LOOKS = 8
+"""Sequences that may be found to have to wait for another one in one step. They are looked at again only when that one
+has come far enough, so that a step's planning does not grow with the number that wait."""
+_SCAN = 256
+"""Sequences that wait for others and may be passed over in one step."""
 _FETCHES = 4
 """Prompts for which tiers may be reading at the same time: what they bring waits in memory."""
 _PATIENCE = 0.01
@@ -77,10 +81,12 @@ class Plan:
 class Scheduler:
     """Queues of waiting and running sequences over a cache that grants them pages and slots."""
 
-    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int) -> None:
-        self.cache, self.max_batch, self.token_budget = cache, max_batch, token_budget
+    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, max_stall: float | None = None) -> None:
+        """max_stall: seconds that a step in which answers wait for prompts should take at most."""
+        self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, Stall(max_stall)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.paused: list[Sequence] = []
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -88,7 +94,7 @@ class Scheduler:
 
     def plan(self) -> tuple[Plan, list[Sequence]]:
         """The next step and the sequence behind each row. Every position of it is backed by granted pages (L4)."""
-        self._admit()
+        awaited = self._admit()
         shares: list[tuple[Sequence, int]] = []
         prompts: list[Sequence] = []
         for sequence in list(self.running):
@@ -98,42 +104,73 @@ class Scheduler:
                     granted := self._grant(sequence, 1 + len(sequence.drafts), shares)):
                 shares.append((sequence, granted))
         budget = max(self.token_budget - sum(count for _, count in shares), 1)
-        for sequence in prompts:
-            count = min(sequence.pending, budget)
+        prompts = [sequence for sequence in prompts if sequence.lease]
+        goals = [min(sequence.pending, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
+                 for sequence in prompts]
+        counts = share(self.stall.limit(budget) if shares else budget, [s.pending for s in prompts], goals)
+        for sequence, count in zip(prompts, counts, strict=True):
             if count and sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
-                budget -= count
         shares.sort(key=_order)
         return Plan(tuple(self._row(sequence, count) for sequence, count in shares)), [s for s, _ in shares]
+
+    def pause(self, sequence: Sequence) -> None:
+        """Have a sequence neither run nor wait until `resume`. It owns nothing meanwhile; what it has read is kept like
+        any other prefix."""
+        if sequence in self.paused:
+            return
+        self._forget_origin(sequence)
+        if sequence.lease is None:
+            self.waiting.remove(sequence)
+        else:
+            self._yield(sequence)
+        sequence.fetch = sequence.hold = None
+        self.paused.append(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Have a paused sequence wait again, before those that came after it."""
+        if sequence not in self.paused:
+            return
+        self.paused.remove(sequence)
+        place = next((i for i, other in enumerate(self.waiting) if other.arrived > sequence.arrived), len(self.waiting))
+        self.waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
         """Take a sequence out, wherever it is, and give back what it owns. keep: its state is good for others."""
         self._forget_origin(sequence)
         if sequence.lease is None:
-            self.waiting.remove(sequence)
+            (self.paused if sequence in self.paused else self.waiting).remove(sequence)
             return
         self.running.remove(sequence)
         self.cache.release(sequence.lease, keep)
         sequence.lease = None
 
-    def _admit(self) -> None:
-        """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading."""
-        held: list[Sequence] = []
-        while self.waiting and len(self.running) < self.max_batch:
+    def _admit(self) -> dict[Sequence, int]:
+        """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.
+        Returns which running sequences are waited for, and the nearest position of each that is."""
+        held, awaited, looks, fetches = list[Sequence](), dict[Sequence, int](), 0, 0
+        while (self.waiting and len(self.running) < self.max_batch
+               and looks < _LOOKS and fetches < _FETCHES and len(held) < _SCAN):
             sequence = self.waiting.popleft()
-            if self._await_prefix(sequence) or self._await_fetch(sequence):
-                held.append(sequence)
-                if sum(other.fetch is not None for other in held) == _FETCHES:
-                    break
-                continue
-            sequence.lease = self._lease(sequence)
-            if sequence.lease is None:
-                self.waiting.appendleft(sequence)
-                break
-            self.running.append(sequence)
+            if not sequence.held:
+                looks += 1
+                if not self._await_prefix(sequence) and not self._await_fetch(sequence):
+                    sequence.lease = self._lease(sequence)
+                    if sequence.lease is None:
+                        self.waiting.appendleft(sequence)
+                        break
+                    self.running.append(sequence)
+                    looks -= 1
+                    continue
+            held.append(sequence)
+            fetches += sequence.fetch is not None
+            if sequence.hold:
+                position, other = sequence.hold
+                awaited[other] = min(position, awaited.get(other, position))
         self.waiting.extendleft(reversed(held))
         if held and not self.running and held[0].fetch:
             held[0].fetch.wait(_PATIENCE)
+        return awaited
 
     def _await_fetch(self, sequence: Sequence) -> bool:
         """Whether a tier is still bringing more of this sequence's prompt than the tree knows."""
@@ -151,19 +188,31 @@ class Scheduler:
         return known
 
     def _await_prefix(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is reading a prefix of this one, and will keep a state at its end."""
+        """Have a sequence wait for one that is reading a prefix of it, if that pays; then that one will keep a state at
+        the end of it."""
+        sequence.hold = None
         if not self.cache.reuse or sequence.origin:
             return False
-        for other in self.running:
-            if not other.reading:
-                continue
-            known = self._known(sequence)
-            common = common_length(sequence.tokens, other.tokens)
-            if common >= known + _WORTH_WAITING and other.done < common and common not in other.wanted:
-                other.wanted = tuple(sorted({*other.wanted, min(common, len(sequence.tokens) - 1)}))
-            if any(known + PAGE < position <= common for position in other.wanted if position > other.started):
-                return True
-        return False
+        reading = [other for other in self.running if other.reading]
+        others, found, passed = sum(other.pending for other in reading), list[tuple[int, Sequence]](), (0, sequence)
+        for other in reading:
+            common = _common(sequence, other)
+            passed = max(passed, (_passed(other, common), other), key=_position)
+            # a state less than a page after another one is not worth its slot
+            position = max((wanted for wanted in other.wanted if common - PAGE < wanted <= common), default=common)
+            known = max(self._known(sequence), passed[0])
+            meeting = Meeting(len(sequence.tokens) - known, position - known, position - other.done, others,
+                              len(reading) == 1)
+            if meeting.away > 0 and meeting.pays(self.token_budget):
+                found.append((position, other))
+        if found:
+            position, other = max(found, key=_position)
+            other.wanted = tuple(sorted({*other.wanted, position}))
+            sequence.hold = position, other
+        elif passed[0] > self._known(sequence) + PAGE and passed[1].lease:
+            # otherwise it enters the tree once its reader has drawn a sound token
+            self.cache.keep_sound(passed[1].lease)
+        return sequence.hold is not None
 
     def _lease(self, sequence: Sequence) -> Lease | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
@@ -175,14 +224,15 @@ class Scheduler:
             if lease is None and self.running:
                 return None
             self._forget_origin(sequence)
-            sequence.cached = lease.done if lease else 0
         if lease is None:
             diverged = self.cache.tree.diverged(sequence.tokens) if log.isEnabledFor(logging.DEBUG) else 0
             lease = self.cache.admit(sequence.tokens, room, sequence.fetch or NOTHING)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
+            origin = None
         if lease is not None:
             sequence.start(lease)
+            sequence.logits = origin.checkpoint.logits if origin else sequence.logits
         return lease
 
     def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:
@@ -208,12 +258,19 @@ class Scheduler:
         return origin is not None
 
     def _preempt(self, sequence: Sequence) -> None:
-        assert sequence.lease is not None
-        self.running.remove(sequence)
-        self.cache.release(sequence.lease, keep=sequence.generated > 0)
-        sequence.lease, sequence.drafts = None, ()  # guesses need the replay ring that they were made for
+        self._yield(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
+
+    def _yield(self, sequence: Sequence) -> None:
+        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again."""
+        lease = sequence.lease
+        assert lease is not None
+        sound = sequence.generated > 0 or self.cache.keep_sound(lease)
+        self.running.remove(sequence)
+        self.cache.release(lease, keep=sound)
+        # guesses need the replay ring that they were made for
+        sequence.lease, sequence.drafts, sequence.logits = None, (), None
 
     def _row(self, sequence: Sequence, count: int) -> Row:
         lease = sequence.lease
@@ -242,6 +299,22 @@ def _reuse(tokens: int, diverged: int, lease: Lease) -> str:
     if diverged <= lease.done:
         return f"{resumed} of {tokens:,} tokens" if lease.done else f"{tokens:,} tokens, none known"
     return f"diverged at token {diverged:,} of {tokens:,}; {resumed}"
+
+
+def _common(sequence: Sequence, other: Sequence) -> int:
+    """The last position of another sequence's prompt whose state this one could begin with."""
+    common = common_length(sequence.keys, other.keys) // 8
+    return common if common == len(other.request.prompt) else min(common, len(sequence.tokens) - 1)
+
+
+def _passed(sequence: Sequence, common: int) -> int:
+    """The last position up to there whose state a sequence has left while it reads."""
+    assert sequence.lease is not None
+    return max((position for position in sequence.lease.emitting if position <= common), default=0)
+
+
+def _position(place: tuple[int, Sequence]) -> int:
+    return place[0]
 
 
 def _order(share: tuple[Sequence, int]) -> tuple[bool, int]:

@@ -16,7 +16,7 @@ from deltic.types import PAGE, Finish, Guide, Matcher, Request, SamplingParams, 
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """The end of a prompt that several choices continue. `waiting` choices have not forked it yet."""
+    """The end of a prompt, with its logits, that several choices continue. `waiting` choices have not forked it yet."""
 
     checkpoint: Checkpoint
     waiting: int
@@ -26,15 +26,18 @@ class Origin:
 class Sequence:
     """One choice of one request.
 
-    tokens: prompt and answer; those after `lease.done` are still to be processed. lease: None while waiting.
+    tokens: prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are the
+    request's own prompt, of which many that wait need no copies. keys: the prompt as bytes, 8 a token, which are
+    quickly compared. lease: None while waiting.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
-    goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. origin: where to fork
+    goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. penalties: what the
+    sampler knows of them. origin: where to fork
     from instead of processing the prompt. boundaries: where following prompts are expected to part. wanted: prompt
-    positions whose state is worth keeping. fetch: what the tiers bring for it. known: tokens that the tree knows of it,
-    and as of which of the tree's changes. started: where its lease began. arrived, admitted: when it came and when it
-    first got a lease, in seconds of time.perf_counter. logits [V]: those of the prompt's end, if known. drafts: guesses
-    of the tokens that come next, to be verified in the next step. drafted, accepted: guesses so far, and those of them
-    that were right. acceptance: what is known of them.
+    positions whose state is worth keeping. hold: up to which position it waits for another one to read.
+    fetch: what the tiers bring for it. known: tokens that the tree knows of it, and as of which of the tree's changes.
+    arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those of
+    the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step. drafted,
+    accepted: guesses so far, and those of them that were right. acceptance: what is known of them.
     """
 
     request: Request
@@ -43,7 +46,8 @@ class Sequence:
     seed: int
     eos: frozenset[int]
     limit: int
-    tokens: list[int]
+    tokens: list[int] | tuple[int, ...]
+    keys: bytes
     matcher: Matcher | None = None
     guide: Guide | None = None
     repeats: Repeats | None = None
@@ -51,14 +55,15 @@ class Sequence:
     origin: Origin | None = None
     boundaries: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
+    hold: tuple[int, Sequence] | None = None
     fetch: Fetch | None = None
     known: tuple[int, int] = (0, -1)
     logits: Any = None
     cached: int = 0
-    started: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     counts: Counter[int] = field(default_factory=Counter)
+    penalties: Any = None
     finish: Finish | None = None
     drafts: tuple[int, ...] = ()
     drafted: int = 0
@@ -93,6 +98,14 @@ class Sequence:
         return self.lease is not None and not self.generated and self.pending > 0
 
     @property
+    def held(self) -> bool:
+        """Whether what it waits for is still being read."""
+        if self.hold is None:
+            return False
+        position, other = self.hold
+        return other.lease is not None and other.lease.done < position
+
+    @property
     def answering(self) -> bool:
         """Whether the next step would do nothing but choose the next token, so that guesses of more are welcome."""
         return self.lease is not None and self.generated > 0 and self.pending == 1 and self.logits is None
@@ -104,9 +117,10 @@ class Sequence:
 
     def start(self, lease: Lease) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
-        self.lease, self.started, self.fetch = lease, lease.done, None
-        self.admitted = self.admitted or time.perf_counter()
-        if not self.generated:
+        self.lease, self.fetch, self.hold = lease, None, None
+        self.tokens = self.tokens if isinstance(self.tokens, list) else list(self.tokens)
+        if self.admitted is None:  # later it may find what it has read itself
+            self.admitted = time.perf_counter()
             self.cached = lease.done
         self.logits = lease.logits if lease.done == len(self.tokens) else None
         lease.expected.update(self.boundaries)
@@ -117,6 +131,7 @@ class Sequence:
 
     def append(self, token: int) -> Finish | None:
         """Take the token that was chosen; returns why the answer ends with it, if it does."""
+        assert isinstance(self.tokens, list), "a token for a sequence that never ran"
         self.tokens.append(token)
         self.counts[token] += 1
         matched = self.matcher.push(token) if self.matcher else False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from operator import index
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,18 @@ from deltic.ops.records import Batch
 from deltic.types import MAX_DRAFTS, Draft
 
 _FLAT = 1e-6
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def _alone(method: Callable[Concatenate[Session, Given], Result]) -> Callable[Concatenate[Session, Given], Result]:
+    """The method, for one thread at a time."""
+    @wraps(method)
+    def locked(self: Session, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with self._lock:
+            return method(self, *args, **kwargs)
+    return locked
 
 
 class Session:
@@ -37,6 +51,9 @@ class Session:
         guesses = session.draft(7, 2)            # by the model's draft head, if it has one: what may follow 7
         logits = session.verify([7, *guesses])   # float32 [3, vocabulary]; the session stays where it is
         session.accept(2)                        # 7 and the first guess are in the state now, the second never was
+
+    A session has a model, a cache and a state of its own. Any thread may call it, and calls wait for each other; whose
+    tokens come first is for the callers to say.
     """
 
     def __init__(self, model: str | RandomModel | None = None, dtype: str = "float32", *,
@@ -52,6 +69,7 @@ class Session:
         self._lease: Lease = lease
         self._scratch: Lease = scratch
         self._verified: Row | None = None
+        self._lock = threading.RLock()
 
     @property
     def position(self) -> int:
@@ -67,27 +85,30 @@ class Session:
     def vocab_size(self) -> int:
         return self.runtime.config.vocab_size
 
+    @_alone
     def prefill(self, tokens: Sequence[int], all_logits: bool = False) -> Tensor:
         """Append tokens; returns the float32 logits of the last one [V], or of every one [n, V]."""
         logits = self._feed(tokens, all_logits)
         return logits if all_logits else logits[-1]
 
+    @_alone
     def step(self, token: int) -> Tensor:
         """Append one token; returns its float32 logits [V]."""
         return self._feed([token], False)[-1]
 
+    @_alone
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens whose logits nobody wants."""
         self._feed(tokens, False)
 
+    @_alone
     @torch.inference_mode()
     def draft(self, token: int, count: int) -> list[int]:
         """What the model's draft head thinks most likely to follow the next token; the session stays where it is."""
         token, head, cache, lease = *self._checked([token]), self.runtime.head, self.runtime.cache, self._lease
         if head is None:
             raise RequestError("this model has no draft head, or was loaded with speculate='off'", "speculate")
-        if not 1 <= count <= MAX_DRAFTS:
-            raise RequestError(f"count must be from 1 to {MAX_DRAFTS}, not {count}", "count")
+        count = _checked_count(count, 1, MAX_DRAFTS)
         if cache.reserve(lease, count) < count:
             raise RequestError("no pages are left: drop checkpoints, or raise memory")
         guesses, hidden = [token], None
@@ -97,6 +118,7 @@ class Session:
             guesses.append(int(logits.argmax()))
         return guesses[1:]
 
+    @_alone
     def verify(self, tokens: Sequence[int]) -> Tensor:
         """The logits [n, V] that each of these tokens would leave, without appending them: see `accept`. At most 13
         tokens."""
@@ -119,18 +141,19 @@ class Session:
         self._verified = row
         return logits
 
+    @_alone
     def accept(self, count: int) -> None:
         """Append the first `count` tokens of the last `verify`, at once after it; 0 forgets them all."""
         row, self._verified = self._verified, None
         if row is None:
             raise RequestError("there is nothing to accept: call verify right before", "count")
-        if not 0 <= count <= len(row.tokens):
-            raise RequestError(f"count must be from 0 to {len(row.tokens)}, not {count}", "count")
+        count = _checked_count(count, 0, len(row.tokens))
         cache, lease = self.runtime.cache, self._lease
         cache.commit(lease, row.tokens[:count], base_after(row))
         if self.runtime.head and count:
             self.runtime.head.settle(lease.slot, count - 1)
 
+    @_alone
     def checkpoint(self) -> Checkpoint:
         """Keep the present position; RequestError when no more can be kept."""
         kept = self.runtime.cache.checkpoint(self._lease)
@@ -138,13 +161,16 @@ class Session:
             raise RequestError("no room for another checkpoint: drop one, or raise max_batch or memory")
         return kept
 
+    @_alone
     def restore(self, checkpoint: Checkpoint | None) -> None:
         """Return to a checkpoint, as often as wanted; None is the start."""
-        self._check_checkpoint(checkpoint)
+        if checkpoint is not None:
+            self._check_checkpoint(checkpoint)
         self._verified = None
         if not self.runtime.cache.restore(self._lease, checkpoint):
             raise RequestError("no page is free to return to the checkpoint: drop one, or raise memory")
 
+    @_alone
     def drop(self, checkpoint: Checkpoint) -> None:
         """Give a checkpoint's memory back."""
         self._check_checkpoint(checkpoint)
@@ -175,8 +201,10 @@ class Session:
     def _batch(self, row: Row, all_logits: bool = False) -> Batch:
         return build(Plan((row,)), self.runtime.cache.storage.device, all_logits, self.runtime.head is not None)
 
-    def _check_checkpoint(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is not None and not self.runtime.cache.owns(checkpoint):
+    def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise RequestError(f"{show(checkpoint)} is no checkpoint: give what checkpoint() returned", "checkpoint")
+        if not self.runtime.cache.owns(checkpoint):
             raise RequestError("this checkpoint was dropped, or belongs to another session", "checkpoint")
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
@@ -194,6 +222,16 @@ class Session:
             raise RequestError(f"{self.position} + {len(tokens)} tokens exceed the context of {self.max_context}: "
                                "reset, or raise max_context", "tokens")
         return tokens
+
+
+def _checked_count(count: int, low: int, high: int) -> int:
+    try:
+        found = index(count)
+    except TypeError as error:
+        raise RequestError(f"count must be an integer, not {show(count)}", "count") from error
+    if not low <= found <= high:
+        raise RequestError(f"count must be from {low} to {high}, not {found}", "count")
+    return found
 
 
 def _check_health(logits: Tensor) -> None:

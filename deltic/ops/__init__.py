@@ -64,7 +64,8 @@ class Ops:
     step(ops, stack, stores) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens` and, with
         `layout.hidden`, the hidden states of all its tokens after the final norm [T, H] float32 (else None), which does
         all that these ops would do for it; None where they have to be called one by one, because some of them are of
-        another backend, for instance. Takes pointers once, so the weights and the stores must stay where they are.
+        another backend, for instance. Takes pointers once, so the weights and the stores must stay where they are. The
+        function too may give None, for a batch that it does not serve, and has then done nothing.
     head_step(ops, weights, stores, slots [S, H] float32) -> a draft head's `HeadStep`; None where it has to be put
         together from these ops. slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
     copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each,
@@ -85,20 +86,24 @@ class Ops:
     copy_slots: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
     copy_pages: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
     head_step: Callable[[Ops, HeadWeights, Stores, Tensor], HeadStep | None]
-    step: Callable[[Ops, Stack, Stores], Callable[[Batch], tuple[Tensor, Tensor | None]] | None]
+    step: Callable[[Ops, Stack, Stores], Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None]
 
 
-def backends() -> dict[str, Ops]:
-    """Every backend, by name; `cpu`, the fastest on one, is `torch` where its kernels were not compiled."""
-    from deltic.ops import cpu, ref, torch
+def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
+    """Every backend, by name; `cpu`, the fastest on one, is `torch` where its kernels were not compiled.
 
-    return {"ref": ref.OPS, "torch": torch.OPS, "cpu": cpu.overlay()}
+    level, threads: the instructions that the CPU's kernels use, and on how many threads of their own.
+    """
+    from deltic.ops import cpu, cuda, ref, torch
+
+    return {"ref": ref.OPS, "torch": torch.OPS, "cpu": cpu.overlay(level, threads), "cuda": cuda.overlay()}
 
 
-def select(overrides: tuple[str, ...] = (), device: str = "cpu") -> Ops:
-    """The best backend for a device with single ops replaced: `attention_mixer=ref`, or all of them: `ref`."""
-    known = backends()
-    ops = known["cpu" if device == "cpu" else "torch"]
+def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "auto", threads: int = 1) -> Ops:
+    """The best backend for a device with single ops replaced: `attention_mixer=ref`, or all of them: `ref`. Level and
+    threads belong to these ops alone, whatever others there are in the process."""
+    known = backends(level, threads)
+    ops = known["cpu" if device == "cpu" else "cuda"]
     names = {f.name for f in fields(Ops)}
     for override in overrides:
         op, _, backend = override.rpartition("=")

@@ -52,6 +52,17 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Padded:
+    """The integers of a step that only decodes, filled up to the shape of a bucket: steps of one bucket differ in
+    nothing but these numbers. numbers: int64, on the device, laid out as `engine.batch` says; what is beyond the real
+    rows repeats the last one, which does no harm, as it writes the same. rows, pages: of the bucket."""
+
+    numbers: Tensor
+    rows: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Device tensors of one step; all integers int64 unless said otherwise.
 
@@ -74,6 +85,8 @@ class Batch:
     logit_tokens [L]: batch indices of the tokens whose logits are wanted, ascending.
     span: the slots of the leading single-token rows when they are consecutive and read and written in place, as
         (first, end), so that a backend may take a view; None otherwise.
+    count [1]: how many rows are real, where the others only fill a bucket up; None: all.
+    padded: the same step in the shape of a bucket; None where it has no bucket.
     memo: what a backend derives from this batch once and uses in every layer.
     """
 
@@ -94,6 +107,8 @@ class Batch:
     emit_slot: Tensor
     logit_tokens: Tensor
     span: tuple[int, int] | None = None
+    count: Tensor | None = None
+    padded: Padded | None = None
     memo: dict[str, Any] = field(default_factory=dict)
 
 
@@ -309,17 +324,29 @@ class HeadStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """Changes of all logits of one row, as in `Adjust`: repetition [V], offset [V] float32; None: 1, or 0, everywhere.
+    Borrowed for the call."""
+
+    row: int
+    repetition: Tensor | None
+    offset: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Adjust:
-    """Sparse changes of logits, N entries with distinct (row, token), in this order: repetition, then offset.
+    """Changes of logits: single ones, N with distinct (row, token), and of whole rows. First repetition, then offset.
 
     row, token [N] int64. repetition [N] float32: positive logits are divided, others multiplied by it.
     offset [N] float32: added afterwards (penalties and bias; -inf forbids the token).
+    tables: at most one for each row; what is said of a single token counts instead.
     """
 
     row: Tensor
     token: Tensor
     repetition: Tensor
     offset: Tensor
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +372,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens [L] int64. healthy [L] bool: the raw logits are finite and not all equal. With log-probabilities
-    (of the raw logits): logprobs [L], top_tokens [L, n], top_logprobs [L, n] float32."""
+    """tokens [L] int64. healthy [L] bool: the raw logits are finite and not all equal. possible [L] bool: some token is
+    not forbidden; of healthy rows. With log-probabilities (of the raw logits): logprobs [L], top_tokens [L, n],
+    top_logprobs [L, n] float32."""
 
     tokens: Tensor
     healthy: Tensor
+    possible: Tensor
     logprobs: Tensor | None = None
     top_tokens: Tensor | None = None
     top_logprobs: Tensor | None = None

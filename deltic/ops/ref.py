@@ -522,14 +522,15 @@ def is_healthy(logits: Tensor) -> bool:
 
 
 def apply_adjust(logits: Tensor, adjust: Adjust | None) -> Tensor:
-    """logits [L, V] -> a copy with each entry's repetition penalty, then its offset, in the logits' dtype."""
+    """logits [L, V] -> a copy after the repetition penalties, then the offsets, in the logits' dtype."""
     result = logits.clone()
     if adjust is None:
         return result
-    entries = zip(adjust.row, adjust.token, adjust.repetition, adjust.offset, strict=True)
-    for row, token, repetition, offset in entries:
-        value = result[row, token]
-        result[row, token] = (value / repetition if value > 0 else value * repetition) + offset
+    tables = [(table.row, slice(None), table.repetition, table.offset) for table in adjust.tables]
+    single = zip(adjust.row, adjust.token, adjust.repetition, adjust.offset, strict=True)
+    for row, place, repetition, offset in (*tables, *single):
+        old, factor = logits[row, place], 1.0 if repetition is None else repetition
+        result[row, place] = torch.where(old > 0, old / factor, old * factor) + (0.0 if offset is None else offset)
     return result
 
 
@@ -572,11 +573,12 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     adjusted = apply_adjust(logits, sampling.adjust)
     drawn = [draw(adjusted[row], sampling, row) for row in range(len(logits))]
     tokens = torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+    possible = (adjusted > -torch.inf).any(-1)
     if sampling.top_logprobs is None:
-        return Sampled(tokens, healthy)
+        return Sampled(tokens, healthy, possible)
     chances = torch.log_softmax(logits.to(torch.float64), dim=-1).to(torch.float32)
-    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : sampling.top_logprobs]
-    return Sampled(tokens, healthy, chances.gather(1, tokens[:, None])[:, 0], order, chances.gather(1, order))
+    order = torch.stack([ranked(row)[:sampling.top_logprobs] for row in logits])
+    return Sampled(tokens, healthy, possible, chances.gather(1, tokens[:, None])[:, 0], order, chances.gather(1, order))
 
 
 # Copies

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypedDict, Unpack
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
 from deltic.server import openai
-from deltic.server.bridge import STUCK_AFTER, Bridge
+from deltic.server.body import Intake
+from deltic.server.bridge import STUCK_AFTER, Bridge, Room
 from deltic.server.desk import Desk, public_name
 from deltic.server.listen import Server, listen, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
-from deltic.server.wire import MAX_BODY, Problem, ProblemError, json_response, problem_of
+from deltic.server.wire import Problem, ProblemError, json_response, problem_of
 
 __all__ = ["AppOptions", "create_app", "listen", "serve"]
 
@@ -32,31 +36,48 @@ class AppOptions(TypedDict, total=False):
     api_key: str | None
     cors_origins: Sequence[str]
     stuck_after: float
-    max_body: int
 
 
 def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None = None,
-               cors_origins: Sequence[str] = (), stuck_after: float = STUCK_AFTER, max_body: int = MAX_BODY) -> FastAPI:
-    """An ASGI application that serves a model; the engine runs from its startup to its shutdown.
+               cors_origins: Sequence[str] = (), stuck_after: float = STUCK_AFTER) -> FastAPI:
+    """An ASGI application that serves a model within its options' limits; the process may use it at the same time.
+    Limits of connections are kept by `serve`, not here.
 
     served_name: the model's name for clients. api_key: what clients must send, if anything. cors_origins: web
     pages that may use the server ("*": all). stuck_after: seconds without progress that make /health fail.
-    max_body: the largest request in bytes.
     """
-    bridge = Bridge(llm.engine, stuck_after)
-    desk = Desk(llm, bridge, served_name or public_name(llm), max_body)
-    app = FastAPI(title="deltic", lifespan=_lifespan(bridge), docs_url=None, redoc_url=None, openapi_url=None,
+    limits, memory = llm.runtime.options.limits, ThreadPoolExecutor(1, "deltic-memory")
+    room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
+    bridge = Bridge(llm.worker, room, stuck_after)
+    desk = Desk(llm, bridge, served_name or public_name(llm), Intake(limits), memory)
+    app = FastAPI(title="deltic", lifespan=_lifespan(bridge, memory), docs_url=None, redoc_url=None, openapi_url=None,
                   redirect_slashes=False)
-    app.state.bridge = bridge
+    app.state.bridge, app.state.intake = bridge, desk.intake
     locks = [Depends(_key_check(api_key))] if api_key else []
     app.include_router(openai.routes(desk), dependencies=locks)
     app.add_api_route("/metrics", _metrics(desk), methods=["GET", "HEAD"], response_model=None, dependencies=locks)
     app.add_api_route("/health", _health(bridge), methods=["GET", "HEAD"], response_model=None)
     for kind in (ProblemError, HTTPException):
         app.add_exception_handler(kind, _on_error)
+    app.add_middleware(_OneLength)
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+class _OneLength:
+    """Refuses requests that say in two ways where they end: a proxy before the server may have believed the other."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if names.issuperset({b"content-length", b"transfer-encoding"}):
+            problem = Problem(400, "the request has both Content-Length and Transfer-Encoding: send one of them")
+            await openai.error_response(problem, {"connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def _say(line: str) -> None:
@@ -77,13 +98,13 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/health, {url}/metrics. Context of {llm.engine.max_context:,} "
              "tokens. Ctrl-C ends.")
     try:
-        Server(app, app.state.bridge, grace, lambda: on_ready(ready)).run_on(listener)
+        Server(app, app.state.bridge, grace, lambda: on_ready(ready), llm.runtime.options.limits).run_on(listener)
     finally:
         listener.close()
-        llm.engine.close()
+        llm.close()
 
 
-def _lifespan(bridge: Bridge) -> Callable[[FastAPI], Any]:
+def _lifespan(bridge: Bridge, memory: Executor) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         bridge.start()
@@ -91,6 +112,7 @@ def _lifespan(bridge: Bridge) -> Callable[[FastAPI], Any]:
             yield
         finally:
             await bridge.stop()
+            await asyncio.to_thread(memory.shutdown)
     return lifespan
 
 
@@ -110,11 +132,14 @@ def _metrics(desk: Desk) -> Callable[[], Awaitable[Response]]:
 
 
 def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
-    expected = f"Bearer {api_key}".encode()
+    # beyond ASCII most clients send UTF-8, some Latin-1; a key from the environment may be neither
+    expected = [f"Bearer {api_key}".encode("utf-8", "surrogateescape")]
+    with suppress(UnicodeEncodeError):
+        expected.append(f"Bearer {api_key}".encode("latin-1"))
 
     async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, expected):
+        given = next((value for name, value in request.headers.raw if name == b"authorization"), b"")
+        if True not in [hmac.compare_digest(given, key) for key in expected]:  # of all, to take the same time
             raise ProblemError(Problem(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY",
                                        code="invalid_api_key"))
     return check

@@ -1,10 +1,7 @@
-"""The engine beside the event loop: one thread, one queue each way.
+"""The engine's worker for one event loop: requests go to its inbox, the events of a step come back in one call.
 
-    event loop                                    engine's thread (worker)
-    submit, abort  -- inbox ------------------->  between two steps: add, abort
-    Ticket         <- call_soon_threadsafe -----  the events of a step, in one call
-
-The engine belongs to the thread, tickets belong to the loop; nothing else is shared.
+The engine belongs to the worker's thread, tickets belong to the loop; nothing else is shared. Others may use the worker
+at the same time, and it outlives the bridge.
 """
 
 from __future__ import annotations
@@ -16,20 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from deltic.engine.engine import Engine
-from deltic.errors import DelticError
+from deltic.engine.worker import Worker
+from deltic.errors import BusyError, UnavailableError
 from deltic.server.ticket import Ticket
-from deltic.server.worker import Worker
 from deltic.types import Request, TokenOut
 
 log = logging.getLogger("deltic")
 
 STUCK_AFTER = 60.0
 """Seconds without a finished step after which the engine counts as stuck: the first big step may well be slow."""
-
-
-class UnavailableError(DelticError):
-    """The engine takes no requests: it is stopping, or has broken down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +32,61 @@ class Health:
     requests: int
 
 
-class Bridge:
-    """Runs an engine in a thread of its own. Its methods are for the event loop that called `start`."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """answers: how many run at once. waiting: how many more may wait. tokens: of the prompts of both. unread: events of
+    a ticket that may wait for its reader."""
 
-    def __init__(self, engine: Engine, stuck_after: float = STUCK_AFTER) -> None:
-        self._worker, self._stuck_after = Worker(engine, self), stuck_after
+    answers: int
+    waiting: int
+    tokens: int
+    unread: int
+
+
+class Bridge:
+    """Brings a worker's events to an event loop. Its methods are for the loop that called `start`."""
+
+    def __init__(self, worker: Worker, room: Room, stuck_after: float = STUCK_AFTER) -> None:
+        self._worker, self._room, self._stuck_after = worker, room, stuck_after
         self._tickets: dict[str, Ticket] = {}
         self._closed: str | None = "the engine has not been started"
         self._empty = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread."""
+        """Take requests."""
         self._loop, self._closed = asyncio.get_running_loop(), None
         self._worker.start()
 
     async def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one."""
-        if self._closed:
-            raise UnavailableError(self._closed)
-        ticket = Ticket(requests, self._withdraw)
+        """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
+        if too many answers wait already."""
+        self.check_room(sum(request.sampling.n for request in requests),
+                        sum(len(request.prompt) for request in requests))
+        ticket = Ticket(requests, self, self._room.unread)
         self._tickets |= dict.fromkeys(ticket.requests, ticket)
-        self._worker.ask(partial(self._worker.add, requests, partial(self._post, ticket.admit)))
+        self._worker.submit(requests, self, partial(self._post, ticket.admit))
         try:
             await ticket.admitted
         except BaseException:
             ticket.close()
             raise
         return ticket
+
+    def check_room(self, answers: int = 1, prompt_tokens: int = 1) -> None:
+        """BusyError if there is no room for so much more, UnavailableError if there is for nothing. A request for more
+        than there may be at all is taken if nothing else is there."""
+        if self._closed:
+            raise UnavailableError(self._closed)
+        tickets = set(self._tickets.values())
+        live = sum(ticket.answers for ticket in tickets)
+        if live and live + answers > self._room.answers + self._room.waiting:
+            raise BusyError(f"{live} answers run or wait, and at most {self._room.waiting} may wait (max_waiting): try "
+                            "again later")
+        tokens = sum(ticket.prompt_tokens for ticket in tickets)
+        if tokens and tokens + prompt_tokens > self._room.tokens:
+            raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
+                            "together (max_live_tokens): try again later")
 
     def health(self) -> Health:
         """How the engine is now; cheap."""
@@ -85,16 +104,32 @@ class Bridge:
         self._fail_all()
 
     async def stop(self, grace: float = 0.0, patience: float = 5.0) -> None:
-        """Drain, and end the thread; one that is stuck is left behind after `patience` seconds."""
+        """Drain, and wait until the engine has dropped what was running; `patience` seconds for one that is stuck."""
         await self.drain(grace)
-        if not await asyncio.to_thread(self._worker.stop, patience):
-            log.error("the engine's thread is stuck and is left behind")
+        dropped = asyncio.Event()
+        self._worker.ask(partial(self._post, dropped.set), lambda _: self._post(dropped.set))
+        try:
+            await asyncio.wait_for(dropped.wait(), patience)
+        except TimeoutError:
+            log.error("the engine is stuck and is left behind")
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """A reader wants no more."""
+        if ticket.open:
+            self._worker.abort(ticket.requests)
+            self._forget(ticket)
+
+    def hold(self, ticket: Ticket, held: bool) -> None:
+        """A reader has fallen behind, or has caught up."""
+        engine = self._worker.engine
+        for request in ticket.requests:
+            self._worker.ask(partial(engine.pause if held else engine.resume, request))
 
     def on_events(self, events: list[TokenOut]) -> None:
         """The worker has news."""
         self._post(self._deliver, events)
 
-    def on_end(self) -> None:
+    def on_end(self, error: UnavailableError) -> None:
         """The worker has ended."""
         self._post(self._close)
 
@@ -112,11 +147,6 @@ class Bridge:
                 ticket.take(event)
                 if not ticket.open:
                     self._forget(ticket)
-
-    def _withdraw(self, ticket: Ticket) -> None:
-        if ticket.open:
-            self._worker.ask(partial(self._worker.abort, ticket.requests))
-            self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
         for request in ticket.requests:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from deltic.errors import DelticError
+from deltic.errors import GenerationError
 from deltic.server.bridge import Bridge
 from deltic.server.ticket import Ticket
 from deltic.text.deltas import Answer, Delta, join, merge
-from deltic.text.front import Job, Remember
+from deltic.text.front import Job
 from deltic.text.stream import Router
 from deltic.types import Finish, TokenLogprobs, TokenOut, Usage
 
 Score = tuple[int, TokenLogprobs]
 """A token of an answer and its probabilities."""
-
-
-class GenerationError(DelticError):
-    """The engine gave up on an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,11 @@ class Whole:
 
 @dataclass(slots=True)
 class _Growing:
-    """One choice while it grows. remember: as in Job."""
+    """One choice while it grows."""
 
     choice: int
     router: Router
     silent: frozenset[int]
-    remember: Remember | None = None
     tokens: list[int] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
@@ -65,8 +63,6 @@ class _Growing:
                 self.scores.append((event.token, event.logprobs))
         if event.finish:
             self.deltas += self.router.finish()
-            if self.remember:
-                self.remember(self.tokens, event.finish)
 
     def take_out(self) -> Piece:
         piece = Piece(self.choice, tuple(merge(self.deltas)), tuple(self.scores), self.finish)
@@ -77,26 +73,26 @@ class _Growing:
 class Run:
     """Some jobs as one answer, with their choices numbered through: those of the first job, of the second ...
 
-    `usage` is complete when `pieces` is exhausted. Close it when it is not wanted any more.
+    `usage` is complete when `pieces` is exhausted. size: tokens that have come, and probabilities of tokens. Close it
+    when it is not wanted any more.
     """
 
-    def __init__(self, ticket: Ticket, jobs: Sequence[Job]) -> None:
-        self._ticket = ticket
-        self._choices: dict[tuple[str, int], _Growing] = {}
-        for job in jobs:
-            for choice in range(job.request.sampling.n):
-                self._choices[job.request.id, choice] = _Growing(
-                    len(self._choices), job.router.copy(), frozenset(job.request.sampling.stop_token_ids),
-                    job.remember)
-        self.usage = Usage(0, 0, 0)
+    def __init__(self, ticket: Ticket, jobs: Sequence[Job], memory: Executor) -> None:
+        """memory: where answers are remembered, one after another: that takes its time."""
+        self._ticket, self._memory = ticket, memory
+        firsts = accumulate((job.request.sampling.n for job in jobs), initial=0)
+        self._jobs = {job.request.id: (first, job) for first, job in zip(firsts, jobs, strict=False)}
+        self._growing: dict[int, _Growing] = {}
+        self.usage, self.size = Usage(0, 0, 0), 0
 
     @classmethod
-    async def start(cls, bridge: Bridge, jobs: Sequence[Job]) -> Run:
-        """Hand the jobs to the engine; RequestError if it refuses one."""
-        return cls(await bridge.submit([job.request for job in jobs]), jobs)
+    async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: Executor) -> Run:
+        """Hand the jobs to the engine; RequestError if it refuses one, BusyError if there is no room for them."""
+        return cls(await bridge.submit([job.request for job in jobs]), jobs, memory)
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """All that has come, at most one piece per choice; nothing at all after a long silence.
+        """What comes, at most one piece per choice at a time; nothing at all after a long silence. The last piece of
+        a choice comes when the choice is remembered, so that the next prompt may build on it.
 
         GenerationError if the engine gives up.
         """
@@ -105,15 +101,17 @@ class Run:
             for event in events:
                 growing = self._take(event)
                 touched[growing.choice] = growing
+                if event.finish:
+                    await self._remember(event, growing)
             yield [growing.take_out() for growing in touched.values()]
 
-    async def whole(self) -> list[Whole]:
-        """All choices, when they are finished."""
+    async def parts(self) -> list[list[Piece]]:
+        """The pieces of all choices, when they are finished."""
         parts: dict[int, list[Piece]] = {}
         async for pieces in self.pieces():
             for piece in pieces:
                 parts.setdefault(piece.choice, []).append(piece)
-        return [_whole(parts[choice]) for choice in sorted(parts)]
+        return [parts[choice] for choice in sorted(parts)]
 
     def close(self) -> None:
         """Free what the engine holds for it."""
@@ -122,11 +120,26 @@ class Run:
     def _take(self, event: TokenOut) -> _Growing:
         if event.finish in ("error", "abort"):
             raise GenerationError(event.error or "the request was aborted")
-        growing = self._choices[event.request, event.choice]
+        growing = self._choice(event)
         growing.take(event)
+        self.size += 1 + (len(event.logprobs.top) if event.logprobs else 0)
         if event.usage:
             self._add_usage(event.usage, first=event.choice == 0)
         return growing
+
+    def _choice(self, event: TokenOut) -> _Growing:
+        """The event's choice, made when its first event comes and given up with its last: there may be many."""
+        first, job = self._jobs[event.request]
+        number = first + event.choice
+        if number not in self._growing:
+            hidden = frozenset(job.request.sampling.stop_token_ids)
+            self._growing[number] = _Growing(number, job.router.copy(), hidden)
+        return self._growing.pop(number) if event.finish else self._growing[number]
+
+    async def _remember(self, event: TokenOut, growing: _Growing) -> None:
+        remember = self._jobs[event.request][1].remember
+        if remember and event.finish:
+            await asyncio.get_running_loop().run_in_executor(self._memory, remember, growing.tokens, event.finish)
 
     def _add_usage(self, usage: Usage, first: bool) -> None:
         """The prompt counts once, however many choices continue it."""
@@ -137,7 +150,8 @@ class Run:
                            total.drafted_tokens + usage.drafted_tokens, total.accepted_tokens + usage.accepted_tokens)
 
 
-def _whole(pieces: Sequence[Piece]) -> Whole:
+def whole(pieces: Sequence[Piece]) -> Whole:
+    """A finished choice of all its pieces."""
     finish = pieces[-1].finish
     assert finish
     return Whole(pieces[0].choice, join(delta for piece in pieces for delta in piece.deltas),

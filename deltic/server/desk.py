@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -12,11 +12,13 @@ from typing import Protocol, TypeVar
 from fastapi import Request
 from pydantic import BaseModel
 
+from deltic.config import Limits
 from deltic.engine.llm import LLM
 from deltic.errors import RequestError, show
+from deltic.server.body import Intake
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
-from deltic.server.wire import Problem, ProblemError, parse, read_body, while_connected
+from deltic.server.wire import Problem, ProblemError, while_connected
 from deltic.text.front import Job, bare_job
 from deltic.types import SamplingParams
 
@@ -44,13 +46,20 @@ class NoWords:
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """One model behind HTTP. name: what clients see and ask for; they may also say `default`."""
+    """One model behind HTTP. name: what clients see and ask for; they may also say `default`. memory: one thread, in
+    which answers are remembered in their order."""
 
     llm: LLM
     bridge: Bridge
     name: str
-    max_body: int
+    intake: Intake
+    memory: Executor
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def limits(self) -> Limits:
+        """What one client may ask for."""
+        return self.llm.runtime.options.limits
 
     def check_model(self, model: str | None) -> None:
         """A problem with status 404 unless this model is meant."""
@@ -61,23 +70,26 @@ class Desk:
 
     async def read(self, request: Request, schema: type[Body],
                    prepare: Callable[[Body], Prepared]) -> tuple[Body, Prepared]:
-        """The body and what `prepare` makes of it, in a thread: big prompts take a while to parse and encode."""
-        raw = await read_body(request, self.max_body)
-
-        def work() -> tuple[Body, Prepared]:
-            body = parse(raw, schema)
-            return body, prepare(body)
-
-        return await asyncio.to_thread(work)
+        """The body and what `prepare` makes of it, in a thread; BusyError at once if no answer may wait any more."""
+        self.bridge.check_room()
+        return await self.intake.read(request, schema, prepare)
 
     async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str) -> Run:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from."""
         try:
-            return await while_connected(request.receive, Run.start(self.bridge, jobs))
+            return await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory))
         except RequestError as error:
             too_long = any(len(job.request.prompt) >= self.llm.engine.max_context for job in jobs)
             raise ProblemError(Problem(400, str(error), prompt_field if error.field == "prompt" else error.field,
                                        "context_length_exceeded" if too_long else None)) from error
+
+    def checked(self, job: Job, prompt_field: str) -> Job:
+        """The job, whose prompt may be so long; ProblemError if it may not."""
+        most, tokens = self.limits.max_prompt_tokens, len(job.request.prompt)
+        if most is not None and tokens > most:
+            raise ProblemError(Problem(400, f"the prompt has {tokens} tokens, and may have at most {most} "
+                                            "(max_prompt_tokens)", prompt_field, "context_length_exceeded"))
+        return job
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""

@@ -95,14 +95,26 @@ class ChatForm:
         return {"token": spelled.decode("utf-8", "replace"), "logprob": max(logprob, _LEAST), "bytes": list(spelled)}
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The texts of the prompts, each of which is put before so many choices."""
+
+    prompts: Sequence[str] = ()
+    choices: int = 1
+
+    def before(self, choice: int) -> str:
+        """What stands before a choice."""
+        return self.prompts[choice // self.choices] if self.prompts else ""
+
+
 class TextForm:
-    """Choices of /v1/completions. One per answer; `echoes` has the text to put before each choice."""
+    """Choices of /v1/completions. One per answer."""
 
     whole_kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, words: Words, scored: bool, echoes: Sequence[str] = ()) -> None:
-        self._words, self._scored = words, scored
-        self._echoes = dict(enumerate(echoes))
+    def __init__(self, words: Words, scored: bool, echo: Echo = Echo()) -> None:
+        self._words, self._scored, self._echo = words, scored, echo
+        self._begun: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
 
     def whole(self, whole: Whole) -> Json:
@@ -117,7 +129,10 @@ class TextForm:
         return [self._choice(piece.choice, text, piece.scores, piece.finish)]
 
     def _choice(self, choice: int, text: str, scores: Sequence[Score], finish: Finish | None) -> Json:
-        return {"index": choice, "text": self._echoes.pop(choice, "") + text,
+        if choice not in self._begun:
+            self._begun.add(choice)
+            text = self._echo.before(choice) + text
+        return {"index": choice, "text": text,
                 "logprobs": self._logprobs(choice, scores), "finish_reason": finish}
 
     def _logprobs(self, choice: int, scores: Sequence[Score]) -> Json | None:

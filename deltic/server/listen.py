@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
+from deltic.config import Limits
 from deltic.errors import ConfigError
 from deltic.server.bridge import Bridge
+from deltic.server.connections import Acceptor, Connection, Door
 
 _BACKLOG = 2048
 _FLUSH = 2.0  # seconds for clients to read their last bytes
-_KEEP_ALIVE = 65  # longer than what proxies and clients keep, so that they close first
+_SEND_BUFFER = 128 << 10  # what the kernel keeps for a client that does not read; by itself it would take 4 MiB
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -32,6 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # also of what is accepted
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -52,11 +57,14 @@ class Server(uvicorn.Server):
     A second signal takes the grace away.
     """
 
-    def __init__(self, app: FastAPI, bridge: Bridge, grace: float, on_ready: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, bridge: Bridge, grace: float, on_ready: Callable[[], None],
+                 limits: Limits) -> None:
+        # error: what is wrong with a client's request is said to the client, and is no business of the log
         super().__init__(uvicorn.Config(
-            app, lifespan="on", log_config=None, log_level="warning", access_log=False, server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=max(1, round(grace + _FLUSH)), ws="none"))
-        self._bridge, self._grace, self._on_ready = bridge, grace, on_ready
+            app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
+            http="h11", timeout_graceful_shutdown=max(1, round(grace + _FLUSH)), ws="none"))
+        self._bridge, self._grace, self._on_ready, self.door = bridge, grace, on_ready, Door(limits)
+        self._acceptors: list[Acceptor] = []
 
     def run_on(self, listener: socket.socket) -> None:
         """Serve until a signal comes."""
@@ -64,19 +72,32 @@ class Server(uvicorn.Server):
             listener.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {url_of(listener)}: {_reason(error)}", "port") from error
-        self.run([listener])
+        gc.freeze()  # else every full collection would look through the model and all libraries, for half a second
+        try:
+            self.run([listener])
+        finally:
+            gc.unfreeze()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        make = partial(Connection, self.door, self.config, self.server_state, self.lifespan.state)
+        for listener in sockets or ():
+            listener.setblocking(False)
+            self._acceptors.append(Acceptor(listener, make))
+            self._acceptors[-1].start()
+        self._watching = asyncio.create_task(self.door.watch())
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.stop()
         draining = asyncio.create_task(self._bridge.drain(self._grace))
         await super().shutdown(sockets)
         if self.force_exit:
             draining.cancel()
             await self._bridge.stop()
-        await asyncio.gather(draining, return_exceptions=True)
+        self._watching.cancel()
+        await asyncio.gather(draining, self._watching, return_exceptions=True)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ def exposition(now: Snapshot, model: str) -> str:
 def _requests(now: Snapshot) -> Iterator[_Family]:
     yield _one("requests_running", "gauge", "Answers being made (each of a request's n choices is one).", now.running)
     yield _one("requests_waiting", "gauge", "Answers that wait for a place in the batch, or for memory.", now.waiting)
+    yield _one("requests_paused", "gauge", "Answers that wait for their client to read on.", now.paused)
     yield _one("requests_finished_total", "counter", "Answers that ended, for whatever reason.", now.finished)
     yield _one("requests_failed_total", "counter", "Answers that ended with an error.", now.failed)
     yield _one("preemptions_total", "counter", "Times that an answer was sent back to wait for lack of memory.",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,16 +11,28 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from deltic.server.collect import Run
+from deltic.errors import RequestError
+from deltic.server.collect import Run, whole
 from deltic.server.desk import Desk
-from deltic.server.forms import ChatForm, Envelope, TextForm, usage_form
+from deltic.server.forms import ChatForm, Echo, Envelope, TextForm, usage_form
 from deltic.server.schema import ChatRequest, CompletionRequest
-from deltic.server.wire import EventStream, Problem, dump, event, json_response, problem_of, while_connected
+from deltic.server.wire import (
+    EventStream,
+    Problem,
+    dump,
+    dump_patiently,
+    event,
+    json_bytes,
+    json_response,
+    problem_of,
+    while_connected,
+)
 from deltic.text.front import Job
 
 _TYPES = {401: "authentication_error", 404: "not_found_error"}
 _DONE = b"data: [DONE]\n\n"
 _WAITING = b": waiting\n\n"
+_SMALL = 2000  # tokens, and probabilities of tokens, of an answer that is written at once
 
 Form = ChatForm | TextForm
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -29,6 +42,8 @@ def error_response(problem: Problem, headers: dict[str, str] | None = None) -> R
     """A problem in OpenAI's form."""
     response = json_response(_error(problem), problem.status)
     response.headers.update(headers or {})
+    if problem.retry_after is not None:
+        response.headers["retry-after"] = str(problem.retry_after)
     return response
 
 
@@ -62,12 +77,9 @@ class _Wire:
         return await self._answer(request, run, ChatForm(self.desk.words, bool(body.logprobs)), body)
 
     async def complete(self, request: Request) -> Response:
-        body, jobs = await self.desk.read(request, CompletionRequest, self._text_jobs)
-        echoes: Sequence[str] = ()
-        if body.echo:
-            echoes = [self.desk.text(prompt) for prompt in body.prompts() for _ in range(body.n or 1)]
+        body, (jobs, echo) = await self.desk.read(request, CompletionRequest, self._text_jobs)
         run = await self.desk.start(request, jobs, "prompt")
-        return await self._answer(request, run, TextForm(self.desk.words, body.logprobs is not None, echoes), body)
+        return await self._answer(request, run, TextForm(self.desk.words, body.logprobs is not None, echo), body)
 
     async def models(self, _: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -79,27 +91,41 @@ class _Wire:
     def _chat_job(self, body: ChatRequest) -> Job:
         self.desk.check_model(body.model)
         body.refuse_unsupported()
-        job = self.desk.llm.front.chat(body.checked_messages(), body.sampling(), tools=body.shown_tools(),
-                                       variables=body.variables(), history=body.history,
+        job = self.desk.llm.front.chat(body.checked_messages(), body.sampling(self.desk.limits),
+                                       tools=body.shown_tools(), variables=body.variables(), history=body.history,
                                        thinking_budget=body.thinking_budget)
-        return _speculating(job, body.speculate)
+        return _speculating(self.desk.checked(job, "messages"), body.speculate)
 
-    def _text_jobs(self, body: CompletionRequest) -> list[Job]:
+    def _text_jobs(self, body: CompletionRequest) -> tuple[list[Job], Echo]:
         self.desk.check_model(body.model)
         body.refuse_unsupported()
-        sampling = body.sampling()
-        return [_speculating(self.desk.complete(prompt, sampling), body.speculate) for prompt in body.prompts()]
+        sampling, prompts = body.sampling(self.desk.limits), body.prompts()
+        jobs = [_speculating(self.desk.checked(self.desk.complete(prompt, sampling), "prompt"), body.speculate)
+                for prompt in prompts]
+        if not body.echo:
+            return jobs, Echo()
+        echo = Echo([self.desk.text(prompt) for prompt in prompts], sampling.n)
+        if sum(map(len, echo.prompts)) * sampling.n > self.desk.limits.max_body_mib << 20:
+            raise RequestError(f"echo would repeat more than {self.desk.limits.max_body_mib} MiB (max_body_mib): ask "
+                               "for fewer answers, or leave it out", "echo")
+        return jobs, echo
 
     async def _answer(self, request: Request, run: Run, form: Form, body: ChatRequest | CompletionRequest) -> Response:
         if body.stream:
             events = _stream(run, form, Envelope(form.piece_kind, self.desk.name, form.prefix), body.wants_usage)
             return EventStream(events, _error_event, run.close)
         try:
-            choices = await while_connected(request.receive, run.whole())
+            parts = await while_connected(request.receive, run.parts())
         finally:
             run.close()
-        envelope = Envelope(form.whole_kind, self.desk.name, form.prefix)
-        return json_response(envelope.wrap([form.whole(choice) for choice in choices], usage=usage_form(run.usage)))
+
+        def write(dump: Callable[[Any], bytes]) -> bytes:
+            envelope = Envelope(form.whole_kind, self.desk.name, form.prefix)
+            return dump(envelope.wrap([form.whole(whole(pieces)) for pieces in parts], usage=usage_form(run.usage)))
+
+        if run.size <= _SMALL:
+            return json_bytes(write(dump))
+        return json_bytes(await asyncio.to_thread(write, dump_patiently))
 
     def _model(self) -> dict[str, Any]:
         return {"id": self.desk.name, "object": "model", "created": self.desk.created, "owned_by": "deltic",

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.types import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
              "seed", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "n", "max_repeat")
 _COMPLETION_TOKENS = 16
-_MAX_PROMPTS = 2048
 
 # Values that ask for nothing. null always does.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -87,10 +88,19 @@ class _Common(_Strict):
                 raise RequestError(f"{field} is not supported" + (f" with the value {show(value)}" if neutral else "")
                                    + (f": {_INSTEAD[field]}" if field in _INSTEAD else ""), field)
 
-    def _sampling(self, **more: Any) -> SamplingParams:
+    def _sampling(self, limits: Limits, **more: Any) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING}
         given |= {"stop": _stops(self.stop), "logit_bias": _biases(self.logit_bias or {})} | more
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        most = limits.max_answer_tokens
+        if most is None:
+            return params
+        if params.max_tokens is None:
+            return replace(params, max_tokens=most)
+        if params.max_tokens > most:
+            raise RequestError(f"max_tokens may be at most {most} (max_answer_tokens), not {params.max_tokens}",
+                               "max_tokens")
+        return params
 
 
 class ChatRequest(_Common):
@@ -121,14 +131,15 @@ class ChatRequest(_Common):
     history: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, limits: Limits) -> SamplingParams:
         """How the answer is to be chosen."""
+        _check_choices(1, self.n, limits)
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
-        limits = {"max_tokens": self._max_tokens(), "logprobs": self._logprobs()}
+        given = {"max_tokens": self._max_tokens(), "logprobs": self._logprobs()}
         with _renamed(names):
-            return self._sampling(**limits)
+            return self._sampling(limits, **given)
 
     def shown_tools(self) -> list[Any] | None:
         """The tools that the model may call: none if tool_choice says so."""
@@ -177,22 +188,22 @@ class CompletionRequest(_Common):
     suffix: Any = None
     best_of: int | None = None
 
-    def sampling(self) -> SamplingParams:
-        """How the answer is to be chosen."""
+    def sampling(self, limits: Limits) -> SamplingParams:
+        """How the answers are to be chosen."""
+        _check_choices(len(self.prompts()), self.n, limits)
         if self.best_of not in (None, self.n or 1):
             raise RequestError("best_of is not supported: leave it out, or give it the value of n", "best_of")
         if self.echo and self.logprobs is not None:
             raise RequestError("echo together with logprobs is not supported: the prompt has no logprobs", "echo")
-        tokens = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._sampling(max_tokens=tokens, logprobs=self.logprobs)
+        default = min(_COMPLETION_TOKENS, limits.max_answer_tokens or _COMPLETION_TOKENS)
+        tokens = default if self.max_tokens is None else self.max_tokens
+        return self._sampling(limits, max_tokens=tokens, logprobs=self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """One prompt per answer: text or token ids."""
         if isinstance(self.prompt, str) or _are_ids(self.prompt):
             return [self.prompt]
         prompts = self.prompt if isinstance(self.prompt, list) else []
-        if len(prompts) > _MAX_PROMPTS:
-            raise RequestError(f"prompt takes at most {_MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
         if not prompts or not all(isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts):
             raise RequestError("prompt must be text, token ids, or a non-empty list of such", "prompt")
         return prompts
@@ -208,6 +219,14 @@ def _renamed(names: Mapping[str, str]) -> Iterator[None]:
         if error.field is None or name is None:
             raise
         raise RequestError(str(error).replace(error.field, name, 1), name) from error
+
+
+def _check_choices(prompts: int, n: int | None, limits: Limits) -> None:
+    answers = prompts * (n or 1)
+    if answers > limits.max_choices:
+        counts = f"{prompts} prompts with n = {show(n or 1)} ask" if prompts > 1 else f"n = {show(n)} asks"
+        raise RequestError(f"{counts} for {show(answers)} answers, and a request may have at most {limits.max_choices} "
+                           "(max_choices)", "prompt" if prompts > limits.max_choices else "n")
 
 
 def _are_ids(prompt: Any) -> bool:

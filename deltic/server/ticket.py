@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from deltic.types import Request, TokenOut
 
 QUIET = 15.0
 """Seconds of silence after which a reader is woken without events, to show its client that it lives."""
 
+_TURN = 32
+"""Events that a reader gets at once: what it makes of them must not hold up the event loop."""
+
+
+class Holder(Protocol):
+    """Who made a ticket, and acts for it."""
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Have the engine drop what is not finished."""
+
+    def hold(self, ticket: Ticket, held: bool) -> None:
+        """Have the engine pause the requests, or go on with them."""
+
 
 class Ticket:
-    """Iterate for the events of some requests, all that have come at once; close it when they are not wanted.
+    """Iterate for the events of some requests, as they come; close it when they are not wanted.
 
-    It has no bound of its own: unread events are at most max_tokens per choice. The engine does not wait for
-    readers, as a waiting choice would hold its state slot, the scarce good, and slow down what it is batched with.
+    A reader that stays away, as its client does not read, may have so many events waiting: then its requests pause,
+    so that they hold no state slots, the scarce good, until it is back and has read half of them.
     """
 
-    def __init__(self, requests: Sequence[Request], on_close: Callable[[Ticket], None]) -> None:
+    def __init__(self, requests: Sequence[Request], holder: Holder, most_unread: int) -> None:
         self.requests = tuple(request.id for request in requests)
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._left = {request.id: request.sampling.n for request in requests}
-        self._on_close = on_close
+        self._holder, self._most_unread = holder, most_unread
+        self._away = self._held = False
         self._events: deque[TokenOut] = deque()
         self._news = asyncio.Event()
         self._error: Exception | None = None
@@ -34,23 +50,33 @@ class Ticket:
         """Whether the engine has more to say."""
         return bool(self._left)
 
+    @property
+    def answers(self) -> int:
+        """How many are not finished."""
+        return sum(self._left.values())
+
     def __aiter__(self) -> Ticket:
         return self
 
     async def __anext__(self) -> list[TokenOut]:
-        if not self._events and not self._error and self._left:
+        self._away = False
+        if self._events:  # there are more than one turn's: let others have theirs
+            await asyncio.sleep(0)
+        elif not self._error and self._left:
             await self._wait()
         if self._error:
             raise self._error
         if not self._events and not self._left:
             raise StopAsyncIteration
-        events = list(self._events)
-        self._events.clear()
+        events = [self._events.popleft() for _ in range(min(_TURN, len(self._events)))]
+        if len(self._events) <= self._most_unread // 2:
+            self._hold(False)
+        self._away = True
         return events
 
     def close(self) -> None:
         """Have the engine drop what is not finished."""
-        self._on_close(self)
+        self._holder.withdraw(self)
         self._left.clear()
 
     def admit(self, error: Exception | None) -> None:
@@ -69,6 +95,8 @@ class Ticket:
             self._left[event.request] -= 1
             if event.finish in ("abort", "error") or not self._left[event.request]:
                 del self._left[event.request]
+        if self._away and len(self._events) > self._most_unread:
+            self._hold(True)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
@@ -77,6 +105,11 @@ class Ticket:
         self.admit(error)
         self.close()
         self._news.set()
+
+    def _hold(self, held: bool) -> None:
+        if self._left and held != self._held:
+            self._held = held
+            self._holder.hold(self, held)
 
     async def _wait(self) -> None:
         self._news.clear()

@@ -1,44 +1,37 @@
-"""HTTP for all wires: bodies, problems, clients that go away, event streams. Knows no wire's schema."""
+"""HTTP for all wires: problems, clients that go away, event streams. Knows no wire's schema."""
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from fastapi import Request
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deltic.errors import DelticError, RequestError, show
-from deltic.server.bridge import UnavailableError
-from deltic.server.collect import GenerationError
+from deltic.errors import BusyError, DelticError, GenerationError, LongPromptError, RequestError, UnavailableError
 
 log = logging.getLogger("deltic")
 
-MAX_BODY = 32 << 20
-_PATIENCE = 4  # so many times the limit is read and thrown away, as clients listen only after they have sent all
+_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 Result = TypeVar("Result")
-Body = TypeVar("Body", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a client is told when it does not get what it asked for."""
+    """What a client is told when it does not get what it asked for. retry_after: seconds after which it may."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    retry_after: int | None = None
 
 
 class ProblemError(Exception):
@@ -54,7 +47,10 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, ProblemError):
         return error.problem
     if isinstance(error, RequestError):
-        return Problem(400, str(error), error.field)
+        return Problem(400, str(error), error.field,
+                       "context_length_exceeded" if isinstance(error, LongPromptError) else None)
+    if isinstance(error, BusyError):
+        return Problem(503, str(error), retry_after=error.retry_after)
     if isinstance(error, UnavailableError):
         return Problem(503, str(error))
     if isinstance(error, GenerationError):
@@ -67,38 +63,23 @@ def problem_of(error: Exception) -> Problem:
     return Problem(500, "internal error; the server's log has the details")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; a problem with status 413 if it is larger than the limit."""
-    pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size <= limit:
-            pieces.append(piece)
-        elif size > limit * _PATIENCE:
-            break
-    if size > limit:
-        raise ProblemError(Problem(413, f"the body is larger than {limit} bytes"))
-    return b"".join(pieces)
-
-
-def parse(body: bytes, schema: type[Body]) -> Body:
-    """The body as a record; RequestError names the field that is wrong or unknown."""
-    data = _read_json(body)
-    if not isinstance(data, dict):
-        raise RequestError("the body must be a JSON object")
-    try:
-        return schema.model_validate(data)
-    except ValidationError as error:
-        raise _explain(error, schema) from None
-
-
 def dump(data: Any) -> bytes:
     """JSON; what is not valid Unicode becomes a question mark."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _WRITER.encode(data).encode("utf-8", "replace")
+
+
+def dump_patiently(data: Any) -> bytes:
+    """The same in a few hundred times as many steps, between which other threads may run."""
+    return b"".join(piece.encode("utf-8", "replace") for piece in _WRITER.iterencode(data))
 
 
 def json_response(data: Any, status: int = 200) -> Response:
-    return Response(dump(data), status, media_type="application/json")
+    return json_bytes(dump(data), status)
+
+
+def json_bytes(data: bytes, status: int = 200) -> Response:
+    """A response of JSON that is written already."""
+    return Response(data, status, media_type="application/json")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -152,52 +133,3 @@ def event(data: Any, name: str | None = None) -> bytes:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _read_json(body: bytes) -> Any:
-    try:
-        return json.loads(body.decode("utf-8"), parse_constant=_not_json, parse_float=_finite)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-
-
-def _not_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large")
-    return value
-
-
-def _explain(error: ValidationError, schema: type[BaseModel]) -> RequestError:
-    errors = error.errors(include_url=False)
-    first = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])
-    field = _path(first["loc"])
-    if first["type"] == "extra_forbidden":
-        return _unknown(field, schema)
-    if first["type"] == "missing":
-        return RequestError(f"{field} is missing", field)
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return RequestError(f"{field} must be {expected}, not {_short(first['input'])}", field)
-
-
-def _unknown(field: str, schema: type[BaseModel]) -> RequestError:
-    near = difflib.get_close_matches(field, schema.model_fields, 1)
-    return RequestError(f"unknown field {show(field)}" + (f": do you mean {near[0]!r}?" if near else ""), field)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return path.removeprefix(".")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else text[:57] + "..."

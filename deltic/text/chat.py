@@ -5,25 +5,30 @@ from __future__ import annotations
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from deltic.config import Limits
 from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.text.markers import start_mode
 from deltic.text.messages import normalise_messages, normalise_tools, plain
 from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
+from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.types import common_length
 
 __all__ = ["ChatTemplate", "Conversation", "Prompt", "Spelled", "boundaries", "build_prompt",
            "load_template", "normalise_messages", "normalise_tools", "opening", "spell", "stable_boundaries",
-           "start_mode"]
+           "start_mode", "turning"]
 
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 # Longer than what any pre-tokenizer keeps together, so that a cut there leaves earlier tokens alone.
 _SLACK = 256
 _DECOMPOSED = "e\u0301"
+# Beginnings of messages: two, as one alone might be that of the message at hand.
+_PROBES = ("Hello", "0")
+# Messages from which on it pays to leave some out; turns, or steps of one, that are looked at on either side.
+_LONG, _AROUND = 64, 2
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -74,7 +79,7 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A text and ids that spell it, of which the first `kept` were given. anchors: its special tokens, ascending."""
+    """A text and ids that spell it, of which the first `kept` were given. anchors: special tokens of it, ascending."""
 
     text: str
     ids: tuple[int, ...]
@@ -82,13 +87,14 @@ class Spelled:
     kept: int = 0
 
 
-def load_template(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
-    """The tokenizer's own chat template; TemplateError if it has none."""
+def load_template(tokenizer: Tokenizer, tools: object = None,
+                  seconds: float = Limits().template_seconds) -> ChatTemplate:
+    """The tokenizer's own chat template, which takes so many seconds at most; TemplateError if it has none."""
     source = tokenizer.template_for(tools)
     if source is None:
         raise TemplateError("this model has no chat template: pass one with --chat-template FILE, "
                             "or use raw completions")
-    return ChatTemplate(source, tokenizer.special_tokens)
+    return ChatTemplate(source, tokenizer.special_tokens, seconds)
 
 
 def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
@@ -107,17 +113,20 @@ def composes(tokenizer: Tokenizer) -> bool:
     return tokenizer.decode(tokenizer.encode(_DECOMPOSED)) == unicodedata.normalize("NFC", _DECOMPOSED)
 
 
-def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = ()) -> Spelled:
+def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bound = UNBOUNDED) -> Spelled:
     """The ids of a text. Where it begins as the `known` ids do, they are taken, and only the rest is encoded.
 
     They are taken as a whole, or up to a special token that the text has there too, so that the seam is where
-    tokens end anyway. A `text` from `Conversation.render` is assumed.
+    tokens end anyway. A `text` from `Conversation.render` is assumed. LongPromptError if it is beyond the bound.
     """
     kept, offset, anchors = _agreement(tokenizer, text, known)
-    ids, starts = tokenizer.encode_with_offsets(text[offset:])
-    spans = pairwise([*starts, len(text) - offset])
-    anchors += [Anchor(kept + index, offset + start, offset + end)
-                for index, (id, (start, end)) in enumerate(zip(ids, spans, strict=True)) if id in tokenizer.special]
+    rest = text[offset:]
+    ids = tokenizer.encode(rest, bound=bound.after(kept))
+    special = [index for index, id in enumerate(ids) if id in tokenizer.special]
+    spelled = list(tokenizer.special_in(rest))
+    if [ids[index] for index in special] == [id for id, _, _ in spelled]:
+        anchors += [Anchor(kept + index, offset + start, offset + end)
+                    for index, (_, start, end) in zip(special, spelled, strict=True)]
     return Spelled(text, (*known[:kept], *ids), tuple(anchors), kept)
 
 
@@ -128,22 +137,40 @@ def stable_boundaries(template: ChatTemplate, tokenizer: Tokenizer, messages: Me
     return boundaries(conversation, spell(tokenizer, conversation.render(messages)))
 
 
-def boundaries(conversation: Conversation, prompt: Spelled) -> tuple[int, ...]:
+def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = None) -> tuple[int, ...]:
     """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
 
-    Found by asking the template: how far the prompt agrees with its continuation by an answer and a user
-    message, by a call and its result (with tools; the client may or may not send the thinking back), and
-    with other conversations under the same system message and tools. A conversation that the template refuses
-    yields no boundary. Ascending, at most the prompt's length.
+    Found by asking the template: the `opening`, the `turning`, and how far the prompt agrees with its continuation by
+    an answer and a user message, and by a call and its result (with tools; the client may or may not send the thinking
+    back). A conversation that the template refuses yields no boundary. Ascending, at most the prompt's length.
+    start: the opening, if it is known.
     """
-    groups = (_next_turn(conversation, prompt), _next_step(conversation, prompt),
-              _next_step(conversation, prompt, returns=False), _others(conversation))
-    return tuple(sorted({position for group in groups if (position := _shared_by(conversation, prompt, group))}))
+    start = opening(conversation, prompt) if start is None else start
+    return tuple(sorted({start, *_following(conversation, prompt)} - {0}))
 
 
 def opening(conversation: Conversation, prompt: Spelled) -> int:
     """The stable boundary that conversations with the same system message and tools share; 0 if there is none."""
-    return _shared_by(conversation, prompt, _others(conversation))
+    return _shared_by(prompt, _View(conversation, prompt.text), _others(conversation))
+
+
+def turning(conversation: Conversation, prompt: Spelled) -> int:
+    """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
+    edited; 0 if there is nothing of that kind."""
+    view = _view(conversation, prompt)
+    return _shared_by(prompt, view, _edited(view.conversation))
+
+
+def _following(conversation: Conversation, prompt: Spelled) -> list[int]:
+    view = _view(conversation, prompt)
+    thinks = start_mode(prompt.ids, conversation.tokenizer) == "reasoning"
+    answer = {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
+    groups = [_edited(view.conversation), _next_turn(view.conversation, answer)]
+    if conversation.tools or any(message["role"] == "tool" for message in conversation.messages):
+        groups.append(_next_step(view.conversation, answer))
+        if thinks:  # what an empty think block shares with the prompt may be less
+            groups.append(_next_step(view.conversation, answer | {"reasoning_content": ""}))
+    return [_shared_by(prompt, view, group) for group in groups]
 
 
 def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
@@ -165,50 +192,101 @@ def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[i
     return len(known), offset, anchors
 
 
-def _next_turn(conversation: Conversation, prompt: Spelled) -> list[Messages]:
-    return [_continued(conversation, _answer(conversation, prompt), {"role": "user", "content": "Question"})]
+def _next_turn(conversation: Conversation, answer: dict[str, Any]) -> list[Messages]:
+    return [_continued(conversation, answer, {"role": "user", "content": "Question"})]
 
 
-def _next_step(conversation: Conversation, prompt: Spelled, returns: bool = True) -> list[Messages]:
-    """returns: the client sends the thinking back; what an empty think block shares with the prompt may be less."""
-    if not conversation.tools and all(message["role"] != "tool" for message in conversation.messages):
-        return []
+def _next_step(conversation: Conversation, answer: dict[str, Any]) -> list[Messages]:
     call = {"id": "call_0", "function": {"name": "function", "arguments": {"key": "value"}}}
     result = {"role": "tool", "content": "Result", "tool_call_id": "call_0", "name": "function"}
-    answer = _answer(conversation, prompt) | {"content": "", "tool_calls": [call]}
-    return [_continued(conversation, answer if returns else answer | {"reasoning_content": ""}, result)]
+    return [_continued(conversation, answer | {"content": "", "tool_calls": [call]}, result)]
+
+
+def _edited(conversation: Conversation) -> list[Messages]:
+    """The same but for the last message, which begins in another way."""
+    *before, last = conversation.messages or [{"role": "nobody"}]
+    if last["role"] != "user" or all(message["role"] != "assistant" for message in before):
+        return []
+    begins = last["content"].lstrip()[:1] if isinstance(last["content"], str) else None
+    return [[*before, *_asked(next(text for text in _PROBES if text[0] != begins))]]
 
 
 def _others(conversation: Conversation) -> list[Messages]:
-    """Two conversations with the same opening: one alone might begin with the words of this one."""
+    """Other conversations with the same opening."""
     messages = conversation.messages
     length = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
     if not length and not conversation.tools:
         return []
-    return [[*messages[:length], *normalise_messages([{"role": "user", "content": text}])] for text in ("Hello", "0")]
+    return [[*messages[:length], *_asked(text)] for text in _PROBES]
 
 
-def _answer(conversation: Conversation, prompt: Spelled) -> dict[str, Any]:
-    thinks = start_mode(prompt.ids, conversation.tokenizer) == "reasoning"
-    return {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
+def _asked(text: str) -> Messages:
+    return normalise_messages([{"role": "user", "content": text}])
 
 
 def _continued(conversation: Conversation, *tail: Mapping[str, Any]) -> Messages:
     return [*conversation.messages, *normalise_messages(tail)]
 
 
-def _shared_by(conversation: Conversation, prompt: Spelled, others: list[Messages]) -> int:
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A conversation that stands for a longer one, and its `text`: that of the longer one but for so many characters
+    that are `missing` at the place `gap`."""
+
+    conversation: Conversation
+    text: str
+    gap: int = 0
+    missing: int = 0
+
+    def place(self, characters: int) -> int:
+        """Where a place of this text is in the whole one."""
+        return characters + self.missing if characters >= self.gap else characters
+
+
+def _view(conversation: Conversation, prompt: Spelled) -> _View:
+    """The conversation, without the middle if it is long, so that asking about its end costs little. Only if the prompt
+    is the shorter one's with something in between: then a template that looks at one message after the other is sure to
+    part where it parts here."""
+    whole, hole = _View(conversation, prompt.text), _hole(conversation.messages)
+    if len(hole) < _LONG:
+        return whole
+    messages = conversation.messages
+    shorter = replace(conversation, messages=[*messages[:hole.start], *messages[hole.stop:]])
+    try:
+        text = shorter.render(shorter.messages)
+    except DelticError:
+        return whole
+    head, end = common_length(text, prompt.text), prompt.text[-len(text):]
+    gap = len(text) - common_length(text[::-1], end[::-1])
+    return _View(shorter, text, gap, len(prompt.text) - len(text)) if gap <= head else whole
+
+
+def _hole(messages: Messages) -> range:
+    """Messages that say nothing about how the template treats the last ones: those before the last few turns, or in the
+    middle of one of these, whichever are the most."""
+    start = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    turns = [index for index, message in enumerate(messages) if message["role"] == "user"][-_AROUND:] or [start]
+    holes = [range(start, turns[0])]
+    for first, last in pairwise([*turns, len(messages)]):
+        steps = [index for index in range(first, last) if messages[index]["role"] == "assistant"]
+        if len(steps) > 2 * _AROUND:
+            holes.append(range(steps[_AROUND], steps[-_AROUND]))
+    return max(holes, key=len)
+
+
+def _shared_by(prompt: Spelled, view: _View, others: list[Messages]) -> int:
     """Tokens that the prompt shares with all of them."""
     try:
-        return min((_shared(conversation.tokenizer, prompt, conversation.render(other)) for other in others), default=0)
+        return min((_shared(prompt, view, view.conversation.render(other)) for other in others), default=0)
     except DelticError:
         return 0
 
 
-def _shared(tokenizer: Tokenizer, prompt: Spelled, text: str) -> int:
+def _shared(prompt: Spelled, view: _View, text: str) -> int:
     """Tokens shared with one text; encodes only from the last special token before they part."""
-    characters = common_length(prompt.text, text)
-    before = bisect_right(prompt.anchors, characters, key=lambda anchor: anchor.end)
+    parted = common_length(view.text, text)
+    place = view.place(parted)
+    before = bisect_right(prompt.anchors, place, key=lambda anchor: anchor.end)
     index, start, _ = prompt.anchors[before - 1] if before else Anchor(0, 0, 0)
-    tail = tuple(tokenizer.encode(text[start:characters + _SLACK]))
+    tail = tuple(view.conversation.tokenizer.encode(prompt.text[start:place] + text[parted:parted + _SLACK]))
     return index + common_length(prompt.ids[index:index + len(tail)], tail)

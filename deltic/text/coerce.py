@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
+
+from deltic.text.literal import read_literal
 
 _PYTHON_WORDS = {"True": True, "true": True, "False": False, "false": False}
 _NULLS = ("null", "None")
-_MAX_DEPTH = 8
+_MAX_DEPTH, _MAX_STEPS = 100, 8
+# Reading JSON lets no other thread run: 40 ms for a million characters of empty lists. Literals take longer.
+_MOST_JSON, _MOST_LITERAL = 1 << 20, 1 << 16
+_MOST_NAMES = 100  # of a reference
 _TYPE_NAMES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string",
                                 type(None): "null", dict: "object", list: "array"}
+
+
+class Schema(dict[str, Any]):
+    """A tool's parameters as a JSON schema; remembers the types of its parts, so that each is looked at once."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        super().__init__(parameters)
+        self.known: dict[int, set[str]] = {}
 
 
 def coerce(value: Any, schema: Any, root: Any = None) -> Any:
@@ -21,7 +33,7 @@ def coerce(value: Any, schema: Any, root: Any = None) -> Any:
     Text becomes null, boolean, number, object or array where the schema allows that, in JSON's or Python's
     spelling. Other values become their JSON text where only strings are allowed. `root` resolves references.
     """
-    types = _types(schema, root if root is not None else schema, 0)
+    types = _types(schema, root if root is not None else schema, root.known if isinstance(root, Schema) else {})
     if not isinstance(value, str):
         return dumps(value) if types == {"string"} and value is not None else value
     for name, read in _READERS:
@@ -33,13 +45,16 @@ def coerce(value: Any, schema: Any, root: Any = None) -> Any:
 
 
 def loads(text: str) -> Any:
-    """Read JSON, or a Python literal of JSON's types; ValueError if it is neither."""
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return _plain(read(text))
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-    raise ValueError("neither JSON nor a Python literal")
+    """Read JSON, or a Python literal of JSON's types; ValueError if it is neither, or too long or deep to be read
+    beside others."""
+    if len(text) > _MOST_JSON:
+        raise ValueError(f"longer than {_MOST_JSON} characters")
+    try:
+        return _shallow(_read_json(text))
+    except ValueError:
+        if len(text) > _MOST_LITERAL:
+            raise
+    return read_literal(text)
 
 
 def dumps(value: Any) -> str:
@@ -52,33 +67,54 @@ def dumps(value: Any) -> str:
     return text
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise ValueError("keys must be strings")
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, str | bool | int) or _is_finite(value):
-        return value
-    raise ValueError(f"{type(value).__name__} is not a type of JSON")
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_not_json, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+def _not_json(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _types(schema: Any, root: Any, depth: int) -> set[str]:
-    """All types that a schema names, directly or through references, unions and enumerations."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large")
+    return value
+
+
+def _shallow(value: Any) -> Any:
+    """The value, if it is not nested deeper than what writes and copies it can follow."""
+    level, depth = [value], 0
+    while level := [item for value in level if isinstance(value, dict | list)
+                    for item in (value.values() if isinstance(value, dict) else value)]:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+    return value
+
+
+def _types(schema: Any, root: Any, known: dict[int, set[str]], steps: int = 0) -> set[str]:
+    """All types that a schema names, directly or through references, unions and enumerations.
+
+    known: those of schemas that were looked at, by identity; they may refer to each other in every way.
+    """
+    if not isinstance(schema, Mapping) or id(schema) in known:
+        return known.get(id(schema), set())
+    if steps > _MAX_STEPS:
         return set()
+    known[id(schema)] = set()
     declared = schema.get("type")
     names = declared if isinstance(declared, list) else [declared]
     types = {name for name in names if isinstance(name, str)}
     types = types or {_TYPE_NAMES[type(value)] for value in _values(schema) if type(value) in _TYPE_NAMES}
     for part in _parts(schema, root):
-        types |= _types(part, root, depth + 1)
-    return types or ({"object"} if "properties" in schema else {"array"} if "items" in schema else set())
+        types |= _types(part, root, known, steps + 1)
+    types = types or ({"object"} if "properties" in schema else {"array"} if "items" in schema else set())
+    known[id(schema)] = types
+    return types
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:
@@ -90,7 +126,7 @@ def _parts(schema: Mapping[str, Any], root: Any) -> list[Any]:
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target = root
-        for name in reference[2:].split("/"):
+        for name in reference[2:].split("/", _MOST_NAMES):
             target = target.get(name) if isinstance(target, Mapping) else None
         parts.append(target)
     return parts
@@ -117,7 +153,7 @@ def _read_integer(text: str) -> tuple[bool, Any]:
 
 def _read_number(text: str) -> tuple[bool, Any]:
     try:
-        value = _plain(json.loads(text))
+        value = _read_json(text) if len(text) <= _MOST_LITERAL else None
     except ValueError:
         return False, None
     return isinstance(value, int | float) and not isinstance(value, bool), value

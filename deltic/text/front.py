@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deltic.config import Limits
 from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
 from deltic.text.chat import ChatTemplate, Conversation, load_template, opening, spell
@@ -17,7 +18,7 @@ from deltic.text.history import MODES, History
 from deltic.text.notes import NoteStore
 from deltic.text.stream import Router, chat_router, text_router
 from deltic.text.thinking import Closing, ThinkingBudget
-from deltic.text.tokenizer import Tokenizer
+from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.types import MOST_TOKENS, Finish, Guide, Matcher, Request, SamplingParams
 
 log = logging.getLogger("deltic")
@@ -47,19 +48,23 @@ class Front:
     template: jinja source to use instead of the model's own. history: how prompts treat earlier answers, see
     `deltic.text.history`. strip_billing_header: remove the billing header that coding agents put before the system
     message. notes: keeps what is remembered beyond the process. longest: tokens that the context holds, if known.
-    thinking_budget: for requests that say nothing else, see `chat`.
+    limits: what one request may ask for. thinking_budget: for requests that say nothing else, see `chat`.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, history: str = "auto",
                  strip_billing_header: bool = False, notes: NoteStore | None = None,
-                 longest: int | None = None, thinking_budget: int | None = None) -> None:
+                 longest: int | None = None, limits: Limits | None = None, thinking_budget: int | None = None) -> None:
         if history not in MODES:
             raise ConfigError(_unknown_mode(history), "history")
         if not _is_budget(thinking_budget):
             raise ConfigError(_no_budget(thinking_budget), "thinking_budget")
         self.tokenizer = tokenizer
-        self._override = ChatTemplate(template, tokenizer.special_tokens) if template is not None else None
-        self._mode, self._history = history, History(tokenizer, notes, longest)
+        limits = limits or Limits()
+        self._seconds = limits.template_seconds
+        self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
+                          else None)
+        self._bound = _bound(longest, limits.max_prompt_tokens)
+        self._mode, self._history = history, History(tokenizer, notes, replace(self._bound, field="messages"))
         self._strip_billing_header, self._warned = strip_billing_header, False
         self._thinking_budget = thinking_budget
 
@@ -86,7 +91,7 @@ class Front:
         budget = self._thinking_budget if thinking_budget is None else thinking_budget
         if not _is_budget(budget):
             raise RequestError(_no_budget(budget), "thinking_budget")
-        template = self._override or load_template(self.tokenizer, tools)
+        template = self._override or load_template(self.tokenizer, tools, self._seconds)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._history.turn(conversation, mode)
         shown = tools if parse_calls else None
@@ -100,7 +105,7 @@ class Front:
     def opening(self, messages: Any, *, tools: Any = None,
                 variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """The ids that all conversations under these system messages and tools begin with; none if they share none."""
-        template = self._override or load_template(self.tokenizer, tools)
+        template = self._override or load_template(self.tokenizer, tools, self._seconds)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
                                          variables)
@@ -109,8 +114,14 @@ class Front:
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams()) -> Job:
         """Continue a text (special tokens in it are recognised) or token ids as they stand."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str):
+            self._bound.check(len(prompt))
+        ids = self.tokenizer.encode(prompt, bound=self._bound) if isinstance(prompt, str) else prompt
         return _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
+
+    def flush(self) -> None:
+        """Wait until what was said is written, where it is kept beyond the process."""
+        self._history.flush()
 
     def _without_billing(self, messages: Any) -> Any:
         cleaned = without_billing_headers(messages)
@@ -134,6 +145,14 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
          remember: Remember | None = None, guide: Callable[[], Guide] | None = None) -> Job:
     matcher = partial(_matcher, router.copy()) if sampling.stop else None
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guide), router, remember)
+
+
+def _bound(longest: int | None, limit: int | None) -> Bound:
+    if limit is not None and (longest is None or limit < longest):
+        return Bound(limit, "and --max-prompt-tokens is less than that: shorten it")
+    if longest is None:
+        return UNBOUNDED
+    return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise --max-context")
 
 
 def _unknown_mode(mode: object) -> str:

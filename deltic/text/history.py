@@ -7,7 +7,10 @@ found again by what the client can see of the conversation. From there a prompt 
     template   exactly what the template renders, spelled with the remembered ids as far as they say the same
     preserve   the remembered ids as they are, thinking included, and what the template renders after them
 
-In doubt a prompt is rendered and encoded as if nothing were known.
+Thinking that the client sends back decides where it is sent: only answers with that very thinking are taken. Where it
+is not sent and conversations that look alike have had different answers, none of them is taken, so that nobody is given
+another's thinking; the answers that follow, by which they part, tell again which is whose. In doubt a prompt is
+rendered and encoded as if nothing were known.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import sys
 import unicodedata
 from array import array
 from collections.abc import Mapping, Sequence
@@ -25,14 +27,15 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from deltic.errors import DelticError
-from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell
-from deltic.text.coerce import coerce, loads
+from deltic.errors import DelticError, LongPromptError
+from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell, turning
+from deltic.text.coerce import coerce
 from deltic.text.deltas import Answer, join
-from deltic.text.notes import Note, Notebook, NoteStore, digest_of
+from deltic.text.messages import REASONING
+from deltic.text.notes import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
 from deltic.text.stream import Router
 from deltic.text.template import ChatTemplate
-from deltic.text.tokenizer import Tokenizer
+from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import tool_schemas
 from deltic.types import Finish
 
@@ -41,6 +44,10 @@ MODES = ("auto", "template", "preserve")
 
 # Variables that may differ from turn to turn; where they change more than the prompt's end, its ids tell.
 _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
+# Characters of a token that no text has on average; beyond that, the length is the first that is looked at.
+_RARE = 8
+# What notes and their keys say; those of another form are not found.
+_FORM = 2
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -52,7 +59,7 @@ class Turn:
 
     boundaries: positions that following prompts are expected to share. state: the hash of all that the client
     can see up to here, with calls typed by the schemas. Of the ids the first `kept` are those of the note `parent`;
-    opening: as in `Note`.
+    opening, thoughts: as in `Note`, of the answers so far.
     """
 
     ids: tuple[int, ...]
@@ -60,6 +67,7 @@ class Turn:
     parent: str = ""
     kept: int = 0
     opening: int = 0
+    thoughts: tuple[str, ...] = ()
     state: str = ""
     schemas: Schemas = field(default_factory=dict)
 
@@ -69,7 +77,7 @@ class _Base:
     """The remembered answer that a prompt builds on: its place among the messages, its note, all its ids."""
 
     index: int
-    key: str
+    name: str
     note: Note
     ids: tuple[int, ...]
 
@@ -77,25 +85,26 @@ class _Base:
 class History:
     """The answers of one model. Threads may share it.
 
-    longest: tokens that the context holds; a preserved prompt that fills it is rendered instead, which may be shorter.
+    bound: of prompts; a preserved one that is longer is rendered instead, which may be shorter.
     """
 
-    def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, longest: int | None = None) -> None:
-        self._tokenizer, self._longest = tokenizer, longest or sys.maxsize
+    def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, bound: Bound = UNBOUNDED) -> None:
+        self._tokenizer, self._bound = tokenizer, bound
         self._notes = Notebook(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
 
     def turn(self, conversation: Conversation, mode: str) -> Turn:
-        """The prompt of the conversation's next answer. mode: one of MODES; RequestError as the template raises it."""
+        """The prompt of the conversation's next answer. mode: one of MODES; RequestError as the template raises it, or
+        if the prompt is too long."""
+        if _characters(conversation) > _RARE * self._bound.tokens:
+            self._tokenizer.check_length(conversation.render(conversation.messages), self._bound)
         schemas = tool_schemas(conversation.tools or ())
         states = self._states(conversation, schemas)
-        notes = {index: note for index, message in enumerate(conversation.messages)
-                 if message["role"] == "assistant" and (note := self._notes.get(states[index + 1]))}
-        base = self._base(notes, states)
+        notes, base = self._recall(conversation, states)
         keep = mode == "preserve" or (mode == "auto" and preserves_thinking(conversation))
-        turn = _preserved(conversation, base) if keep and base else None
-        if turn is None or len(turn.ids) >= self._longest:
-            turn = _rendered(conversation, notes, base, whole=keep)
+        turn = _preserved(conversation, base, self._bound) if keep and base else None
+        if turn is None:
+            turn = _rendered(conversation, notes, base, self._bound, whole=keep)
         return replace(turn, state=states[-1], schemas=schemas)
 
     def remember(self, turn: Turn, router: Router, hidden: Sequence[int], tokens: Sequence[int],
@@ -104,47 +113,65 @@ class History:
 
         router: as it was before the first token, and reading calls without schemas. hidden: the request's stop ids.
         """
-        found = self._read(router, hidden, tokens, finish)
-        if found is None:
+        if not tokens:
             return
-        ids, answer = found
+        ids, answer, sound = self._read(router, hidden, tokens, finish)
         calls = tuple((call.name, call.arguments) for call in answer.calls)
-        visible = _visible(answer.content, [(name, loads(text)) for name, text in calls], turn.schemas)
+        visible = _visible(answer.content, [(name, json.loads(text)) for name, text in calls], turn.schemas)
         whole = array("i", turn.ids) + array("i", ids)
-        note = Note(answer.content, answer.reasoning, calls, whole[turn.kept:], digest_of(whole), turn.parent,
-                    turn.kept, turn.opening)
+        note = Note(answer.content, answer.reasoning, calls, whole[turn.kept:] if sound else array("i"),
+                    digest_of(whole), turn.parent, turn.kept, turn.opening,
+                    (*turn.thoughts, thought_of(_plain_text(answer.reasoning))))
         self._notes.put(_next_state(turn.state, visible), note)
+
+    def flush(self) -> None:
+        """Wait until all notes are written."""
+        self._notes.flush()
 
     def _states(self, conversation: Conversation, schemas: Schemas) -> list[str]:
         """A hash for each number of messages, from none on."""
         variables = {name: value for name, value in conversation.variables.items()
                      if value is not None and name not in _TOGGLES}
-        states = [_next_state("", [self._vocabulary, conversation.template.source, conversation.tools, variables])]
+        states = [_next_state("", [_FORM, self._vocabulary, conversation.template.source, conversation.tools,
+                                   variables])]
         for message in conversation.messages:
             states.append(_next_state(states[-1], _seen(message, schemas)))
         return states
 
-    def _base(self, notes: Mapping[int, Note], states: Sequence[str]) -> _Base | None:
-        """The last remembered answer whose ids are all there."""
-        for index in sorted(notes, reverse=True):
-            ids = self._notes.all_ids(notes[index])
-            if ids is not None:
-                return _Base(index, states[index + 1], notes[index], ids)
-        return None
+    def _recall(self, conversation: Conversation, states: Sequence[str]) -> tuple[dict[int, Note], _Base | None]:
+        """This conversation's answers, as far as they are known for certain, by their place among the messages; and
+        the last one whose ids are all there."""
+        places = {state: index for index, state in enumerate(states[1:])}
+        answers = _answers(conversation)
+        thoughts = [_sent_thought(conversation.messages[index]) for index in answers]
+        notes: dict[int, Note] = {}
+        base: _Base | None = None
+        for count, index in reversed(list(enumerate(answers, 1))):
+            note = notes.get(index) or self._only(states[index + 1], thoughts[:count])
+            if note is None:
+                continue
+            notes[index] = note
+            if base is None and (chain := self._notes.chain(states[index + 1], note)) and (ids := ids_of(chain)):
+                base = _Base(index, name_of(states[index + 1], note), note, ids)
+                notes |= {places[key]: link for key, link in chain if key in places}
+        return notes, base
+
+    def _only(self, key: str, thoughts: Sequence[str | None]) -> Note | None:
+        """The note of an answer, if no other conversation with these thoughts can be meant."""
+        found = [note for note in self._notes.find(key) if note.fits(thoughts)]
+        return found[0] if len(found) == 1 and found[0].ids else None
 
     def _read(self, router: Router, hidden: Sequence[int], tokens: Sequence[int],
-              finish: Finish) -> tuple[Sequence[int], Answer] | None:
-        """The answer without the token that ended it; None if a template could not go on from there."""
+              finish: Finish) -> tuple[Sequence[int], Answer, bool]:
+        """The answer without the token that ended it, and whether a template could go on from there."""
         special = self._tokenizer.special
-        ended = finish == "stop" and bool(tokens) and (tokens[-1] in special or tokens[-1] in hidden)
+        ended = finish == "stop" and (tokens[-1] in special or tokens[-1] in hidden)
         ids = tokens[:-1] if ended else tokens
-        if finish not in ("stop", "length") or not tokens or not special.isdisjoint(ids):
-            return None
         router = router.copy()
-        deltas = [delta for id in ids for delta in router.feed(id)]
-        if router.stopped or router.region != "content":
-            return None
-        return ids, join(deltas + router.finish())
+        deltas = router.feed_all(ids)
+        sound = (finish in ("stop", "length") and special.isdisjoint(ids) and not router.stopped
+                 and router.region == "content")
+        return ids, join(deltas + router.finish()), sound
 
 
 def preserves_thinking(conversation: Conversation) -> bool:
@@ -166,8 +193,9 @@ def _preserves_thinking(source: str, settings: str) -> bool:
         return False
 
 
-def _preserved(conversation: Conversation, base: _Base) -> Turn | None:
-    """The base's ids and what the template renders after it; None if that cannot be told apart for certain."""
+def _preserved(conversation: Conversation, base: _Base, bound: Bound) -> Turn | None:
+    """The base's ids and what the template renders after it; None if that cannot be told apart for certain, or is
+    beyond the bound."""
     try:
         start = _opening_text(conversation, base.index)
         tail = _text_after(conversation, base.index)
@@ -175,17 +203,27 @@ def _preserved(conversation: Conversation, base: _Base) -> Turn | None:
         return None
     if tail is None or start is None or not _begins_with(conversation.tokenizer, base.ids, start):
         return None
-    ids = (*base.ids, *conversation.tokenizer.encode(tail))
-    return Turn(ids, _positions(base.note.opening, len(ids)), base.key, len(base.ids), base.note.opening)
+    with suppress(LongPromptError):
+        return _extended(conversation, base, conversation.tokenizer.encode(tail, bound=bound.after(len(base.ids))))
+    return None
 
 
-def _rendered(conversation: Conversation, notes: Mapping[int, Note], base: _Base | None, whole: bool) -> Turn:
+def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> Turn:
+    ids = (*base.ids, *tail)
+    thoughts = (*base.note.thoughts, *_sent_thoughts(conversation, base.index + 1))
+    return Turn(ids, _positions(base.note.opening, len(ids)), base.name, len(base.ids), base.note.opening, thoughts)
+
+
+def _rendered(conversation: Conversation, notes: Mapping[int, Note], base: _Base | None, bound: Bound,
+              whole: bool) -> Turn:
     """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it."""
     conversation, text = _as_written(conversation, notes)
-    prompt = spell(conversation.tokenizer, text, base.ids if base else ())
+    prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
     start = opening(conversation, prompt)
-    found = _positions(start, len(prompt.ids)) if whole else boundaries(conversation, prompt)
-    return Turn(prompt.ids, found, base.key if base and prompt.kept else "", prompt.kept, start)
+    found = (_positions(start, turning(conversation, prompt), len(prompt.ids)) if whole
+             else boundaries(conversation, prompt, start))
+    return Turn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
+                _sent_thoughts(conversation))
 
 
 def _positions(*positions: int) -> tuple[int, ...]:
@@ -207,9 +245,9 @@ def _raw(message: Mapping[str, Any], note: Note) -> dict[str, Any]:
     raw = {**message, "content": note.content, "contents": note.content}
     reasoning = message.get("reasoning_content")
     if isinstance(reasoning, str) and _plain_text(reasoning) == _plain_text(note.reasoning):
-        raw["reasoning_content"] = note.reasoning
+        raw |= dict.fromkeys(REASONING, note.reasoning)
     if note.calls:
-        raw["tool_calls"] = [{**call, "function": {"name": name, "arguments": loads(arguments)}}
+        raw["tool_calls"] = [{**call, "function": {"name": name, "arguments": json.loads(arguments)}}
                              for call, (name, arguments) in zip(message["tool_calls"], note.calls, strict=True)]
     return raw
 
@@ -244,6 +282,26 @@ def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
 
 def _unique() -> str:
     return "x" + secrets.token_hex(16)
+
+
+def _characters(conversation: Conversation) -> int:
+    contents = (message["content"] for message in conversation.messages)
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def _answers(conversation: Conversation) -> list[int]:
+    return [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+
+
+def _sent_thoughts(conversation: Conversation, start: int = 0) -> tuple[str, ...]:
+    places = (index for index in _answers(conversation) if index >= start)
+    return tuple(_sent_thought(conversation.messages[index]) or "" for index in places)
+
+
+def _sent_thought(message: Mapping[str, Any]) -> str | None:
+    """The thinking that the client sends back with an answer; None if it leaves that open."""
+    reasoning = message.get("reasoning_content")
+    return thought_of(_plain_text(reasoning)) or None if isinstance(reasoning, str) else None
 
 
 # What the client can see

@@ -10,7 +10,9 @@ from deltic.text.coerce import loads
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool"}
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which clients send an answer's thinking, and templates look for it."""
+
 _MEDIA = {"image": "image", "image_url": "image", "input_image": "image",
           "video": "video", "video_url": "video"}
 _MAX_DEPTH = 64
@@ -21,7 +23,7 @@ def normalise_messages(messages: Any, *, images: bool = False) -> list[dict[str,
 
     `content` and `contents` are aliases and both are set: to text, or, on a model with `images`, to a list of
     parts if one of them is an image or a video. Missing content is empty text. Reasoning is under
-    `reasoning_content`, whichever of its names the client used. Call arguments become mappings; text that
+    all of its names, whichever the client used. Call arguments become mappings; text that
     is not a JSON object is repaired, if need be as {"arguments": TEXT}, so that one bad call of the past
     does not fail every later request. Keys without a value are dropped, unknown keys kept.
     """
@@ -83,9 +85,9 @@ def _message(message: Any, field: str, images: bool) -> dict[str, Any]:
     result |= {key: plain(value, f"{field}.{key}") for key, value in present.items() if key not in special}
     name = "contents" if "content" not in present and "contents" in present else "content"
     result["content"] = result["contents"] = _content(present.get(name, ""), f"{field}.{name}", images)
-    reasoning = next((result[key] for key in _REASONING if key in result), None)
+    reasoning = next((result[key] for key in REASONING if key in result), None)
     if reasoning is not None:
-        result["reasoning_content"] = reasoning
+        result |= dict.fromkeys(REASONING, reasoning)
     if present.get("tool_calls"):
         result["tool_calls"] = _calls(present["tool_calls"], f"{field}.tool_calls")
     return result

@@ -1,4 +1,8 @@
-"""Notes about finished answers: what was generated, kept in memory and, where there is a store, beyond it."""
+"""Notes about finished answers: what was generated, kept in memory and, where there is a store, beyond it.
+
+Two conversations may look alike and hide different thinking, so a key may have several notes: rivals. None of them is
+ever put in place of another, in memory or in a store that several processes share: who asks learns of all, or of none.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,45 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
 
 LIMIT = 4_000_000
 """Token ids that notes in memory may hold."""
+RIVALS = 4
+"""Notes that one key may have; more stay ambiguous, but the oldest cannot be told from a stranger's any more."""
 
-_MAGIC = b"deltic-note-1\n"
+_MAGIC = b"deltic-note-2\n"
 _HEADER = struct.Struct("<I")
 _SUM = 16
 # What a note weighs besides its ids, in ids: its texts and Python's own share.
 _OVERHEAD = 256
 # No conversation has more answers; a chain that is longer bites its own tail.
 _LONGEST_CHAIN = 100_000
+# Keys whose notes left the memory: what comes in their place must not be taken for them.
+_MOST_GONE = 100_000
+# Bytes of notes that may wait for a slow disk; beyond that they are not written.
+_MOST_WAITING = 64 << 20
 
 
 class NoteStore(Protocol):
-    """Keeps notes beyond the process. Keys are hexadecimal; neither method raises."""
+    """Keeps notes beyond the process. Keys are hexadecimal; no method raises."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known what there is; until then the other methods wait."""
 
     def get(self, key: str) -> bytes | None: ...
 
     def put(self, key: str, data: bytes) -> None: ...
+
+    def claim(self, key: str) -> bool:
+        """Take a key that nothing was put under; False if somebody has it, of all processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +58,12 @@ class Note:
     """One finished answer.
 
     ids: prompt and answer without the token that ended it, as int32, after the first `kept` ids of the note
-        `parent` (a key; "" if there is none). digest: of all ids together.
+        `parent` (a name; "" if there is none). digest: of all ids together. A note without ids stands for an answer
+        that cannot be continued; one without a digest for any number of notes that were lost.
     opening: position up to which conversations with the same system message and tools share the ids.
     calls: name and arguments of each call, as a JSON object whose values are the text that the model wrote.
+    thoughts: `thought_of` the reasoning of each answer of the conversation, this one last; "" where there is none.
+    rivals: there are or were other notes with its key.
     """
 
     content: str
@@ -50,59 +74,164 @@ class Note:
     parent: str = ""
     kept: int = 0
     opening: int = 0
+    thoughts: tuple[str, ...] = ()
+    rivals: bool = False
+
+    def fits(self, thoughts: Sequence[str | None]) -> bool:
+        """Whether this may be an answer of a conversation that is known to have had these thoughts."""
+        own = (*self.thoughts, *[""] * len(thoughts))
+        return not self.digest or all(given in (None, thought) for given, thought in zip(thoughts, own))
+
+
+_LOST = Note("", "", (), array("i"), "")
+
+
+def name_of(key: str, note: Note) -> str:
+    """What tells the note from its rivals, too."""
+    return key + note.digest
+
+
+def thought_of(reasoning: str) -> str:
+    """What is compared of an answer's reasoning; "" if there is none."""
+    return blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if reasoning else ""
 
 
 class Notebook:
     """Notes by key, the least recently used of which are dropped from memory. Threads may share it.
 
-    limit: token ids to hold in memory. vocab_size: notes with other ids are foreign.
+    limit: token ids to hold in memory. vocab_size: notes with other ids are foreign. Writing to the store happens in a
+    thread of its own.
     """
 
     def __init__(self, store: NoteStore | None, vocab_size: int, limit: int = LIMIT) -> None:
         self._store, self._vocab_size, self._limit = store, vocab_size, limit
-        self._notes: OrderedDict[str, Note] = OrderedDict()
-        self._weight = 0
+        self._notes: OrderedDict[str, dict[str, Note]] = OrderedDict()
+        self._gone: OrderedDict[str, str] = OrderedDict()  # key to digest, or "" if there were several
+        self._weight = self._waiting = 0
         self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, "notes")
 
-    def get(self, key: str) -> Note | None:
-        """The note; None if there is none, or only a damaged one."""
+    def find(self, key: str) -> list[Note]:
+        """All notes with this key, also those of other processes; damaged ones are not there. None as long as those of
+        other processes are not known."""
+        if self._store and not self._store.ready:
+            return []
+        stored = self._stored(key) if self._store else []
         with self._lock:
-            note = self._notes.get(key)
-            if note:
-                self._notes.move_to_end(key)
-        if note or not self._store:
-            return note
-        note = unpack(key, self._store.get(key) or b"", self._vocab_size)
-        if note:
-            self._keep(key, note)
-        return note
+            for note in stored:
+                self._add(key, note, replaces=False)
+            if key not in self._notes:
+                return []
+            self._notes.move_to_end(key)
+            found = list(self._notes[key].values())
+            self._drop()
+        return found
 
     def put(self, key: str, note: Note) -> None:
-        """Keep a note, in place of an older one."""
-        self._keep(key, note)
-        if self._store:
-            self._store.put(key, pack(key, note))
-
-    def all_ids(self, note: Note) -> tuple[int, ...] | None:
-        """Prompt and answer from the first id; None if a note that this one builds on is gone or has changed."""
-        chain: list[Note] = [note]
-        while chain[-1].parent:
-            parent = self.get(chain[-1].parent) if len(chain) < _LONGEST_CHAIN else None
-            if not parent:
-                return None
-            chain.append(parent)
-        ids = array("i")
-        for link in reversed(chain):
-            del ids[link.kept:]
-            ids.extend(link.ids)
-        return tuple(ids) if digest_of(ids) == note.digest else None
-
-    def _keep(self, key: str, note: Note) -> None:
+        """Keep a note, beside its rivals."""
         with self._lock:
-            self._weight += _weight(note) - (_weight(self._notes.pop(key)) if key in self._notes else 0)
-            self._notes[key] = note
-            while self._weight > self._limit and self._notes:
-                self._weight -= _weight(self._notes.popitem(last=False)[1])
+            if self._gone.get(key, note.digest) != note.digest:
+                self._add(key, _LOST)
+            self._add(key, note)
+            self._drop()
+        if self._store:
+            self._write_later(key, note)
+
+    def chain(self, key: str, note: Note) -> list[tuple[str, Note]] | None:
+        """The note and those it builds on with their keys, the first one first; None if one of them is gone."""
+        chain, length = [(key, note)], len(key)
+        while parent := chain[-1][1].parent:
+            found = self._named(parent[:length], parent[length:]) if len(chain) < _LONGEST_CHAIN else None
+            if not found:
+                return None
+            chain.append((parent[:length], found))
+        return chain[::-1]
+
+    def flush(self) -> None:
+        """Wait until all that was put is in the store."""
+        if self._store:
+            self._writer.submit(lambda: None).result()
+
+    def _named(self, key: str, digest: str) -> Note | None:
+        with self._lock:
+            note = self._notes.get(key, {}).get(digest)
+            if note:
+                self._notes.move_to_end(key)
+        return note or next((found for found in self.find(key) if found.digest == digest), None)
+
+    # In memory, under the lock
+
+    def _add(self, key: str, note: Note, replaces: bool = True) -> None:
+        rivals = self._notes.setdefault(key, {})
+        self._notes.move_to_end(key)
+        if note.digest in rivals and not (replaces and note.ids):
+            return
+        self._weight += _weight(note) - (_weight(rivals.pop(note.digest)) if note.digest in rivals else 0)
+        rivals[note.digest] = note
+        if len(rivals) > RIVALS:
+            self._weight -= _weight(rivals.pop(next(iter(rivals))))
+
+    def _drop(self) -> None:
+        """All notes of a key go together: one that is left alone would look like the only one."""
+        while self._weight > self._limit and self._notes:
+            key, rivals = self._notes.popitem(last=False)
+            self._weight -= sum(map(_weight, rivals.values()))
+            self._gone[key] = next(iter(rivals)) if len(rivals) == 1 else ""
+        while len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
+
+    # In the store: rivals lie in numbered places, which processes claim; they are only ever filled in order
+
+    def _stored(self, key: str) -> list[Note]:
+        assert self._store
+        found: list[Note] = []
+        for place in map(partial(_place, key), range(RIVALS)):
+            data = self._store.get(place)
+            if data is None:
+                break
+            found.append(unpack(place, data, self._vocab_size) or _LOST)
+        missed = len({note.digest for note in found}) == 1 and found[0].rivals
+        return [*found, _LOST] if missed else found
+
+    def _write_later(self, key: str, note: Note) -> None:
+        size = _weight(note) * note.ids.itemsize
+        with self._lock:
+            if self._waiting + size > _MOST_WAITING:
+                return
+            self._waiting += size
+        with suppress(RuntimeError):  # Python is about to end
+            self._writer.submit(self._write, key, note, size)
+
+    def _write(self, key: str, note: Note, size: int) -> None:
+        try:
+            self._store_beside(key, note)
+        finally:
+            with self._lock:
+                self._waiting -= size
+
+    def _store_beside(self, key: str, note: Note) -> None:
+        assert self._store
+        for number, place in enumerate(map(partial(_place, key), range(RIVALS))):
+            if self._store.claim(place):
+                self._store.put(place, pack(place, note))
+                if number:
+                    first = unpack(key, self._store.get(key) or b"", self._vocab_size) or note
+                    self._store.put(key, pack(key, replace(first, rivals=True)))
+                return
+            known = unpack(place, self._store.get(place) or b"", self._vocab_size)
+            if known and known.digest == note.digest:
+                if note.ids:
+                    self._store.put(place, pack(place, replace(note, rivals=known.rivals)))
+                return
+
+
+def ids_of(chain: Sequence[tuple[str, Note]]) -> tuple[int, ...] | None:
+    """All ids of the last note of a chain, prompt and answer; None if a note that it builds on has changed."""
+    ids = array("i")
+    for _, note in chain:
+        del ids[note.kept:]
+        ids.extend(note.ids)
+    return tuple(ids) if digest_of(ids) == chain[-1][1].digest else None
 
 
 def digest_of(ids: array[int]) -> str:
@@ -114,7 +243,7 @@ def pack(key: str, note: Note) -> bytes:
     """A note as bytes: a checksum, a header in JSON, the ids as little-endian int32."""
     header = json.dumps({"key": key, "content": note.content, "reasoning": note.reasoning, "calls": note.calls,
                          "digest": note.digest, "parent": note.parent, "kept": note.kept,
-                         "opening": note.opening}).encode()
+                         "opening": note.opening, "thoughts": note.thoughts, "rivals": note.rivals}).encode()
     body = _HEADER.pack(len(header)) + header + _little_endian(note.ids).tobytes()
     return _MAGIC + blake2b(body, digest_size=_SUM).digest() + body
 
@@ -133,7 +262,8 @@ def unpack(key: str, data: bytes, vocab_size: int) -> Note | None:
         ids.frombytes(body[_HEADER.size + length:])
         ids = _little_endian(ids)
         sound = header.pop("key") == key and (not ids or (min(ids) >= 0 and max(ids) < vocab_size))
-        return Note(calls=calls, ids=ids, **header) if sound else None
+        thoughts = tuple(map(str, header.pop("thoughts")))
+        return Note(calls=calls, ids=ids, thoughts=thoughts, **header) if sound else None
     except (struct.error, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -145,5 +275,10 @@ def _little_endian(ids: array[int]) -> array[int]:
     return ids
 
 
+def _place(key: str, number: int) -> str:
+    """Where a key's notes lie in a store."""
+    return blake2b(f"{key} {number}".encode(), digest_size=_SUM).hexdigest() if number else key
+
+
 def _weight(note: Note) -> int:
-    return len(note.ids) + _OVERHEAD
+    return len(note.ids) + len(note.thoughts) + _OVERHEAD

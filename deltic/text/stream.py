@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import codecs
 import copy
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from deltic.text.deltas import Answer, AnswerCall, Delta, Region, ToolDelta, join, merge
@@ -24,6 +26,7 @@ __all__ = ["Answer", "AnswerCall", "Delta", "Markers", "Region", "Router", "Stop
 
 _SPACES = " \t\r\n"
 _ENDLESS = 1 << 62
+_MOST_SALVAGED = 16  # broken calls of one answer: all that follows is read again for each
 
 
 def chat_router(tokenizer: Vocabulary, prompt_ids: Sequence[int],
@@ -91,12 +94,27 @@ class Router:
             self._mark(marker)
         return self._take()
 
+    def feed_all(self, tokens: Sequence[int]) -> list[Delta]:
+        """Take many tokens at once, which is faster: in all the same text comes, in fewer pieces."""
+        start, markers = 0, self._markers.ids
+        for end, token in enumerate(tokens):
+            if token in markers:
+                self._scan(self._utf8.decode(b"".join(map(self._token_bytes, tokens[start:end]))))
+                self._flush_text()
+                self._mark(markers[token])
+                start = end + 1
+        self._scan(self._utf8.decode(b"".join(map(self._token_bytes, tokens[start:]))))
+        return self._take()
+
     def finish(self) -> list[Delta]:
         """Give what was held back; the answer is over."""
         self._flush_text()
         self._texts = ALL
-        while self._region == "tool":
-            self._salvage_call()
+        for _ in range(_MOST_SALVAGED):
+            if self._region == "tool":
+                self._salvage_call()
+        if self._region == "tool":
+            self._give_call_up()
         if not self.stopped:
             self._put(self._stops.flush())
             self._emit_spaces()
@@ -125,15 +143,14 @@ class Router:
         """Split at markers that have no token of their own."""
         if not self._texts:
             return self._write(text)
-        text = self._partial + text
-        while found := [(at, marker) for marker in self._texts if (at := text.find(marker)) >= 0]:
-            at, marker = min(found)
-            self._write(text[:at])
-            self._mark(marker)
-            text = text[at + len(marker):]
-        cut = len(text) - open_suffix(text, self._texts)
+        text, at = self._partial + text, 0
+        for found in _pattern(self._texts).finditer(text):
+            self._write(text[at:found.start()])
+            self._mark(found[0])
+            at = found.end()
+        cut = len(text) - open_suffix(text[at:], self._texts)
         self._partial = text[cut:]
-        self._write(text[:cut])
+        self._write(text[at:cut])
 
     def _flush_text(self) -> None:
         self._scan(self._utf8.decode(b"", True))
@@ -143,7 +160,7 @@ class Router:
     def _write(self, text: str) -> None:
         """Text of the current region, free of markers."""
         if self._region == "tool":
-            self._body.text += text
+            self._body.add(text)
             if ">" in text:
                 self._announce_call()
         elif not self.stopped:
@@ -228,22 +245,34 @@ class Router:
 
     def _close_call(self, closing: str) -> None:
         calls = self._body.calls(self._schemas)
-        self._enter("content", _SPACES if calls else "", _ENDLESS)
         if not calls:
-            self._write(self._gap + CALL + self._body.text + closing)
+            return self._give_call_up(closing)
+        self._enter("content", _SPACES, _ENDLESS)
         for name, arguments in calls:
             if not self._call_id:
                 self._send_name(name)
             self._out.append(Delta("tool", call=ToolDelta(self._calls, self._call_id, None, arguments)))
             self._calls, self._call_id = self._calls + 1, ""
 
+    def _give_call_up(self, closing: str = "") -> None:
+        """It is content."""
+        self._enter("content", "", _ENDLESS)
+        self._write(self._gap + CALL + self._body.text + closing)
+
     def _salvage_call(self) -> None:
         """The answer ended inside a call: take the shortest body that was closed, route the rest again."""
-        whole = self._body.text
-        self._body.text, closing, rest = (whole, "", "") if self._body.complete else whole.partition(CALL_END)
+        whole, closing, rest = self._body.text, "", ""
+        if not self._body.complete:
+            whole, closing, rest = whole.partition(CALL_END)
+            self._body = CallBody(whole)
         self._close_call(closing)
         self._scan(rest)
         self._flush_text()
+
+
+@lru_cache(maxsize=16)
+def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
 
 
 class StopMatcher:

@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from deltic.errors import ModelError, RequestError
+from deltic.errors import BusyError, LongPromptError, ModelError, RequestError, show
 from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
+
+# The cores belong to the engine; and without a word about it the backend warns whoever forks.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_LARGE: Final = 1 << 18
+"""Characters from which on texts are encoded one at a time: the backend takes hundreds of bytes for each token."""
+_HUGE: Final = 1 << 20
+"""Characters from which on the memory that encoding took is given back: the allocator would keep it."""
+_SLICE: Final = 1 << 16
+_SLACK: Final = 64
+"""Tokens by which the slices of a text may differ from the whole, for each cut."""
+_PATIENCE: Final = 60.0
+"""Seconds that a large text may wait for others."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Tokens that a prompt may have, `spent` of which it has before the text at hand.
+
+    reason: why no more, and what to do. field: where the prompt stands in a request.
+    """
+
+    tokens: int = sys.maxsize
+    reason: str = ""
+    field: str = "prompt"
+    spent: int = 0
+
+    def check(self, tokens: int, more: bool = False) -> None:
+        """LongPromptError if so many are too many. more: there are more than that, but nobody has counted them."""
+        if self.spent + tokens > self.tokens:
+            counted = f"more than {self.tokens}" if more else f"{self.spent + tokens}"
+            raise LongPromptError(f"the prompt has {counted} tokens {self.reason}", self.field)
+
+    def after(self, spent: int) -> Bound:
+        """The same for what comes after so many tokens."""
+        return replace(self, spent=self.spent + spent)
+
+
+UNBOUNDED: Final = Bound()
 
 
 class Tokenizer:
@@ -36,6 +80,7 @@ class Tokenizer:
         self.eos_id = self._named_id("eos_token")
         self._plain_bytes = _byte_reader(backend)
         self._bytes: dict[int, bytes] = {}
+        self._turn = threading.Lock()
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
@@ -48,7 +93,8 @@ class Tokenizer:
         try:
             backend = Backend.from_str(files.tokenizer)
         except Exception as error:  # the backend raises bare Exception
-            raise ModelError(f"{source} is not a valid tokenizer ({error}); download the file again") from error
+            raise ModelError(f"{source} is not a valid tokenizer ({show(str(error))}); download the file again"
+                             ) from error
         return cls(backend, files.special_tokens, files.templates)
 
     @property
@@ -64,27 +110,49 @@ class Tokenizer:
             return sources[0]
         return next(iter(self.chat_templates.values())) if len(self.chat_templates) == 1 else None
 
-    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; RequestError if it is not valid Unicode.
+    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True,
+               bound: Bound = UNBOUNDED) -> list[int]:
+        """Token ids of a text; RequestError if it is not valid Unicode or beyond the bound. BusyError if it is large,
+        and other large ones have taken too long.
 
         add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token). With
-        parse_special off, special tokens spelled in the text are ordinary text.
+        parse_special off, special tokens spelled in the text are ordinary text. Other threads run meanwhile.
         """
-        if parse_special:
-            return list(self._encoding(text, add_special).ids)
-        cuts = [0, *(match.start() + 1 for match in self._added_pattern.finditer(text)), len(text)]
-        pieces = (self._encoding(text[start:end], add_special and not start) for start, end in pairwise(cuts))
-        return [id for piece in pieces for id in piece.ids]
+        _check_unicode(text)
+        cuts = [] if parse_special else [match.start() + 1 for match in self._added_pattern.finditer(text)]
+        self.check_length(text, bound)
+        with self._room_for(len(text)):
+            pieces = [self._ids(text[start:end], add_special and not start)
+                      for start, end in pairwise([0, *cuts, len(text)])]
+        ids = pieces[0] if len(pieces) == 1 else [id for piece in pieces for id in piece]
+        bound.check(len(ids))
+        return ids
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids, and for each the position in the text of its first character."""
-        encoding = self._encoding(text, False)
-        return list(encoding.ids), [start for start, _ in encoding.offsets]
+    def check_length(self, text: str, bound: Bound) -> None:
+        """LongPromptError if the text is certainly beyond the bound. Counts no more than it takes to know, and nothing
+        where the text is short enough to be encoded first."""
+        if len(text) <= 2 * (bound.tokens - bound.spent):
+            return
+        with self._room_for(len(text)):
+            count = 0
+            for start in range(0, len(text), _SLICE):
+                piece = self._backend.encode_batch_fast([text[start:start + _SLICE]], add_special_tokens=False)[0]
+                count += max(0, len(piece) - _SLACK)
+                bound.check(count, more=True)
+
+    def special_in(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """The special tokens that a text spells: id, first character, the one after the last."""
+        return ((self._special_ids[match[0]], *match.span()) for match in self._special_pattern.finditer(text))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD."""
-        read = self.visible_bytes if skip_special else self.token_bytes
-        return b"".join(map(read, ids)).decode("utf-8", "replace")
+        ids = list(ids)
+        try:
+            known = self._bytes
+            spelled = b"".join([known[id] for id in ids if not (skip_special and id in self.special)])
+        except KeyError:
+            spelled = b"".join(map(self.visible_bytes if skip_special else self.token_bytes, ids))
+        return spelled.decode("utf-8", "replace")
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token, or None if the vocabulary does not have it."""
@@ -107,18 +175,54 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
-    def _encoding(self, text: str, add_special: bool) -> Encoding:
+    def _ids(self, text: str, add_special: bool) -> list[int]:
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+
+    @contextmanager
+    def _room_for(self, characters: int) -> Iterator[None]:
+        """Large texts take turns, and leave the memory as it was."""
+        if characters < _LARGE:
+            yield
+            return
+        if not self._turn.acquire(timeout=_PATIENCE):
+            raise BusyError("other long prompts are being read: try again later", int(_PATIENCE))
         try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the text has a lone surrogate at position {error.start}, which is not valid "
-                               "Unicode: send well-formed UTF-8") from error
-        return self._backend.encode(text, add_special_tokens=add_special)
+            yield
+        finally:
+            if characters >= _HUGE:
+                _trim_memory()
+            self._turn.release()
 
     @cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        texts = sorted((text for text in self._added.values() if len(text) > 1), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        return _any_of(text for text in self._added.values() if len(text) > 1)
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        return {self._added[id]: id for id in self.special}
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return _any_of(self._special_ids)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text has a lone surrogate at position {error.start}, which is not valid "
+                           "Unicode: send well-formed UTF-8") from error
+
+
+def _trim_memory() -> None:
+    """Give free memory back to the system, where the allocator knows how."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
 
 
 def _byte_reader(backend: Backend) -> Callable[[int], bytes]:

@@ -9,43 +9,54 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from deltic.text.coerce import coerce, dumps, loads
+from deltic.text.coerce import Schema, coerce, dumps, loads
+from deltic.text.functions import FUNCTION, FUNCTION_END, clean_name, read_functions
 
-_FUNCTION = re.compile(r"<function=[ \t]*([^<>\s][^<>\n]*)>")
-_FUNCTION_END = "</function>"
-_PARAMETER = re.compile(r"<parameter=[ \t]*([^<>\s][^<>\n]*)>")
-# A value may hold the text of a closing tag; the real one is followed by the next tag or by the end.
-_VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|\Z))|(?=\n<parameter=)")
-_VALUE_TAG = re.compile(_VALUE_END.pattern + "|<function=|</function>")
 _QUOTES = "\"'"
+_JSON_MARK = re.compile(r"\\.|[]\"'{}[]", re.DOTALL)  # an escaped character is none
+_FUNCTION_TAG = re.compile(f"{FUNCTION.pattern}|{FUNCTION_END}")
+_OPEN_TAG = re.compile(r"<[^<>\n]*\Z")
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The parameter schema of each tool by name, from OpenAI's form; tools in another form have none."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
-    return {function["name"]: function["parameters"] for function in functions
+    return {function["name"]: Schema(function["parameters"]) for function in functions
             if isinstance(function, Mapping) and isinstance(function.get("name"), str)
             and isinstance(function.get("parameters"), Mapping)}
 
 
-@dataclass(slots=True)
 class CallBody:
-    """What stands between `<tool_call>` and `</tool_call>`, as far as it has arrived."""
+    """What stands between `<tool_call>` and `</tool_call>`, as far as it has arrived. Characters are looked at once."""
 
-    text: str = ""
+    def __init__(self, text: str = "") -> None:
+        self._pieces, self._unread = [text], [text]
+        self._is_json: bool | None = None
+        # of the XML form: the first name, the tags so far, and whether nothing came after the last end of a function
+        self._name: str | None = None
+        self._openings, self._endings, self._ended = 0, 0, False
+        # of the JSON form: the open quote, the open brackets, and whether the text can become a call no more
+        self._quote, self._depth, self._broken = "", 0, False
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, text: str) -> None:
+        """Take more text."""
+        self._pieces.append(text)
+        self._unread.append(text)
 
     @property
     def name(self) -> str | None:
         """The function's name as soon as it is certain; None for the JSON form, whose name may come last."""
-        if self._is_json:
-            return None
-        found = _FUNCTION.search(self.text)
-        return _clean_name(found[1]) if found else None
+        self._read()
+        return self._name
 
     @property
     def complete(self) -> bool:
@@ -53,30 +64,66 @@ class CallBody:
 
         An argument may quote a whole call, hence the balance.
         """
+        self._read()
         if self._is_json:
-            return _json_call(self.text, {}) is not None
-        openings = len(_FUNCTION.findall(self.text))
-        return not openings or (self.text.rstrip().endswith(_FUNCTION_END)
-                                and self.text.count(_FUNCTION_END) >= openings)
+            return self._closes_json()
+        return not self._openings or (self._endings >= self._openings and self._ended and not self._unread[0])
 
     def calls(self, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         """Name and arguments (a JSON object as text) of each call; empty if the text is no call at all."""
+        self._read()
         if self._is_json:
             call = _json_call(self.text, schemas)
             return [call] if call else []
-        return _xml_calls(self.text, schemas)
+        return [(name, _typed(arguments, schemas.get(name, {}))) for name, arguments in read_functions(self.text)]
 
     def copy(self) -> CallBody:
         """An independent body with the same text."""
-        return CallBody(self.text)
+        twin = copy.copy(self)
+        twin._pieces, twin._unread = self._pieces.copy(), self._unread.copy()
+        return twin
 
-    @property
-    def _is_json(self) -> bool:
-        return self.text.lstrip()[:1] == "{"
+    def _read(self) -> None:
+        text = "".join(self._unread)
+        if self._is_json is None:
+            text = text.lstrip()
+            self._is_json = text[0] == "{" if text else None
+        self._unread = [self._read_json(text) if self._is_json else self._read_tags(text)]
 
+    def _read_tags(self, text: str) -> str:
+        """Gives back a tag that has only begun."""
+        at = 0
+        for tag in _FUNCTION_TAG.finditer(text):
+            at, self._ended = tag.end(), tag[0] == FUNCTION_END
+            if self._ended:
+                self._endings += 1
+            else:
+                self._openings += 1
+                self._name = self._name or clean_name(tag[1])
+        begun = _OPEN_TAG.search(text, max(at, text.rfind("<")))
+        end = begun.start() if begun else len(text)
+        self._ended = self._ended and not text[at:end].strip()
+        return text[end:]
 
-def _clean_name(name: str) -> str:
-    return name.strip().strip(_QUOTES) or name.strip()
+    def _read_json(self, text: str) -> str:
+        """Gives back a backslash whose character has not come."""
+        at = 0
+        for mark in _JSON_MARK.finditer(text):
+            at = mark.end()
+            if self._quote:
+                self._quote = "" if mark[0] == self._quote else self._quote
+            elif mark[0] in _QUOTES:
+                self._quote = mark[0]
+            elif len(mark[0]) == 1:
+                self._depth += 1 if mark[0] in "{[" else -1
+        return "\\" if text[at:].endswith("\\") else ""
+
+    def _closes_json(self) -> bool:
+        """Once its brackets are closed the text is a call, or never will be."""
+        if self._quote or self._depth > 0 or self._unread[0] or self._broken:
+            return False
+        self._broken = _json_call(self.text, {}) is None
+        return not self._broken
 
 
 def _json_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -90,50 +137,6 @@ def _json_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str
         return None
     name = name.encode("utf-8", "replace").decode()
     return name, _typed(arguments, schemas.get(name, {}))
-
-
-def _xml_calls(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    calls = []
-    opening = _FUNCTION.search(text)
-    while opening:
-        name = _clean_name(opening[1])
-        arguments, end = _parameters(text, opening.end())
-        calls.append((name, _typed(arguments, schemas.get(name, {}))))
-        opening = _FUNCTION.search(text, end)
-    return calls
-
-
-def _parameters(text: str, start: int) -> tuple[dict[str, str], int]:
-    """The parameters of the function that begins at `start`, and where they end."""
-    found: dict[str, str] = {}
-    while opening := _next_parameter(text, start):
-        end, start = _value_end(text, opening.end())
-        found[_clean_name(opening[1])] = text[opening.end():end].removeprefix("\n").removesuffix("\n")
-    return found, start
-
-
-def _next_parameter(text: str, start: int) -> re.Match[str] | None:
-    opening = _PARAMETER.search(text, start)
-    return opening if opening and _FUNCTION_END not in text[start:opening.start()] else None
-
-
-def _value_end(text: str, start: int) -> tuple[int, int]:
-    """Where the value that begins at `start` ends, and where its closing tag does, which may be missing."""
-    depth, function_end = 0, -1
-    for tag in _VALUE_TAG.finditer(text, start):
-        if tag[0] == "<function=" and function_end >= 0:
-            break
-        if tag[0] == "<function=":
-            depth += 1
-        elif tag[0] == _FUNCTION_END and depth:
-            depth -= 1
-        elif tag[0] == _FUNCTION_END:
-            function_end = tag.start() if function_end < 0 else function_end
-        elif not depth:
-            return tag.start(), tag.end()
-    closing = _VALUE_END.search(text, start) if function_end < 0 else None
-    end = closing.start() if closing else function_end if function_end >= 0 else len(text)
-    return end, closing.end() if closing else end
 
 
 def _typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:

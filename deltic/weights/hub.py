@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
-from deltic.errors import ModelError
+from deltic.errors import ModelError, show
 from deltic.ops.records import Block
 from deltic.weights.files import Stored, find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
@@ -176,7 +176,8 @@ def resolve(
                              "models of the Hugging Face hub")
         return path
     if isinstance(model, Path) or not _REPOSITORY.fullmatch(name):
-        raise ModelError(f"{name[:300]!r} is no directory; a model is {ACCEPTED}")
+        kind = "file" if name.lower().endswith(".gguf") else "directory"
+        raise ModelError(f"there is no {kind} {show(name)}; a model is {ACCEPTED}")
     return _download(name, revision, token, progress)
 
 

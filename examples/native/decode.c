@@ -172,8 +172,8 @@ static void make_stores(void) {
     int64_t pages = SEQUENCES * TABLE * PAGE * KV_HEADS * HEAD_DIM * (int64_t)sizeof(uint16_t);
     states.recurrent = make_store(SEQUENCES * VALUE_HEADS * KEY_DIM * VALUE_DIM * (int64_t)sizeof(float));
     states.conv = make_store(SEQUENCES * KERNEL * CHANNELS * (int64_t)sizeof(uint16_t));
-    states.places = KERNEL, states.type = DELTIC_BF16;
-    kv.keys = make_store(pages), kv.values = make_store(pages), kv.type = DELTIC_BF16;
+    states.places = KERNEL, states.type = DELTIC_BF16, states.slots = SEQUENCES;
+    kv.keys = make_store(pages), kv.values = make_store(pages), kv.type = DELTIC_BF16, kv.pages = SEQUENCES * TABLE;
 }
 
 /* ---- Steps. */
@@ -206,7 +206,7 @@ static void run(deltic_pool *pool, Sequence *sequences, int64_t count, int64_t c
         .starts = starts, .done = done, .pages = pages, .store = store, .source = slots, .target = slots,
         .logit_tokens = wanted,
     };
-    if (deltic_forward(pool, &model, &batch, NULL, logits)) fail("out of memory");
+    if (deltic_forward(pool, &model, &batch, NULL, logits)) fail("a step failed");
 }
 
 static void check_same(const float *logits, const char *when) {
@@ -217,10 +217,10 @@ static void check_same(const float *logits, const char *when) {
 
 int main(int count, char **arguments) {
     if (deltic_abi() != DELTIC_ABI) fail("library and header are of different versions");
-    if (count > 2 && deltic_set_level(atoi(arguments[2]))) fail("this processor has no such level");
     int threads = count > 1 ? atoi(arguments[1]) : 1;
-    deltic_pool *pool = deltic_pool_new(threads);
-    if (!pool) fail("out of memory");
+    int level = count > 2 ? atoi(arguments[2]) : deltic_best_level();
+    deltic_pool *pool = deltic_pool_new(threads, level);
+    if (!pool) fail("this processor has no such level, or memory ran out");
     make_model();
     make_stores();
 
@@ -236,7 +236,7 @@ int main(int count, char **arguments) {
     run(pool, &sequences[0], 1, PROMPT, prompt, logits);
     for (int64_t i = 0; i < PROMPT; ++i) run(pool, &sequences[1], 1, 1, prompt + i, logits + VOCABULARY);
     check_same(logits, "after the prompt");
-    fprintf(stderr, "level %d of %d, threads: %d\n", deltic_level(), deltic_best_level(), threads);
+    fprintf(stderr, "level %d of %d, threads: %d\n", level, deltic_best_level(), threads);
     for (int64_t i = 0; i < ANSWER; ++i) {
         float best[SEQUENCES];
         int64_t chosen[SEQUENCES];

@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_int, c_void};
 
-    pub const ABI: c_int = 5;
+    pub const ABI: c_int = 6;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -87,6 +87,8 @@ mod deltic {
         pub keys: *mut f32,
         pub updates: *mut f32,
         pub decays: *mut f32,
+        pub slots: i64,
+        pub units: i64,
     }
 
     #[repr(C)]
@@ -108,6 +110,7 @@ mod deltic {
         pub keys: *mut c_void,
         pub values: *mut c_void,
         pub kind: i64,
+        pub pages: i64,
     }
 
     #[repr(C)]
@@ -140,9 +143,7 @@ mod deltic {
     extern "C" {
         pub fn deltic_abi() -> c_int;
         pub fn deltic_best_level() -> c_int;
-        pub fn deltic_set_level(level: c_int) -> c_int;
-        pub fn deltic_level() -> c_int;
-        pub fn deltic_pool_new(threads: c_int) -> *mut Pool;
+        pub fn deltic_pool_new(threads: c_int, level: c_int) -> *mut Pool;
         pub fn deltic_pool_free(pool: *mut Pool);
         pub fn deltic_packed_bytes(kind: i64, rows: i64, columns: i64) -> i64;
         pub fn deltic_pack(
@@ -425,7 +426,7 @@ impl Engine {
         let mut logits = vec![0f32; count * VOCABULARY];
         let to = logits.as_mut_ptr();
         if unsafe { deltic::deltic_forward(self.pool, &self.model, &batch, null_mut(), to) } != 0 {
-            fail("out of memory");
+            fail("a step failed");
         }
         logits
     }
@@ -462,13 +463,11 @@ fn main() {
     if unsafe { deltic::deltic_abi() } != deltic::ABI {
         fail("library and declarations are of different versions");
     }
-    if arguments.get(1).is_some_and(|level| unsafe { deltic::deltic_set_level(*level) } != 0) {
-        fail("this processor has no such level");
-    }
-    let threads = *arguments.first().unwrap_or(&1);
-    let pool = unsafe { deltic::deltic_pool_new(threads) };
+    let best = unsafe { deltic::deltic_best_level() };
+    let (threads, level) = (*arguments.first().unwrap_or(&1), *arguments.get(1).unwrap_or(&best));
+    let pool = unsafe { deltic::deltic_pool_new(threads, level) };
     if pool.is_null() {
-        fail("out of memory");
+        fail("this processor has no such level, or memory ran out");
     }
 
     let mut maker = Maker::default();
@@ -484,8 +483,11 @@ fn main() {
         keys: null_mut(),
         updates: null_mut(),
         decays: null_mut(),
+        slots: SEQUENCES as i64,
+        units: 0,
     };
-    let kv = Kv { keys: maker.store(page_bytes), values: maker.store(page_bytes), kind: deltic::BF16 };
+    let pages = (SEQUENCES * TABLE) as i64;
+    let kv = Kv { keys: maker.store(page_bytes), values: maker.store(page_bytes), kind: deltic::BF16, pages };
     (first.gdn, first.states) = (&gdn, &states);
     (second.attention, second.kv) = (&attention, &kv);
     let layers = [first, second];
@@ -504,7 +506,6 @@ fn main() {
     }
     check_same(&logits, &other, "after the prompt");
     logits.extend(other);
-    let (level, best) = unsafe { (deltic::deltic_level(), deltic::deltic_best_level()) };
     eprintln!("level {level} of {best}, threads: {threads}");
     let mut answer = vec![];
     for _ in 0..ANSWER {

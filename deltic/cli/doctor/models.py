@@ -76,7 +76,7 @@ def _room(config: ModelConfig) -> tuple[str, list[Fault]]:
     weights, free = weight_bytes(config, config.dtype), available_memory()
     fact = f"{config.architecture}, weights {gib(weights)} as {config.dtype}, {gib(free)} of memory free"
     needs = MemoryNeeds(page_bytes(config, kind), slot_bytes(config, kind), config.max_position_embeddings,
-                        EngineConfig().max_batch)
+                        EngineConfig().max_batch, row_bytes=4 * config.vocab_size)
     try:
         plan = split_memory(max(free - weights, 0) // 2, needs)
     except ConfigError:

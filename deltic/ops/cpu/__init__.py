@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
 
 from deltic.errors import ConfigError
 from deltic.ops import Ops
-from deltic.ops.cpu import library
 from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, pack, store_kv
-from deltic.ops.cpu.library import LEVELS, load
+from deltic.ops.cpu.library import LEVELS, POOLS, Pool, load
 from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import head_step, step
 from deltic.ops.torch import OPS as TORCH_OPS
@@ -27,34 +27,35 @@ def missing() -> dict[str, str]:
     return dict.fromkeys(_KERNELS, loaded) if isinstance(loaded, str) else {}
 
 
-def use_level(level: str) -> None:
-    """Which instructions the kernels use from now on, in the whole process: one of `LEVELS`, or auto, the best.
+def overlay(level: str = "auto", threads: int = 1) -> Ops:
+    """The torch ops with the kernels that can be used here, on so many threads of their own, the calling one included.
 
-    ConfigError if this processor does not have them.
+    level: one of `LEVELS`, or auto, the best. ConfigError if this processor does not have its instructions.
     """
+    absent, pool = missing(), Pool(_number(level), threads)
+    return replace(TORCH_OPS, **{name: MethodType(kernel, pool) for name, kernel in _KERNELS.items()
+                                 if name not in absent})
+
+
+def _number(level: str) -> int:
     loaded = load()
     if isinstance(loaded, str):
         if level != "auto":
             raise ConfigError(f"cpu_level={level}: {loaded}", "cpu_level")
-        return
-    best = loaded.deltic_best_level()
-    if loaded.deltic_set_level(best if level == "auto" else LEVELS.index(level)):
+        return 0
+    best = int(loaded.deltic_best_level())
+    number = best if level == "auto" else LEVELS.index(level)
+    if number > best:
         raise ConfigError(f"cpu_level={level}: this processor has {LEVELS[best]} at most", "cpu_level")
+    return number
 
 
-def use_threads(count: int, ops: Ops) -> None:
-    """How many threads the process uses for these ops from now on: the kernels, or else torch. (Two pools of threads
-    that take turns would spin in each other's way.)"""
-    native = not missing() and ops.step is step
-    library.use_threads(count if native else 1)
-    torch.set_num_threads(1 if native else count)
+def use_torch_threads(ops: Ops, count: int) -> None:
+    """Have torch compute with so many threads in the whole process, or with one where the kernels serve these ops. (Two
+    pools of threads that take turns would spin in each other's way.)"""
+    torch.set_num_threads(1 if getattr(ops.step, "__func__", None) is step else count)
 
 
 def threads() -> int:
-    """How many threads the process uses for its ops."""
-    return max(library.threads(), torch.get_num_threads())
-
-
-def overlay() -> Ops:
-    """The torch ops with the kernels that can be used here."""
-    return replace(TORCH_OPS, **{name: kernel for name, kernel in _KERNELS.items() if name not in missing()})
+    """The most threads that any ops in the process compute with."""
+    return max(torch.get_num_threads(), *(pool.threads for pool in POOLS))

@@ -1,4 +1,5 @@
-"""The ops on compiled kernels, which compute in float32 whatever the model's dtype is."""
+"""The ops on compiled kernels, which compute in float32 whatever the model's dtype is. Each takes the pool that it runs
+on first; bound to one, it has the signature that `Ops` says."""
 
 from __future__ import annotations
 
@@ -15,11 +16,10 @@ from deltic.ops.cpu.library import (
     Kv,
     LinearWeight,
     Matrix,
+    Pool,
     States,
     address,
-    check,
     library,
-    pool,
     step_batch,
 )
 from deltic.ops.qtensor import QTensor, pack_tensor
@@ -39,7 +39,7 @@ from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import linear as torch_linear
 
 
-def pack(weight: Tensor, table: bool) -> Block:
+def pack(pool: Pool, weight: Tensor, table: bool) -> Block:
     return pack_tensor(weight) if weight.dtype in KINDS and weight.device.type == "cpu" else weight
 
 
@@ -54,39 +54,39 @@ def native_weight(weight: Weight) -> LinearWeight:
     return LinearWeight(len(blocks), (Matrix * 4)(*(block.matrix for block in blocks)))
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
+def linear(pool: Pool, x: Tensor, weight: Weight) -> Tensor:
     """x [T, in] times the transpose of weight [out, in] -> [T, out] float32."""
     if not packed(weight):
         return torch_linear(x, weight).float()
     struct = native_weight(weight)
     wide = x.float().contiguous()
     out = torch.empty(len(x), sum(part.rows for part in struct.parts[:struct.count]))
-    check(library().deltic_linear(pool(), address(wide), len(x), byref(struct), address(out)))
+    pool.call(library().deltic_linear, address(wide), len(x), byref(struct), address(out))
     return out
 
 
-def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(pool: Pool, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if residual.dtype not in KINDS:
         return TORCH.add_norm(residual, delta, weight, eps)
     wide = residual.float().contiguous()
     total, normed = torch.empty_like(wide), torch.empty_like(wide)
     added = None if delta is None else delta.float().contiguous()
-    library().deltic_add_norm(pool(), address(wide), address(added), address(weight), address(total), address(normed),
-                              *residual.shape, eps)
+    pool.call(library().deltic_add_norm, address(wide), address(added), address(weight), address(total),
+              address(normed), *residual.shape, eps)
     return total.to(residual.dtype), normed.to(residual.dtype)
 
 
-def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+def mlp(pool: Pool, x: Tensor, weights: MlpWeights) -> Tensor:
     if x.dtype not in KINDS or not packed(weights.gate_up) or not packed(weights.down):
         return TORCH.mlp(x, weights)
     gate_up, down, wide = native_weight(weights.gate_up), native_weight(weights.down), x.float().contiguous()
     out = torch.empty(len(x), down.parts[0].rows)
-    check(library().deltic_mlp(pool(), address(wide), len(x), byref(gate_up), byref(down), address(out)))
+    pool.call(library().deltic_mlp, address(wide), len(x), byref(gate_up), byref(down), address(out))
     return out.to(x.dtype)
 
 
-def head(x: Tensor, weight: Weight) -> Tensor:
-    return linear(x, weight) if packed(weight) else TORCH.head(x, weight)
+def head(pool: Pool, x: Tensor, weight: Weight) -> Tensor:
+    return linear(pool, x, weight) if packed(weight) else TORCH.head(x, weight)
 
 
 def gdn_layer(weights: GdnWeights, conv: Tensor, projections: bool = False) -> GdnLayer:
@@ -104,28 +104,29 @@ def slots(view: StateView) -> States:
     ring = view.ring
     parts = () if ring is None else (ring.inputs, ring.keys, ring.updates, ring.decays)
     return States(address(view.recurrent), address(view.conv), view.conv.shape[1], KINDS[view.conv.dtype],
-                  *map(address, parts))
+                  *(map(address, parts) if ring else [None] * 4), len(view.conv), len(ring.keys) if ring else 0)
 
 
-def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+def gdn_mixer(pool: Pool, x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
     if x.dtype not in KINDS or state.conv.dtype not in KINDS:
         return TORCH.gdn_mixer(x, weights, state, batch)
     state.check_order(weights.spec)
-    conv, proj = weights.conv.float().contiguous(), linear(x, weights.in_proj)
+    conv, proj = weights.conv.float().contiguous(), linear(pool, x, weights.in_proj)
     mixed = torch.empty(len(x), weights.spec.values)
-    check(library().deltic_gdn(pool(), byref(gdn_layer(weights, conv)), byref(slots(state)), step_batch(batch),
-                               address(proj), address(mixed)))
-    return linear(mixed.to(x.dtype), weights.out_proj).to(x.dtype)
+    pool.call(library().deltic_gdn, byref(gdn_layer(weights, conv)), byref(slots(state)), step_batch(batch),
+                               address(proj), address(mixed))
+    return linear(pool, mixed.to(x.dtype), weights.out_proj).to(x.dtype)
 
 
-def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
+def fold_ring(pool: Pool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
+              target: int) -> None:
     if not states or states[0].conv.dtype not in KINDS or states[0].ring is None:
         return TORCH.fold_ring(states, source, ring, base, done, target)
     units, first = states[0].ring, states[0].recurrent
     shape = GdnLayer(key_heads=units.keys.shape[2], value_heads=first.shape[1], key_dim=first.shape[2],
                      value_dim=first.shape[3], kernel=1, tiled=units.tiled)
     layers = (States * len(states))(*map(slots, states))
-    check(library().deltic_fold_ring(pool(), byref(shape), layers, len(states), source, ring, base, done, target))
+    pool.call(library().deltic_fold_ring, byref(shape), layers, len(states), source, ring, base, done, target)
 
 
 def attention_layer(weights: AttentionWeights, projections: bool = False) -> AttentionLayer:
@@ -139,26 +140,26 @@ def attention_layer(weights: AttentionWeights, projections: bool = False) -> Att
 
 def kv_pages(view: KvView) -> Kv:
     """The struct of a layer's pages."""
-    return Kv(address(view.keys), address(view.values), KINDS[view.keys.dtype])
+    return Kv(address(view.keys), address(view.values), KINDS[view.keys.dtype], len(view.keys))
 
 
-def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
+def attention_mixer(pool: Pool, x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
     if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
         return TORCH.attention_mixer(x, weights, kv, batch, rope)
-    proj, mixed = linear(x, weights.qkv), torch.empty(len(x), weights.spec.queries)
-    check(library().deltic_attention(pool(), byref(attention_layer(weights)), byref(kv_pages(kv)), step_batch(batch),
-                                     address(rope.cos), address(rope.sin), address(proj), address(mixed)))
-    return linear(mixed.to(x.dtype), weights.o_proj).to(x.dtype)
+    proj, mixed = linear(pool, x, weights.qkv), torch.empty(len(x), weights.spec.queries)
+    pool.call(library().deltic_attention, byref(attention_layer(weights)), byref(kv_pages(kv)), step_batch(batch),
+                                     address(rope.cos), address(rope.sin), address(proj), address(mixed))
+    return linear(pool, mixed.to(x.dtype), weights.o_proj).to(x.dtype)
 
 
-def store_kv(x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+def store_kv(pool: Pool, x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
              rope: Rope) -> None:
     if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
         return TORCH.store_kv(x, weight, k_norm, spec, kv, batch, rope)
     layer = AttentionLayer(k_norm=address(k_norm), heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
                            rotary_dim=spec.rotary_dim, eps=spec.eps)
     multiplies = packed(weight)
-    source = x.float().contiguous() if multiplies else linear(x, weight)
-    check(library().deltic_store_kv(pool(), byref(layer), byref(native_weight(weight)) if multiplies else None,
+    source = x.float().contiguous() if multiplies else linear(pool, x, weight)
+    pool.call(library().deltic_store_kv, byref(layer), byref(native_weight(weight)) if multiplies else None,
                                     byref(kv_pages(kv)), step_batch(batch), address(rope.cos), address(rope.sin),
-                                    address(source)))
+                                    address(source))

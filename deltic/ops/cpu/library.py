@@ -17,7 +17,8 @@ from torch import Tensor
 
 from deltic.ops.records import Batch
 
-_ABI = 5
+_ABI = 6
+_NO_MEMORY = -1
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.bfloat16: 30}
@@ -63,7 +64,7 @@ class States(Structure):
 
     _fields_ = (
         ("recurrent", c_void_p), ("conv", c_void_p), ("places", c_int64), ("type", c_int64),
-        *((name, c_void_p) for name in ("inputs", "keys", "updates", "decays")),
+        *((name, c_void_p) for name in ("inputs", "keys", "updates", "decays")), ("slots", c_int64), ("units", c_int64),
     )
 
 
@@ -79,7 +80,7 @@ class AttentionLayer(Structure):
 class Kv(Structure):
     """`deltic_kv`."""
 
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("type", c_int64))
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("type", c_int64), ("pages", c_int64))
 
 
 class ModelLayer(Structure):
@@ -119,9 +120,7 @@ class Drawing(Structure):
 _P, _I = c_void_p, c_int64
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_best_level": (c_int, []),
-    "deltic_level": (c_int, []),
-    "deltic_set_level": (c_int, [c_int]),
-    "deltic_pool_new": (_P, [c_int]),
+    "deltic_pool_new": (_P, [c_int, c_int]),
     "deltic_pool_free": (None, [_P]),
     "deltic_packed_bytes": (_I, [_I, _I, _I]),
     "deltic_pack": (None, [_I, _P, _I, _I, _I, _P]),
@@ -136,8 +135,8 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_add_norm": (None, [_P, _P, _P, _P, _P, _P, _I, _I, c_float]),
     "deltic_mlp": (c_int, [_P, _P, _I, POINTER(LinearWeight), POINTER(LinearWeight), _P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
-    "deltic_draw": (None, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _P, _P]),
-    "deltic_draw_any": (c_int, [_P, _P, _I, _I, _P, _P, _P, _P, _P]),
+    "deltic_adjust": (c_int, [_P, _P, _I, _P, _P]),
+    "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
     "deltic_head_follow": (c_int, [_P, POINTER(DraftHead), POINTER(StepBatch), _P, _P]),
     "deltic_head_guess": (c_int, [_P, POINTER(DraftHead), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
@@ -169,50 +168,52 @@ def library() -> ctypes.CDLL:
     return found
 
 
-_threads = [1]
+POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
+"""All that there are."""
 
 
-def use_threads(count: int) -> None:
-    """How many threads the kernels use from now on, in the whole process."""
-    _threads[0] = count
+class Pool:
+    """The threads that compute for the ops of one model, and the level at which they do; nobody else's.
 
+    They start with the first call, and go with this object. (Not at exit, when others may still be at work, nor in a
+    forked process, which has none of the threads.)
+    """
 
-def threads() -> int:
-    """How many threads the kernels use."""
-    return _threads[0]
+    def __init__(self, level: int, threads: int) -> None:
+        self.level, self.threads = level, threads
+        self._address, self._turn = 0, threading.Lock()
+        POOLS.add(self)
 
+    def call(self, kernel: Any, *arguments: object) -> None:
+        """Run a kernel with these arguments, one at a time: a call from another of Python's threads waits.
 
-class _Pool:
-    """A pool of threads, which goes with this object. (Not at exit, when others may still be at work, nor in a forked
-    process, which has none of the threads.)"""
+        MemoryError if it found no memory; ValueError if a batch points outside of the stores or contradicts itself,
+        in which case nothing was done.
+        """
+        with self._turn:
+            status = kernel(self._address or self._start(), *arguments)
+        if status:
+            raise _error(status)
 
-    def __init__(self, threads: int) -> None:
-        made: int | None = library().deltic_pool_new(threads)
+    def _start(self) -> int:
+        made: int | None = library().deltic_pool_new(self.threads, self.level)
         if not made:
             raise MemoryError("no memory for the threads of the CPU kernels")
-        self.threads, self.address = threads, made
         weakref.finalize(self, _free, made, os.getpid()).atexit = False
+        self._address = made
+        return made
+
+
+def _error(status: int) -> Exception:
+    if status == _NO_MEMORY:
+        return MemoryError("the CPU kernels found no memory for their intermediate results: lower --token-budget")
+    return ValueError("a batch points outside of the cache or contradicts itself: one model was stepped from two "
+                      "places that do not know of each other, or the scheduler is broken")
 
 
 def _free(address: int, process: int) -> None:
     if os.getpid() == process:
         library().deltic_pool_free(address)
-
-
-class _Own(threading.local):
-    pool: _Pool | None = None
-
-
-_own = _Own()
-
-
-def pool() -> int:
-    """The pool of as many threads as `use_threads` said. Each of Python's threads has its own, as a pool serves one
-    call at a time."""
-    known = _own.pool
-    if known is None or known.threads != _threads[0]:
-        known = _own.pool = _Pool(_threads[0])
-    return known.address
 
 
 def step_batch(batch: Batch) -> Any:
@@ -228,12 +229,6 @@ def step_batch(batch: Batch) -> Any:
                            *(tensor.data_ptr() for tensor in kept))
         known = batch.memo["native"] = (byref(struct), struct, kept)
     return known[0]
-
-
-def check(status: int) -> None:
-    """Raise MemoryError where a kernel says that memory ran out."""
-    if status:
-        raise MemoryError("the CPU kernels found no memory for their intermediate results: lower --token-budget")
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -1,16 +1,17 @@
-"""Choosing tokens on compiled kernels, which find the few best of a vocabulary; the rest is small."""
+"""Choosing tokens on compiled kernels."""
 
 from __future__ import annotations
 
+from ctypes import byref
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from deltic.ops.cpu.library import address, check, library, pool
-from deltic.ops.records import Sampled, Sampling
+from deltic.ops.cpu.library import Drawing, Pool, address, library
+from deltic.ops.records import Adjust, Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
-from deltic.ops.torch.sample import CANDIDATES, apply
+from deltic.ops.torch.sample import CANDIDATES, changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +25,19 @@ class _Best:
     healthy: Tensor
 
 
-def sample(logits: Tensor, sampling: Sampling) -> Sampled:
+def sample(pool: Pool, logits: Tensor, sampling: Sampling) -> Sampled:
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         return TORCH.sample(logits, sampling)
     count, raw, reports, healthy = sampling.top_logprobs, logits, None, None
     if count is not None:
-        reports = _best(logits, min(max(count, 1), logits.shape[1]), torch.ones(len(logits)))
+        reports = _best(pool, logits, min(max(count, 1), logits.shape[1]), torch.ones(len(logits)))
     if sampling.adjust is not None:
-        healthy = _best(logits, 1).healthy
+        healthy = _best(pool, logits, 1).healthy
         raw = logits.clone() if reports else logits
-        apply(logits, sampling.adjust)
-    best, tokens = _choose(logits, sampling)
-    result = Sampled(tokens, best.healthy if healthy is None else healthy)
+        _apply(pool, logits, sampling.adjust)
+    best, tokens = _choose(pool, logits, sampling)
+    possible = best.healthy if healthy is None else best.values[:, 0] > -torch.inf
+    result = Sampled(tokens, best.healthy if healthy is None else healthy, possible)
     if reports is None or reports.totals is None:
         return result
     chances = (raw.gather(1, tokens[:, None]).double() - reports.totals[:, None])[:, 0].float()
@@ -43,49 +45,47 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     return replace(result, logprobs=chances, top_tokens=reports.ids[:, :count], top_logprobs=top[:, :count])
 
 
-def _choose(logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
+def _apply(pool: Pool, logits: Tensor, adjust: Adjust) -> None:
+    """Change the logits in place."""
+    single = len(adjust.row) > 0
+    old = logits[adjust.row, adjust.token] if single else logits[:0, 0]
+    for table in adjust.tables:
+        pool.call(library().deltic_adjust, logits[table.row].data_ptr(), logits.shape[1], address(table.repetition),
+                  address(table.offset))
+    if single:
+        logits[adjust.row, adjust.token] = changed(old, adjust.repetition, adjust.offset)
+
+
+def _choose(pool: Pool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
     """What is best in each row, and the tokens chosen [L]."""
     if sampling.greedy:
-        best = _best(logits, 1)
+        best = _best(pool, logits, 1)
         return best, best.ids.view(-1)
     if not sampling.filtered:
-        best = _best(logits, 1)
-        return best, _draw_any(logits, best, sampling)
-    best = _best(logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
-    tokens = _draw(best, sampling, logits.shape[1])
-    if -1 in tokens.tolist():
-        tokens = TORCH.sample(logits, replace(sampling, adjust=None, top_logprobs=None)).tokens
-    return best, tokens
+        best = _best(pool, logits, 1)
+    else:
+        best = _best(pool, logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
+    return best, _draw(pool, logits, best, sampling)
 
 
-def _best(logits: Tensor, count: int, temperature: Tensor | None = None) -> _Best:
+def _best(pool: Pool, logits: Tensor, count: int, temperature: Tensor | None = None) -> _Best:
     rows, width = logits.shape
     values, ids = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
     healthy = torch.empty(rows, dtype=torch.bool)
     totals, heat = None, None
     if temperature is not None:
         totals, heat = torch.empty(rows, dtype=torch.float64), temperature.contiguous()
-    check(library().deltic_top(pool(), address(logits), rows, width, count, address(heat), address(values),
-                               address(ids), address(totals), address(healthy)))
+    pool.call(library().deltic_top, address(logits), rows, width, count, address(heat), address(values),
+                               address(ids), address(totals), address(healthy))
     return _Best(values, ids, totals, healthy)
 
 
-def _draw(best: _Best, sampling: Sampling, width: int) -> Tensor:
-    """The tokens drawn among the best ones [L]; -1 where the filters may keep others too."""
+def _draw(pool: Pool, logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
     rows, count = best.ids.shape
     tokens = torch.empty(rows, dtype=torch.int64)
-    columns = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
-    keys = sampling.key.contiguous()
-    library().deltic_draw(address(best.values), address(best.ids), rows, count, width, *map(address, columns),
-                          address(best.totals), address(keys), address(tokens))
-    return tokens
-
-
-def _draw_any(logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
-    """The tokens drawn among all [L]."""
-    rows, width = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64)
-    heat, keys = sampling.temperature.contiguous(), sampling.key.contiguous()
-    check(library().deltic_draw_any(pool(), address(logits), rows, width, address(heat), address(keys),
-                                    address(best.values), address(best.ids), address(tokens)))
+    kept = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
+                                               sampling.key)]
+    drawing = Drawing(*map(address, kept), sampling.filtered)
+    pool.call(library().deltic_draw, address(logits), rows, logits.shape[1], count, address(best.values),
+                                address(best.ids), address(best.totals), byref(drawing), address(tokens))
     return tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import byref, pointer
+from types import MethodType
 
 import torch
 from torch import Tensor
@@ -17,10 +18,9 @@ from deltic.ops.cpu.library import (
     Drawing,
     Model,
     ModelLayer,
+    Pool,
     address,
-    check,
     library,
-    pool,
     step_batch,
 )
 from deltic.ops.qtensor import QTensor
@@ -39,8 +39,8 @@ from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 
 
-def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
-    if not _own(ops) or not _fits(stack, stores):
+def step(pool: Pool, ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
+    if not _own(pool, ops) or not _fits(stack, stores):
         return None
     model, kept = _model(stack, stores)
     vocabulary, width, by_reference = len(stack.embedding), model.hidden, byref(model)
@@ -49,15 +49,16 @@ def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tens
         layout = batch.layout
         logits = torch.empty(layout.logits, vocabulary)
         hidden = torch.empty(layout.tokens, width) if layout.hidden else None
-        check(library().deltic_forward(pool(), by_reference, step_batch(batch), address(hidden), logits.data_ptr()))
+        pool.call(library().deltic_forward, by_reference, step_batch(batch), address(hidden), logits.data_ptr())
         return logits, hidden
 
     return run
 
 
-def head_step(ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> HeadStep | None:
+def head_step(pool: Pool, ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> HeadStep | None:
     stack = Stack(weights.embedding, (weights.layer,), weights.norm, weights.head, weights.rope, weights.eps)
-    if not _own(ops) or ops.store_kv != kernels.store_kv or not _fits(stack, stores) or not packed(weights.fc):
+    own = _own(pool, ops) and ops.store_kv == MethodType(kernels.store_kv, pool)
+    if not own or not _fits(stack, stores) or not packed(weights.fc):
         return None
     model, kept = _model(stack, stores)
     head = DraftHead(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
@@ -66,7 +67,7 @@ def head_step(ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> 
     by_reference = byref(head)
 
     def follow(batch: Batch, hidden: Tensor) -> None:
-        check(library().deltic_head_follow(pool(), by_reference, step_batch(batch), address(hidden), address(slots)))
+        pool.call(library().deltic_head_follow, by_reference, step_batch(batch), address(hidden), address(slots))
 
     def guess(batch: Batch, counts: Tensor, sampling: Sampling, _kept: list[object] = kept) -> Tensor:
         most = len(sampling.key) // len(counts)
@@ -74,8 +75,8 @@ def head_step(ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> 
             sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
         keys, tokens = sampling.key.contiguous(), torch.empty(len(counts), most, dtype=torch.int64)
         drawing = Drawing(*map(address, columns), address(keys), sampling.filtered)
-        check(library().deltic_head_guess(pool(), by_reference, step_batch(batch), address(counts), most,
-                                          address(slots), byref(drawing), address(tokens)))
+        pool.call(library().deltic_head_guess, by_reference, step_batch(batch), address(counts), most,
+                                          address(slots), byref(drawing), address(tokens))
         return tokens
 
     return HeadStep(follow, guess)
@@ -94,11 +95,11 @@ def _model(stack: Stack, stores: Stores) -> tuple[Model, list[object]]:
     return model, [*kept, frequencies, axes, model]
 
 
-def _own(ops: Ops) -> bool:
-    """Whether every op that a step stands for is served as the cpu backend serves it."""
-    return (ops.embed, ops.rope, ops.add_norm, ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.head) == (
-        TORCH.embed, TORCH.rope, kernels.add_norm, kernels.gdn_mixer, kernels.attention_mixer, kernels.mlp,
-        kernels.head)
+def _own(pool: Pool, ops: Ops) -> bool:
+    """Whether every op that a step stands for is served as the cpu backend serves it, on this pool."""
+    served = (ops.add_norm, ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.head)
+    own = (kernels.add_norm, kernels.gdn_mixer, kernels.attention_mixer, kernels.mlp, kernels.head)
+    return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
 def _fits(stack: Stack, stores: Stores) -> bool:

@@ -66,9 +66,9 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     angles = positions[0].float()[:, None] * frequencies
     if spec.sections:
         for axis in (1, 2):
-            index = torch.tensor(range(axis, min(3 * spec.sections[axis], half), 3), dtype=torch.long,
-                                 device=positions.device)
-            angles[:, index] = positions[axis].float()[:, None] * frequencies[index]
+            # a slice, not a list of indices: that would be a copy from the host, which no CUDA graph can hold
+            taken = slice(axis, min(3 * spec.sections[axis], half), 3)
+            angles[:, taken] = positions[axis].float()[:, None] * frequencies[taken]
     angles = torch.cat((angles, angles), dim=-1)
     return Rope(angles.cos(), angles.sin())
 

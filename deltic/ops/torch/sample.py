@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from deltic.ops.noise import gumbel
 from deltic.ops.records import Adjust, Sampled, Sampling
@@ -13,11 +16,18 @@ CANDIDATES = 256
 """Tokens among which the filters look first."""
 
 
-def apply(logits: Tensor, adjust: Adjust) -> None:
+def _apply(logits: Tensor, adjust: Adjust) -> None:
     """Change the logits [L, V] in place."""
     old = logits[adjust.row, adjust.token]
-    new = torch.where(old > 0, old / adjust.repetition, old * adjust.repetition)
-    logits[adjust.row, adjust.token] = new + adjust.offset
+    for table in adjust.tables:
+        logits[table.row] = changed(logits[table.row], table.repetition, table.offset)
+    logits[adjust.row, adjust.token] = changed(old, adjust.repetition, adjust.offset)
+
+
+def changed(old: Tensor, repetition: Tensor | None, offset: Tensor | None) -> Tensor:
+    """Logits after the repetition penalty and the offset, of any shape."""
+    new = old if repetition is None else torch.where(old > 0, old / repetition, old * repetition)
+    return new if offset is None else new + offset
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
@@ -26,12 +36,15 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     healthy = ((high - low) >= _FLAT) & torch.isfinite(high - low)
     reports = _logprobs(logits, sampling.top_logprobs)
     if sampling.adjust is not None:
-        apply(logits, sampling.adjust)
+        _apply(logits, sampling.adjust)
+        possible = logits.amax(-1) > -torch.inf
+    else:
+        possible = healthy
     tokens = logits.argmax(-1) if sampling.greedy else _draw(logits, sampling)
     if reports is None:
-        return Sampled(tokens, healthy)
+        return Sampled(tokens, healthy, possible)
     chances, top_tokens, top = reports
-    return Sampled(tokens, healthy, chances.gather(1, tokens[:, None])[:, 0], top_tokens, top)
+    return Sampled(tokens, healthy, possible, chances.gather(1, tokens[:, None])[:, 0], top_tokens, top)
 
 
 def _logprobs(logits: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -45,48 +58,60 @@ def _logprobs(logits: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor
 
 def _draw(logits: Tensor, sampling: Sampling) -> Tensor:
     best = logits.argmax(-1)
-    scaled = logits.double() / sampling.temperature.clamp(min=1e-9)[:, None].double()
+    scores = logits.double() / sampling.temperature.clamp(min=1e-9)[:, None].double()
     if sampling.filtered:
-        scaled, ids = _filter(scaled, sampling)
+        drawn, sure = _draw_filtered(scores, sampling, CANDIDATES)
+        free = (sampling.top_k == 0) & (sampling.top_p >= 1) & (sampling.min_p == 0)
+        for wanted, draw in ((free, _draw_any), (~free & ~sure, _draw_ordered)):
+            # each row goes by itself: what a neighbour needs changes nothing
+            rows = (wanted & (sampling.temperature > 0)).nonzero()[:, 0]
+            if len(rows):
+                drawn[rows] = draw(scores[rows], _some(sampling, rows))
     else:
-        ids = torch.arange(logits.shape[1], device=logits.device)
-    chosen = (scaled + gumbel(sampling.key, ids)).argmax(-1)
-    drawn = ids.gather(1, chosen[:, None])[:, 0] if ids.dim() == 2 else chosen
+        drawn = _draw_any(scores, sampling)
     return torch.where(sampling.temperature == 0, best, drawn)
 
 
-def _filter(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Scores of the tokens that may be drawn, others -inf, and their ids [L, n]: of the few best tokens if these
-    provably hold all that the filters keep in every row, else of the whole vocabulary."""
-    count = min(CANDIDATES, scores.shape[1])
-    total = scores.logsumexp(-1, keepdim=True)
+def _some(sampling: Sampling, rows: Tensor) -> Sampling:
+    """The draws of these rows."""
+    return replace(sampling, temperature=sampling.temperature[rows], top_k=sampling.top_k[rows],
+                   top_p=sampling.top_p[rows], min_p=sampling.min_p[rows], key=sampling.key[rows])
+
+
+def _draw_any(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Draw among all tokens."""
+    return (scores + gumbel(sampling.key, torch.arange(scores.shape[1], device=scores.device))).argmax(-1)
+
+
+def _draw_ordered(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Draw among what the filters keep, with the whole vocabulary in order."""
+    return _draw_filtered(scores, sampling, scores.shape[1])[0]
+
+
+def _draw_filtered(scores: Tensor, sampling: Sampling, count: int) -> tuple[Tensor, Tensor]:
+    """Draw among what the filters keep of the `count` best tokens; which rows [L] surely keep no others."""
+    count = min(count, scores.shape[1])
     # in order of their ids, so that a stable sort puts the lower one of two equals first
     ids = scores.topk(count).indices.sort(-1).values
     values, order = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    kept = _keep(values, total, sampling)
-    if count < scores.shape[1] and not _complete(values, kept, sampling):
-        values, ids = scores.sort(dim=-1, descending=True, stable=True)
-        kept = _keep(values, total, sampling)
-    else:
-        ids = ids.gather(1, order)
-    return values.masked_fill(~kept, -torch.inf), ids
-
-
-def _complete(values: Tensor, kept: Tensor, sampling: Sampling) -> bool:
-    """Whether the best tokens hold all that the filters keep, in every row that is drawn from: tokens that tie with the
-    last one may have been left out."""
-    certain = (values > values[:, -1:]).sum(-1)
-    return not bool(((sampling.temperature > 0) & (kept.sum(-1) > certain)).any())
+    ids, top_k = ids.gather(1, order), sampling.top_k[:, None]
+    kept = _keep(values, scores.logsumexp(-1, keepdim=True), sampling)
+    chosen = (values + gumbel(sampling.key, ids)).masked_fill(~kept, -torch.inf).argmax(-1, keepdim=True)
+    # tokens that tie with the last one may have been left out
+    sure = kept.sum(-1) <= (values > values[:, -1:]).sum(-1)
+    sure &= ((top_k <= count) | (sampling.top_p[:, None] >= 1))[:, 0]
+    return ids.gather(1, chosen)[:, 0], sure | (count == scores.shape[1])
 
 
 def _keep(values: Tensor, total: Tensor, sampling: Sampling) -> Tensor:
-    """Which candidates the filters keep: values [L, n] float64, best first; total [L, 1]: logsumexp of the row."""
+    """Which candidates the filters keep: values [L, n] float64, best first; total [L, 1]: logsumexp of the row. top_p
+    is right only where top_k is 0 or at most n."""
     rank = torch.arange(values.shape[1], device=values.device)
     top_k = sampling.top_k[:, None]
     in_k = (top_k == 0) | (rank < top_k)
     mass = torch.where(top_k == 0, total, values.masked_fill(~in_k, -torch.inf).logsumexp(-1, keepdim=True))
-    chances = (values - mass).exp()
+    before = functional.pad((values - mass).exp().cumsum(-1)[:, :-1], (1, 0))
     top_p = sampling.top_p[:, None].double()
-    in_p = (top_p >= 1) | (chances.cumsum(-1) - chances < top_p) | (rank == 0)
+    in_p = (top_p >= 1) | (before < top_p) | (rank == 0)
     likely = (values - values[:, :1]).exp() >= sampling.min_p[:, None].double()
     return in_k & in_p & likely

@@ -1,0 +1,145 @@
+"""deltic on an NVIDIA GPU: decoding and reading prompts through the engine, with random weights of true shapes.
+
+    python bench/gpu.py decode --model qwen3.5-0.8b --batch 1 32 256
+    python bench/gpu.py decode --no-graphs --ops torch     # the same without graphs, without kernels
+    python bench/gpu.py prefill --tokens 2048 8192
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from statistics import median
+
+import torch
+from common import record
+
+from deltic.cli.inspect import weight_bytes
+from deltic.config import EngineConfig
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.types import Request, SamplingParams
+
+BANDWIDTH = 4.4e12
+"""Bytes a second that a kernel which only reads reaches on an H200."""
+
+
+def main() -> None:
+    args = _arguments()
+    for model in args.model:
+        config = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(*args.batch, 1),
+                              max_context=args.context, token_budget=args.budget, prefix_cache=False,
+                              ops=tuple(args.ops))
+        started = time.perf_counter()
+        runtime = load(RandomModel(model), config)
+        if args.no_graphs:
+            object.__setattr__(runtime, "graphs", None)
+        torch.cuda.synchronize()
+        ready = round(time.perf_counter() - started, 1)
+        for batch in args.batch if args.task == "decode" else ():
+            _decode(runtime, args, batch, ready)
+        for tokens in args.tokens if args.task == "prefill" else ():
+            _prefill(runtime, args, tokens)
+        del runtime
+        torch.cuda.empty_cache()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=("decode", "prefill"))
+    parser.add_argument("--model", nargs="+", default=["qwen3.5-0.8b"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--budget", type=int, default=16384)
+    parser.add_argument("--memory", default="40GiB")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--ops", nargs="*", default=[])
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="where the host's time goes")
+    return parser.parse_args()
+
+
+def _request(index: int, prompt: int, new: int, vocabulary: int, temperature: float) -> Request:
+    tokens = torch.randint(0, vocabulary, (prompt,), generator=torch.Generator().manual_seed(index)).tolist()
+    return Request(str(index), tuple(tokens), SamplingParams(temperature=temperature, max_tokens=new, seed=index,
+                                                             ignore_eos=True))
+
+
+def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float) -> None:
+    """Steps of a full batch, after the first ones, which record graphs."""
+    engine, times, forwards = Engine(runtime), [], []
+    profile = cProfile.Profile() if args.profile else None
+    for run in range(args.repeat):
+        for index in range(batch):
+            engine.add(_request(index, args.prompt, args.new, runtime.config.vocab_size, args.temperature))
+        while len(engine.scheduler.running) < batch or any(s.reading for s in engine.scheduler.running):
+            engine.step()
+        engine.step()
+        for step in range(args.new - 4):
+            began = time.perf_counter()
+            if profile and run:
+                profile.enable()
+            events = engine.step()
+            if profile and run:
+                profile.disable()
+            if step >= 4 and len(events) == batch and run:
+                times.append(time.perf_counter() - began)
+                forwards.append(engine.stats.last_overhead)
+        while engine.has_work:
+            engine.step()
+    if profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+    step = median(times)
+    weights = weight_bytes(runtime.config, "bfloat16")
+    state = 2 * batch * runtime.cache.storage.recurrent[:, 0].nbytes
+    keys = 2 * batch * (args.prompt + args.new // 2) * runtime.cache.storage.keys[:, 0, 0].nbytes
+    floor = (weights + state + keys) / BANDWIDTH
+    record("gpu", {"task": "decode", "model": runtime.name, "batch": batch, "prompt": args.prompt, "new": args.new,
+                   "temperature": args.temperature, "graphs": runtime.graphs is not None, "ops": args.ops,
+                   "step_us": round(step * 1e6, 1), "tokens_per_second": round(batch / step, 1),
+                   "host_us": round(median(forwards) * 1e6, 1), "floor_us": round(floor * 1e6, 1),
+                   "over_floor": round(step / floor, 2), "ready_s": ready,
+                   "reserved_mib": torch.cuda.memory_reserved() >> 20, "replay_us": _replays(runtime, batch)})
+
+
+def _replays(runtime: Runtime, batch: int) -> float | None:
+    """Microseconds of the step's graph alone, replayed again and again."""
+    if runtime.graphs is None:
+        return None
+    captured = next((found for (rows, _), found in reversed(runtime.graphs._captured.items()) if rows >= batch), None)
+    if captured is None:
+        return None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    captured.graph.replay()
+    begin.record()
+    for _ in range(50):
+        captured.graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return round(begin.elapsed_time(end) * 20, 1)
+
+
+def _prefill(runtime: Runtime, args: argparse.Namespace, tokens: int) -> None:
+    """Milliseconds from a request to its first token."""
+    times = []
+    for run in range(args.repeat + 1):
+        engine = Engine(runtime)
+        engine.add(_request(run, tokens, 1, runtime.config.vocab_size, 0.0))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    record("gpu", {"task": "prefill", "model": runtime.name, "tokens": tokens, "budget": args.budget, "ops": args.ops,
+                   "first_token_ms": round(median(times[1:]) * 1e3, 2)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""This checkout beside another one, in turns: has anything become slower?
+
+    git worktree add ../before REVISION   # and have its own kernels built there: pip install -e, or hatch_build
+    python bench/versus.py --other ../before
+
+Each task runs `--pairs` times in both, by the public calls alone; `ratio` is the other's time over this one's: above 1,
+this checkout is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TASKS: dict[str, dict[str, Any]] = {
+    "tiny decode": {"model": None, "prompt": 64, "new": 200, "batch": 1},
+    "tiny decode, drawn": {"model": None, "prompt": 64, "new": 200, "batch": 1, "temperature": 0.8, "top_p": 0.9},
+    "tiny eight": {"model": None, "prompt": 64, "new": 100, "batch": 8},
+    "tiny prompt": {"model": None, "prompt": 4000, "new": 1, "batch": 1},
+    "0.8b decode": {"model": "qwen3.5-0.8b", "prompt": 64, "new": 24, "batch": 1},
+    "0.8b eight": {"model": "qwen3.5-0.8b", "prompt": 32, "new": 12, "batch": 8},
+    "0.8b prompt": {"model": "qwen3.5-0.8b", "prompt": 512, "new": 1, "batch": 1},
+}
+
+
+def worker() -> None:
+    """Answer tasks from stdin with seconds."""
+    from deltic import LLM, RandomModel, SamplingParams
+
+    models: dict[str | None, Any] = {}
+    pipe, draw = os.fdopen(os.dup(1), "w"), random.Random(1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        task = json.loads(line)
+        name = task["model"]
+        if name not in models:
+            models[name] = LLM(RandomModel(name) if name else None, **({"quant": "q8_0"} if name else {}),
+                               threads=task["threads"], max_batch=8, max_context=8192, memory="512MiB")
+        prompts = [[draw.randrange(2000) for _ in range(task["prompt"])] for _ in range(task["batch"])]
+        sampling = SamplingParams(max_tokens=task["new"], ignore_eos=True, temperature=task.get("temperature", 0),
+                                  top_p=task.get("top_p"), seed=1)
+        began = time.perf_counter()
+        models[name].generate(prompts, sampling)
+        print(time.perf_counter() - began, file=pipe, flush=True)
+
+
+class Side:
+    """One checkout's process."""
+
+    def __init__(self, root: Path) -> None:
+        self._process = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), "--worker"], text=True,
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root,
+                                         env={**os.environ, "PYTHONPATH": str(root)})
+
+    def seconds(self, task: dict[str, Any]) -> float:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--other", type=Path, help="the other checkout")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--threads", type=int, help="default: what deltic chooses")
+    parser.add_argument("--task", action="append", choices=TASKS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker()
+    from common import record
+
+    sides = (Side(ROOT), Side(args.other.resolve()))
+    for name in args.task or TASKS:
+        task = {**TASKS[name], "threads": args.threads}
+        for side in sides:
+            side.seconds(task)
+        times: list[tuple[float, float]] = []
+        for pair in range(args.pairs):
+            first, second = (sides if pair % 2 else sides[::-1])
+            found = {id(side): side.seconds(task) for side in (first, second)}
+            times.append((found[id(sides[0])], found[id(sides[1])]))
+        ratios = sorted(theirs / own for own, theirs in times)
+        record("versus", {"task": name, **TASKS[name], "threads": args.threads, "pairs": args.pairs, "unit": "s",
+                          "median": round(median(own for own, _ in times), 4),
+                          "other_median": round(median(theirs for _, theirs in times), 4),
+                          "ratio": round(median(ratios), 4),
+                          "quartiles": [round(ratios[len(ratios) // 4], 4), round(ratios[len(ratios) * 3 // 4], 4)]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What callers from Python may give by mistake: each is told which argument it is, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any
+
+from deltic.errors import RequestError, show
+from deltic.types import SamplingParams
+
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def as_messages(messages: Any, least: int = 1) -> Sequence[Mapping[str, Any]]:
+    """A conversation: its messages, or one user message as text. least: how many there must be."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not _is_list(messages):
+        fix = {"dict": ": put the message into a list", "bytes": ": decode it"}.get(type(messages).__name__, "")
+        raise RequestError("messages must be a list of messages, or one user message as text, not "
+                           f"{show(messages)}{fix}", "messages")
+    if len(messages) < least:
+        raise RequestError("messages is empty: give at least one message", "messages")
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            fix = ("token ids are for generate and generate_stream" if _id(message) is not None
+                   else 'write {"role": "user", "content": "..."}')
+            raise RequestError(f"messages[{place}] must be a message, not {show(message)}: {fix}",
+                               f"messages[{place}]")
+    return list(messages)
+
+
+def as_prompts(prompts: Any) -> list[str | list[int]]:
+    """Texts or lists of token ids."""
+    prompts = _listed(prompts)
+    if isinstance(prompts, str) or (_is_list(prompts) and len(prompts) and _id(prompts[0]) is not None):
+        raise RequestError("generate takes a list of prompts: put the prompt into a list", "prompts")
+    if not _is_list(prompts):
+        raise RequestError(f"prompts must be a list of texts, or of lists of token ids, not {show(prompts)}", "prompts")
+    return [as_prompt(prompt, f"prompts[{place}]") for place, prompt in enumerate(prompts)]
+
+
+def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
+    """A text, or a list of token ids."""
+    if isinstance(prompt, str):
+        return prompt
+    prompt = _listed(prompt)
+    if not _is_list(prompt):
+        raise RequestError(f"{name} must be text or a list of token ids, not {show(prompt)}", name)
+    ids = [_id(token) for token in prompt]
+    if None in ids:
+        wrong = prompt[ids.index(None)]
+        fix = ": messages are for chat and stream" if isinstance(wrong, Mapping) else ""
+        raise RequestError(f"{name} must be text or a list of token ids: {show(wrong)} is none{fix}", name)
+    return [id for id in ids if id is not None]
+
+
+def as_sampling(sampling: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of so many prompts."""
+    given = [as_params(params) for params in (sampling if _is_list(sampling) else [sampling] * count)]
+    if len(given) != count:
+        raise RequestError(f"{count} prompts need as many SamplingParams, not {len(given)}", "sampling")
+    return given
+
+
+def as_params(sampling: Any) -> SamplingParams:
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling must be SamplingParams, not {show(sampling)}: write "
+                           "SamplingParams(temperature=0.7, ...), or leave it out", "sampling")
+    return sampling
+
+
+def as_variables(variables: Any, thinking: Any) -> dict[str, Any]:
+    """The variables of a chat template, thinking among them if it is given."""
+    if variables is not None and not (isinstance(variables, Mapping) and all(isinstance(k, str) for k in variables)):
+        raise RequestError(f"variables must map names of template variables to values, not {show(variables)}",
+                           "variables")
+    if thinking is not None and not isinstance(thinking, bool):
+        raise RequestError(f"thinking must be True, False or None, not {show(thinking)}", "thinking")
+    return {**(variables or {}), **({} if thinking is None else {"enable_thinking": thinking})}
+
+
+def check_tools(tools: Any) -> None:
+    if tools is not None and not _is_list(tools):
+        raise RequestError(f"tools must be a list of tools, not {show(tools)}", "tools")
+
+
+def check_callback(callback: Any) -> None:
+    if callback is not None and not callable(callback):
+        raise RequestError(f"on_token must be a function of (row, token id), not {show(callback)}", "on_token")
+
+
+def _listed(value: Any) -> Any:
+    """Arrays and tensors as lists."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, _BYTES) else value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, *_BYTES))
+
+
+def _id(value: Any) -> int | None:
+    """An integer of whatever kind; None for everything else."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,62 @@
+"""Decode steps on a GPU as CUDA graphs: what a step launches is recorded once per bucket, then replayed in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltic.engine.batch import step_of
+from deltic.ops.records import Batch, Padded
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """numbers: the graph reads the step's integers here. logits [rows, V]: it writes them here."""
+
+    graph: torch.cuda.CUDAGraph
+    numbers: Tensor
+    logits: Tensor
+
+
+class Graphs:
+    """Runs steps by replaying graphs of `forward`. The first step of a bucket runs as it is and is recorded after;
+    recording runs nothing, so every step happens once."""
+
+    def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
+        """forward: a step to its logits [L, V]; must launch the same for all steps of a bucket."""
+        self._forward = forward
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._pool: Any = None
+
+    @property
+    def buckets(self) -> tuple[tuple[int, int], ...]:
+        """What was recorded so far: rows and pages."""
+        return tuple(self._captured)
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """The logits [L, V] of a step, valid until the next one; None where it has no bucket."""
+        padded = batch.padded
+        if padded is None:
+            return None
+        captured = self._captured.get((padded.rows, padded.pages))
+        if captured is None:
+            logits = self._forward(step_of(padded)).clone()
+            self.capture(padded.rows, padded.pages, padded.numbers)
+            return logits[:batch.layout.logits]
+        captured.numbers.copy_(padded.numbers)
+        captured.graph.replay()
+        return captured.logits[:batch.layout.logits]
+
+    def capture(self, rows: int, pages: int, numbers: Tensor) -> None:
+        """Record a bucket. numbers: of any step of it."""
+        numbers = numbers.clone()
+        static, graph = step_of(Padded(numbers, rows, pages)), torch.cuda.CUDAGraph()
+        # other threads may copy to and from the card meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._forward(static)
+        self._pool = self._pool or graph.pool()
+        self._captured[rows, pages] = _Captured(graph, numbers, logits)

@@ -1,0 +1,325 @@
+"""The thread that owns an engine. Everybody may ask it, so that what many ask for at once is batched.
+
+    callers, in any thread                         the engine's thread
+    submit, abort  -- inbox ------------------->   between two steps: add, abort
+    Listener       <----------------------------   the events of a step, in one call per listener
+    hold, call     -- inbox ------------------->   waits between two steps while the caller has the engine
+
+It knows neither text nor clients: a listener brings the events to its own thread or event loop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from deltic.engine.engine import Engine
+from deltic.errors import UnavailableError
+from deltic.types import Request, TokenOut
+
+log = logging.getLogger("deltic")
+
+_SETTLE = 0.2  # seconds at rest before the accounts are checked: the check must not delay the next request
+_PAUSE = 0.002  # seconds to sleep when a step could do nothing, so that this does not spin
+_MAX_FAILURES = 3
+_EXIT_PATIENCE = 5.0  # seconds that the end of the process waits for the step that is running
+
+Command = Callable[[], None]
+Refusal = Callable[[UnavailableError], None]
+Task = tuple[Command, Refusal]
+Result = TypeVar("Result")
+
+
+class Listener(Protocol):
+    """Who hears of the requests that it submitted. Called in the worker's thread, so it must return at once."""
+
+    def on_events(self, events: list[TokenOut]) -> None:
+        """News of its requests, in order. An error without usage ends all choices of its request."""
+
+    def on_end(self, error: UnavailableError) -> None:
+        """The worker has ended before its requests had."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that is not finished. left: choices without an end."""
+
+    listener: Listener
+    left: int
+
+
+class _Turn:
+    """A caller's time with the engine."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Event(), threading.Event()
+        self.error: UnavailableError | None = None
+
+    def give(self) -> None:
+        self.begun.set()
+        self.over.wait()
+
+    def refuse(self, error: UnavailableError) -> None:
+        self.error = error
+        self.begun.set()
+
+
+class Worker:
+    """Owns an engine from the first request on, until `stop` or the end of the process.
+
+    Its methods are for any thread; they return at once, but for `hold`, `call` and `stop`. UnavailableError where
+    a process was forked from the one that made the worker: it has none of its threads.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="deltic-engine", daemon=True)
+        self._starting, self._started, self._process = threading.Lock(), False, os.getpid()
+        self._live: dict[str, _Live] = {}
+        self._since: float | None = None
+        self._checked, self._failures = True, 0
+        self._fault: str | None = None
+        self._reason, self._ended, self._leaving = "the engine has stopped", False, False
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is not the worker's."""
+        return os.getpid() != self._process
+
+    def start(self) -> None:
+        """Start the thread, unless it runs; the first request does so, too."""
+        if self.forked:
+            raise UnavailableError(
+                f"the model was loaded by process {self._process}, and this one was forked from it, without its "
+                "threads: load the model here, or start processes with multiprocessing's \"spawn\" method")
+        if self._started:
+            return
+        with self._starting:
+            if not self._started:
+                self._thread.start()
+                self._started = True
+                atexit.register(self._leave)
+
+    def submit(self, requests: Sequence[Request], listener: Listener,
+               reply: Callable[[Exception | None], None]) -> None:
+        """Queue requests that belong together: all, or none if the engine refuses one. reply: called in the worker's
+        thread, before any event, with None or what is wrong (a RequestError, or UnavailableError)."""
+        self.ask(partial(self._add, requests, listener, reply), reply)
+
+    def abort(self, requests: Sequence[str]) -> None:
+        """End requests, where they have not ended; their listener hears of it as of any other end."""
+        self.ask(partial(self._abort, requests))
+
+    @contextmanager
+    def hold(self) -> Iterator[Engine]:
+        """The engine for the caller's own thread, while the worker waits between two steps. Who steps it must be alone
+        with it, as the events of all requests come to him. Not to be nested."""
+        turn = _Turn()
+        self.ask(turn.give, turn.refuse)
+        try:
+            turn.begun.wait()
+            if turn.error:
+                raise turn.error
+            yield self.engine
+        finally:
+            turn.over.set()
+
+    def call(self, function: Callable[[Engine], Result]) -> Result:
+        """What the function returns or raises, between two steps."""
+        with self.hold() as engine:
+            return function(engine)
+
+    def ask(self, command: Command, refuse: Refusal = lambda error: None) -> None:
+        """Carry out a command in the worker's thread, between two steps. refuse: called instead where that is too
+        late, perhaps in the caller's thread."""
+        self.start()
+        self._inbox.put((command, refuse))
+        if self._ended:  # perhaps after its last look into the inbox
+            self._refuse_all()
+
+    def fault(self, stuck_after: float) -> str | None:
+        """Why the engine makes no progress or cannot be trusted, if so."""
+        since = self._since
+        if self._fault or self._ended:
+            return self._fault or self._reason
+        if since is not None and (waited := time.monotonic() - since) > stuck_after:
+            return f"the engine has finished no step for {waited:.0f} seconds"
+        return None
+
+    def stop(self, patience: float, reason: str = "the engine has stopped") -> bool:
+        """End all requests and the thread, for good; False if it does not react in so many seconds."""
+        if self.forked:
+            return True
+        with self._starting:
+            if not self._ended:
+                self._reason = reason
+            if not self._started:  # and never will
+                self._started = self._ended = True
+        self._inbox.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self.stop(_EXIT_PATIENCE)
+
+    # In the worker's thread
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self.engine.has_work:
+                    self._step()
+            self._finish()
+        except BaseException as error:
+            self._fault = self._fault or f"the engine's thread has ended: {error!r}"
+            log.critical("the engine's thread has ended", exc_info=True)
+        finally:
+            self._end()
+
+    def _obey(self) -> bool:
+        """Carry out all commands that are there; without work, sleep until there is one. False: the end."""
+        task = self._wait() if not self.engine.has_work else _NOTHING
+        while task is not None:
+            self._carry_out(task[0])
+            try:
+                task = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+        return False
+
+    def _carry_out(self, command: Command) -> None:
+        self._checked = False
+        try:
+            command()
+        except Exception as error:
+            self._fault = f"the engine failed outside of a step: {error!r}"
+            log.exception("the engine failed outside of a step")
+
+    def _add(self, requests: Sequence[Request], listener: Listener, reply: Callable[[Exception | None], None]) -> None:
+        added = []
+        try:
+            for request in requests:
+                self.engine.add(request)
+                added.append(request.id)
+        except Exception as error:  # the engine's refusal, or a bug: either way this caller's alone
+            reply(error)
+            for name in added:
+                self.engine.abort(name)
+        else:
+            self._live |= {request.id: _Live(listener, request.sampling.n) for request in requests}
+            reply(None)
+
+    def _abort(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            if request in self._live:
+                self.engine.abort(request)
+
+    def _wait(self) -> Task | None:
+        self._since = None
+        task = self._settle() if not self._checked else self._inbox.get()
+        self._since = time.monotonic()
+        return task
+
+    def _settle(self) -> Task | None:
+        try:
+            return self._inbox.get(timeout=_SETTLE)
+        except queue.Empty:
+            self._check()
+            return self._inbox.get()
+
+    def _check(self) -> None:
+        self._checked = True
+        try:
+            self.engine.check()
+            self._fault = None
+        except Exception as error:
+            self._fault = f"the engine's accounts are wrong: {error}"
+            log.critical("the engine's accounts are wrong; load the model anew", exc_info=True)
+
+    def _step(self) -> None:
+        steps = self.engine.stats.steps
+        self._since = self._since or time.monotonic()
+        try:
+            events = self.engine.step()
+        except Exception as error:
+            log.exception("the engine failed outside of a request; all requests end with an error")
+            events = self._recover(f"internal error: {error}")
+        else:
+            self._failures = 0
+        if events or self.engine.stats.steps != steps:
+            self._since = time.monotonic()
+            self._tell(events)
+        else:
+            time.sleep(_PAUSE)
+
+    def _recover(self, message: str) -> list[TokenOut]:
+        self._failures += 1
+        if self._failures >= _MAX_FAILURES:
+            raise RuntimeError(f"{_MAX_FAILURES} steps in a row failed, the last with {message}")
+        for request in self._live:
+            self.engine.abort(request)  # its own last events will come too late
+        return [TokenOut(request, 0, None, finish="error", error=message) for request in self._live]
+
+    def _tell(self, events: Sequence[TokenOut]) -> None:
+        news: dict[Listener, list[TokenOut]] = {}
+        for event in events:
+            live = self._live.get(event.request)
+            if live is None:
+                continue
+            news.setdefault(live.listener, []).append(event)
+            if event.finish:
+                live.left -= 1
+                if not live.left or event.usage is None:
+                    del self._live[event.request]
+        for listener, found in news.items():
+            try:
+                listener.on_events(found)
+            except Exception:
+                log.exception("who asked for an answer cannot take it; the request ends")
+                self._abort([event.request for event in found])
+
+    def _finish(self) -> None:
+        """Leave the engine empty, as it was found."""
+        self._abort(list(self._live))
+        if self.engine.has_work:
+            self.engine.step()
+
+    def _end(self) -> None:
+        self._ended = True
+        atexit.unregister(self._leave)
+        reason = self._fault or self._reason
+        # at the end of the process only daemons still wait, and would die with a traceback
+        waiting = [] if self._leaving else [live.listener for live in self._live.values()]
+        for listener in dict.fromkeys(waiting):
+            listener.on_end(UnavailableError(reason))
+        self._live.clear()
+        self._refuse_all()
+
+    def _refuse_all(self) -> None:
+        """Whatever is asked of a worker that has ended."""
+        while True:
+            try:
+                task = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if task is not None:
+                task[1](UnavailableError(self._fault or self._reason))
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+_NOTHING: Task = (_nothing, _nothing)

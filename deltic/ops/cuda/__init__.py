@@ -1,0 +1,15 @@
+"""Kernels for NVIDIA GPUs over the torch backend, compiled when a model is loaded. Importing this loads none of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deltic.ops import Ops
+from deltic.ops.cuda.sample import sample
+from deltic.ops.cuda.step import step
+from deltic.ops.torch import OPS as TORCH_OPS
+
+
+def overlay() -> Ops:
+    """The torch ops with whole decode steps, and draws, by kernels of our own where they can be used."""
+    return replace(TORCH_OPS, step=step, sample=sample)

@@ -1,0 +1,35 @@
+"""What the kernels take, as structs; members as in kernels/*.cuh."""
+
+from __future__ import annotations
+
+from deltic.ops.cuda.driver import Arguments, fields
+
+
+class Product(Arguments):
+    _fields_ = fields("weight x scale places y", "eps", "tokens rows group")
+
+
+class Gdn(Arguments):
+    _fields_ = fields("proj conv decay dt_bias norm state ring y count starts done source target", "eps",
+                      "key_heads value_heads stride width tiled")
+
+
+class Attention(Arguments):
+    _fields_ = fields("proj query_norm key_norm turns keys values mixed mass y count starts done pages", "eps",
+                      "heads kv_heads stride rotary width parts")
+
+
+class Enter(Arguments):
+    _fields_ = fields("ids positions embedding frequencies axes residual turns", "", "hidden rotary tokens")
+
+
+class AddNorm(Arguments):
+    _fields_ = fields("residual delta scale y", "eps", "hidden")
+
+
+class Gate(Arguments):
+    _fields_ = fields("x y", "", "width")
+
+
+class Choice(Arguments):
+    _fields_ = fields("logits temperature key score bounds token chosen", "", "vocabulary parts rows")

@@ -1,0 +1,88 @@
+"""The little of the CUDA driver that is needed to load machine code and to launch it in torch's streams."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, byref, c_float, c_int, c_uint, c_void_p, cast, pointer
+from functools import cache
+from typing import Any
+
+import torch
+
+from deltic.ops.cuda.nvrtc import compile_source
+
+_PROGRAMMATIC, _SHARED_BYTES = 6, 8
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+
+class _Attribute(Structure):
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int * 16)]
+
+
+class _Launch(Structure):
+    _fields_ = [("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
+                ("attributes", c_void_p), ("count", c_uint)]
+
+
+class Arguments(Structure):
+    """A kernel's parameter: a struct of pointers (tensors), floats and ints, given by name."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{name: _plain(value) for name, value in values.items()})
+        missing = {name for name, *_ in self._fields_} - values.keys()
+        assert not missing, f"{type(self).__name__} lacks {missing}"
+
+
+def fields(pointers: str, floats: str, integers: str) -> list[tuple[str, Any]]:
+    """The members of an `Arguments`, in this order; names separated by blanks."""
+    return [(name, kind) for names, kind in ((pointers, c_void_p), (floats, c_float), (integers, c_int))
+            for name in names.split()]
+
+
+def _plain(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+class Module:
+    """Machine code on one device, and its kernels by name."""
+
+    def __init__(self, source: str, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        self._overlaps = major >= 9
+        torch.cuda.synchronize(device)  # torch makes the context current
+        self._code, self._module = compile_source(source, f"sm_{major}{minor}"), c_void_p()
+        _check(_driver().cuModuleLoadData(byref(self._module), self._code))
+        self._functions: dict[str, c_void_p] = {}
+
+    def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
+               overlap: bool = True) -> None:
+        """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
+        start earlier."""
+        function = self._function(name)
+        if shared > 48 << 10:
+            _check(_driver().cuFuncSetAttribute(function, _SHARED_BYTES, shared))
+        attribute = _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1))
+        sizes = (c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
+        launch = _Launch(sizes, (c_uint * 3)(block, 1, 1), shared, torch.cuda.current_stream().cuda_stream,
+                         cast(pointer(attribute), c_void_p), int(overlap and self._overlaps))
+        parameters = (c_void_p * 1)(ctypes.addressof(arguments))
+        _check(_driver().cuLaunchKernelEx(byref(launch), function, parameters, None))
+
+    def _function(self, name: str) -> c_void_p:
+        if name not in self._functions:
+            function = c_void_p()
+            _check(_driver().cuModuleGetFunction(byref(function), self._module, name.encode()))
+            self._functions[name] = function
+        return self._functions[name]
+
+
+def _check(result: int) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(result, byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'').decode()} ({result})")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,98 @@
+// Choosing tokens: the best logit, or the best of logits / temperature + the keyed noise of `ops/noise.py`. A block looks
+// at one part of a row's logits, then one block joins the parts.
+
+struct Choice {
+    const float *logits;       // [L, V]
+    const float *temperature;  // [L]; 0: greedy
+    const i64 *key;            // [L]
+    double *score;             // [L, parts]
+    float *bounds;             // [L, parts, 2]: lowest, highest; NaN if there is one
+    i64 *token;                // [L, parts]
+    i64 *chosen;               // [2, L]: tokens, then whether the logits are sound
+    int vocabulary, parts, rows;
+};
+
+DEVICE double noise(u64 key, u64 id) {
+    u64 z = key + id * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    return -log(-log(fmin((double(z >> 11) + 0.5) * 0x1p-53, 1.0 - 0x1p-53)));
+}
+
+struct Best {
+    double score;
+    i64 token;
+    float low, high;
+    bool sound;
+    DEVICE void join(double s, i64 t, float l, float h, bool ok) {
+        if (s > score || (s == score && t < token)) score = s, token = t;
+        low = fminf(low, l), high = fmaxf(high, h), sound = sound && ok;
+    }
+    DEVICE void reduce(double *scores, i64 *tokens, float *bounds) {  // shared [32], [32], [64]
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+        for (int pass = 0; pass < 2; ++pass) {
+            for (int i = 16; i; i >>= 1) {
+                double s = __shfl_xor_sync(~0u, score, i);
+                i64 t = __shfl_xor_sync(~0u, token, i);
+                float l = __shfl_xor_sync(~0u, low, i), h = __shfl_xor_sync(~0u, high, i);
+                join(s, t, l, h, __shfl_xor_sync(~0u, int(sound), i));
+            }
+            if (pass) return;
+            if (lane == 0) {
+                scores[warp] = score, tokens[warp] = token, bounds[2 * warp] = low;
+                bounds[2 * warp + 1] = sound ? high : __int_as_float(0x7fffffff);
+            }
+            __syncthreads();
+            const bool mine = lane < blockDim.x / 32;
+            score = mine ? scores[lane] : -1e308, token = mine ? tokens[lane] : 0x7fffffff;
+            low = mine ? bounds[2 * lane] : 3e38f, high = mine ? bounds[2 * lane + 1] : -3e38f;
+            sound = high == high;
+            high = sound ? high : 0;
+        }
+    }
+};
+
+// Grid [parts, rows], 256 threads.
+DEVICE void choose_part(const Choice &a) {
+    __shared__ double scores[32];
+    __shared__ i64 tokens[32];
+    __shared__ float bounds[64];
+    const int row = blockIdx.y, part = blockIdx.x, size = (a.vocabulary + a.parts - 1) / a.parts;
+    const float *logits = a.logits + i64(row) * a.vocabulary;
+    const float temperature = a.temperature[row];
+    const u64 key = u64(a.key[row]);
+    Best best{-1e308, 0x7fffffff, 3e38f, -3e38f, true};
+    for (int i = part * size + threadIdx.x; i < min((part + 1) * size, a.vocabulary); i += 256) {
+        const float x = __ldcg(logits + i);
+        best.join(temperature == 0 ? double(x) : double(x) / fmax(double(temperature), 1e-9) + noise(key, i), i, x, x,
+                  x - x == 0);
+    }
+    best.reduce(scores, tokens, bounds);
+    if (threadIdx.x == 0) {
+        const i64 at = i64(row) * a.parts + part;
+        a.score[at] = best.score, a.token[at] = best.token, a.bounds[2 * at] = best.low;
+        a.bounds[2 * at + 1] = best.sound ? best.high : __int_as_float(0x7fffffff);
+    }
+}
+
+// Grid [rows], 32 threads.
+DEVICE void choose(const Choice &a) {
+    const int row = blockIdx.x;
+    Best best{-1e308, 0x7fffffff, 3e38f, -3e38f, true};
+    for (int p = threadIdx.x; p < a.parts; p += 32) {
+        const i64 at = i64(row) * a.parts + p;
+        const float high = a.bounds[2 * at + 1];
+        best.join(a.score[at], a.token[at], a.bounds[2 * at], high == high ? high : 0, high == high);
+    }
+    for (int i = 16; i; i >>= 1) {
+        double s = __shfl_xor_sync(~0u, best.score, i);
+        i64 t = __shfl_xor_sync(~0u, best.token, i);
+        float l = __shfl_xor_sync(~0u, best.low, i), h = __shfl_xor_sync(~0u, best.high, i);
+        best.join(s, t, l, h, __shfl_xor_sync(~0u, int(best.sound), i));
+    }
+    if (threadIdx.x == 0) {
+        a.chosen[row] = best.token < a.vocabulary ? best.token : 0;
+        a.chosen[a.rows + row] = best.sound && best.high - best.low >= 1e-6f;
+    }
+}

@@ -1,0 +1,75 @@
+// What lies between the larger kernels.
+
+struct Enter {
+    const i64 *ids, *positions;  // [T], [3, T]
+    const u16 *embedding;        // [V, H]
+    const float *frequencies;    // [rotary / 2], radians per position
+    const i64 *axes;             // [rotary / 2]: to which of the three positions they belong
+    float *residual, *turns;     // [T, H], [T, rotary]
+    int hidden, rotary, tokens;
+};
+// A block for each token: its embedding, its rotary table.
+DEVICE void enter(const Enter &a) {
+    launch_dependents();
+    const int token = blockIdx.x, half = a.rotary / 2;
+    wait();
+    const u16 *from = a.embedding + a.ids[token] * a.hidden;
+    for (int i = threadIdx.x; i < a.hidden; i += blockDim.x) a.residual[i64(token) * a.hidden + i] = wide(__ldg(from + i));
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        const float angle = float(a.positions[a.axes[i] * a.tokens + token]) * a.frequencies[i];
+        a.turns[token * a.rotary + i] = cosf(angle);
+        a.turns[token * a.rotary + half + i] = sinf(angle);
+    }
+}
+
+struct AddNorm {
+    float *residual;     // [T, H], added to
+    const u16 *delta;    // [T, H]; null: nothing to add
+    const float *scale;  // [H]
+    u16 *y;              // [T, H]
+    float eps;
+    int hidden;
+};
+// A block of 256 threads for each token.
+DEVICE void add_norm(const AddNorm &a) {
+    __shared__ float red[8];
+    launch_dependents();
+    wait();
+    float *row = a.residual + i64(blockIdx.x) * a.hidden, sum = 0;
+    for (int i = threadIdx.x * 4; i < a.hidden; i += 1024) {
+        float4 v = load4(row + i);
+        if (a.delta) {
+            const uint2 d = __ldcg((const uint2 *)(a.delta + i64(blockIdx.x) * a.hidden + i));
+            v.x += low(d.x), v.y += high(d.x), v.z += low(d.y), v.w += high(d.y);
+            *(float4 *)(row + i) = v;
+        }
+        sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    sum = warp_sum(sum);
+    if ((threadIdx.x & 31) == 0) red[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += red[i];
+    const float factor = rsqrtf(sum / a.hidden + a.eps);
+    for (int i = threadIdx.x * 4; i < a.hidden; i += 1024) {
+        const float4 v = load4(row + i), s = __ldg((const float4 *)(a.scale + i));
+        *(uint2 *)(a.y + i64(blockIdx.x) * a.hidden + i) = make_uint2(
+            narrow2(v.x * factor * s.x, v.y * factor * s.y), narrow2(v.z * factor * s.z, v.w * factor * s.w));
+    }
+}
+
+struct Gate {
+    const u16 *x;  // [T, 2 F]: gate, then up
+    u16 *y;        // [T, F]
+    int width;     // F
+};
+DEVICE void gate(const Gate &a) {
+    launch_dependents();
+    wait();
+    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 2;
+    if (i >= a.width) return;
+    const u16 *row = a.x + i64(blockIdx.y) * 2 * a.width + i;
+    const u32 g = __ldcg((const u32 *)row), u = __ldcg((const u32 *)(row + a.width));
+    *(u32 *)(a.y + i64(blockIdx.y) * a.width + i) = narrow2(silu(low(g)) * low(u), silu(high(g)) * high(u));
+}

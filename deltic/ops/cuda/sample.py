@@ -1,0 +1,53 @@
+"""Choosing tokens: the plain cases by kernels of our own, one copy back for all that the host wants to know."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from deltic.ops.cuda.arguments import Choice
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.nvrtc import CompileError, headers
+from deltic.ops.records import Sampled, Sampling
+from deltic.ops.torch import OPS as TORCH
+
+_PARTS = 32
+"""Blocks of a row."""
+_SOURCE = ('extern "C" __global__ void __launch_bounds__(256) k_choose_part(const __grid_constant__ Choice a) '
+           "{ choose_part(a); }\n"
+           'extern "C" __global__ void __launch_bounds__(32) k_choose(const __grid_constant__ Choice a) '
+           "{ choose(a); }\n")
+
+
+def source() -> str:
+    """The text of the kernels."""
+    return headers("sample") + _SOURCE
+
+
+def sample(logits: Tensor, sampling: Sampling) -> Sampled:
+    """The tensors of the result lie on the host where our kernels served it."""
+    plain = (sampling.adjust is None and not sampling.filtered and sampling.top_logprobs is None
+             and logits.is_cuda and logits.dtype == torch.float32 and logits.is_contiguous())
+    module = _module(logits.device) if plain else None
+    if module is None:
+        return TORCH.sample(logits, sampling)
+    rows, vocabulary = logits.shape
+    numbers = torch.empty(rows * (2 + 3 * _PARTS), dtype=torch.int64, device=logits.device)
+    chosen, token, score, bounds = numbers.split((2 * rows, *(rows * _PARTS,) * 3))
+    given = Choice(logits=logits, temperature=sampling.temperature, key=sampling.key, score=score, bounds=bounds,
+                   token=token, chosen=chosen, vocabulary=vocabulary, parts=_PARTS, rows=rows)
+    module.launch("k_choose_part", (_PARTS, rows), 256, given, overlap=False)
+    module.launch("k_choose", (rows,), 32, given, overlap=False)
+    tokens, healthy = chosen.cpu().view(2, rows)
+    return Sampled(tokens, healthy.bool(), healthy.bool())
+
+
+@cache
+def _module(device: torch.device) -> Module | None:
+    """None where the kernels cannot be compiled."""
+    try:
+        return Module(source(), device)
+    except CompileError:
+        return None

@@ -1,0 +1,199 @@
+"""A whole decode step by our own kernels: few rows with products of our own, many with those of cuBLAS."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltic.ops import Ops
+from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.nvrtc import CompileError
+from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes, gdn_threads, shapes_of
+from deltic.ops.records import AttentionWeights, Batch, GdnWeights, Layer, RopeSpec, Stack, Stores
+from deltic.ops.ref import frequency_axis
+from deltic.ops.torch import OPS as TORCH
+
+log = logging.getLogger("deltic")
+_MANY_PARTS = 8
+"""Parts of a context where many rows fill the card."""
+
+
+def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
+    shapes = shapes_of(stack, stores) if _own(ops) else None
+    if shapes is None:
+        return None
+    try:
+        return Step(stack, stores, shapes)
+    except CompileError as error:
+        log.warning("decode steps are served by torch, as their kernels cannot be compiled: %s", error)
+        return None
+
+
+def _own(ops: Ops) -> bool:
+    """Whether every op that a step stands for is served as this backend serves it."""
+    return all(getattr(ops, name) is getattr(TORCH, name) for name in (
+        "embed", "rope", "add_norm", "gdn_mixer", "attention_mixer", "mlp", "head"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One step's memory. residual [T, H], turns [T, rotary] float32; y: what mixers give, [T, values or queries] bf16.
+    mixed, mass: parts of the attention. kind: of the projections: few (float32) or many (bf16)."""
+
+    batch: Batch
+    kind: str
+    parts: int
+    residual: Tensor
+    turns: Tensor
+    y: Tensor
+    mixed: Tensor
+    mass: Tensor
+
+
+class Step:
+    """A batch to its logits; None for batches that are not a bucket of rows that decode."""
+
+    def __init__(self, stack: Stack, stores: Stores, shapes: Shapes) -> None:
+        self._stack, self._stores, self._shapes = stack, stores, shapes
+        assert isinstance(stack.embedding, Tensor)
+        self._device, self._hidden = stack.embedding.device, stack.embedding.shape[1]
+        self._module = Module(shapes.source(), self._device)
+        self._blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._frequencies, self._axes = _frequencies(stack.rope, self._device)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        if batch.count is None or batch.layout.hidden:
+            return None
+        return (self._few if batch.layout.tokens <= MOST else self._many)(batch), None
+
+    def _begin(self, batch: Batch, kind: str) -> _Work:
+        tokens, attention, gdn = batch.layout.tokens, self._shapes.attention, self._shapes.gdn
+        heads, size = (attention.heads, attention.head_dim) if attention else (1, 1)
+        parts = _MANY_PARTS if kind == "many" else 64 if attention and attention.kv_heads <= 2 else 32
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+
+        rotary = self._stack.rope.rotary_dim
+        work = _Work(batch, kind, parts, empty(tokens, self._hidden), empty(tokens, rotary),
+                     empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
+                     empty(tokens, heads, parts, size), empty(tokens, heads, parts, 2))
+        self._module.launch("k_enter", (tokens,), 256, args.Enter(
+            ids=batch.ids, positions=batch.positions, embedding=self._stack.embedding, frequencies=self._frequencies,
+            axes=self._axes, residual=work.residual, turns=work.turns, hidden=self._hidden, rotary=rotary,
+            tokens=tokens), overlap=False)
+        return work
+
+    def _few(self, batch: Batch) -> Tensor:
+        stack, work = self._stack, self._begin(batch, "few")
+        tokens = batch.layout.tokens
+        assert isinstance(stack.head, Tensor)
+        logits = work.residual.new_empty(tokens, len(stack.head))
+        width = max(max(_rows(_inner(layer)), 1) for layer in stack.layers)
+        proj = work.residual.new_empty(tokens * width)
+        gated = work.y.new_empty(tokens, max(_columns(layer.mlp.down) for layer in stack.layers))
+        for layer in stack.layers:
+            self._multiply(_inner(layer), work.residual, layer.input_norm, proj, STORE)
+            self._mix(layer, work, proj, _rows(_inner(layer)))
+            self._multiply(_outer(layer), work.y, None, work.residual, ADD)
+            self._multiply(layer.mlp.gate_up, work.residual, layer.post_norm, gated, GATE)
+            self._multiply(layer.mlp.down, gated, None, work.residual, ADD)
+        self._multiply(stack.head, work.residual, stack.norm, logits, STORE)
+        return logits
+
+    def _multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
+        assert isinstance(weight, Tensor)
+        rows, columns = weight.shape
+        tokens, product = len(x), Multiply(columns, scale is not None, out)
+        units = -(-rows // 8)
+        blocks = min(units, self._blocks)
+        mine = -(-units // blocks)
+        group = product.group(tokens, mine)
+        self._module.launch(product.name(tokens), (blocks,), WARPS * 32, args.Product(
+            weight=weight, x=x, scale=scale, places=None, y=y, eps=self._stack.eps, tokens=tokens, rows=rows,
+            group=group), product.shared(tokens, group, group >= mine))
+
+    def _mix(self, layer: Layer, work: _Work, proj: Tensor, stride: int) -> None:
+        """From the projections to `work.y`."""
+        mixer, batch = layer.mixer, work.batch
+        if isinstance(mixer, GdnWeights):
+            spec, state = mixer.spec, self._stores.states[layer.store]
+            self._module.launch(f"k_gdn_{work.kind}", (spec.value_heads, batch.layout.rows), gdn_threads(spec),
+                                args.Gdn(
+                proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
+                state=state.recurrent, ring=state.conv, y=work.y, count=batch.count, starts=batch.starts,
+                done=batch.done, source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
+                value_heads=spec.value_heads, stride=stride, width=state.conv.shape[1], tiled=int(spec.tiled)))
+        else:
+            self._attend(layer, mixer, work, proj, stride)
+
+    def _attend(self, layer: Layer, mixer: AttentionWeights, work: _Work, proj: Tensor, stride: int) -> None:
+        spec, kv, batch = mixer.spec, self._stores.kv[layer.store], work.batch
+        given = args.Attention(
+            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, keys=kv.keys,
+            values=kv.values, mixed=work.mixed, mass=work.mass, y=work.y, count=batch.count, starts=batch.starts,
+            done=batch.done, pages=batch.pages, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads, stride=stride,
+            rotary=spec.rotary_dim, width=batch.pages.shape[1], parts=work.parts)
+        rows = batch.layout.rows
+        self._module.launch(f"k_attention_parts_{work.kind}", (work.parts, spec.kv_heads, rows), 256, given)
+        self._module.launch(f"k_attention_join_{work.kind}", (spec.heads, rows), spec.head_dim, given)
+
+    def _many(self, batch: Batch) -> Tensor:
+        stack, work = self._stack, self._begin(batch, "many")
+        delta: Tensor | None = None
+        for layer in stack.layers:
+            proj = _linear(self._norm(work, delta, layer.input_norm), _inner(layer))
+            self._mix(layer, work, proj, proj.shape[1])
+            outer = _outer(layer)
+            delta = _linear(work.y.view(-1)[:len(proj) * _columns(outer)].view(len(proj), -1), outer)
+            both = _linear(self._norm(work, delta, layer.post_norm), layer.mlp.gate_up)
+            width = both.shape[1] // 2
+            gated = both.new_empty(len(both), width)
+            self._module.launch("k_gate", (-(-width // 512), len(both)), 256, args.Gate(x=both, y=gated, width=width))
+            delta = _linear(gated, layer.mlp.down)
+        assert isinstance(stack.head, Tensor)
+        return torch.mm(self._norm(work, delta, stack.norm), stack.head.t(), out_dtype=torch.float32)
+
+    def _norm(self, work: _Work, delta: Tensor | None, scale: Tensor) -> Tensor:
+        """Adds delta to the residual; its norm [T, H] bf16."""
+        y = torch.empty_like(work.residual, dtype=torch.bfloat16)
+        self._module.launch("k_add_norm", (len(y),), 256, args.AddNorm(
+            residual=work.residual, delta=delta, scale=scale, y=y, eps=self._stack.eps, hidden=self._hidden))
+        return y
+
+
+def _inner(layer: Layer) -> object:
+    return layer.mixer.in_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.qkv
+
+
+def _outer(layer: Layer) -> object:
+    return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
+
+
+def _rows(weight: object) -> int:
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
+
+
+def _columns(weight: object) -> int:
+    assert isinstance(weight, Tensor)
+    return weight.shape[1]
+
+
+def _linear(x: Tensor, weight: object) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return F.linear(x, weight)
+
+
+def _frequencies(rope: RopeSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Radians per position [rotary_dim / 2] float32, and which of the three positions they belong to, int64."""
+    half = rope.rotary_dim // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=device) * 2 / rope.rotary_dim
+    axes = torch.tensor([frequency_axis(index, rope.sections) for index in range(half)], device=device)
+    return 1.0 / rope.theta**exponents, axes

@@ -1,0 +1,248 @@
+"""Bodies of requests: received within bounds, and read so that nobody else has to wait.
+
+Python's own JSON reader holds the interpreter's lock until it has read everything: for the worst 8 MiB half a second,
+in which no other client gets a token. So larger bodies are read by its slower twin in Python, which lets other threads
+run; texts, nearly all of an honest body, are read by the same native code in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from dataclasses import field as attribute
+from json import decoder, scanner
+from typing import Any, NoReturn, TypeVar, get_args
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from deltic.config import Limits
+from deltic.errors import BusyError, RequestError, show
+from deltic.server.wire import Problem, ProblemError
+
+_LARGE = 1 << 15  # bytes: native code reads fewer in a few milliseconds
+_LARGE_AT_ONCE = 2
+_PATIENCE = 4  # so many times the limit is read and thrown away, as clients listen only after they have sent all
+
+# Which limit bounds the entries of a field; what has more is not even looked at.
+_COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools", "stop": "max_stops",
+                               "stop_token_ids": "max_stops", "logit_bias": "max_logit_bias"}
+
+_SCHEMAS = ("tools", "functions", "response_format")
+_LONGEST_NAME = 60
+
+_Scan = Callable[[str, int], tuple[Any, int]]
+
+Body = TypeVar("Body", bound=BaseModel)
+Prepared = TypeVar("Prepared")
+
+
+@dataclass(eq=False, slots=True)
+class _Upload:
+    """A body on its way. patience: ends the wait for it. held: bytes that it counts for. given_up: in favour of others.
+    """
+
+    patience: asyncio.Timeout
+    pieces: list[bytes] = attribute(default_factory=list)
+    held: int = 0
+    given_up: bool = False
+
+
+class Intake:
+    """Takes in the bodies of all requests of a server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._held = limits, 0
+        self._coming: dict[_Upload, None] = {}  # in the order in which they became large
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+
+    async def read(self, request: Request, schema: type[Body],
+                   prepare: Callable[[Body], Prepared]) -> tuple[Body, Prepared]:
+        """The body and what `prepare` makes of it, in a thread: big prompts take a while to parse and encode.
+
+        RequestError names what is wrong with it, and ProblemError has status 413 if it is too large; BusyError if there
+        are too many at the same time.
+        """
+        async with self._received(request) as raw:
+            def work() -> tuple[Body, Prepared]:
+                body = parse(raw, schema, self._limits)
+                return body, prepare(body)
+
+            if len(raw) <= _LARGE:
+                return await asyncio.to_thread(work)
+            async with self._large:
+                return await asyncio.to_thread(work)
+
+    @asynccontextmanager
+    async def _received(self, request: Request) -> AsyncIterator[bytes]:
+        upload = _Upload(asyncio.timeout(None))
+        try:
+            with suppress(TimeoutError):
+                async with upload.patience:
+                    await self._receive(request, upload)
+            if upload.given_up:
+                raise self._too_much()
+            self._coming.pop(upload, None)
+            raw = b"".join(upload.pieces)
+            upload.pieces.clear()
+            yield raw
+        finally:
+            self._release(upload)
+
+    async def _receive(self, request: Request, upload: _Upload) -> None:
+        most, size = self._limits.max_body_mib << 20, 0
+        async for piece in request.stream():
+            size += len(piece)
+            if upload.given_up:
+                return
+            if size <= most:
+                self._hold(upload, size)
+                upload.pieces.append(piece)
+            elif size > most * _PATIENCE:
+                break
+        if size > most:
+            raise ProblemError(Problem(413, f"the body is larger than {self._limits.max_body_mib} MiB (max_body_mib)"))
+
+    def _hold(self, upload: _Upload, size: int) -> None:
+        """Count in a body that has grown to this size. If all together are too much, the one that has been on its way
+        for longest is given up: honest ones take a moment. Small ones are as many as there are connections, at most."""
+        if size <= _LARGE:
+            return
+        self._coming[upload] = None
+        while self._held + size - upload.held > self._limits.max_bodies_mib << 20:
+            oldest = next(iter(self._coming))
+            self._release(oldest)
+            oldest.given_up = True
+            oldest.patience.reschedule(0)  # ends its wait for more
+            if oldest is upload:
+                return
+        self._held, upload.held = self._held + size - upload.held, size
+
+    def _release(self, upload: _Upload) -> None:
+        self._coming.pop(upload, None)
+        self._held, upload.held = self._held - upload.held, 0
+        upload.pieces.clear()
+
+    def _too_much(self) -> BusyError:
+        return BusyError(f"the bodies of all requests are larger than {self._limits.max_bodies_mib} MiB together "
+                         "(max_bodies_mib): try again later")
+
+
+def parse(raw: bytes, schema: type[Body], limits: Limits) -> Body:
+    """The body as a record; RequestError names the field that is wrong or unknown, or has too many entries."""
+    data = _read_json(raw, limits.max_body_values)
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object")
+    _check_counts(data, schema, limits)
+    if len(raw) > limits.max_schema_kib << 10:
+        _check_schemas(data, limits.max_schema_kib)
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _check_counts(data: Mapping[str, Any], schema: type[BaseModel], limits: Limits) -> None:
+    """Refuse what has so many entries that validating them, or listing all that is wrong with them, would take long."""
+    _check_known(data, schema)
+    for field, limit in _COUNTED.items():
+        value, most = data.get(field), getattr(limits, limit)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise RequestError(f"{field} has {len(value)} entries, and may have at most {most} ({limit})", field)
+
+
+def _check_schemas(data: Mapping[str, Any], most_kib: int) -> None:
+    size = 0
+    for field in _SCHEMAS:
+        for piece in json.JSONEncoder(ensure_ascii=False).iterencode(data.get(field)):  # in Python, lets others run
+            size += len(piece)
+            if size > most_kib << 10:
+                raise RequestError(f"{field} takes more than {most_kib} KiB (max_schema_kib)", field)
+
+
+def _check_known(data: Mapping[str, Any], schema: type[BaseModel], path: str = "") -> None:
+    for name in data:
+        if name not in schema.model_fields:
+            raise _unknown(path, name, schema)
+    for name, field in schema.model_fields.items():
+        for kind in get_args(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(data.get(name), dict):
+                _check_known(data[name], kind, f"{name}.")
+
+
+def _read_json(raw: bytes, most_values: int) -> Any:
+    try:
+        reader = _READER if len(raw) <= min(_LARGE, most_values) else _PatientReader(most_values)
+        return reader.decode(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    except RequestError:
+        raise
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def _not_json(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+_READER = json.JSONDecoder(parse_constant=_not_json, parse_float=_finite)
+
+
+class _PatientReader(json.JSONDecoder):
+    """Reads JSON without holding up other threads, and no more than so many values."""
+
+    def __init__(self, most_values: int) -> None:
+        super().__init__(parse_constant=_not_json, parse_float=_finite)
+        self._most, self._left = most_values, most_values
+        self.parse_array, self.parse_object = self._array, self._object
+        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+    def _array(self, start: Any, scan: _Scan) -> tuple[list[Any], int]:
+        return decoder.JSONArray(start, self._counted(scan, 1))  # type: ignore[attr-defined, no-any-return]
+
+    def _object(self, start: Any, strict: bool, scan: _Scan, *hooks: Any) -> tuple[dict[str, Any], int]:
+        return decoder.JSONObject(start, strict, self._counted(scan, 2), *hooks)  # type: ignore[attr-defined, no-any-return]
+
+    def _counted(self, scan: _Scan, values: int) -> _Scan:
+        """The scanner, of which each call is for so many values."""
+        def next_value(text: str, at: int) -> tuple[Any, int]:
+            self._left -= values
+            if self._left < 0:
+                raise RequestError(f"the body has more than {self._most} values (max_body_values)")
+            return scan(text, at)
+        return next_value
+
+
+def _explain(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False)[0]
+    field = _path(first["loc"])
+    if first["type"] == "missing":
+        return RequestError(f"{field} is missing", field)
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return RequestError(f"{field} must be {expected}, not {show(first['input'])}", field)
+
+
+def _unknown(path: str, name: str, schema: type[BaseModel]) -> RequestError:
+    shown = path + (name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
+    near = difflib.get_close_matches(name[:_LONGEST_NAME], schema.model_fields, 1)
+    return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + near[0]!r}?" if near else ""), shown)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.removeprefix(".")

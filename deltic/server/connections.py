@@ -1,0 +1,266 @@
+"""Connections: how they are accepted, how many there may be, and when one that does nothing ends.
+
+uvicorn closes connections that are idle between two requests, and no others. Here every connection waits for something
+at any time, and nothing is waited for without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import math
+import resource
+import socket
+import struct
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from deltic.config import Limits
+
+log = logging.getLogger("deltic")
+
+_AT_ONCE = 16  # connections accepted in a turn of the event loop
+_SWEEP = 0.5  # seconds between two looks at all connections
+_RETRY = 1.0  # seconds until a listener without file descriptors tries again
+_QUIET = 10.0  # seconds between two lines of log about the same trouble
+_LEAST_READ = 4096  # bytes that a client must read in the time that it has, so as not to count as asleep
+_LINGER = 1.0  # seconds that a refused client has to read why
+_MOST_REFUSED = 64  # refused clients that are waited for at once
+_NO_LINGER = struct.pack("ii", 1, 0)
+_OTHER_FILES = 256  # what the process needs besides connections
+
+
+def _response(status: str, message: str, *headers: str) -> bytes:
+    """A whole response in OpenAI's form, for where no request is."""
+    body = f'{{"error":{{"message":"{message}","type":"server_error","param":null,"code":null}}}}'
+    lines = (f"HTTP/1.1 {status}", "connection: close", "content-type: application/json",
+             f"content-length: {len(body)}", *headers, "", body)
+    return "\r\n".join(lines).encode()
+
+
+_LATE = _response("408 Request Timeout", "the request did not arrive in time")
+
+
+class Connection(H11Protocol):
+    """One connection: idle, or with a request that arrives, or with one that is answered."""
+
+    def __init__(self, door: Door, config: Config, state: ServerState, app_state: dict[str, Any]) -> None:
+        super().__init__(config, state, app_state)
+        self._door = door
+        self._start = self._heard = self._read = self.loop.time()
+        self._begun, self._unread, self._refused = False, 0, False
+
+    @property
+    def since(self) -> float | None:
+        """When it began to wait for a request, or for one to come wholly; None if one is answered."""
+        answering = self.cycle is not None and not self.cycle.response_complete and not self._receives
+        return None if answering or self.transport.get_write_buffer_size() else self._start
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._door.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._heard = self.loop.time()
+        if not self._begun:
+            self._start = self._heard
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        self._start = self.loop.time()
+        super().on_response_complete()
+        self._look()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """uvicorn's own timer: it does not see the beginning of a next request. The door watches instead."""
+
+    def refuse(self, limit: int, linger: bool) -> None:
+        """Tell the client that there are too many. linger: let it read that; closed at once, with its request unread,
+        the connection would take the answer away again."""
+        self._refused, self._start = True, self.loop.time()
+        self.transport.write(_response("503 Service Unavailable", f"the server has {limit} connections, and no more at "
+                                       "a time (max_connections): try again later", "retry-after: 1"))
+        if linger:
+            self.transport.write_eof()
+        else:
+            self.transport.abort()
+
+    def end(self) -> None:
+        """Close it, and say why if a request was on its way."""
+        if self._begun and not (self.cycle and self.cycle.response_started and self._receives):
+            self.transport.write(_LATE)
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def check(self, limits: Limits) -> None:
+        """End the connection if it has waited too long."""
+        now, since = self.loop.time(), self.since
+        if self._asleep(now) > limits.unread_seconds:
+            log.warning("a client has read nothing for %d seconds (unread_seconds): its connection is closed",
+                        limits.unread_seconds)
+            self._drop()
+        elif self._refused:
+            if now - self._start > _LINGER:
+                self.transport.abort()
+        elif since is not None and not self.transport.is_closing():
+            if not self._begun:
+                late = now - since > limits.keep_alive_seconds
+            elif self._receives:
+                late = now - self._heard > limits.header_seconds and not self.flow.read_paused
+            else:
+                late = now - since > limits.header_seconds
+            if late:
+                self.end()
+
+    @property
+    def _receives(self) -> bool:
+        """Whether a body is to come."""
+        return self.conn.their_state is h11.SEND_BODY
+
+    def _look(self) -> None:
+        """Whether anything of a request has come."""
+        self._begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+
+    def _drop(self) -> None:
+        """Close it at once, and have the kernel forget what it still holds for the client."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()
+
+    def _asleep(self, now: float) -> float:
+        """Seconds since the client was last seen to read. What is written while it does not is bounded, so that any
+        change counts."""
+        unread = self.transport.get_write_buffer_size()
+        if unread:
+            with suppress(OSError):  # the kernel makes room in large steps: see what it has, where it says so
+                held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+                unread += int.from_bytes(held, sys.byteorder)
+        if not unread or abs(unread - self._unread) >= _LEAST_READ:
+            self._unread, self._read = unread, now
+        return now - self._read
+
+
+class Door:
+    """All connections of a server, and how many there may be."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._most = limits, min(limits.max_connections, _raise_file_limit(limits.max_connections))
+        self._open: set[Connection] = set()
+        self._refused: set[Connection] = set()
+
+    def enter(self, connection: Connection) -> None:
+        """One more; if there are too many, one that waits for a request goes, or else this one."""
+        if len(self._open) >= self._most:
+            waiting = [(since, id(other), other) for other in self._open if (since := other.since) is not None]
+            if not waiting:
+                connection.refuse(self._most, linger=len(self._refused) < _MOST_REFUSED)
+                self._refused.add(connection)
+                return
+            *_, oldest = min(waiting)
+            self._open.discard(oldest)
+            oldest.end()
+        self._open.add(connection)
+
+    def leave(self, connection: Connection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+        self._refused.discard(connection)
+
+    def __len__(self) -> int:
+        """How many connections there are, but for refused ones."""
+        return len(self._open)
+
+    async def watch(self) -> None:
+        """End connections that wait too long, until cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP)
+            for connection in [*self._open, *self._refused]:
+                try:
+                    connection.check(self._limits)
+                except Exception:  # it must not be the last one that is looked at
+                    log.exception("a connection is closed that cannot be looked at")
+                    connection.transport.abort()
+
+
+class Acceptor:
+    """Accepts connections, a few at a time. Without file descriptors it waits a while, instead of trying as fast as it
+    can."""
+
+    def __init__(self, listener: socket.socket, make: Callable[[], Connection]) -> None:
+        self._listener, self._make = listener, make
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._said = -math.inf
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def stop(self) -> None:
+        """Accept no more."""
+        self._loop.remove_reader(self._listener.fileno())
+        if self._timer:
+            self._timer.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:
+                self._pause(error)
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._open(accepted))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make, accepted)
+        except OSError as error:
+            accepted.close()
+            log.debug("a connection was lost while it was accepted: %s", error)
+
+    def _pause(self, error: OSError) -> None:
+        self.stop()
+        self._timer = self._loop.call_later(_RETRY, self.start)
+        if self._loop.time() - self._said > _QUIET:
+            self._said = self._loop.time()
+            log.error("no connection can be accepted: %s; trying again every %g seconds", error.strerror, _RETRY)
+
+
+def _raise_file_limit(connections: int) -> int:
+    """Let the process have files for so many connections, if the system allows; returns how many it has them for."""
+    wanted = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            soft = more
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    fewer = max(soft - _OTHER_FILES, soft // 2)
+    log.warning("the system allows this process %d files: no more than %d connections at a time, not %d; ulimit -n "
+                "raises it", soft, fewer, connections)
+    return fewer

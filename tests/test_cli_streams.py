@@ -1,0 +1,156 @@
+"""What stands on stdin, and streams that are closed, broken, or not what they seem."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from deltic.cli import main, run
+from deltic.cli.answer import Screen
+from deltic.cli.parser import UsageError
+from deltic.cli.terminal import takes_colors, takes_escapes
+from deltic.text.deltas import AnswerCall, Delta
+from deltic.types import Usage
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "deltic" / "models" / "tiny")
+# The command line with a model that echoes its prompt; without torch it is there at once.
+ECHO = """
+import sys
+from types import SimpleNamespace as Of
+from deltic.cli import answer, main, run
+from deltic.text.deltas import Delta
+from deltic.types import Usage
+
+def play(llm, ask, show):
+    show(Delta("content", repr(ask())))
+    choice = Of(text="", reasoning="", calls=(), finish="stop", error=None, usage=Usage(1, 0, 1))
+    return Of(output=Of(choices=[choice])), answer.Meter(0.0, 1)
+
+run.timed_llm = lambda args: (Of(runtime=Of(name=args.model or "tiny")), 1.0)
+run._ask = lambda llm, args, prompt, sampling: (llm.runtime.name, prompt)
+run.play = play
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def echo(*argv: str, shell: str = "", **options: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line with redirections as a shell makes them."""
+    return subprocess.run(["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-c", ECHO, *argv], cwd=ROOT,
+                          capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("shell", "out", "err"), [("2>&-", True, False), (">&-", False, True), ("<&-", True, True),
+                                                   ("<&- 2>&-", True, False), ("<&- >&- 2>&-", False, False)])
+def test_closed_streams(shell, out, err):
+    done = echo("run", "hi", shell=shell)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert done.stdout == ("('tiny', 'hi')\n" if out else "") and ("first token" in done.stderr) == err
+
+
+def test_no_prompt_on_a_closed_stdin():
+    done = echo("run", shell="<&-")
+    assert done.returncode == 2 and "nothing came on stdin" in done.stderr
+
+
+@pytest.mark.parametrize(("argv", "given", "shown"), [
+    ([], "hi\n", ("tiny", "hi")), (["tiny"], "hi", ("tiny", "hi")), ([TINY], "hi", (TINY, "hi")),
+    (["nope.gguf"], "hi", ("nope.gguf", "hi")), (["-"], "hi", ("tiny", "hi")), (["a/b"], "hi", ("a/b", "hi")),
+    (["and/or?"], "unread", ("tiny", "and/or?")), (["word"], "unread", ("tiny", "word")),
+    (["tiny", "word"], "unread", ("tiny", "word")), (["two.gguf files"], "unread", ("tiny", "two.gguf files"))])
+def test_the_prompt_may_come_on_stdin(argv, given, shown):
+    done = echo("run", *argv, input=given)
+    assert (done.returncode, done.stdout) == (0, f"{shown}\n")
+
+
+@pytest.mark.parametrize("argv", [["word"], ["tiny", "word"], ["a/b", "word"]])
+def test_nobody_waits_for_stdin_where_a_prompt_is_given(argv):
+    reading, writing = os.pipe()
+    try:
+        assert echo("run", *argv, stdin=reading).stdout.endswith("'word')\n")
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_service_has_nothing_to_say():
+    for argv in ([], [TINY]):
+        done = echo("run", *argv, shell="</dev/null")
+        assert done.returncode == 2 and "the prompt is empty: nothing came on stdin" in done.stderr
+    assert "('tiny', 'a/b')" in echo("run", "a/b", shell="</dev/null").stdout
+
+
+def test_a_reader_that_leaves_ends_the_command():
+    done = subprocess.run(["sh", "-c", '"$@" | head -c 1', "sh", sys.executable, "-c", ECHO, "run", "x" * 120_000],
+                          cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "(" and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_terminal_is_not_read(monkeypatch):
+    monkeypatch.setattr(run, "_stdin_mode", lambda: 0o20620)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    for words in ((None, None), (TINY, None), ("nope.gguf", None)):
+        with pytest.raises(UsageError, match="the prompt is missing"):
+            run.words(*words)
+    assert run.words("tiny", None) == (None, "tiny")
+
+
+def test_a_file_may_be_a_pipe(tmp_path, capsys):
+    tools = '[{"type": "function", "function": {"name": "f"}}]'
+    reading, writing = os.pipe()
+    os.write(writing, tools.encode())
+    os.close(writing)
+    args = run_parser().parse_mixed(["hi", "--tools", f"/dev/fd/{reading}"])
+    os.close(reading)
+    assert args.tools == json.loads(tools)
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    assert main(["run", "hi", "--tools", str(path)]) == 2
+    assert "cannot be read as JSON" in capsys.readouterr().err
+
+
+def run_parser():
+    from deltic.cli import command_parser
+
+    return command_parser("run")
+
+
+CALL = AnswerCall("call_1", "f", "{}")
+
+
+@pytest.mark.parametrize(("finish", "calls", "shown"), [("stop", (CALL,), "tool_calls"), ("stop", (), "stop"),
+                                                        ("length", (CALL,), "length"), ("error", (), "error")])
+def test_json_says_that_there_are_calls(finish, calls, shown):
+    choice = SimpleNamespace(text="", reasoning="", calls=calls, finish=finish, error=None, usage=Usage(1, 0, 1))
+    assert run._as_json("tiny", choice, {})["finish_reason"] == shown
+
+
+@pytest.mark.parametrize(("terminal", "variables", "colors", "escapes"), [
+    (True, {"TERM": "xterm"}, True, True), (True, {"TERM": "dumb"}, False, False),
+    (False, {"TERM": "xterm"}, False, False),
+    (True, {"TERM": "xterm", "NO_COLOR": "1"}, False, True), (True, {"TERM": "xterm", "NO_COLOR": ""}, True, True)])
+def test_escapes_go_where_they_are_understood(terminal, variables, colors, escapes, monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert (takes_colors(sys.stderr), takes_escapes(sys.stderr)) == (colors, escapes)
+    Screen().show(Delta("reasoning", "Hm"))
+    assert ("\x1b" in capsys.readouterr().err) == colors
+
+
+def test_random_weights_that_do_not_fit_are_not_made(monkeypatch, capsys):
+    monkeypatch.setattr("deltic.cli.models.available_memory", lambda: 20 << 30)
+    monkeypatch.setattr("deltic.engine.runtime.random_weights", lambda *args, **options: pytest.fail("made"))
+    assert main(["bench", "--random", "qwen3.5-27b"]) == 2
+    message = capsys.readouterr().err
+    assert "take 50.1 GiB, and 20.0 GiB of memory is available" in message and "--layers 18)" in message
+    monkeypatch.setattr("deltic.cli.models.available_memory", lambda: 1 << 20)
+    assert main(["bench", "--random", "0.8b", "--scenario", "edit"]) == 2
+    assert "take a smaller preset" in capsys.readouterr().err

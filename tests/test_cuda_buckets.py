@@ -1,0 +1,87 @@
+"""Steps that only decode, filled up to a bucket: the rows that are real give the same, and the others leave nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import numbers
+
+from deltic.config import EngineConfig
+from deltic.engine.batch import build, decodes, decoding, power_of_two, step_of
+from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.scheduler import Plan, Row
+from deltic.ops.records import PAGE
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    model = RandomModel(layers=4, initializer_range=0.1)
+    return load(model, EngineConfig(dtype="float32", memory="96MiB", max_batch=8, max_context=600, ops=("torch",)))
+
+
+def prompts(runtime: Runtime, lengths: tuple[int, ...]) -> tuple[list[Row], list[tuple[torch.Tensor, ...]]]:
+    """Sequences that have read so many tokens, and their next rows."""
+    cache, rows = runtime.cache, []
+    for seed, length in enumerate(lengths):
+        lease = cache.admit()
+        assert lease is not None and cache.reserve(lease, length + 1) == length + 1
+        tokens = numbers(seed, length + 1, runtime.config.vocab_size)
+        if length:
+            runtime.run(build(Plan((Row(tokens[:-1], 0, tuple(lease.pages), lease.slot, 1),)), CPU))
+        cache.commit(lease, tokens[:-1])
+        rows.append(Row(tokens[-1:], length, tuple(lease.pages), lease.slot, 1))
+    return rows, [tuple(tensor.clone() for tensor in _memory(runtime))]
+
+
+def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
+    storage = runtime.cache.storage
+    return storage.keys, storage.values, storage.recurrent, storage.conv
+
+
+@torch.inference_mode()
+def test_a_padded_step_is_the_step(runtime: Runtime) -> None:
+    rows, (before,) = prompts(runtime, (1, 0, 40, 17, 300))
+    plan = Plan(tuple(sorted(rows, key=lambda row: row.slot)))
+    assert decodes(plan)
+    plain = runtime._forward(build(plan, CPU))[0]
+    after = [tensor.clone() for tensor in _memory(runtime)]
+    for tensor, old in zip(_memory(runtime), before, strict=True):
+        tensor.copy_(old)
+    batch = decoding(plan, CPU)
+    assert batch.padded and (batch.padded.rows, batch.padded.pages) == (8, 32)
+    assert batch.layout.rows == 5 and batch.ids.tolist() == [row.tokens[0] for row in plan.rows]
+    padded = runtime._forward(step_of(batch.padded))[0]
+    assert len(padded) == 8
+    torch.testing.assert_close(padded[:5], plain, rtol=0, atol=2e-4)
+    for tensor, wanted in zip(_memory(runtime), after, strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=2e-4)
+
+
+def test_what_a_bucket_holds() -> None:
+    rows = tuple(Row((5 + index,), 20 * index, (3, 4, 7), index, 1) for index in range(3))
+    batch = decoding(Plan(rows), CPU)
+    padded = batch.padded
+    assert padded and (padded.rows, padded.pages) == (4, 16)
+    whole = step_of(padded)
+    assert whole.ids.tolist() == [5, 6, 7, 7] and whole.done.tolist() == [0, 20, 40, 40]
+    assert whole.count is not None and whole.count.tolist() == [3]
+    assert whole.pages.shape == (4, 16) and whole.pages[3].tolist() == [3, 4, 7] + [0] * 13
+    assert whole.store.tolist() == [3 * PAGE, 4 * PAGE + 4, 7 * PAGE + 8, 7 * PAGE + 8]
+    assert batch.starts.tolist() == [0, 1, 2, 3] and batch.logit_tokens.tolist() == [0, 1, 2]
+    assert batch.positions.tolist() == [[0, 20, 40]] * 3 and batch.span == (0, 3)
+
+
+@pytest.mark.parametrize("change", [{"tokens": (1, 2)}, {"logits": 0}, {"emits": ((21, 3),)}, {"append": True},
+                                    {"base": 18}])
+def test_what_has_no_bucket(change: dict[str, object]) -> None:
+    row = Row((1,), 20, (0, 1), 0, 1)
+    assert decodes(Plan((row,)))
+    assert not decodes(Plan((row, replace(row, **change))))
+
+
+def test_powers_of_two() -> None:
+    assert [power_of_two(number) for number in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]

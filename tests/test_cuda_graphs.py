@@ -1,0 +1,58 @@
+"""On a GPU: a replayed step is the step that was recorded, bit for bit, and answers do not depend on who runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from support import greedy, numbers, serve
+
+from deltic.config import EngineConfig
+from deltic.engine.batch import decoding, step_of
+from deltic.engine.runtime import Runtime, load
+from deltic.engine.scheduler import Plan, Row
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    yield load(None, EngineConfig(device="cuda", dtype=request.param, memory="256MiB", max_batch=8, max_context=2048,
+                                  speculate="off"))
+
+
+def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
+    storage = runtime.cache.storage
+    return storage.keys, storage.values, storage.recurrent, storage.conv
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@torch.inference_mode()
+def test_a_replayed_step_has_the_bits_of_the_step(runtime: Runtime, rows: int) -> None:
+    assert runtime.graphs
+    for tensor in _memory(runtime):
+        tensor.normal_(0, 0.1)
+    plan = Plan(tuple(Row((7 + row,), 20 + 5 * row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows)))
+    batch = decoding(plan, runtime.cache.storage.device)
+    assert batch.padded
+    before = [tensor.clone() for tensor in _memory(runtime)]
+    wanted = runtime._forward(step_of(batch.padded))[0][:rows].clone()
+    after = [tensor.clone() for tensor in _memory(runtime)]
+    runtime.graphs.capture(batch.padded.rows, batch.padded.pages, batch.padded.numbers)
+    for tensor, old in zip(_memory(runtime), before, strict=True):
+        tensor.copy_(old)
+    assert torch.equal(runtime.run(batch), wanted)
+    for tensor, new in zip(_memory(runtime), after, strict=True):
+        assert torch.equal(tensor, new)
+
+
+def test_answers_with_and_without_graphs(runtime: Runtime) -> None:
+    plain = replace(runtime)
+    object.__setattr__(plain, "graphs", None)
+    requests = [greedy(numbers(seed, 5 + 9 * seed, runtime.config.vocab_size), 40, str(seed)) for seed in range(5)]
+    found, wanted = serve(runtime, requests), serve(plain, requests)
+    assert runtime.graphs and runtime.graphs.buckets
+    same = sum(found[key].tokens == wanted[key].tokens for key in wanted)
+    assert same >= (5 if runtime.options.dtype == "float32" else 3)

@@ -1,0 +1,262 @@
+"""The GPU's kernels against the naive ops in float64: what they give, what they write, what they leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.config import EngineConfig
+from deltic.engine.batch import step_of
+from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.ops import ref
+from deltic.ops.cuda.arguments import Product
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.sample import sample
+from deltic.ops.cuda.shapes import ADD, GATE, STORE, WARPS, Multiply, Shapes
+from deltic.ops.cuda.step import Step
+from deltic.ops.records import PAGE, AttentionWeights, Batch, GdnWeights, KvView, Padded, Rope, Sampling, StateView
+from deltic.ops.torch import OPS as TORCH
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+NAN = float("nan")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to("cuda", dtype)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.double(), wanted.double().to(found.device)
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+# Products
+
+COLUMNS = (192, 576, 1024, 2560, 3584, 9216)
+
+
+@pytest.fixture(scope="module")
+def products() -> Module:
+    known = [Multiply(columns, norm, out) for columns in COLUMNS for norm, out in
+             ((True, STORE), (True, GATE), (False, ADD))]
+    return Module(Shapes(tuple(known), None, None).source(), torch.device("cuda"))
+
+
+def multiply(module: Module, weight: Tensor, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
+    rows, columns = weight.shape
+    product, units = Multiply(columns, scale is not None, out), -(-rows // 8)
+    blocks = min(units, 24)  # so that every block has several groups
+    mine = -(-units // blocks)
+    group = product.group(len(x), mine)
+    module.launch(product.name(len(x)), (blocks,), WARPS * 32, Product(
+        weight=weight, x=x, scale=scale, places=None, y=y, eps=1e-6, tokens=len(x), rows=rows, group=group),
+        product.shared(len(x), group, group >= mine))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 16])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_products(products: Module, columns: int, tokens: int) -> None:
+    for rows in (588, 1003):
+        weight = randn(rows, columns, seed=rows, dtype=torch.bfloat16) * columns**-0.5
+        x, scale = randn(tokens, columns, seed=1) * 3, randn(columns, seed=2) * 0.1 + 1
+        y = torch.full((tokens, rows), NAN, device="cuda")
+        multiply(products, weight, x, scale, y, STORE)
+        factor = (x.double().square().mean(-1, True) + 1e-6).rsqrt()
+        normalised = (x * scale).bfloat16().double() * factor
+        assert error(y, normalised @ weight.double().t()) < 1e-5
+        alone = torch.full((1, rows), NAN, device="cuda")
+        for token in range(tokens):
+            multiply(products, weight, x[token:token + 1], scale, alone, STORE)
+            assert torch.equal(alone[0], y[token]), "a token's sums depend on the batch"
+        packed, old = randn(tokens, columns, seed=4, dtype=torch.bfloat16), randn(tokens, rows, seed=5)
+        y = old.clone()
+        multiply(products, weight, packed, None, y, ADD)
+        assert error(y, old.double() + packed.double() @ weight.double().t()) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("columns", [192, 1024])
+def test_gated_products(products: Module, columns: int, tokens: int) -> None:
+    weight = randn(2 * 576, columns, seed=3, dtype=torch.bfloat16) * columns**-0.5
+    x, scale = randn(tokens, columns, seed=1), randn(columns, seed=2) * 0.1 + 1
+    y = torch.full((tokens, 576), NAN, device="cuda", dtype=torch.bfloat16)
+    multiply(products, weight, x, scale, y, GATE)
+    normalised = x.double() * (x.double().square().mean(-1, True) + 1e-6).rsqrt() * scale.double()
+    gate, up = (normalised @ weight.double().t()).chunk(2, -1)
+    assert error(y, gate * gate.sigmoid() * up) < 5e-3
+
+
+# Mixers
+
+
+@pytest.fixture(scope="module", params=["tiny", "qwen3.5-0.8b", "qwen3.5-4b"])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    model = None if request.param == "tiny" else RandomModel(request.param, 4, initializer_range=0.05)
+    yield load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=64, max_context=4096,
+                                   speculate="off"))
+    torch.cuda.empty_cache()
+
+
+def served(runtime: Runtime) -> Step:
+    assert isinstance(runtime.step, Step), "the kernels do not serve this model"
+    return runtime.step
+
+
+def batch_of(done: list[int], real: int, moved: bool = False) -> Batch:
+    """Rows with these cursors; the ones after `real` only fill the bucket up, and repeat the last real one."""
+    rows, pages = len(done), 64
+    rng = torch.Generator().manual_seed(rows)
+    table = (1 + torch.randperm(rows * pages, generator=rng)).view(rows, pages)
+    slots = torch.randperm(2 * rows, generator=rng)
+    source, target = slots[:rows], slots[rows:] if moved else slots[:rows]
+    cursor = torch.tensor(done)
+    store = torch.tensor([int(table[row, d // PAGE]) * PAGE + d % PAGE for row, d in enumerate(done)])
+    flat = torch.cat([torch.tensor([real]), torch.arange(rows) + 5, cursor.repeat(3), torch.arange(rows + 1), cursor,
+                      store, source, target, table.flatten()]).cuda()
+    return step_of(Padded(flat, rows, pages))
+
+
+def on_host(batch: Batch) -> Batch:
+    names = ("ids", "positions", "starts", "done", "pages", "store", "source", "target", "base", "ring", "append",
+             "emit_row", "emit_length", "emit_slot", "logit_tokens")
+    moved: dict[str, Any] = {name: getattr(batch, name).cpu() for name in names}
+    return replace(batch, memo={}, **moved)
+
+
+CURSORS = [[1], [0], [17, 0, 300, 15], [16 * row + row for row in range(16)], [13 * row for row in range(32)]]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
+def test_gdn(runtime: Runtime, done: list[int], moved: bool) -> None:
+    step, layer = served(runtime), runtime.decoder.stack.layers[0]
+    assert isinstance(layer.mixer, GdnWeights)
+    state, spec = runtime.stores.states[0], layer.mixer.spec
+    state.recurrent.copy_(randn(*state.recurrent.shape, seed=1) * 0.3)
+    state.conv.copy_(randn(*state.conv.shape, seed=2))
+    before = StateView(state.recurrent.cpu().double(), state.conv.cpu().double())
+    batch = batch_of(done, len(done), moved)
+    few = len(done) <= 16
+    proj = randn(len(done), spec.channels + spec.values + 2 * spec.value_heads, seed=3,
+                 dtype=torch.float32 if few else torch.bfloat16)
+    work = step._begin(batch, "few" if few else "many")
+    work.y.fill_(NAN)
+    step._mix(layer, work, proj, proj.shape[1])
+    host = replace(layer.mixer, conv=layer.mixer.conv.cpu().double(), decay=layer.mixer.decay.cpu().double(),
+                   dt_bias=layer.mixer.dt_bias.cpu().double(), norm=layer.mixer.norm.cpu().double())
+    wanted = proj.cpu().double()
+    wanted[:, :spec.channels] = wanted[:, :spec.channels].bfloat16().double()
+    slow = StateView(before.recurrent.clone(), before.conv.clone())
+    output = ref.gdn_core(wanted, host, slow, on_host(batch))
+    assert error(work.y.view(-1)[:output.numel()].view(output.shape), output) < 5e-3
+    assert error(state.recurrent, slow.recurrent) < 2e-5
+    assert torch.equal(state.conv.cpu().double(), slow.conv)
+    others = torch.ones(len(before.recurrent), dtype=torch.bool)
+    others[batch.target.cpu()] = False
+    assert torch.equal(state.recurrent.cpu()[others].double(), before.recurrent[others])
+
+
+@pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
+def test_attention(runtime: Runtime, done: list[int]) -> None:
+    step, layer = served(runtime), runtime.decoder.stack.layers[3]
+    assert isinstance(layer.mixer, AttentionWeights)
+    kv, spec = runtime.stores.kv[0], layer.mixer.spec
+    batch, few = batch_of(done, len(done)), len(done) <= 16
+    assert int(batch.pages.max()) < len(kv.keys)
+    kv.keys.copy_(randn(*kv.keys.shape, seed=1))
+    kv.values.copy_(randn(*kv.values.shape, seed=2))
+    slow = KvView(kv.keys.cpu().double(), kv.values.cpu().double())
+    width = spec.queries * 2 + 2 * spec.kv
+    proj = randn(len(done), width, seed=3, dtype=torch.float32 if few else torch.bfloat16)
+    work = step._begin(batch, "few" if few else "many")
+    for tensor in (work.y, work.mixed, work.mass):
+        tensor.fill_(NAN)
+    step._mix(layer, work, proj, width)
+    eye = torch.eye(width, dtype=torch.float64)
+    host = AttentionWeights(spec, eye, layer.mixer.q_norm.cpu().double(), layer.mixer.k_norm.cpu().double(),
+                            torch.eye(spec.queries, dtype=torch.float64))
+    table = ref.rope(batch.positions.cpu(), runtime.decoder.stack.rope)
+    assert error(work.turns[:, :table.cos.shape[1] // 2], table.cos[:, :table.cos.shape[1] // 2]) < 1e-6
+    output = ref.attention_mixer(proj.cpu().double(), host, slow, on_host(batch), Rope(table.cos, table.sin))
+    assert error(work.y.view(-1)[:output.numel()].view(output.shape), output) < 6e-3
+    assert error(kv.keys, slow.keys) < 2e-3 and error(kv.values, slow.values) < 2e-3
+
+
+# Steps
+
+
+def fill(runtime: Runtime) -> None:
+    storage = runtime.cache.storage
+    for seed, tensor in enumerate((storage.keys, storage.values, storage.recurrent, storage.conv)):
+        tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
+
+
+@pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
+@torch.inference_mode()
+def test_steps(runtime: Runtime, done: list[int]) -> None:
+    fill(runtime)
+    batch = batch_of(done, len(done))
+    wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.stores))
+    states = runtime.cache.storage.recurrent.clone()
+    fill(runtime)
+    served_logits = served(runtime)(replace(batch, memo={}))
+    assert served_logits is not None
+    assert error(served_logits[0], wanted) < 3e-2
+    assert error(runtime.cache.storage.recurrent, states) < 2e-2
+
+
+@torch.inference_mode()
+def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
+    done = [16 * row + row for row in range(16)]
+    whole = batch_of(done, 16)
+    fill(runtime)
+    together = served(runtime)(whole)
+    after = [tensor.clone() for tensor in (runtime.cache.storage.recurrent, runtime.cache.storage.keys)]
+    fill(runtime)
+    for row in range(16):
+        one = torch.cat([torch.tensor([1], device="cuda"), whole.ids[row:row + 1], whole.done[row:row + 1].repeat(3),
+                         torch.arange(2, device="cuda"), *(tensor[row:row + 1] for tensor in (
+                             whole.done, whole.store, whole.source, whole.target)), whole.pages[row]])
+        alone = served(runtime)(step_of(Padded(one, 1, whole.pages.shape[1])))
+        assert together and alone and torch.equal(alone[0][0], together[0][row])
+    for tensor, wanted in zip((runtime.cache.storage.recurrent, runtime.cache.storage.keys), after, strict=True):
+        assert torch.equal(tensor, wanted)
+
+
+@torch.inference_mode()
+def test_rows_that_fill_a_bucket_up_leave_nothing(runtime: Runtime) -> None:
+    fill(runtime)
+    before = runtime.cache.storage.recurrent.clone()
+    batch = batch_of([5, 9, 20, 30], 2)
+    served(runtime)(batch)
+    changed = (runtime.cache.storage.recurrent != before).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    assert sorted(changed) == sorted(batch.source[:2].tolist())
+
+
+# Draws
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_draws(rows: int) -> None:
+    logits = randn(rows, 5003, seed=rows) * 4
+    logits[0, 17] = logits[0, 4001] = logits[0].max() + 1  # equals: the lower id
+    temperature = torch.rand(rows, generator=torch.Generator().manual_seed(1)).cuda() + 0.1
+    temperature[0] = 0
+    key = torch.randint(-2**62, 2**62, (rows,), generator=torch.Generator().manual_seed(2)).cuda()
+    zeros, ones = torch.zeros(rows, dtype=torch.int64, device="cuda"), torch.ones(rows, device="cuda")
+    drawn = Sampling(temperature, zeros, ones, ones * 0, key, greedy=False)
+    for sampling in (drawn, Sampling(ones * 0, zeros, ones, ones * 0, zeros)):
+        wanted, found = TORCH.sample(logits.clone(), sampling), sample(logits, sampling)
+        assert found.tokens.tolist() == wanted.tokens.tolist() and found.healthy.tolist() == wanted.healthy.tolist()
+    for bad in (NAN, float("inf"), float("-inf")):
+        sick = logits.clone()
+        sick[-1, 77] = bad
+        assert sample(sick, drawn).healthy.tolist() == [True] * (rows - 1) + [False]
+    assert not sample(torch.ones(1, 300, device="cuda"), Sampling(ones[:1] * 0, zeros[:1], ones[:1], ones[:1] * 0,
+                                                                  zeros[:1])).healthy.any()

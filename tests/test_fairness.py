@@ -1,0 +1,276 @@
+"""No prompt holds up another: long ones do not stop short ones, short ones do not starve long ones, and nobody waits
+for another's prefix longer than it saves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from reuse_cases import runtime_of
+from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
+from test_scheduler import VOCABULARY, Toy
+from torch import Tensor
+
+from deltic.engine.engine import Engine
+from deltic.engine.fairness import Meeting, Stall, share
+from deltic.ops.records import Batch
+from deltic.types import Request, SamplingParams
+
+BUDGETS = st.integers(1, 600)
+PENDING = st.lists(st.integers(1, 5000), min_size=1, max_size=20)
+
+
+@given(BUDGETS, PENDING, st.data())
+def test_all_of_the_budget_is_shared_and_no_more(budget: int, pending: list[int], data: st.DataObject) -> None:
+    goals = [data.draw(st.integers(1, tokens)) for tokens in pending]
+    counts = share(budget, pending, goals)
+    assert sum(counts) == min(budget, sum(pending))
+    assert all(0 <= count <= tokens for count, tokens in zip(counts, pending, strict=True))
+    assert counts[0] >= min(pending[0], budget - budget // 2), "the oldest has its half"
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 200), st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.lists(st.integers(1, 400)))
+def test_each_prompt_is_read_in_bounded_time_whatever_comes_later(budget: int, old: list[int],
+                                                                  young: list[int]) -> None:
+    """A young one comes in every step, for ever the nearest to its end."""
+    pending, late, steps = dict(enumerate(old)), iter(young * 100), 0
+    bounds = [-(-sum(old[:index + 1]) // (budget - budget // 2)) for index in range(len(old))]
+    while any(index in pending for index in range(len(old))):
+        pending[len(old) + steps] = next(late, 1)
+        counts = share(budget, list(pending.values()), list(pending.values()))
+        steps += 1
+        for index, count in zip(list(pending), counts, strict=True):
+            pending[index] -= count
+            if not pending[index]:
+                del pending[index]
+                assert index >= len(old) or steps <= bounds[index]
+
+
+@given(st.integers(2, 600), st.integers(1, 300), st.lists(st.floats(0, 1), max_size=8), st.integers(0, 8))
+def test_a_prompt_waits_for_shorter_ones_only(budget: int, own: int, shorter: list[float], long: int) -> None:
+    prompts, steps = [1_000_000] * long + [round(part * (own - 1)) + 1 for part in shorter] + [own], 0
+    bound = -(-sum(prompts[long:]) // (budget // 2))
+    while prompts[-1]:
+        alive = [index for index, tokens in enumerate(prompts) if tokens]
+        for index, count in zip(alive, share(budget, *[[prompts[index] for index in alive]] * 2), strict=True):
+            prompts[index] -= count
+        steps += 1
+    assert steps <= bound
+
+
+def test_a_state_that_others_wait_for_is_a_goal() -> None:
+    assert share(100, [1000, 500, 400], [1000, 30, 400]) == [50, 30, 20]
+    assert share(100, [1000, 500, 400], [1000, 500, 400]) == [50, 0, 50]
+
+
+@pytest.mark.parametrize(("meeting", "pays"), [
+    # equal short prompts in one batch: what they have in common is read once
+    (Meeting(own=60, saved=40, away=40, others=60, alone=True), True),
+    (Meeting(own=30, saved=17, away=17, others=30, alone=True), False),
+    # beside a long prompt every step is long
+    (Meeting(own=20, saved=17, away=17, others=30_000, alone=True), False),
+    (Meeting(own=100, saved=80, away=80, others=30_000, alone=True), False),
+    (Meeting(own=20_020, saved=20_000, away=20_000, others=30_000, alone=True), True),
+    (Meeting(own=20_020, saved=20_000, away=100, others=10_100, alone=False), True),
+    # the other one is far behind
+    (Meeting(own=200, saved=150, away=20_000, others=20_000, alone=True), False),
+    (Meeting(own=600, saved=40, away=40, others=600, alone=True), False),
+    (Meeting(own=600, saved=400, away=400, others=600, alone=True), True),
+])
+def test_waiting_pays_if_it_saves_more_than_it_costs(meeting: Meeting, pays: bool) -> None:
+    assert meeting.pays(512) == pays
+
+
+def test_chunks_beside_answers_settle_where_a_step_takes_as_long_as_it_may() -> None:
+    stall, tokens = Stall(0.2), 0
+    for _ in range(40):
+        tokens = stall.limit(512)
+        stall.timed(tokens, 0.05 + 0.001 * tokens)
+    assert 0.15 < 0.05 + 0.001 * tokens <= 0.2
+    for _ in range(40):  # the machine has become slower
+        tokens = stall.limit(512)
+        stall.timed(tokens, 0.05 + 0.004 * tokens)
+    assert 0.15 < 0.05 + 0.004 * tokens <= 0.2
+
+
+def test_a_stall_that_cannot_be_kept_leaves_a_page() -> None:
+    stall = Stall(0.01)
+    for _ in range(40):
+        stall.timed(stall.limit(512), 1.0)
+    assert stall.limit(512) == 16 and stall.limit(3) == 3
+    assert Stall(None).limit(512) == 512
+
+
+# In the engine
+
+
+def test_prompts_beside_answers_are_read_in_smaller_chunks_if_a_step_would_take_too_long() -> None:
+    runtime = odd_runtime()
+    options = replace(runtime.options, max_stall_ms=1, max_batch=8, token_budget=512)
+    engine = Engine(replace(runtime_of(runtime, budget=512, context=900), options=options))
+    chunks, run = list[tuple[int, ...]](), engine.runtime.run
+    watched = SimpleNamespace(**{name: getattr(engine.runtime, name) for name in (
+        "cache", "memory", "options", "config", "generation", "decoder", "head", "name")})
+    watched.run = lambda batch: (chunks.append(batch.layout.chunks), time.sleep(0.002), run(batch))[2]
+    engine.runtime = watched  # type: ignore[assignment]
+    engine.add(greedy(numbers(1, 30, 500), 60, "a"))
+    found = Answers()
+    take(found, engine.step())
+    engine.add(greedy(numbers(2, 800, 500), 5, "b"))
+    drain(engine, found)
+    assert all(max(chunk) <= 16 for chunk in chunks if len(chunk) > 1) and (1, 16) in chunks
+    assert max(map(max, chunks)) > 16, "alone it is read as fast as it can be"
+    for name, seed, length in (("a", 1, 30), ("b", 2, 800)):
+        plain = serve(runtime_of(runtime, context=900), [greedy(numbers(seed, length, 500), 60)])["a", 0].tokens
+        assert found[name, 0].tokens == plain[:len(found[name, 0].tokens)]
+
+
+class Idle(Toy):
+    """A model that costs nothing: any logits will do."""
+
+    def run(self, batch: Batch) -> Tensor:
+        self.fed += len(batch.ids)
+        self.cache.storage.recurrent[0, batch.target], self.cache.storage.conv[0, batch.target] = 0.0, 0.0
+        self.cache.storage.recurrent[0, batch.emit_slot], self.cache.storage.conv[0, batch.emit_slot] = 0.0, 0.0
+        for pool in self.cache.storage.page_tensors:
+            pool.flatten()[batch.store] = 0.0
+        return torch.arange(VOCABULARY).float().repeat(len(batch.logit_tokens), 1)
+
+
+def engine_of(slots: int = 40) -> Engine:
+    return Engine(Idle(pages=40_000, max_batch=16, budget=512, context=40_000, slots=slots))  # type: ignore[arg-type]
+
+
+def ask(name: str, *lengths: int, count: int = 1) -> Request:
+    """A prompt that begins with the same tokens as others with the same first lengths; the last part is its own."""
+    *common, own = lengths
+    parts = [numbers(length, length, VOCABULARY) for length in common]
+    parts.append(numbers(sum(map(ord, name)), own, VOCABULARY))
+    return Request(name, tuple(chain.from_iterable(parts)), SamplingParams(temperature=0.0, max_tokens=count))
+
+
+def steps_to(engine: Engine, name: str, most: int = 2000) -> int:
+    for step in range(1, most):
+        if any(event.request == name and event.token is not None for event in engine.step()):
+            return step
+    raise AssertionError(f"{name} had no token after {most} steps")
+
+
+@pytest.mark.parametrize("common", [0, 17, 19])
+@pytest.mark.parametrize("when", [0, 1, 20])
+def test_a_short_prompt_is_answered_at_once_beside_a_long_one(common: int, when: int) -> None:
+    engine = engine_of()
+    engine.add(ask("long", common, 30_000 - common))
+    alone = -(-30_000 // 512)
+    for _ in range(when):
+        engine.step()
+    engine.add(ask("short", common, 20 - common))
+    assert steps_to(engine, "short") <= 3
+    assert steps_to(engine, "long") <= 1.05 * alone
+
+
+def test_a_long_prompt_gets_its_half_however_many_short_ones_come() -> None:
+    engine = engine_of()
+    engine.add(ask("long", 10_000))
+    for step in range(1, 200):
+        for part in range(3):
+            engine.add(ask(f"{step} {part}", 150))
+        if any(event.request == "long" for event in engine.step()):
+            break
+    assert step <= 2 * -(-10_000 // 512) + 1
+    assert len(engine.scheduler.waiting) < 100, "short ones are answered meanwhile"
+
+
+def test_many_long_prompts_are_not_all_read_at_once() -> None:
+    """Each would be ready at the end of all; the first is ready after twice its own time."""
+    engine = engine_of()
+    for index in range(8):
+        engine.add(ask(f"l{index}", 8_000 + index))
+    assert steps_to(engine, "l0") <= 2 * -(-8_000 // 512) + 1
+
+
+def test_a_state_that_somebody_waits_for_is_kept_before_its_reader_is_done() -> None:
+    engine = engine_of()
+    engine.add(ask("long", 600, 20_000))
+    engine.add(ask("other", 600, 30))
+    engine.step()
+    assert len(engine.scheduler.running) == 1, "it pays to wait"
+    assert steps_to(engine, "other") <= 3
+    assert engine.runtime.cache.known(ask("third", 600, 50).prompt) == 600
+    engine.add(ask("third", 600, 50))
+    assert steps_to(engine, "third") == 1
+
+
+def test_a_state_passed_long_ago_is_there_for_the_first_who_asks() -> None:
+    engine = engine_of()
+    engine.add(replace(ask("long", 600, 20_000), boundaries=(600,)))
+    for _ in range(5):
+        engine.step()
+    assert not len(engine.runtime.cache.tree)
+    engine.add(ask("other", 600, 30))
+    assert steps_to(engine, "other") == 1 and engine.stats.reused_tokens == 600
+
+
+def test_nobody_waits_for_one_who_is_far_behind() -> None:
+    engine = engine_of()
+    engine.add(ask("old", 30_000))
+    engine.add(ask("reader", 4_000, 20_000))
+    engine.step()
+    engine.add(ask("own", 4_000, 10))
+    assert steps_to(engine, "own") <= -(-4_010 // 256) + 2
+
+
+def test_a_common_opening_of_a_batch_of_short_prompts_is_read_once() -> None:
+    engine = engine_of()
+    for index in range(12):
+        engine.add(ask(f"r{index}", 40, 20))
+    drain(engine)
+    assert engine.stats.prompt_tokens == 40 + 12 * 20
+
+
+def test_planning_does_not_grow_with_the_number_that_wait() -> None:
+    """A thousand with one long prefix: who is known to wait is not compared again, and nobody's prompt is looked at
+    from its beginning in each step."""
+    engine, compared = engine_of(), [0]
+    scheduler, tree = engine.scheduler, engine.runtime.cache.tree
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            compared[0] += 1
+            return function(*arguments)
+        return call
+
+    scheduler._await_prefix = counting(scheduler._await_prefix)  # type: ignore[method-assign]
+    tree.match = counting(tree.match)  # type: ignore[method-assign]
+    common = numbers(1, 20_000, VOCABULARY)
+    for index in range(1000):
+        engine.add(Request(f"r{index}", (*common, index % VOCABULARY, index // VOCABULARY),
+                           SamplingParams(temperature=0.0, max_tokens=2)))
+    most = 0
+    for _ in range(46):
+        compared[0] = 0
+        engine.step()
+        most = max(most, compared[0])
+    assert most <= 4 * (16 + 8)
+    assert engine.stats.prompt_tokens <= 20_000 + 2 * 1000, "the prefix is read once"
+    assert engine.stats.finished > 30
+
+
+def test_many_choices_share_one_copy_of_the_prompt_while_they_wait() -> None:
+    engine, request = engine_of(), ask("a", 5_000, count=5)
+    engine.add(replace(request, sampling=replace(request.sampling, n=128)))
+    assert engine.scheduler.waiting[0].tokens is request.prompt
+    steps_to(engine, "a")
+    waiting = engine.scheduler.waiting
+    assert len(waiting) == 127 and all(sequence.tokens is request.prompt for sequence in waiting)
+    assert len({id(sequence.keys) for sequence in waiting}) == 1
+    assert len(drain(engine)) == 128 and engine.stats.prompt_tokens == 5_000

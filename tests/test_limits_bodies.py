@@ -1,0 +1,183 @@
+"""Bodies: how large they may be and of how many parts, and that none holds up others while it is read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_server_harness import USER, Scripted, Served, read_all, serving, wait_until
+
+from deltic.config import Limits
+from deltic.errors import RequestError, show
+from deltic.server.body import _LARGE, parse
+from deltic.server.schema import ChatRequest, CompletionRequest
+
+MIB = 1 << 20
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "x" * 300}}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    few = {"max_choices": 4, "max_messages": 3, "max_tools": 2, "max_schema_kib": 1, "max_stops": 2,
+           "max_logit_bias": 2, "max_prompt_tokens": 50, "max_answer_tokens": 20, "max_body_values": 5000}
+    with serving(Scripted().model(**few)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("fields", "param", "limit"), [
+    ({"messages": USER * 4}, "messages", "max_messages"), ({"tools": [TOOL] * 3}, "tools", "max_tools"),
+    ({"tools": [{**TOOL, "function": {"name": "f", "description": "x" * 1100}}]}, "tools", "max_schema_kib"),
+    ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"enum": list(range(300))}}}]}, "tools",
+     "max_schema_kib"),
+    ({"stop": ["a", "b", "c"]}, "stop", "max_stops"), ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids", "max_stops"),
+    ({"logit_bias": {"1": 1, "2": 1, "3": 1}}, "logit_bias", "max_logit_bias"), ({"n": 5}, "n", "max_choices"),
+    ({"max_tokens": 21}, "max_tokens", "max_answer_tokens"),
+    ({"max_completion_tokens": 21}, "max_completion_tokens", "max_answer_tokens"),
+    ({"messages": [{"role": "user", "content": "a b " * 50}]}, "messages", "max_prompt_tokens"),
+    ({"metadata": {"a": [0] * 9000, "b": "x" * _LARGE}}, None, "max_body_values"),
+])
+def test_what_is_too_much_is_named(served: Served, fields: dict[str, Any], param: str | None, limit: str) -> None:
+    response = served.post("/v1/chat/completions", **{"messages": USER} | fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param) and f"({limit})" in error["message"], error
+
+
+def test_what_is_just_allowed_is_served(served: Served) -> None:
+    small = {"type": "function", "function": {"name": "f"}}
+    fields = {"messages": [*USER, {"role": "assistant", "content": "a"}, *USER], "tools": [small] * 2, "n": 4,
+              "stop": ["a?", "b?"], "stop_token_ids": [1, 2], "logit_bias": {"1": 1, "2": 1}, "max_tokens": 20}
+    with serving(Scripted("one").model(max_choices=4, max_messages=3, max_tools=2, max_schema_kib=1, max_stops=2,
+                                       max_logit_bias=2, max_answer_tokens=20)) as other:
+        response = other.post("/v1/chat/completions", **fields)
+    assert response.status_code == 200, response.text
+    short = served.post("/v1/completions", prompt=[5] * 50)
+    assert short.json()["usage"]["completion_tokens"] == 16
+    error = served.post("/v1/completions", prompt=[5] * 51).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "(max_prompt_tokens)" in error["message"]
+
+
+def test_an_answer_without_bound_has_the_limit(served: Served) -> None:
+    usage = served.post("/v1/chat/completions", messages=USER).json()["usage"]
+    assert usage["completion_tokens"] == 20
+
+
+HOSTILE = {
+    "empty lists": b'{"prompt":[' + b"[]," * (8 * MIB // 3 - 9) + b"[]]}",
+    "objects": b'{"messages":[' + b'{"a":1},' * (8 * MIB // 8 - 9) + b"1]}",
+    "unknown keys": b"{" + b",".join(b'"%d":1' % number for number in range(240_000)) + b"}",
+    "a long key": b'{"' + b"messages" * (MIB - 9) + b'":1}',
+    "wrong types": b'{"stop_token_ids":[' + b'"a",' * 400_000 + b"1]}",
+    "a wrong type": b'{"temperature":[' + b"[1],2," * 160_000 + b"1]}",
+    "unknown options": b'{"stream_options":{' + b",".join(b'"%d":1' % number for number in range(240_000)) + b"}}",
+}
+
+
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_hostile_bodies_hold_nobody_up(shape: str) -> None:
+    with serving(Scripted("one").model()) as served, served.lateness() as late:
+        response = served.http.post("/v1/chat/completions", content=HOSTILE[shape])
+        error = response.json()["error"]
+        assert response.status_code == 400 and len(error["message"]) < 300 and len(error["param"] or "") < 100
+        assert served.post("/v1/completions", prompt="x").status_code == 200
+    assert max(late) < 0.3, "it took so long as the body was read"
+
+
+def test_both_readers_read_the_same() -> None:
+    values: Any = {"a": [1, -2.5, 1e3, "é\U0001f642\n", None, True, {}, [], {"b": [{"c": ""}]}], "d": 10 ** 300}
+    for pad in (0, _LARGE):
+        body = parse(json.dumps({"messages": [values], "user": "x" * pad}).encode(), ChatRequest, Limits())
+        assert body.messages == [values]
+        for wrong, said in ((b'{"temperature":NaN', "NaN"), (b'{"seed":1e999', "too large"), (b'{"a"', "delimiter"),
+                            (b'{"a":' + b"[" * 99999, "deeply"), (b'{"a":[1,', "JSON"), (b'{"a":\xff', "UTF-8")):
+            with pytest.raises(RequestError, match=said):
+                parse(wrong + b',"user":"' + b"x" * pad + b'"}', CompletionRequest, Limits())
+
+
+def test_values_are_shown_without_being_spelled() -> None:
+    class Loud:
+        def __repr__(self) -> str:
+            pytest.fail("spelled")
+
+    for value in (["x" * 99, Loud()], {"a" * 99: Loud()}, [[[["x" * 99, Loud()]]]], ["é" * 10_000_000]):
+        assert len(show(value)) == 80
+    for value in ([], {}, [1, "a'b"], {"a": [None, {"b": 1.5}]}, "x" * 70, (1, 2), b"x", True, {1, 2}, "\ud800"):
+        assert show(value) == repr(value)
+    assert show(10 ** 5000) == "a huge number"
+
+
+def uploading(served: Served, size: int) -> socket.socket:
+    """A client that has sent all of its body but for the end."""
+    raw = served.connect()
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (size + 1) + b" " * size)
+    return raw
+
+
+def test_bodies_are_bounded_together() -> None:
+    engine = Scripted("one")
+    engine.max_context = 1 << 20
+    with serving(engine.model(max_body_mib=1, max_bodies_mib=2)) as served:
+        slow = [uploading(served, MIB - 9) for _ in range(2)]
+        intake = served.app.state.intake
+        wait_until(lambda: intake._held == 2 * MIB - 18)
+        assert served.post("/v1/completions", prompt="x" * 1000).status_code == 200, "small ones always pass"
+        assert served.post("/v1/completions", prompt=" x" * 50_000).status_code == 200, "the oldest gives way"
+        head, _, body = read_all_of(slow[0]).partition("\r\n\r\n")
+        assert " 503 " in head and "retry-after: 1" in head
+        assert "(max_bodies_mib)" in json.loads(body)["error"]["message"]
+        slow[1].sendall(b"x")
+        assert " 400 " in read_all_of(slow[1]), "the other is read"
+        wait_until(lambda: intake._held == 0)
+        assert not intake._coming
+
+
+def read_all_of(raw: socket.socket) -> str:
+    """An answer, after which this side closes."""
+    text = raw.recv(1 << 16).decode()
+    raw.close()
+    return text
+
+
+def test_prompts_that_wait_are_bounded_together() -> None:
+    engine, gate = Scripted("one"), threading.Event()
+    with serving(engine.model(max_live_tokens=100)) as served:
+        engine.before_step = gate.wait
+        held = served.send("/v1/completions", prompt=[5] * 90)
+        wait_until(lambda: served.health()[1]["requests"] == 1)
+        refused = served.post("/v1/completions", prompt=[5] * 11)
+        assert refused.status_code == 503 and "(max_live_tokens)" in refused.json()["error"]["message"]
+        small = served.send("/v1/completions", prompt=[5] * 10)
+        wait_until(lambda: served.health()[1]["requests"] == 2)
+        gate.set()
+        assert all("200 OK" in read_all(raw) for raw in (held, small))
+        assert served.post("/v1/completions", prompt=[5] * 200).status_code == 200, "it is alone"
+
+
+def test_a_declared_length_costs_nothing() -> None:
+    with serving(Scripted("one").model(max_body_mib=1)) as served:
+        with served.connect() as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n{")
+            assert served.post("/v1/completions", prompt="x").status_code == 200
+        big = served.post("/v1/completions", prompt="x" * MIB)
+        assert big.status_code == 413 and "1 MiB (max_body_mib)" in big.json()["error"]["message"]
+
+
+def test_too_many_that_wait_are_refused_before_they_are_read() -> None:
+    engine, gate = Scripted("one"), threading.Event()
+    with serving(engine.model(max_waiting=4)) as served:
+        engine.before_step = gate.wait
+        held = [served.send("/v1/completions", prompt="x", n=10) for _ in range(2)]
+        wait_until(lambda: served.health()[1]["requests"] == 2)
+        for body in (b'{"prompt": "x"}', b"no JSON at all"):
+            refused = served.http.post("/v1/completions", content=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert "(max_waiting)" in refused.json()["error"]["message"]
+        assert served.health()[0] == 200
+        gate.set()
+        assert all("200 OK" in read_all(raw) for raw in held)
+        served.wait_idle()
+        alone = served.post("/v1/completions", prompt="x", n=30)
+        assert len(alone.json()["choices"]) == 30, "what could never wait is taken alone"

@@ -1,0 +1,81 @@
+"""Clients that do not read: what waits for them is bounded, they hold nothing that others need, and they end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+import pytest
+from test_server_harness import USER, Scripted, limited, read_all, serving, tiny, wait_until
+
+LONG: dict[str, Any] = {"messages": USER, "stream": True, "max_tokens": 300, "temperature": 2.0, "logprobs": True,
+                        "top_logprobs": 20, "ignore_eos": True}
+
+
+def texts(answer: str) -> str:
+    chunks = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.server.listen._SEND_BUFFER", 4096)  # that the kernel takes little is soon seen
+    with serving(limited(tiny(), max_unread_tokens=64)) as served:
+        asleep = [served.send("/v1/chat/completions", 4096, **LONG, seed=seed) for seed in range(30)]
+        scheduler = tiny().engine.scheduler
+        wait_until(lambda: len(scheduler.paused) == 30, 60)
+        assert not scheduler.running and not scheduler.waiting
+        waiting = [len(ticket._events) for ticket in served.bridge._tickets.values()]
+        assert len(waiting) == 30 and max(waiting) < 64 + 32
+        began = time.monotonic()
+        for _ in range(5):
+            assert served.client.chat.completions.create(model="tiny", messages=USER, max_tokens=8).choices[0]
+        assert time.monotonic() - began < 5 and served.health()[0] == 200
+        awake = [texts(served.post("/v1/chat/completions", **LONG, seed=seed).text) for seed in (3,)]
+        slept = [texts(read_all(asleep[seed])) for seed in (3,)]
+        for raw in asleep:
+            raw.close()
+        served.wait_idle()
+    assert awake == slept and all(awake), "an answer that paused is the same"
+    tiny().engine.check()
+    tiny().engine.runtime.cache.clear()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_reads_nothing_is_closed(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Scripted()
+    with serving(engine.model(max_unread_tokens=16, unread_seconds=1)) as served, caplog.at_level(logging.WARNING):
+        body = {"prompt": "x", "n": 8, "logprobs": 1, "stream": stream, "max_tokens": 1 << 20 if stream else 1000}
+        raw = served.send("/v1/completions", 4096, **body)
+        wait_until(lambda: bool(engine.seen))
+        wait_until(lambda: not served.server.server_state.connections, 15)
+        wait_until(lambda: not engine.running)
+        assert "read nothing for 1 seconds (unread_seconds)" in caplog.text
+        with pytest.raises(ConnectionError), raw:
+            while raw.recv(1 << 16):
+                pass
+        assert served.post("/v1/completions", prompt="x", max_tokens=3).status_code == 200
+
+
+def test_a_client_that_reads_slowly_is_served() -> None:
+    engine = Scripted()
+    with serving(engine.model(max_unread_tokens=16, unread_seconds=1)) as served:
+        raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=3000, logprobs=1), b""
+        wait_until(lambda: bool(engine.paused))
+        for _ in range(12):
+            data += raw.recv(1 << 15)
+            time.sleep(0.2)
+        text = data.decode() + read_all(raw)
+    assert "data: [DONE]" in text and texts(text) == "na" * 3000
+
+
+def test_clients_that_read_are_never_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted()
+    monkeypatch.setattr(engine, "pause", lambda request: pytest.fail("paused"))
+    with serving(engine.model(max_unread_tokens=1)) as served:
+        for stream in (False, True):
+            answer = served.post("/v1/completions", prompt="x", n=16, max_tokens=100, stream=stream)
+            assert answer.status_code == 200 and answer.text.count("na") >= 1600 // (1 if stream else 100)
+        assert served.health()[0] == 200

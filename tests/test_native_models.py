@@ -1,0 +1,241 @@
+"""Several models in one process: each computes at its own level, on its own threads, and gives the bits that it gives
+alone, whoever steps beside it; and no batch, however wrong, makes the kernels touch memory that is not the model's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_pools import best_level
+from op_cases import same_bits
+from support import drain, greedy, numbers, odd_shape
+from torch import Tensor
+
+from deltic.config import EngineConfig, LinearConfig
+from deltic.engine.batch import build
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.scheduler import Plan, Row
+from deltic.ops.cpu import missing, threads
+from deltic.ops.cpu.library import LEVELS
+from deltic.ops.records import Batch
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+
+SHAPE = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
+CPU = torch.device("cpu")
+TOKENS = numbers(7, 60, SHAPE.vocab_size)
+PAGES = tuple(range(1, 6))
+LEVEL_PAIRS = [(0, -1), (-1, 0), (-1, -1)]
+"""Levels of two models, the last one being the best that there is."""
+
+
+def model(level: int, count: int = 1, **changes: Any) -> Runtime:
+    number = range(best_level() + 1)[level]
+    options: dict[str, Any] = {"memory": "8MiB", "max_batch": 4, "threads": count, "cpu_level": LEVELS[number],
+                               "dtype": "bfloat16", **changes}
+    return load(RandomModel(shape=SHAPE, initializer_range=0.1), EngineConfig(**options))
+
+
+def steps(runtime: Runtime, chunks: tuple[int, ...] = (33, 1, 1, 1, 9, 1, 1, 1, 1, 1, 10)) -> list[Tensor]:
+    """The logits of one sequence's steps."""
+    done, found = 0, []
+    for chunk in chunks:
+        plan = Plan((Row(TOKENS[done:done + chunk], done, PAGES, 1, 1),))
+        found.append(runtime.run(build(plan, CPU, all_logits=True)))
+        done += chunk
+    return found
+
+
+@cache
+def alone(level: int, count: int) -> list[Tensor]:
+    return steps(model(level, count))
+
+
+def all_same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(map(same_bits, found, wanted))
+
+
+def in_threads(*tasks: Callable[[], None]) -> None:
+    failures: list[BaseException] = []
+
+    def run(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            failures.append(error)
+
+    running = [threading.Thread(target=run, args=(task,), daemon=True) for task in tasks]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(120)
+        assert not thread.is_alive()
+    for failure in failures:
+        raise failure
+
+
+def test_levels_tell() -> None:
+    """Otherwise the tests below would show nothing."""
+    if best_level() == 0:
+        pytest.skip("there is one level")
+    assert not all_same(alone(0, 1), alone(-1, 1))
+
+
+@pytest.mark.parametrize("levels", LEVEL_PAIRS)
+def test_models_by_turns(levels: tuple[int, int]) -> None:
+    """Loaded one after the other, stepped by turns."""
+    first, second = model(levels[0], 2), model(levels[1], 3)
+    for _ in range(3):
+        assert all_same(steps(first), alone(levels[0], 1))
+        assert all_same(steps(second), alone(levels[1], 1))
+
+
+@pytest.mark.parametrize("levels", LEVEL_PAIRS)
+def test_models_at_once(levels: tuple[int, int]) -> None:
+    pairs = [(model(level, count), alone(level, 1)) for level, count in zip(levels, (3, 1), strict=True)]
+
+    def work(runtime: Runtime, wanted: list[Tensor]) -> None:
+        for _ in range(6):
+            assert all_same(steps(runtime), wanted)
+
+    in_threads(*(lambda runtime=runtime, wanted=wanted: work(runtime, wanted) for runtime, wanted in pairs))
+
+
+def test_engines_at_once() -> None:
+    """Whole answers, drawn ones among them."""
+    runtimes = [model(-1, 2), model(0, 1), model(-1, 1, quant="q8_0")]
+
+    def answers(runtime: Runtime) -> list[list[int | None]]:
+        engine = Engine(runtime)
+        for index in range(4):
+            request = greedy(numbers(index, 20 + 3 * index, SHAPE.vocab_size), 20, f"n{index}")
+            drawn = replace(request.sampling, temperature=1.0, top_p=0.9, seed=index, repetition_penalty=1.1)
+            engine.add(replace(request, sampling=drawn) if index % 2 else request)
+        return [[event.token for event in answer.events] for answer in drain(engine).values()]
+
+    wanted = [answers(runtime) for runtime in runtimes]
+
+    def work(runtime: Runtime, right: list[list[int | None]]) -> None:
+        for _ in range(3):
+            assert answers(runtime) == right
+
+    in_threads(*(lambda runtime=runtime, right=right: work(runtime, right)
+                 for runtime, right in zip(runtimes, wanted, strict=True)))
+
+
+def test_one_model_stepped_from_many_threads() -> None:
+    """Each with a sequence of its own: calls have their turns, and no bit changes."""
+    runtime = model(-1, 3)
+    wanted = alone(-1, 1)[0]
+
+    def work(slot: int) -> None:
+        for _ in range(20):
+            row = Row(TOKENS[:33], 0, tuple(range(6 * slot, 6 * slot + 6)), slot, 1)
+            assert same_bits(runtime.run(build(Plan((row,)), CPU, all_logits=True)), wanted)
+
+    in_threads(*(lambda slot=slot: work(slot) for slot in range(4)))
+
+
+def test_the_most_threads_are_known() -> None:
+    kept = model(-1, 5)
+    assert threads() >= 5 and kept.decoder.ops.step.__self__.threads == 5  # type: ignore[attr-defined]
+
+
+# Batches that point elsewhere
+
+
+def good() -> Batch:
+    """A row of one token and one of a chunk, with an emit, after some tokens."""
+    plan = Plan((Row(TOKENS[20:21], 20, PAGES, 0, 1), Row(TOKENS[:8], 17, tuple(range(6, 11)), 1, 1, emits=((20, 2),))))
+    return build(plan, CPU)
+
+
+def bent(name: str, place: int, value: int) -> Batch:
+    batch = good()
+    flat = getattr(batch, name).clone()
+    flat.view(-1)[place] = value
+    return replace(batch, **{name: flat}, memo={}, span=None)
+
+
+FAR = (-1, 1 << 40)
+WRONG = [(name, place, value) for name, places, values in (
+    ("ids", (0, 8), (*FAR, SHAPE.vocab_size)), ("store", (0, 8), FAR), ("pages", (0, 1), FAR), ("source", (0, 1), FAR),
+    ("target", (0, 1), FAR), ("done", (0, 1), (-1, 1000)), ("starts", (0, 1, 2), FAR), ("starts", (0, 2), (5,)),
+    ("logit_tokens", (0, 1), (-1, 9)), ("emit_slot", (0,), FAR), ("emit_row", (0,), (-1, 2)),
+    ("emit_length", (0,), (17, 26))) for place in places for value in values]
+
+
+def test_a_good_batch_is_served() -> None:
+    assert model(-1).run(good()).isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "place", "value"), WRONG)
+def test_a_wrong_batch_is_refused_and_harms_nothing(name: str, place: int, value: int) -> None:
+    runtime = shared()
+    wanted = steps(runtime)
+    with pytest.raises(ValueError, match="a batch points outside of the cache"):
+        runtime.run(bent(name, place, value))
+    assert all_same(steps(runtime), wanted)
+
+
+@cache
+def shared() -> Runtime:
+    return model(-1)
+
+
+RINGS = [("base", 5, "appends from far behind"), ("base", 30, "the state is ahead"), ("ring", -1, "no unit"),
+         ("ring", 1 << 40, "no unit")]
+
+
+@pytest.mark.parametrize(("name", "value", "why"), RINGS)
+def test_a_cursor_out_of_the_replay_ring_is_refused(name: str, value: int, why: str) -> None:
+    runtime = load(RandomModel(shape=SHAPE), EngineConfig(memory="8MiB", max_batch=4, threads=1), rings=True)
+    plan = Plan((Row(TOKENS[:2], 24, PAGES, 0, 1, base=20, ring=1, append=True),))
+    batch = build(plan, CPU)
+    assert runtime.run(batch).isfinite().all()
+    with pytest.raises(ValueError, match="a batch points outside"):
+        runtime.run(replace(batch, **{name: torch.tensor([value])}, memo={}))
+
+
+STORM = """
+import random, sys, threading, torch
+import test_native_models as tests
+from deltic.engine.batch import build
+from deltic.engine.scheduler import Plan, Row
+runtime = tests.shared()
+
+def work(seed):
+    rng = random.Random(seed)
+    for _ in range(250):
+        batch = tests.good()
+        for _ in range(rng.randrange(3)):
+            name, place, value = rng.choice(tests.WRONG)
+            flat = getattr(batch, name).clone(); flat.view(-1)[place] = rng.choice([value, rng.randrange(64)])
+            batch = tests.replace(batch, **{name: flat}, memo={}, span=None)
+        try:
+            runtime.run(batch)
+        except ValueError:
+            pass
+
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+wanted = tests.alone(-1, 1)
+assert tests.all_same(tests.steps(runtime), wanted)
+"""
+
+
+def test_a_storm_of_wrong_batches_corrupts_nothing() -> None:
+    """Four threads at once, in a process of their own that must not die."""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", STORM], cwd=Path(__file__).parent,
+                            capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,37 @@
+"""What someone meets who installs the package: names, types, and a page whose links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import deltic
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_dir_has_the_public_names_and_loads_nothing() -> None:
+    program = "import deltic, sys; print(*dir(deltic)); print('torch' in sys.modules)"
+    names, loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                                   check=True).stdout.splitlines()
+    assert set(deltic.__all__) <= set(names.split()) and loaded == "False"
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(deltic.__file__).parent / "py.typed").exists()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "Typing :: Typed" in project["classifiers"]
+
+
+def test_the_readme_has_no_links_that_a_package_page_breaks() -> None:
+    relative = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("https://")]
+    assert not relative
+
+
+def test_the_files_that_the_readme_names_are_there() -> None:
+    named = re.findall(r"`((?:docs|bench|examples|tests)/[\w./-]+)`", README)
+    assert len(named) > 5 and not [name for name in named if not (ROOT / name).exists()]

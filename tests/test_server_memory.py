@@ -1,0 +1,76 @@
+"""Answers are remembered beside the event loop, one after another, and before their clients can go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from test_server_harness import USER, Scripted, serving, tiny, wait_until
+
+from deltic.text.history import History
+
+
+class Slow:
+    """Remembers as slowly as a disk may be."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.running, self.most, self.done = seconds, 0, 0, list[Any]()
+
+    def __call__(self, history: History, turn: Any, router: Any, hidden: Any, tokens: Any, finish: Any) -> None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        time.sleep(self.seconds)
+        self.running -= 1
+        self.done.append((threading.current_thread().name, list(tokens), finish))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_remembering_takes_its_time_elsewhere(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, engine = Slow(0.4), Scripted("one two")
+    monkeypatch.setattr(History, "remember", lambda *given: slow(*given))
+    with serving(engine.model()) as served, served.lateness() as late:
+        text = served.post("/v1/chat/completions", messages=USER, n=2, stream=stream).text
+        assert [(tokens, finish) for _, tokens, finish in slow.done] == [(engine.script, "stop")] * 2, "before the end"
+        assert text.count("stop") >= 2 and {name for name, *_ in slow.done} == {"deltic-memory_0"}
+    assert max(late) < 0.3 and slow.most == 1
+
+
+def test_the_end_comes_when_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, began = threading.Event(), threading.Event()
+    monkeypatch.setattr(History, "remember", lambda *_: (began.set(), gate.wait(20)))
+    with serving(Scripted("one two").model()) as served:
+        stream = served.client.chat.completions.create(model="tiny", messages=USER, stream=True)
+        ends: list[Any] = []
+        reading = threading.Thread(target=lambda: ends.extend(c for c in stream if c.choices[0].finish_reason))
+        reading.start()
+        assert began.wait(20)
+        assert not ends and served.health()[0] == 200
+        gate.set()
+        reading.join(20)
+        assert len(ends) == 1
+
+
+def test_a_client_that_leaves_meanwhile_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, began = threading.Event(), threading.Event()
+    monkeypatch.setattr(History, "remember", lambda *_: (began.set(), gate.wait(20)))
+    with serving(Scripted("one two").model()) as served:
+        raw = served.send("/v1/chat/completions", messages=USER)
+        assert began.wait(20)
+        raw.close()
+        wait_until(lambda: served.health()[1]["requests"] == 0)
+        gate.set()
+        assert served.post("/v1/chat/completions", messages=USER).status_code == 200
+
+
+def test_the_next_prompt_builds_on_the_last_answer() -> None:
+    with serving(tiny()) as served:
+        messages, cached = list[Any](USER), []
+        for question in ("And?", "So?", "Then?"):
+            answer = served.post("/v1/chat/completions", messages=messages, max_tokens=40, seed=1).json()
+            usage = answer["usage"]
+            cached.append((usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]))
+            messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"] or ""},
+                         {"role": "user", "content": question}]
+    assert all(known > 0 for known, _ in cached[1:])
