@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from deltic.cache import folder as layout
 from deltic.cache.disk import Disk, DiskNotes
+from deltic.cache.folder import Label
 from deltic.cache.itemfile import encode
 from deltic.cache.medium import Item, MediumError
 from deltic.errors import ConfigError
@@ -371,14 +372,14 @@ def test_the_home_directory(tmp_path, monkeypatch):
 def test_the_tag_and_the_label(disk, tmp_path):
     root = home(tmp_path).parent
     assert (root / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55\n")
-    assert layout.read_label(home(tmp_path)) == "a model"
+    assert layout.read_label(home(tmp_path)) == Label("a model")
     Disk(tmp_path, MODEL, 1)
-    assert layout.read_label(home(tmp_path)) == "a model", "no name is no reason to forget one"
-    Disk(tmp_path, MODEL, 1, "Größe\x1b[31m\n")
-    assert layout.read_label(home(tmp_path)) == "Größe[31m"
-    for damage in (b"", b"[]", b"{", b"\xff", b'{"model":5}', b"[" * 60_000):
+    assert layout.read_label(home(tmp_path)) == Label("a model"), "no name is no reason to forget one"
+    Disk(tmp_path, MODEL, 1, "Größe\x1b[31m\n", "avx2\r")
+    assert layout.read_label(home(tmp_path)) == Label("Größe[31m", "avx2")
+    for damage in (b"", b"[]", b"{", b"\xff", b'{"model":5,"about":""}', b'{"model":"a","about":5}', b"[" * 60_000):
         put(home(tmp_path) / "model.json", damage)
-        assert layout.read_label(home(tmp_path)) == ""
+        assert layout.read_label(home(tmp_path)) == Label()
 
 
 # Foreign and left-over files
@@ -550,7 +551,7 @@ def test_a_folder_that_was_removed_comes_back(disk, tmp_path):
         disk.write(ITEM, some_tensors())
         notes.put("ab", b"text")
         assert same(disk.read(ITEM), some_tensors()) and notes.get("ab") == b"text"
-    assert layout.read_label(home(tmp_path)) == "a model"
+    assert layout.read_label(home(tmp_path)) == Label("a model")
 
 
 # Processes

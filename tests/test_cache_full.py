@@ -15,11 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis.stateful import initialize, invariant
 from reuse_cases import runtime_of, serve, usage_of
 from support import greedy, numbers, odd_runtime, reference, same_tokens
-from test_cache_tiers import Delayed, Recording, source_of
+from test_cache_tiers import Delayed, Recording, ShelfMachine, source_of
+from test_prefix_tree import run_programs
 from torch import Tensor
 
 from deltic.cache import folder as layout
@@ -132,10 +135,15 @@ class Narrow(Recording):
         self.capacity = capacity
 
     def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
-        held = sum(tensor.numel() * tensor.itemsize for kept in self._items.values() for tensor in kept.values())
-        if held + item.size > self.capacity:
-            raise FullError(errno.ENOSPC, "No space left on device", "", held + item.size - self.capacity)
+        missing = self.held + item.size - self.capacity
+        if missing > 0:
+            raise FullError(errno.ENOSPC, "No space left on device", "", missing)
         return super().write(item, tensors)
+
+    @property
+    def held(self) -> int:
+        """Bytes of tensors."""
+        return sum(tensor.numel() * tensor.itemsize for kept in self._items.values() for tensor in kept.values())
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -153,6 +161,33 @@ def test_room_is_made_for_long_prefixes_too(delayed: bool) -> None:
         shelf.check()
         assert shelf.find((*tokens, 1)), "what is new was not kept"
     assert shelf.evictions > 20
+
+
+class NarrowMachine(ShelfMachine):
+    """Random programs over a medium that is full long before its budget is used up."""
+
+    narrow = True
+
+    @initialize(capacity=st.sampled_from((300, 900, 2200, 4000)))
+    def start(self, capacity: int) -> None:
+        self.medium = Narrow(capacity)
+        self.open()
+
+    @invariant()
+    def the_medium_holds_what_it_can(self) -> None:
+        assert self.medium.held <= self.medium.capacity
+
+
+def test_a_shelf_over_a_full_medium_keeps_its_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
+    run_programs(NarrowMachine, 60, 40)
+
+
+@pytest.mark.slow
+def test_a_shelf_over_a_full_medium_keeps_its_accounts_in_thousands_of_programs(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
+    run_programs(NarrowMachine, 2000, 50, derandomize=False)
 
 
 def test_what_is_larger_than_the_medium_leaves_the_rest_where_it_is() -> None:
@@ -291,7 +326,7 @@ def test_a_directory_that_can_only_be_read_is_read(open_path: Path, caplog: pyte
         assert len(lines_of(caplog, "cannot be written to")) == 1
 
     read_only(check, directory)
-    assert layout.read_label(directory / "deltic-prefixes" / "v1-ab") == "a model"
+    assert layout.read_label(directory / "deltic-prefixes" / "v1-ab") == layout.Label("a model")
 
 
 def test_an_engine_over_a_directory_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

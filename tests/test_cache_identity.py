@@ -22,7 +22,7 @@ from support import numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.folder import WEIGHTS, folders, root_of
+from deltic.cache.folder import WEIGHTS, Label, folders, read_label, root_of
 from deltic.cache.late import LateNotes
 from deltic.cli import main
 from deltic.engine import identity
@@ -137,6 +137,14 @@ def test_another_draft_head_is_another_model_where_there_is_one(tiny: Path, kept
     assert [answer(tiny, kept, speculate=how)[0] for how in ("off", "mtp")] == [100, 0]
 
 
+def test_another_tokenizer_reads_no_notes(tiny: Path, kept: Path) -> None:
+    """They tell how a conversation was made of ids."""
+    answer(tiny, kept)
+    with (tiny / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    assert answer(tiny, kept)[0] == 0
+
+
 def test_config_is_a_part_of_the_model(tiny: Path, kept: Path) -> None:
     answer(tiny, kept)
     config = json.loads((tiny / "config.json").read_text())
@@ -169,6 +177,8 @@ def test_another_level_of_instructions_is_told_apart(dtype: str, kept: Path) -> 
     assert answer(None, kept, dtype=dtype) == answer(None, None, dtype=dtype)
     assert answer(None, kept, cpu_level=lower, dtype=dtype) == (100, first[1])
     assert answer(None, kept, cpu_level=best, dtype=dtype)[0] == 100, "it is what auto chooses"
+    labels = {read_label(folder) for folder in folders(root_of(kept))}
+    assert labels == {Label("tiny", f"{dtype}, cpu kernels ({level})") for level in (lower, best)}
 
 
 def test_the_number_of_threads_changes_no_bit_and_is_no_part_of_it(tmp_path: Path) -> None:
@@ -192,16 +202,16 @@ def test_quantized_weights_are_told_apart(kept: Path, tiny: Path) -> None:
 
 def test_a_file_is_hashed_once(tiny: Path, kept: Path, settled: None, hashed: list[str]) -> None:
     assert [answer(tiny, kept)[0] for _ in range(3)] == [0, 100, 100]
-    assert hashed == ["model.safetensors"]
+    assert hashed == ["model.safetensors", "tokenizer.json"]
     os.utime(tiny / "model.safetensors")
-    assert answer(tiny, kept)[0] == 100 and hashed == 2 * ["model.safetensors"]
+    assert answer(tiny, kept)[0] == 100 and hashed[2:] == ["model.safetensors"]
 
 
 def test_a_file_that_was_just_written_is_hashed_again(tiny: Path, kept: Path, hashed: list[str]) -> None:
     """Another change might not show in its times."""
     answer(tiny, kept)
     answer(tiny, kept)
-    assert len(hashed) == 2 and not (root_of(kept) / WEIGHTS).exists()
+    assert len(hashed) == 4 and not (root_of(kept) / WEIGHTS).exists()
 
 
 def test_without_a_directory_nothing_is_hashed(tiny: Path, hashed: list[str]) -> None:
@@ -212,13 +222,13 @@ def test_without_a_directory_nothing_is_hashed(tiny: Path, hashed: list[str]) ->
 def test_a_disk_image_with_equal_times_is_told_apart_by_samples(tmp_path: Path, settled: None) -> None:
     path, memory = tmp_path / "weights", tmp_path / "memory"
     path.write_bytes(bytes(100_000))
-    known = identity._Memory(memory)
+    known = identity.Memory(memory)
     digest = known.digest(FileMark.of(path), lambda: False)
     path.write_bytes(bytes(50_000) + b"1" * 50_000)
     text = json.loads(memory.read_text())
     text[str(path)]["mark"] = json.loads(json.dumps(identity.asdict(FileMark.of(path))))
     memory.write_text(json.dumps(text))
-    assert identity._Memory(memory).digest(FileMark.of(path), lambda: False) != digest
+    assert identity.Memory(memory).digest(FileMark.of(path), lambda: False) != digest
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"%s": 5}', '{"%s": {"mark": {}, "sample": "", "digest": 5}}',
@@ -227,8 +237,8 @@ def test_memories_that_make_no_sense(text: str, tmp_path: Path, settled: None) -
     path, memory = tmp_path / "weights", tmp_path / "memory"
     path.write_bytes(b"content")
     memory.write_text(text.replace("%s", str(path)))
-    first = identity._Memory(memory).digest(FileMark.of(path), lambda: False)
-    assert identity._Memory(memory).find(FileMark.of(path)) == first == hash_file(FileMark.of(path), lambda: False)
+    first = identity.Memory(memory).digest(FileMark.of(path), lambda: False)
+    assert identity.Memory(memory).find(FileMark.of(path)) == first == hash_file(FileMark.of(path), lambda: False)
 
 
 @given(st.binary(max_size=400), st.data())

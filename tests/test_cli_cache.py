@@ -24,7 +24,7 @@ def filled(tmp_path):
     put(tmp_path / "photo.jpg")
     tokens = PrefixHash(range(40))
     first, last = tokens.key(16), tokens.key(40)
-    disk = Disk(tmp_path, MODEL, 1, "some/model")
+    disk = Disk(tmp_path, MODEL, 1, "some/model", "bfloat16, avx2")
     for item in (Item("kv", first, "", 0, 16), Item("kv", last, first, 16, 40), Item("state", first, first, 16, 16),
                  Item("final", last, last, 40, 40)):
         disk.write(item, {"x": torch.zeros(1000)})
@@ -54,13 +54,14 @@ def test_ls(filled, capsys):
     prefix = listed["prefixes"][1]
     assert prefix | {"bytes": 0} == {
         "key": PrefixHash(range(40)).key(16), "tokens": 16, "kinds": ["kv", "state"], "bytes": 0,
-        "used": pytest.approx(OLD), "model": "some/model", "fingerprint": MODEL, "version": 1}
+        "used": pytest.approx(OLD), "model": "some/model", "about": "bfloat16, avx2", "fingerprint": MODEL,
+        "version": 1}
     assert prefix["bytes"] > 8000 and listed["prefixes"][2]["model"] is None
 
 
 def test_stats(filled, capsys):
     shown = command(capsys, "stats", filled)
-    assert "some/model (abababababab, version 1)" in shown and "disk free" in shown
+    assert "some/model (bfloat16, avx2, abababababab, version 1)" in shown and "disk free" in shown
     stats = json.loads(command(capsys, "stats", "--json", filled))
     first, second = stats["models"]
     assert stats["bytes"] == first["bytes"] + second["bytes"] and stats["disk_free"] > 0
@@ -73,6 +74,7 @@ def test_clear_leaves_the_users_files(filled, capsys):
     put(home(filled) / "stray")
     Disk(filled, "ef", 1)
     (home(filled) / "link").symlink_to(filled / "user")
+    put(home(filled).parent / "weights.json")
     assert "deleted 8 files" in command(capsys, "clear", filled, "--yes")
     assert names(filled) == {"photo.jpg", "user", "user/v1-ab", "user/v1-ab/letter.txt"}
     assert "nothing kept" in command(capsys, "clear", filled, "--yes")

@@ -26,19 +26,19 @@ class Disk:
     """A Medium in `directory`, for the model that `fingerprint` (lower-case letters and digits) stands for.
 
     Several processes may use a directory at the same time. Files are for this user alone. `label` is the model's
-    name, for people. budget: bytes, which the caller keeps to. writable: False if the directory can only be read,
-    which is said once in a warning. Raises ConfigError if it cannot be used at all.
+    name, `about` how it is computed, for people. budget: bytes, which the caller keeps to. writable: False if the
+    directory can only be read, which is said once in a warning. Raises ConfigError if it cannot be used at all.
     """
 
     name = "disk"
 
-    def __init__(self, directory: str | Path, fingerprint: str, budget: int, label: str = "") -> None:
+    def __init__(self, directory: str | Path, fingerprint: str, budget: int, label: str = "", about: str = "") -> None:
         self.budget = budget
         self._folder, self.writable = layout.open_folder(directory, fingerprint)
-        self._root, self._label = self._folder.parent, label
+        self._root, self._label = self._folder.parent, layout.Label(label, about)
         self._warned, self._gone = (0, 0), set[str]()
         if self.writable:
-            layout.write_label(self._folder, label)
+            layout.write_label(self._folder, self._label)
         else:
             logger.warning("%s cannot be written to: the prefixes in it are used, and none are added", self._root)
 

@@ -20,7 +20,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, cast, get_args
 
@@ -65,6 +65,14 @@ class Found:
     @property
     def note(self) -> bool:
         return self.path.startswith(f"{NOTES}/") and is_note(self.path.removeprefix(f"{NOTES}/"))
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What people are told of a model's folder. model: its name; about: how it is computed. Empty if unknown."""
+
+    model: str = ""
+    about: str = ""
 
 
 def root_of(directory: str | Path) -> Path:
@@ -141,13 +149,13 @@ def open_regular(path: Path) -> BinaryIO:
     return cast("BinaryIO", os.fdopen(descriptor, "rb", buffering=0))
 
 
-def read_label(folder: Path) -> str:
-    """The name of the folder's model; empty if it is not known."""
+def read_label(folder: Path) -> Label:
+    """What is known of the folder's model."""
     with suppress(OSError, ValueError, RecursionError), open_regular(folder / _LABEL) as file:
         match json.loads(file.read(_LABEL_LIMIT)):
-            case {"model": str(label)}:
-                return "".join(filter(str.isprintable, label))
-    return ""
+            case {"model": str(model), "about": str(about)}:
+                return Label("".join(filter(str.isprintable, model)), "".join(filter(str.isprintable, about)))
+    return Label()
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -245,11 +253,11 @@ def make_private(path: Path) -> None:
         logger.warning("%s keeps no permissions: others may be able to read the prefixes in it", path)
 
 
-def write_label(folder: Path, label: str) -> None:
-    """Note the name of the folder's model, as far as the disk allows."""
-    if label and read_label(folder) != label:
+def write_label(folder: Path, label: Label) -> None:
+    """Note what is known of the folder's model, as far as the disk allows."""
+    if label.model and read_label(folder) != label:
         with suppress(OSError):
-            write_whole(folder / _LABEL, [json.dumps({"model": label}).encode()])
+            write_whole(folder / _LABEL, [json.dumps(asdict(label)).encode()])
 
 
 def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:

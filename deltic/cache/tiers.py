@@ -142,8 +142,8 @@ class PoolDoor:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether all of it is. The sum tells in one pass, unless numbers are so large that it overflows."""
-    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+    """Whether all of it is: in one pass, unlike `isfinite`, so that it takes less time than copying."""
+    return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
 
 
 def source_of(storage: Storage, kept: Kept) -> Source:

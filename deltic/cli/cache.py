@@ -13,7 +13,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from deltic.cache.folder import Found, files, folders, prune, prune_root, read_label, remove, root_of, split_folder
+from deltic.cache.folder import (
+    Found,
+    Label,
+    files,
+    folders,
+    prune,
+    prune_root,
+    read_label,
+    remove,
+    root_of,
+    split_folder,
+)
 from deltic.cli.parser import UsageError, text, whole
 from deltic.cli.table import grid, table
 
@@ -26,16 +37,17 @@ _SHORT, _DAY = 12, 86400
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model's folder. label: the model's name, empty if unknown."""
+    """A model's folder: what it keeps was computed in one way."""
 
     folder: Path
-    label: str
+    label: Label
     files: list[Found]
 
     @property
     def facts(self) -> dict[str, Any]:
         version, fingerprint = split_folder(self.folder.name)
-        return {"model": self.label or None, "fingerprint": fingerprint, "version": version}
+        return {"model": self.label.model or None, "about": self.label.about or None, "fingerprint": fingerprint,
+                "version": version}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -130,9 +142,10 @@ def _stats_text(facts: dict[str, Any]) -> str:
     for model in facts["models"]:
         totals = {**model, "size": _size(model["bytes"]), "oldest": _date(model["oldest"]),
                   "newest": _date(model["newest"])}
-        for name in ("model", "bytes", "fingerprint"):
+        for name in ("model", "about", "bytes", "fingerprint"):
             del totals[name]
-        shown[f"{model['model'] or '?'} ({model['fingerprint'][:_SHORT]}, version {totals.pop('version')})"] = totals
+        about = (model["about"], model["fingerprint"][:_SHORT], f"version {totals.pop('version')}")
+        shown[f"{model['model'] or '?'} ({', '.join(filter(None, about))})"] = totals
     return table(shown)
 
 

@@ -56,38 +56,45 @@ def machine_facts(options: EngineConfig, ops: Ops) -> dict[str, object]:
     return facts
 
 
+def computes(facts: Mapping[str, Any]) -> str:
+    """In a few words, for people: who computes."""
+    if "cuda" in facts:
+        return f"torch on {facts['cuda'][1]}"
+    ops = facts["ops"]
+    return f"cpu kernels ({facts['cpu']['level']})" if ops["step"] == "cpu" else f"{ops['mlp'].partition(' ')[0]} ops"
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """facts: what is known at once. marks: the files of the weights, marked before they were loaded."""
+    """facts: what is known at once. marks: the files of the model, marked before they were loaded."""
 
     facts: Mapping[str, object]
     marks: Sequence[FileMark] = ()
 
-    def digest(self, memory: Path, stopped: Callable[[], bool]) -> str:
-        """32 hexadecimal digits. memory: the file in which digests of files are remembered. ModelError if a file of
-        the weights is another than was marked; CancelledError once `stopped` says so."""
-        remembered = _Memory(memory)
-        files = [remembered.digest(mark, stopped) for mark in self.marks]
+    def digest(self, memory: Memory, stopped: Callable[[], bool]) -> str:
+        """32 hexadecimal digits. ModelError if a file is another than was marked; CancelledError once `stopped` says
+        so."""
+        files = [memory.digest(mark, stopped) for mark in self.marks]
         text = json.dumps({**self.facts, "files": files}, sort_keys=True, default=repr)
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def known(self, memory: Path) -> bool:
+    def known(self, memory: Memory) -> bool:
         """Whether nothing has to be hashed."""
-        remembered = _Memory(memory)
-        return all(remembered.find(mark) for mark in self.marks)
+        return all(memory.find(mark) for mark in self.marks)
 
 
-class _Memory:
-    """Digests of files by their marks. What cannot be read or written is not remembered."""
+class Memory:
+    """Digests of files by their marks, in a file. What cannot be read or written is not remembered."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._found = path, dict[FileMark, str | None]()
         self._known: dict[str, Any] = {}
         with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
             known = json.loads(file.read(_LARGEST))
             self._known = known if isinstance(known, dict) else {}
 
     def digest(self, mark: FileMark, stopped: Callable[[], bool]) -> str:
+        """The digest of a marked file, hashed if need be; errors as `hash_file`."""
         found = self.find(mark)
         if found is None:
             found = hash_file(mark, stopped)
@@ -96,6 +103,12 @@ class _Memory:
         return found
 
     def find(self, mark: FileMark) -> str | None:
+        """The digest that is remembered, if it is the same file still."""
+        if mark not in self._found:
+            self._found[mark] = self._recall(mark)
+        return self._found[mark]
+
+    def _recall(self, mark: FileMark) -> str | None:
         match self._known.get(mark.path):
             case {"mark": known, "sample": sample, "digest": str(digest)} if known == asdict(mark):
                 with suppress(ModelError):
@@ -111,7 +124,7 @@ class _Memory:
             write_whole(self._path, [json.dumps(dict(list(self._known.items())[-_MOST:])).encode()])
 
 
-def open_under(identity: Identity, memory: Path, make: Callable[[str], T]) -> tuple[Future[T], Callable[[], None]]:
+def open_under(identity: Identity, memory: Memory, make: Callable[[str], T]) -> tuple[Future[T], Callable[[], None]]:
     """What `make` opens under the identity's digest: at once if that is known, else in the background. Also a function
     that ends the background work, where nobody waits for it any more."""
     stop = threading.Event()

@@ -24,7 +24,7 @@ from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, 
 from deltic.engine.graphs import Graphs
 from deltic.engine.head import DraftHead
 from deltic.engine.heap import keep_freed_memory
-from deltic.engine.identity import Identity, machine_facts, open_under
+from deltic.engine.identity import Identity, Memory, computes, machine_facts, open_under
 from deltic.errors import ConfigError, DelticError, ModelError
 from deltic.model.decoder import Decoder, Observer, build
 from deltic.model.mtp import Mtp as Head
@@ -216,14 +216,16 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
 
 
 def _marks(files: ModelFiles, options: EngineConfig) -> list[FileMark]:
-    """The files of the weights as they are now, if a tier will have to know them."""
+    """The model's files as they are now, if a tier will have to know them: those of the weights and, for the sake of
+    notes beside the tier, of the tokenizer."""
     if not options.cache_dir:
         return []
     try:
         found = files.weight_files(isinstance(options.speculation, Auto | Mtp))
     except ModelError:  # the head's, of which `_head_weights` will tell
         found = files.weight_files(False)
-    return [FileMark.of(path) for path in found]
+    tokenizer = files.path / "tokenizer.json"
+    return [FileMark.of(path) for path in (*found, *([tokenizer] if tokenizer.is_file() else []))]
 
 
 def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, config: ModelConfig, dtype: DType,
@@ -291,9 +293,10 @@ def _on_disk(runtime: Runtime, made: Identity, directory: str, budget: int) -> t
     """The tier in a directory and the notes beside it. They open when it is known which model it is, which for large
     files that are new is later."""
     facts = {**made.facts, **machine_facts(runtime.options, runtime.decoder.ops)}
+    about = f"{str(runtime.cache.storage.keys.dtype).removeprefix('torch.')}, {computes(facts)}"
     opening, abandon = open_under(
-        Identity(facts, made.marks), open_root(directory) / WEIGHTS,
-        lambda digest: (Disk(directory, digest, budget, label=runtime.name), DiskNotes(directory, digest)))
+        Identity(facts, made.marks), Memory(open_root(directory) / WEIGHTS),
+        lambda digest: (Disk(directory, digest, budget, runtime.name, about), DiskNotes(directory, digest)))
     if opening.done():
         disk, notes = opening.result()
         return Shelf(disk, threads=True), notes
