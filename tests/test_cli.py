@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import logging
@@ -235,13 +234,10 @@ def test_serve_hands_over(monkeypatch):
     server.serve = lambda llm, listener, **options: calls.append((llm.runtime.name, listener.getsockname()[0], options))
     monkeypatch.setitem(sys.modules, "deltic.server.app", server)
     monkeypatch.setenv("DELTIC_API_KEY", "secret")
-    spared = []
-    monkeypatch.setattr(gc, "freeze", lambda: spared.append(True))
     argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*"]
     assert main(argv) == main([*argv, "--api-key", "mine"]) == 0
     given = {"served_name": "demo", "cors_origins": ["*"], "api_key": "secret"}
     assert calls == [("tiny", "127.0.0.1", given), ("tiny", "127.0.0.1", {**given, "api_key": "mine"})]
-    assert len(spared) == 2, "full collections would stop all threads again and again"
 
 
 def test_inspect(capsys):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 
 from deltic.cli import main, run
 from deltic.cli.answer import Screen
-from deltic.cli.parser import UsageError
+from deltic.cli.parser import UsageError, text
 from deltic.cli.terminal import takes_colors, takes_escapes
 from deltic.text.deltas import AnswerCall, Delta
 from deltic.types import Usage
@@ -119,6 +120,36 @@ def run_parser():
     from deltic.cli import command_parser
 
     return command_parser("run")
+
+
+def test_endless_input_ends():
+    done = echo("run", "-", shell="</dev/zero")
+    assert done.returncode == 2 and "the prompt on stdin is longer than 64 MiB" in done.stderr
+
+
+@pytest.mark.parametrize(("path", "message"), [("/dev/zero", "neither a file nor a pipe"), ("/", "is a directory")])
+def test_a_file_is_a_file(path, message, capsys):
+    assert main(["run", "hi", "--tools", path]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_locale_without_letters_changes_no_prompt(monkeypatch):
+    monkeypatch.setattr(os, "fsencode", lambda given: given.encode("ascii", "surrogateescape"))
+    assert text("Gr\udcc3\udcbc\udcc3\udc9fe") == "Gr\u00fc\u00dfe"
+    with pytest.raises(ArgumentTypeError, match="not valid UTF-8"):
+        text("caf\udce9")
+
+
+def test_errors_move_no_cursor(capsys):
+    assert main(["convert", "tiny", "\x1b[2J\u202ex"]) == 2
+    assert "\\x1b[2J\\u202ex must end in .gguf" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said(tmp_path):
+    for argv in ([], ["--help"], ["run", "--help"], ["run", "hi"]):
+        done = echo(*argv, shell=">/dev/full")
+        assert done.returncode == 2 and "No space left" in done.stderr and "Traceback" not in done.stderr
+    assert echo("run", "hi", shell="2>/dev/full").stdout == "('tiny', 'hi')\n"
 
 
 CALL = AnswerCall("call_1", "f", "{}")

@@ -352,15 +352,20 @@ def test_l8_a_prompt_that_fails_does_not_cost_the_others(odd: LLM, monkeypatch: 
 
 
 def test_l8_a_failure_outside_of_requests_reaches_every_caller(odd: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_once() -> Any:
+        monkeypatch.undo()
+        return broken()
+
     with ThreadPoolExecutor(4) as threads:
-        asked = [threads.submit(odd.generate, [[1, 2, 3]], wild(seed, n=2, max_tokens=10_000)) for seed in range(3)]
-        wait_until(lambda: running(odd) == 4)
-        step, odd.engine.step = odd.engine.step, broken  # type: ignore[method-assign]
+        with odd.worker.hold() as engine:
+            asked = [threads.submit(odd.generate, [[1, 2, 3]], wild(seed, n=2)) for seed in range(3)]
+            wait_until(lambda: odd.worker._inbox.qsize() == 3)
+            monkeypatch.setattr(engine, "step", broken_once)
         outputs = [future.result(20)[0] for future in asked]
-        odd.engine.step = step  # type: ignore[method-assign]
     for output in outputs:
         assert [choice.finish for choice in output.choices] == ["error"] * 2
         assert all("out of everything" in (choice.error or "") for choice in output.choices)
+    assert odd.generate([[1, 2, 3]], wild(0))[0].choices[0].finish == "length"
 
 
 def broken(*_: Any) -> Any:
@@ -368,13 +373,15 @@ def broken(*_: Any) -> Any:
 
 
 def test_l8_an_engine_that_is_broken_for_good_leaves_nobody_waiting(odd: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = odd.generate_stream([1, 2, 3], wild(0, max_tokens=900))
-    next(iter(lambda: stream.read(), None))
-    monkeypatch.setattr(odd.engine, "abort", broken)
-    monkeypatch.setattr(odd.engine, "step", broken)
-    with pytest.raises(UnavailableError, match="out of everything"):
-        while True:
-            stream.read()
+    with ThreadPoolExecutor(2) as threads:
+        with odd.worker.hold() as engine:
+            asked = [threads.submit(odd.generate, [[1, 2, 3]]), threads.submit(list, odd.generate_stream([1, 2, 3]))]
+            wait_until(lambda: odd.worker._inbox.qsize() == 2)
+            monkeypatch.setattr(engine, "abort", broken)
+            monkeypatch.setattr(engine, "step", broken)
+        for future in asked:
+            with pytest.raises(UnavailableError, match="out of everything"):
+                future.result(20)
     for ask in (lambda: odd.generate([[1]]), lambda: odd.worker.call(Engine.check),
                 lambda: asyncio.run(odd.agenerate([[1]]))):
         with pytest.raises(UnavailableError, match="out of everything"):
@@ -394,20 +401,19 @@ def test_a_refused_request_leaves_those_beside_it_alone(odd: LLM) -> None:
 # The worker
 
 
-def test_commands_run_between_two_steps_and_raise_where_they_were_asked(odd: LLM) -> None:
-    stream = odd.generate_stream([1, 2, 3], wild(0, max_tokens=900))
-    stream.read()
-    assert odd.worker.call(lambda engine: engine.has_work) is True
+def test_commands_run_between_two_steps_and_raise_where_they_were_asked(llm: LLM) -> None:
+    stream = llm.stream("Hello", endless())
+    next(stream)
+    assert llm.worker.call(lambda engine: engine.has_work) is True
     with pytest.raises(LookupError, match="mine"):
-        odd.worker.call(lambda engine: (_ for _ in ()).throw(LookupError("mine")))
-    assert odd.worker.fault(60) is None, "a caller's mistake is no fault of the engine"
-    with odd.worker.hold() as engine:
+        llm.worker.call(lambda engine: (_ for _ in ()).throw(LookupError("mine")))
+    assert llm.worker.fault(60) is None, "a caller's mistake is no fault of the engine"
+    with llm.worker.hold() as engine:
         steps = engine.stats.steps
         time.sleep(0.05)
         assert engine.stats.steps == steps
-    stream.read()
+    assert next(stream)
     stream.close()
-    at_rest(odd)
 
 
 def test_a_listener_that_raises_harms_itself_alone(odd: LLM) -> None:
@@ -453,10 +459,10 @@ def test_use_after_close_is_explained_and_closing_twice_is_fine() -> None:
 
 def test_closing_ends_what_is_running() -> None:
     async def main() -> None:
-        async with LLM(RandomModel(shape=odd_shape()), memory="4MiB", threads=1) as llm:
-            task = asyncio.ensure_future(llm.agenerate([[1, 2]], wild(0, max_tokens=900)))
+        async with LLM(max_context=1 << 17, memory="64MiB", threads=1) as llm:
+            task = asyncio.ensure_future(llm.agenerate([[1, 2]], endless()))
             with ThreadPoolExecutor(1) as other:
-                there = other.submit(llm.generate, [[1, 2]], wild(0, max_tokens=900))
+                there = other.submit(llm.generate, [[1, 2]], endless())
                 while running(llm) < 2:
                     await asyncio.sleep(0.01)
                 await asyncio.to_thread(llm.close)
@@ -509,7 +515,8 @@ print("end")
 
 def test_a_fork_is_told_and_a_process_ends_amid_its_answers() -> None:
     """Nothing is closed: threads of the program, daemons and a stream are still at it."""
-    result = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 
 

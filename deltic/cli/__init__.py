@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return _BROKEN_PIPE
     except (DelticError, OSError) as error:
-        print(f"deltic: error: {clipped(str(error))}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"deltic: error: {clipped(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.cli import options
 from deltic.cli.answer import Screen, play, statistics_line
 from deltic.cli.models import open_llm
-from deltic.cli.parser import UsageError
+from deltic.cli.parser import MOST_BYTES, UsageError
 from deltic.cli.signals import Interruption
 from deltic.errors import RequestError
 
@@ -139,7 +139,9 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _piped_lines() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, 1):
+    for number, line in enumerate(iter(lambda: sys.stdin.buffer.readline(MOST_BYTES + 1), b""), 1):
+        if len(line) > MOST_BYTES:
+            raise UsageError(f"line {number} on stdin has more than {MOST_BYTES >> 20} MiB, which no context holds")
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:

@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import re
+import stat
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ class UsageError(DelticError):
 
 # Marks what is no option: it came after "--", or no option begins so. An argument of a process cannot hold it.
 _WORD = "\0"
+MOST_BYTES = 64 << 20  # of what is read from files and pipes
 _MOST = 1200  # characters of a message
 _DASHED = re.compile(r"-(?![A-Za-z]|-[A-Za-z]|-?\Z)", re.DOTALL)
 
@@ -35,6 +38,10 @@ class Parser(argparse.ArgumentParser):
         hint = "; text that begins with a dash goes after --" if dashed else ""
         raise UsageError(f"{message.replace(_WORD, '')} (see {self.prog} --help{hint})")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Unlike argparse's, says when nothing can be written."""
+        (file or sys.stderr).write(message)
+
     def parse_mixed(self, argv: Sequence[str]) -> argparse.Namespace:
         """Options may stand between positional arguments; what follows `--` is positional, whatever it looks like, and
         so is what no option looks like, such as -5+3=.
@@ -47,8 +54,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def clipped(message: str) -> str:
-    """A message with its beginning and its end, where the advice is; in between it may quote without end."""
-    return message if len(message) <= _MOST else f"{message[:_MOST // 2]} ... {message[-_MOST // 2:]}"
+    """A message with its beginning and its end, where the advice is, and nothing that moves a terminal's cursor.
+
+    It may quote files and arguments without end.
+    """
+    if len(message) > _MOST:
+        message = f"{message[:_MOST // 2]} ... {message[-_MOST // 2:]}"
+    return "".join(character if character.isprintable() or character == "\n" else repr(character)[1:-1]
+                   for character in message)
 
 
 def _is_number(word: str) -> bool:
@@ -69,17 +82,30 @@ def whole(low: int, high: int = 1 << 31) -> Callable[[str], int]:
 
 def existing_file(given: str) -> Path:
     """An argument type: a file that is there, or a pipe."""
-    if os.path.isdir(given):
+    try:
+        mode = os.stat(given).st_mode
+    except (OSError, ValueError):
+        raise argparse.ArgumentTypeError(f"there is no file {show(given)}") from None
+    if stat.S_ISDIR(mode):
         raise argparse.ArgumentTypeError(f"{show(given)} is a directory; name a file")
-    if not os.path.exists(given):
-        raise argparse.ArgumentTypeError(f"there is no file {show(given)}")
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        raise argparse.ArgumentTypeError(f"{show(given)} is neither a file nor a pipe")
     return Path(given)
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file or pipe; ValueError or OSError says why not."""
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+    return content.decode("utf-8-sig")
 
 
 def json_file(given: str) -> Any:
     """An argument type: the value in a JSON file."""
     try:
-        return json.loads(existing_file(given).read_text(encoding="utf-8"))
+        return json.loads(read_text(existing_file(given)))
     except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{given} cannot be read as JSON: {error}") from error
 
@@ -87,7 +113,11 @@ def json_file(given: str) -> Any:
 def text(given: str) -> str:
     """An argument type: text; arguments that were not valid UTF-8 are refused."""
     try:
-        given.encode()
-    except UnicodeEncodeError:
+        return os.fsencode(given).decode().removeprefix(_WORD) if _has_bytes(given) else given.removeprefix(_WORD)
+    except (UnicodeDecodeError, UnicodeEncodeError):
         raise argparse.ArgumentTypeError("is not valid UTF-8") from None
-    return given.removeprefix(_WORD)
+
+
+def _has_bytes(given: str) -> bool:
+    """Whether the locale could not read it, as with LANG=C; it may be UTF-8 all the same."""
+    return any("\ud800" <= character <= "\udfff" for character in given)

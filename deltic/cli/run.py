@@ -10,14 +10,14 @@ import re
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
 from deltic.cli.answer import Meter, Screen, call_json, play, statistics_line
 from deltic.cli.models import timed_llm
-from deltic.cli.parser import UsageError, json_file, text
+from deltic.cli.parser import MOST_BYTES, UsageError, json_file, text
 from deltic.cli.signals import Terminated
-from deltic.config import Limits
 from deltic.errors import show
 
 if TYPE_CHECKING:
@@ -140,12 +140,11 @@ def _prompt(given: str) -> str:
 
 def _read_stdin() -> str:
     """All of stdin without the newline that ends it."""
-    most = Limits().max_body_mib
-    read = sys.stdin.buffer.read((most << 20) + 1)
-    if len(read) > most << 20:
-        raise UsageError(f"the prompt on stdin is longer than {most} MiB: no context holds that, shorten it")
+    given = sys.stdin.buffer.read(MOST_BYTES + 1)
+    if len(given) > MOST_BYTES:
+        raise UsageError(f"the prompt on stdin is longer than {MOST_BYTES >> 20} MiB, which no context holds")
     try:
-        return read.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        return given.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise UsageError(f"the prompt on stdin is not valid UTF-8 (byte {error.start}): convert it first, for "
                          "example with iconv") from error
@@ -160,7 +159,8 @@ def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingPara
 
 def _finish_text(screen: Screen, choice: Choice, meter: Meter) -> None:
     screen.close(choice.calls)
-    print(statistics_line(choice, meter), file=sys.stderr)
+    with suppress(OSError):  # the answer is there
+        print(statistics_line(choice, meter), file=sys.stderr)
 
 
 def _as_json(model: str, choice: Choice, timings: dict[str, float | None]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import existing_file, json_file, text, whole
+from deltic.cli.parser import existing_file, json_file, read_text, text, whole
 
 HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
 
@@ -51,17 +50,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
         from deltic.server.app import serve
 
-        _spare_the_collector()
         serve(llm, listener=listener, served_name=args.served_name, cors_origins=args.cors_origin,
               api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None)
     return 0
-
-
-def _spare_the_collector() -> None:
-    """A full collection looks at everything that imports and the model have made, hundreds of milliseconds in which no
-    thread runs; nothing of it will go before the process ends."""
-    gc.collect()
-    gc.freeze()
 
 
 def _opening(given: str) -> tuple[Path, dict[str, Any]]:
@@ -80,6 +71,6 @@ def _opening(given: str) -> tuple[Path, dict[str, Any]]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read as UTF-8 text: {error}") from error

@@ -42,7 +42,7 @@ class Limits:
     max_answer_tokens: int | None = _limit(None, "tokens of an answer (default: what the context holds)")
     max_stops: int = _limit(64, "stop strings of a request, and stop token ids", 0)
     max_logit_bias: int = _limit(300, "tokens that a request may give a bias", 0)
-    max_unread_tokens: int = _limit(256, "tokens of a request's answers that may wait for a client that does not read; "
+    max_unread_tokens: int = _limit(64, "tokens of a request's answers that may wait for a client that does not read; "
                                          "then they pause and give their places to others")
     unread_seconds: int = _limit(60, "seconds without reading after which a client's connection is closed")
 

@@ -118,7 +118,8 @@ class Engine:
         self._check(request)
         params = request.sampling.with_defaults(self._defaults())
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        first = self._sequence(replace(request, sampling=params), 0, seed, array("q", request.prompt).tobytes())
+        first = self._sequence(replace(request, sampling=params), 0, seed)
+        first.keys = array("q", request.prompt).tobytes()
         self._sequences[request.id] = [first]
         self.scheduler.add(first)
 
@@ -268,14 +269,13 @@ class Engine:
     def _split(self, sequence: Sequence, logits: Tensor) -> None:
         """Make the request's other choices. They fork the prompt's end when they run, and draw from its logits [V]."""
         count = sequence.sampling.n - 1
-        siblings = [self._sequence(sequence.request, choice, sequence.seed, sequence.keys)
-                    for choice in range(1, count + 1)]
+        siblings = [self._sequence(sequence.request, choice, sequence.seed) for choice in range(1, count + 1)]
         assert sequence.lease is not None
         checkpoint = self.runtime.cache.checkpoint(sequence.lease, logits)
         origin = Origin(checkpoint, count) if checkpoint else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
-            sibling.origin = origin
+            sibling.origin, sibling.keys = origin, sequence.keys
             self.scheduler.add(sibling)
 
     def _commit_guess(self, turn: Turn, index: int) -> None:
@@ -331,7 +331,7 @@ class Engine:
         if not group:
             del self._sequences[sequence.request.id]
 
-    def _sequence(self, request: Request, choice: int, seed: int, keys: bytes) -> Sequence:
+    def _sequence(self, request: Request, choice: int, seed: int) -> Sequence:
         params, prompt = request.sampling, request.prompt
         limit = self.max_context
         if params.max_tokens is not None:
@@ -339,7 +339,7 @@ class Engine:
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos())
         boundaries = distinct(request.boundaries, len(prompt))
         wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
-        return Sequence(request, choice, params, seed, eos, limit, tuple(prompt), keys,
+        return Sequence(request, choice, params, seed, eos, limit, tuple(prompt),
                         request.matcher() if request.matcher else None, request.guide() if request.guide else None,
                         Repeats(params.max_repeat) if params.max_repeat else None, boundaries=boundaries, wanted=wanted)
 

@@ -28,7 +28,7 @@ class Sequence:
 
     tokens: prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are the
     request's own prompt, of which many that wait need no copies. keys: the prompt as bytes, 8 a token, which are
-    quickly compared. lease: None while waiting.
+    quickly compared; choices share them. lease: None while waiting.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
     goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. penalties: what the
     sampler knows of them. origin: where to fork
@@ -47,12 +47,12 @@ class Sequence:
     eos: frozenset[int]
     limit: int
     tokens: list[int] | tuple[int, ...]
-    keys: bytes
     matcher: Matcher | None = None
     guide: Guide | None = None
     repeats: Repeats | None = None
     lease: Lease | None = None
     origin: Origin | None = None
+    keys: bytes = b""
     boundaries: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
     hold: tuple[int, Sequence] | None = None

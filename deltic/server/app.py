@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -97,6 +98,7 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     name = options.get("served_name") or public_name(llm)
     ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/health, {url}/metrics. Context of {llm.engine.max_context:,} "
              "tokens. Ctrl-C ends.")
+    gc.collect()  # what is garbage now would stay for as long as the server runs
     try:
         Server(app, app.state.bridge, grace, lambda: on_ready(ready), llm.runtime.options.limits).run_on(listener)
     finally:

@@ -35,6 +35,7 @@ _QUIET = 10.0  # seconds between two lines of log about the same trouble
 _LEAST_READ = 4096  # bytes that a client must read in the time that it has, so as not to count as asleep
 _LINGER = 1.0  # seconds that a refused client has to read why
 _MOST_REFUSED = 64  # refused clients that are waited for at once
+_WRITTEN_AHEAD = 16 << 10  # bytes that wait for the kernel before a writer does; it has as much again and more
 _NO_LINGER = struct.pack("ii", 1, 0)
 _OTHER_FILES = 256  # what the process needs besides connections
 
@@ -67,6 +68,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_WRITTEN_AHEAD)
         self._door.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

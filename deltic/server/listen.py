@@ -21,7 +21,7 @@ from deltic.server.connections import Acceptor, Connection, Door
 
 _BACKLOG = 2048
 _FLUSH = 2.0  # seconds for clients to read their last bytes
-_SEND_BUFFER = 128 << 10  # what the kernel keeps for a client that does not read; by itself it would take 4 MiB
+_SEND_BUFFER = 64 << 10  # what the kernel keeps for a client that does not read; by itself it would take 4 MiB
 
 
 def listen(host: str, port: int) -> socket.socket:
