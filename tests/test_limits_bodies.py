@@ -124,7 +124,7 @@ def test_bodies_are_bounded_together() -> None:
         intake = served.app.state.intake
         wait_until(lambda: intake._held == 2 * MIB - 18)
         assert served.post("/v1/completions", prompt="x" * 1000).status_code == 200, "small ones always pass"
-        assert served.post("/v1/completions", prompt=" x" * 50_000).status_code == 200, "the oldest gives way"
+        assert served.post("/v1/completions", prompt="x", user="x" * 100_000).status_code == 200, "the oldest gives way"
         head, _, body = read_all_of(slow[0]).partition("\r\n\r\n")
         assert " 503 " in head and "retry-after: 1" in head
         assert "(max_bodies_mib)" in json.loads(body)["error"]["message"]
