@@ -184,6 +184,7 @@ class Request:
     matcher: makes the stop-string matcher of one choice, or None.
     guide: makes what forces tokens on one choice, or None.
     speculate: whether tokens may be drafted for this request; the answer is the same.
+    group: requests that came together name the same; where places are short they share one client's part.
     """
 
     id: str
@@ -193,6 +194,7 @@ class Request:
     matcher: Callable[[], Matcher] | None = None
     speculate: bool = True
     guide: Callable[[], Guide] | None = None
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

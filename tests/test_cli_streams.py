@@ -24,6 +24,7 @@ TINY = str(ROOT / "deltic" / "models" / "tiny")
 # The command line with a model that echoes its prompt; without torch it is there at once.
 ECHO = """
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace as Of
 from deltic.cli import answer, main, run
 from deltic.text.deltas import Delta
@@ -34,7 +35,12 @@ def play(llm, ask, show):
     choice = Of(text="", reasoning="", calls=(), finish="stop", error=None, usage=Usage(1, 0, 1))
     return Of(output=Of(choices=[choice])), answer.Meter(0.0, 1)
 
-run.timed_llm = lambda args: (Of(runtime=Of(name=args.model or "tiny")), 1.0)
+class Model(nullcontext):
+    def __init__(self, name):
+        self.runtime = Of(name=name)
+        super().__init__()
+
+run.timed_llm = lambda args: (Model(args.model or "tiny"), 1.0)
 run._ask = lambda llm, args, prompt, sampling: (llm.runtime.name, prompt)
 run.play = play
 sys.exit(main(sys.argv[1:]))

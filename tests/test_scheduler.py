@@ -154,12 +154,12 @@ class Checked(Engine):
         return plan, sequences
 
     def order(self) -> list[Sequence]:
-        """Unfinished sequences, oldest first, without those that waited for what another one was reading: they may be
-        overtaken."""
+        """Unfinished sequences, oldest first, without those that may be overtaken: who waited for what another one was
+        reading, and the further choices of a request, which wait behind one of each other request."""
         queue = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in queue:
             self.arrivals.setdefault(sequence, len(self.arrivals))
-        self.held.update(sequence for sequence in queue if sequence.hold)
+        self.held.update(sequence for sequence in queue if sequence.hold or sequence.choice)
         queue = [sequence for sequence in queue if sequence not in self.held]
         numbers = [self.arrivals[sequence] for sequence in queue]
         assert numbers == sorted(numbers), "a younger sequence has overtaken an older one"

@@ -238,12 +238,14 @@ class HybridCache:
                 mark.expected = True
                 _guard(lease, mark)
 
-    def _keep(self, lease: Lease, done: int, slot: int, page: int | None, logits: Any = None) -> Mark:
-        """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers."""
+    def _keep(self, lease: Lease, done: int, slot: int, page: int | None, logits: Any = None,
+              lasting: bool = True) -> Mark:
+        """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers if it
+        shall be lasting."""
         tokens = lease.tokens[:done]
         mark = self.tree.insert(tokens, lease.pages, slot, page, logits)
         self.tree.keep_logits(self.rows - self._rows_held)
-        for tier in self.tiers:
+        for tier in self.tiers if lasting else ():
             tier.offer(source_of(self.storage, Kept(tokens, lease.pages, mark.slot, mark.logits)))
         return mark
 
@@ -373,8 +375,9 @@ class HybridCache:
         for tier in self.tiers:
             tier.close()
 
-    def release(self, lease: Lease, keep: bool = False) -> None:
-        """Give back all that the lease owns; keep: the tree takes over its state and pages."""
+    def release(self, lease: Lease, keep: bool = False, lasting: bool = True) -> None:
+        """Give back all that the lease owns; keep: the tree takes over its state and pages. lasting: the tiers get
+        them too."""
         self._expect(lease)
         if keep and self.reuse:
             self.settle(lease)
@@ -386,7 +389,7 @@ class HybridCache:
             mark.guards -= 1
         if keep and self.reuse and lease.done:
             passed = self.tree.supersede(lease.tokens, lease.expected)
-            end = self._keep(lease, lease.done, lease.slot, lease.pages[full] if rest else None)
+            end = self._keep(lease, lease.done, lease.slot, lease.pages[full] if rest else None, lasting=lasting)
             end.expected = True
             _succeed(passed, end, lease.expected)
             self.pages.release([*lease.pages[:full], *lease.pages[full + bool(rest):]])

@@ -16,6 +16,7 @@ from deltic.cache.hybrid import HybridCache, Lease
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, share
 from deltic.engine.sequence import Sequence
+from deltic.engine.turns import TURN, gives_way, in_turn
 from deltic.types import PAGE, common_length, ring_base
 
 log = logging.getLogger("deltic")
@@ -87,13 +88,16 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
-        self.preemptions = 0
+        self.preemptions = self.turns = self._step = 0
 
     def add(self, sequence: Sequence) -> None:
+        sequence.turn = self._step
         self.waiting.append(sequence)
 
     def plan(self) -> tuple[Plan, list[Sequence]]:
         """The next step and the sequence behind each row. Every position of it is backed by granted pages (L4)."""
+        self._step += 1
+        self._take_turns()
         awaited = self._admit()
         shares: list[tuple[Sequence, int]] = []
         prompts: list[Sequence] = []
@@ -145,6 +149,23 @@ class Scheduler:
         self.cache.release(sequence.lease, keep)
         sequence.lease = None
 
+    def _take_turns(self) -> None:
+        """Put those that wait in order; where no place is free, have at most one running sequence give up its own."""
+        if not self.waiting:
+            return
+        full = len(self.running) >= self.max_batch
+        if full and not (self.cache.reuse and any(self._step - other.turn >= TURN for other in self.running)):
+            return
+        ordered = in_turn(self.waiting, self.running, self._step)
+        for place, sequence in enumerate(ordered):
+            self.waiting[place] = sequence
+        leaving = gives_way(ordered[0], self.running, self._step) if full else None
+        if leaving:
+            self._yield(leaving, lasting=False)
+            leaving.resting = True
+            self.add(leaving)
+            self.turns += 1
+
     def _admit(self) -> dict[Sequence, int]:
         """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.
         Returns which running sequences are waited for, and the nearest position of each that is."""
@@ -159,6 +180,7 @@ class Scheduler:
                     if sequence.lease is None:
                         self.waiting.appendleft(sequence)
                         break
+                    sequence.turn, sequence.resting = self._step, False
                     self.running.append(sequence)
                     looks -= 1
                     continue
@@ -259,16 +281,18 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._yield(sequence)
+        sequence.turn = self._step
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _yield(self, sequence: Sequence) -> None:
-        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again."""
+    def _yield(self, sequence: Sequence, lasting: bool = True) -> None:
+        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again. lasting: and
+        to the tiers."""
         lease = sequence.lease
         assert lease is not None
         sound = sequence.generated > 0 or self.cache.keep_sound(lease)
         self.running.remove(sequence)
-        self.cache.release(lease, keep=sound)
+        self.cache.release(lease, keep=sound, lasting=lasting)
         # guesses need the replay ring that they were made for
         sequence.lease, sequence.drafts, sequence.logits = None, (), None
 

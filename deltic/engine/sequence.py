@@ -35,6 +35,7 @@ class Sequence:
     from instead of processing the prompt. boundaries: where following prompts are expected to part. wanted: prompt
     positions whose state is worth keeping. hold: up to which position it waits for another one to read.
     fetch: what the tiers bring for it. known: tokens that the tree knows of it, and as of which of the tree's changes.
+    turn: the step since which it runs, or waits, without a break. resting: it waits because its turn was over.
     arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those of
     the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step. drafted,
     accepted: guesses so far, and those of them that were right. acceptance: what is known of them.
@@ -60,6 +61,8 @@ class Sequence:
     known: tuple[int, int] = (0, -1)
     logits: Any = None
     cached: int = 0
+    turn: int = 0
+    resting: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     counts: Counter[int] = field(default_factory=Counter)
@@ -73,6 +76,11 @@ class Sequence:
     @property
     def done(self) -> int:
         return self.lease.done if self.lease else 0
+
+    @property
+    def group(self) -> str:
+        """What came together has one share of the places."""
+        return self.request.group or self.request.id
 
     @property
     def pending(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,7 @@ class Bridge:
         if too many answers wait already."""
         self.check_room(sum(request.sampling.n for request in requests),
                         sum(len(request.prompt) for request in requests))
+        requests = [replace(request, group=requests[0].id) for request in requests]
         ticket = Ticket(requests, self, self._room.unread)
         self._tickets |= dict.fromkeys(ticket.requests, ticket)
         self._worker.submit(requests, self, partial(self._post, ticket.admit))

@@ -1,0 +1,115 @@
+"""Where more want to run than may, nobody keeps a place for long, nobody gets more than others by asking for more at
+once, and answers are the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from reuse_cases import engine_for, runtime_of
+from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
+
+from deltic.engine.engine import Engine
+from deltic.engine.turns import TURN
+from deltic.types import Request
+
+LONG = 6 * TURN
+
+
+def until_first(engine: Engine, answers: Answers, name: str) -> int:
+    """Steps until this request has a token."""
+    for step in range(1, 20 * TURN):
+        take(answers, engine.step())
+        if answers.get((name, 0)) and answers[name, 0].tokens:
+            return step
+    raise AssertionError(f"{name} waits without end")
+
+
+def long_ones(count: int, tokens: int = LONG, **more: object) -> list[Request]:
+    return [greedy(numbers(index, 20, 500), tokens, name=f"long{index}", **more)
+            for index in range(count)]
+
+
+def started(batch: int, requests: list[Request], steps: int) -> tuple[Engine, Answers]:
+    engine, answers = engine_for(batch=batch, pages=600, slots=80), Answers()
+    for request in requests:
+        engine.add(request)
+    for _ in range(steps):
+        take(answers, engine.step())
+    return engine, answers
+
+
+def test_a_newcomer_takes_the_place_of_who_has_had_a_turn() -> None:
+    engine, answers = started(2, long_ones(2), TURN + 2)
+    engine.add(greedy(numbers(9, 20, 500), 4, name="new"))
+    assert until_first(engine, answers, "new") <= 3
+    assert engine.scheduler.turns == 1 and engine.scheduler.preemptions == 0
+    engine.check()
+
+
+def test_a_place_is_safe_for_a_turn() -> None:
+    engine, answers = started(2, long_ones(2), TURN // 2)
+    engine.add(greedy(numbers(9, 20, 500), 4, name="new"))
+    assert TURN // 2 - 3 <= until_first(engine, answers, "new") <= TURN // 2 + 3
+
+
+def test_newcomers_come_before_those_that_rest() -> None:
+    engine, answers = started(2, long_ones(7), 3 * TURN)
+    assert len(engine.scheduler.waiting) == 5
+    engine.add(greedy(numbers(9, 20, 500), 4, name="new"))
+    assert until_first(engine, answers, "new") <= TURN + 3
+
+
+def test_all_come_to_their_end_and_none_waits_too_long() -> None:
+    engine, answers = started(2, long_ones(6, 2 * TURN), 0)
+    since, longest = dict.fromkeys((f"long{index}" for index in range(6)), 0), 0
+    for step in range(1, 4000):
+        take(answers, engine.step())
+        engine.check()
+        since |= {sequence.request.id: step for sequence in engine.scheduler.running}
+        longest = max(longest, *(step - since[sequence.request.id] for sequence in engine.scheduler.waiting), 0)
+        if not engine.has_work:
+            break
+    assert TURN <= longest <= 4 * TURN, "two of six run at a time"
+    assert [answer.last.finish for answer in answers.values()] == ["length"] * 6
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.2}])
+def test_l6_turns_change_no_answer_and_read_nothing_again(more: dict[str, object]) -> None:
+    requests = long_ones(5, 3 * TURN, **more)
+    alone = {key: answer.tokens for request in requests
+             for key, answer in serve(runtime_of(odd_runtime(), pages=600, slots=80), [request]).items()}
+    engine, answers = started(2, requests, 0)
+    drain(engine, answers)
+    assert {key: answer.tokens for key, answer in answers.items()} == alone
+    assert engine.scheduler.turns >= 5
+    assert engine.stats.prompt_tokens == sum(len(request.prompt) for request in requests)
+
+
+def test_choices_of_one_request_have_one_share() -> None:
+    """Eight choices hold all places; another client waits for one turn, not for all of them."""
+    engine, answers = started(2, [replace(long_ones(1)[0], sampling=replace(
+        long_ones(1)[0].sampling, n=8, temperature=1.0, seed=1))], TURN + 4)
+    assert len(engine.scheduler.running) == 2 and len(engine.scheduler.waiting) == 6
+    turns = engine.scheduler.turns
+    assert turns == 0, "choices of one request do not push each other"
+    engine.add(greedy(numbers(9, 20, 500), 4, name="new"))
+    assert until_first(engine, answers, "new") <= 3 and engine.scheduler.turns == 1
+
+
+def test_prompts_that_came_together_have_one_share() -> None:
+    many = [replace(request, group="one body") for request in long_ones(9, 2 * TURN)]
+    engine, answers = started(3, many, 5)
+    engine.add(greedy(numbers(9, 20, 500), 4, name="new"))
+    assert until_first(engine, answers, "new") <= TURN
+    waiting = [sequence.request.id for sequence in engine.scheduler.waiting]
+    assert sorted(waiting) == waiting or engine.scheduler.turns, "the others keep their order"
+
+
+def test_without_a_prefix_cache_nobody_gives_way() -> None:
+    """What was read would be lost."""
+    engine, answers = Engine(runtime_of(odd_runtime(), batch=2, reuse=False)), Answers()
+    for request in long_ones(3, 2 * TURN):
+        engine.add(request)
+    drain(engine, answers)
+    assert engine.scheduler.turns == 0 and len(answers) == 3
