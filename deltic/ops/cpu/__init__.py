@@ -60,4 +60,4 @@ def use_torch_threads(ops: Ops, count: int) -> None:
 
 def threads() -> int:
     """The most threads that any ops in the process compute with."""
-    return max(torch.get_num_threads(), *(pool.threads for pool in POOLS))
+    return max([torch.get_num_threads(), *(pool.threads for pool in POOLS)])
