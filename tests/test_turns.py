@@ -10,7 +10,7 @@ from reuse_cases import engine_for, runtime_of
 from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
 
 from deltic.engine.engine import Engine
-from deltic.engine.turns import TURN
+from deltic.engine.turns import SHORT_TURN, TURN
 from deltic.types import Request
 
 LONG = 6 * TURN
@@ -101,7 +101,7 @@ def test_prompts_that_came_together_have_one_share() -> None:
     many = [replace(request, group="one body") for request in long_ones(9, 2 * TURN)]
     engine, answers = started(3, many, 5)
     engine.add(greedy(numbers(9, 20, 500), 4, name="new"))
-    assert until_first(engine, answers, "new") <= TURN
+    assert until_first(engine, answers, "new") <= SHORT_TURN
     waiting = [sequence.request.id for sequence in engine.scheduler.waiting]
     assert sorted(waiting) == waiting or engine.scheduler.turns, "the others keep their order"
 

@@ -40,6 +40,8 @@ class Limits:
     template_seconds: float = _limit(5.0, "seconds that the chat template may take to render a conversation", 0.01)
     max_prompt_tokens: int | None = _limit(None, "tokens of a prompt (default: what the context holds)")
     max_answer_tokens: int | None = _limit(None, "tokens of an answer (default: what the context holds)")
+    max_answer_values: int = _limit(500_000, "tokens, and probabilities of tokens (logprobs), of an answer that is not "
+                                             "streamed")
     max_stops: int = _limit(64, "stop strings of a request, and stop token ids", 0)
     max_logit_bias: int = _limit(300, "tokens that a request may give a bias", 0)
     max_unread_tokens: int = _limit(64, "tokens of a request's answers that may wait for a client that does not read; "

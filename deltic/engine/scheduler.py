@@ -16,7 +16,7 @@ from deltic.cache.hybrid import HybridCache, Lease
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, share
 from deltic.engine.sequence import Sequence
-from deltic.engine.turns import TURN, gives_way, in_turn
+from deltic.engine.turns import SHORT_TURN, gives_way, in_turn
 from deltic.types import PAGE, common_length, ring_base
 
 log = logging.getLogger("deltic")
@@ -154,7 +154,7 @@ class Scheduler:
         if not self.waiting:
             return
         full = len(self.running) >= self.max_batch
-        if full and not (self.cache.reuse and any(self._step - other.turn >= TURN for other in self.running)):
+        if full and not (self.cache.reuse and any(self._step - other.turn >= SHORT_TURN for other in self.running)):
             return
         ordered = in_turn(self.waiting, self.running, self._step)
         for place, sequence in enumerate(ordered):

@@ -1,8 +1,9 @@
 """Who gets a place in the batch, and who gives one up, when more want to run than may.
 
 Who came first runs first, but of those that came together (the prompts of one body, the choices of one request) each
-waits behind one of everybody else. And an answer has its place for a turn of some steps: after that a sequence of
-another client takes it if it waits, and the answer goes on later, from the state that it left.
+waits behind one of everybody else. And an answer has its place for a turn of some steps, a short one if its client has
+more places: after that a sequence of another client takes it if it waits, and the answer goes on later, from the state
+that it left.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from itertools import islice
 
 from deltic.engine.sequence import Sequence
 
-TURN = 64
-"""Steps for which a place is safe. Most answers to short questions end within one."""
-LONGEST_WAIT = 16 * TURN
+TURN, SHORT_TURN = 32, 8
+"""Steps for which a client's only place is safe, and one of several. Many answers to short questions end within one."""
+LONGEST_WAIT = 32 * TURN
 """Steps after which a sequence waits before all that came after it, whoever runs of its client."""
 _SCAN = 256
 """Waiting sequences that are looked at in one step."""
@@ -38,6 +39,6 @@ def gives_way(first: Sequence, running: Iterable[Sequence], step: int) -> Sequen
     if first.held or (first.resting and step - first.turn < TURN):
         return None
     places = Counter(sequence.group for sequence in running)
-    over = [sequence for sequence in running
-            if step - sequence.turn >= TURN and places[sequence.group] > places[first.group]]
+    over = [sequence for sequence in running if places[sequence.group] > places[first.group]
+            and step - sequence.turn >= (TURN if places[sequence.group] == 1 else SHORT_TURN)]
     return max(over, key=lambda sequence: (places[sequence.group], sequence.generated), default=None)

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from deltic.errors import GenerationError
+from deltic.errors import GenerationError, RequestError
 from deltic.server.bridge import Bridge
 from deltic.server.ticket import Ticket
 from deltic.text.deltas import Answer, Delta, join, merge
@@ -105,10 +105,14 @@ class Run:
                     await self._remember(event, growing)
             yield [growing.take_out() for growing in touched.values()]
 
-    async def parts(self) -> list[list[Piece]]:
-        """The pieces of all choices, when they are finished."""
+    async def parts(self, most: int) -> list[list[Piece]]:
+        """The pieces of all choices, when they are finished. RequestError if they have more than `most` tokens and
+        probabilities of tokens."""
         parts: dict[int, list[Piece]] = {}
         async for pieces in self.pieces():
+            if self.size > most:
+                raise RequestError(f"the answer has more than {most} tokens and probabilities of tokens, and is not "
+                                   "streamed (max_answer_values): set stream to true, or ask for less", "stream")
             for piece in pieces:
                 parts.setdefault(piece.choice, []).append(piece)
         return [parts[choice] for choice in sorted(parts)]

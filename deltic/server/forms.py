@@ -40,9 +40,9 @@ class Envelope:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def wrap(self, choices: Sequence[Json], **more: Any) -> Json:
+    def wrap(self, choices: Iterable[Json], **more: Any) -> Json:
         return {"id": self.prefix + self.id, "object": self.kind, "created": self.created, "model": self.model,
-                "system_fingerprint": f"deltic-{__version__}", "choices": list(choices), **more}
+                "system_fingerprint": f"deltic-{__version__}", "choices": choices, **more}
 
 
 class ChatForm:
@@ -87,8 +87,11 @@ class ChatForm:
     def _logprobs(self, scores: Iterable[Score]) -> Json | None:
         if not self._scored:
             return None
-        return {"content": [self._score(token, found.token) | {
-            "top_logprobs": [self._score(*other) for other in found.top]} for token, found in scores], "refusal": None}
+        return {"content": map(self._scored_token, scores), "refusal": None}
+
+    def _scored_token(self, score: Score) -> Json:
+        token, found = score
+        return self._score(token, found.token) | {"top_logprobs": [self._score(*other) for other in found.top]}
 
     def _score(self, token: int, logprob: float) -> Json:
         spelled = self._words.token_bytes(token)
@@ -139,12 +142,12 @@ class TextForm:
         if not self._scored:
             return None
         offsets = self._offsets.setdefault(choice, _Offsets())
-        tops = [{self._name(token): max(logprob, _LEAST) for token, logprob in reversed(found.top)}
-                for _, found in scores]
-        return {"tokens": [self._name(token) for token, _ in scores],
-                "token_logprobs": [max(found.token, _LEAST) for _, found in scores],
-                "top_logprobs": tops if any(tops) else None,
-                "text_offset": [offsets.next(self._words.visible_bytes(token)) for token, _ in scores]}
+        tops = ({self._name(token): max(logprob, _LEAST) for token, logprob in reversed(found.top)}
+                for _, found in scores)
+        return {"tokens": (self._name(token) for token, _ in scores),
+                "token_logprobs": (max(found.token, _LEAST) for _, found in scores),
+                "top_logprobs": tops if any(found.top for _, found in scores) else None,
+                "text_offset": (offsets.next(self._words.visible_bytes(token)) for token, _ in scores)}
 
     def _name(self, token: int) -> str:
         spelled = self._words.token_bytes(token)

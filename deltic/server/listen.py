@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from deltic.server.bridge import Bridge
 from deltic.server.connections import Acceptor, Connection, Door
 
 _BACKLOG = 2048
+_SWITCH = 0.0005  # seconds that a busy thread keeps the interpreter: a step asks for it dozens of times
 _FLUSH = 2.0  # seconds for clients to read their last bytes
 _SEND_BUFFER = 64 << 10  # what the kernel keeps for a client that does not read; by itself it would take 4 MiB
 
@@ -72,11 +74,8 @@ class Server(uvicorn.Server):
             listener.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {url_of(listener)}: {_reason(error)}", "port") from error
-        gc.freeze()  # else every full collection would look through the model and all libraries, for half a second
-        try:
+        with _many_threads():
             self.run([listener])
-        finally:
-            gc.unfreeze()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
@@ -111,6 +110,19 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def _many_threads() -> Iterator[None]:
+    """Python for a process in which threads that read and write JSON work beside the engine's, which must not wait."""
+    before = sys.getswitchinterval()
+    gc.freeze()  # else every full collection would look through the model and all libraries, for half a second
+    sys.setswitchinterval(_SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
 
 
 def _reason(error: Exception) -> str:

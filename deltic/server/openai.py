@@ -115,17 +115,12 @@ class _Wire:
             events = _stream(run, form, Envelope(form.piece_kind, self.desk.name, form.prefix), body.wants_usage)
             return EventStream(events, _error_event, run.close)
         try:
-            parts = await while_connected(request.receive, run.parts())
+            parts = await while_connected(request.receive, run.parts(self.desk.limits.max_answer_values))
         finally:
             run.close()
-
-        def write(dump: Callable[[Any], bytes]) -> bytes:
-            envelope = Envelope(form.whole_kind, self.desk.name, form.prefix)
-            return dump(envelope.wrap([form.whole(whole(pieces)) for pieces in parts], usage=usage_form(run.usage)))
-
-        if run.size <= _SMALL:
-            return json_bytes(write(dump))
-        return json_bytes(await asyncio.to_thread(write, dump_patiently))
+        choices = (form.whole(whole(parts.pop(0))) for _ in range(len(parts)))
+        answer = Envelope(form.whole_kind, self.desk.name, form.prefix).wrap(choices, usage=usage_form(run.usage))
+        return json_bytes(dump(answer) if run.size <= _SMALL else await asyncio.to_thread(dump_patiently, answer))
 
     def _model(self) -> dict[str, Any]:
         return {"id": self.desk.name, "object": "model", "created": self.desk.created, "owned_by": "deltic",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from deltic.errors import BusyError, DelticError, GenerationError, LongPromptErr
 
 log = logging.getLogger("deltic")
 
-_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=list)
 
 Result = TypeVar("Result")
 
@@ -64,13 +64,30 @@ def problem_of(error: Exception) -> Problem:
 
 
 def dump(data: Any) -> bytes:
-    """JSON; what is not valid Unicode becomes a question mark."""
+    """JSON; what is not valid Unicode becomes a question mark, an iterator a list."""
     return _WRITER.encode(data).encode("utf-8", "replace")
 
 
 def dump_patiently(data: Any) -> bytes:
-    """The same in a few hundred times as many steps, between which other threads may run."""
-    return b"".join(piece.encode("utf-8", "replace") for piece in _WRITER.iterencode(data))
+    """The same item by item, between which other threads may run. What iterators in objects give is written and
+    forgotten one by one."""
+    return b"".join(_written(data))
+
+
+def _written(data: Any) -> Iterator[bytes]:
+    if isinstance(data, Iterator):
+        yield b"["
+        for index, item in enumerate(data):
+            yield b"," * bool(index)
+            yield from _written(item)
+        yield b"]"
+    elif isinstance(data, dict) and any(isinstance(value, dict | Iterator) for value in data.values()):
+        for index, (key, value) in enumerate(data.items()):
+            yield (b"," if index else b"{") + dump(key) + b":"
+            yield from _written(value)
+        yield b"}"
+    else:
+        yield dump(data)
 
 
 def json_response(data: Any, status: int = 200) -> Response:
