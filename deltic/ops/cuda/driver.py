@@ -11,8 +11,9 @@ import torch
 
 from deltic.ops.cuda.nvrtc import compile_source
 
-_PROGRAMMATIC, _SHARED_BYTES = 6, 8
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+_PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT = 6, 8, 9
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
 
 
 class _Attribute(Structure):
@@ -59,7 +60,7 @@ class Module:
         """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
         start earlier."""
         function = self._function(name)
-        if shared > 48 << 10:
+        if shared:
             _check(_driver().cuFuncSetAttribute(function, _SHARED_BYTES, shared))
         attribute = _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1))
         sizes = (c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
@@ -72,6 +73,8 @@ class Module:
         if name not in self._functions:
             function = c_void_p()
             _check(_driver().cuModuleGetFunction(byref(function), self._module, name.encode()))
+            # kernels that split a multiprocessor's memory differently cannot be on it at the same time
+            _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function
         return self._functions[name]
 
