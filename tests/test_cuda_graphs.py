@@ -13,6 +13,7 @@ from deltic.config import EngineConfig
 from deltic.engine.batch import decoding, step_of
 from deltic.engine.runtime import Runtime, load
 from deltic.engine.scheduler import Plan, Row
+from deltic.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -56,3 +57,14 @@ def test_answers_with_and_without_graphs(runtime: Runtime) -> None:
     assert runtime.graphs and runtime.graphs.buckets
     same = sum(found[key].tokens == wanted[key].tokens for key in wanted)
     assert same >= (5 if runtime.options.dtype == "float32" else 3)
+
+
+def test_sampled_answers_do_not_depend_on_neighbours(runtime: Runtime) -> None:
+    """Greedy and drawn, alone and together: with the kernels bit for bit, with the torch ops in float32 too."""
+    requests = [replace(greedy(numbers(seed, 30 + seed, runtime.config.vocab_size), 30, str(seed), seed=seed),
+                        sampling=SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=30,
+                                                ignore_eos=True)) for seed in range(6)]
+    together = serve(runtime, requests)
+    for request in requests:
+        alone = serve(runtime, [request])
+        assert [a.tokens for a in alone.values()] == [together[next(iter(alone))].tokens]

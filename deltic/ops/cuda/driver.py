@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import Structure, byref, c_float, c_int, c_uint, c_void_p, cast, pointer
 from functools import cache
 from typing import Any
@@ -49,7 +50,7 @@ class Module:
 
     def __init__(self, source: str, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        self._overlaps = major >= 9
+        self.device, self._overlaps = device, major >= 9
         torch.cuda.synchronize(device)  # torch makes the context current
         self._code, self._module = compile_source(source, f"sm_{major}{minor}"), c_void_p()
         _check(_driver().cuModuleLoadData(byref(self._module), self._code))
@@ -62,12 +63,22 @@ class Module:
         function = self._function(name)
         if shared:
             _check(_driver().cuFuncSetAttribute(function, _SHARED_BYTES, shared))
-        attribute = _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1))
+        self.prepare(name, grid, block, arguments, shared, overlap)()
+
+    def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
+                overlap: bool = False) -> Callable[[], None]:
+        """A launch to be made again and again; what the arguments point to must stay where it is."""
+        function, attribute = self._function(name), _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1))
         sizes = (c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
-        launch = _Launch(sizes, (c_uint * 3)(block, 1, 1), shared, torch.cuda.current_stream().cuda_stream,
-                         cast(pointer(attribute), c_void_p), int(overlap and self._overlaps))
-        parameters = (c_void_p * 1)(ctypes.addressof(arguments))
-        _check(_driver().cuLaunchKernelEx(byref(launch), function, parameters, None))
+        launch = _Launch(sizes, (c_uint * 3)(block, 1, 1), shared, None, cast(pointer(attribute), c_void_p),
+                         int(overlap and self._overlaps))
+        parameters, by_reference, call = (c_void_p * 1)(ctypes.addressof(arguments)), byref(launch), _driver()
+
+        def run(_kept: tuple[object, ...] = (arguments, attribute)) -> None:
+            launch.stream = torch.cuda.current_stream().cuda_stream
+            _check(call.cuLaunchKernelEx(by_reference, function, parameters, None))
+
+        return run
 
     def _function(self, name: str) -> c_void_p:
         if name not in self._functions:

@@ -16,6 +16,8 @@ WARPS = 8
 """Of a block that multiplies."""
 _PENDING = 16
 """Copies of 16 bytes that a thread has on their way."""
+_HELD = 10
+"""Fragments of input that a thread keeps in registers."""
 _INPUT = 88 << 10
 """Bytes of input that a block keeps in shared memory at most."""
 HALF = 84 << 10
@@ -48,9 +50,13 @@ class Multiply:
             return self.units * self.loads
         return max(depth for depth in range(1, _PENDING + 3) if self.loads % depth == 0)
 
+    def held(self, tokens: int) -> bool:
+        """Whether a thread keeps its share of so many tokens of input in registers."""
+        return self.loads * (2 if tokens > FEW else 1) <= _HELD
+
     def direct(self, tokens: int) -> bool:
-        """Whether so many tokens of input are too large for shared memory."""
-        return not self.norm and tokens * self.columns * 2 > _INPUT
+        """Whether so many tokens of input are too large for shared memory, and are read again for every unit."""
+        return not self.norm and not self.held(tokens) and tokens * self.columns * 2 > _INPUT
 
     def name(self, tokens: int) -> str:
         return (f"product_{self.columns}_{'norm' if self.norm else 'plain'}_{('store', 'add', 'gate')[self.out]}"
@@ -69,7 +75,7 @@ class Multiply:
 
     def shared(self, tokens: int, group: int, single: bool) -> int:
         """Bytes of shared memory. single: one group is all there is."""
-        inputs = 0 if self.direct(tokens) or self.loads <= 4 else tokens * self.columns * 2 + 64
+        inputs = 0 if self.direct(tokens) or self.held(tokens) else tokens * self.columns * 2 + 64
         sums = (1 if single else 2) * group * WARPS * 8 * tokens * 4
         return max(HALF, 512 + self.depth * WARPS * 512 + inputs + sums)
 

@@ -52,13 +52,8 @@ DEVICE void store4(float *p, float4 v) {
     asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 DEVICE uint4 load8(const u16 *p) { return __ldcg((const uint4 *)p); }
-// Weights: read once a step, so they had better not push anything else out of the caches.
-DEVICE u64 read_once() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-DEVICE void copy_weight(u32 to, const void *from, u64 policy) {
+// Asynchronous copies of weights, 16 bytes each, past the first-level cache.
+DEVICE void copy_weight(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
 DEVICE void end_copy() { asm volatile("cp.async.commit_group;" ::: "memory"); }

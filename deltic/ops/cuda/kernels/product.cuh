@@ -23,7 +23,7 @@ enum { kStore, kAdd, kGate };
 template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIRECT> struct Multiplier {
     static constexpr int WARPS = 8, PIECES = K / 64, L = 2 * ((PIECES + WARPS - 1) / WARPS), HALVES = MANY ? 2 : 1;
     static constexpr int CHAINS = UNITS >= 4 ? 1 : 2;
-    static constexpr bool HELD = L <= 4;  // x stays in registers
+    static constexpr bool HELD = L * HALVES <= 10 && !DIRECT;  // x stays in registers
     static_assert(DEPTH == UNITS * L || (UNITS == 1 && L % DEPTH == 0), "the ring does not fit the unit");
     const Product &a;
     int warp, lane, tid, count;
@@ -32,7 +32,7 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
     float *squares, *partial; // [WARPS, 16]; [2, group, WARPS, T, 8]
     const char *base, *limit; // a lane's row of the block's first unit, of the weight's last row
     i64 stride;
-    u64 policy;
+    float old = 0;
     uint4 x[HELD ? L : 1][HALVES];
 
     DEVICE Multiplier(const Product &args, char *shared) : a(args) {
@@ -47,7 +47,6 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
         base = (const char *)a.weight + row * (K * 2) + (lane & 3) * 16 + warp * 128;
         limit = (const char *)a.weight + i64(a.rows - 1) * (K * 2) + (lane & 3) * 16 + warp * 128;
         stride = i64(gridDim.x) * ((OUT == kGate ? 4 : 8) * K * 2);
-        policy = read_once();
     }
     DEVICE const char *row(int i) const {
         const char *p = base + i * stride;
@@ -60,7 +59,7 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
     DEVICE void copy(int i, int e) {
         const int j = e / UNITS, b = e % UNITS;
         if (i + b < count && exists(j, warp))
-            copy_weight((u32)__cvta_generic_to_shared(ring + e % DEPTH * (WARPS * 512)), row(i + b) + offset(j), policy);
+            copy_weight((u32)__cvta_generic_to_shared(ring + e % DEPTH * (WARPS * 512)), row(i + b) + offset(j));
         end_copy();
     }
     DEVICE void copy_first() {
@@ -166,6 +165,12 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
         for (int i = 0; i < WARPS; ++i) v += from[(i * a.tokens + token) * 8 + n];
         return v;
     }
+    // What a thread's first sum is added to.
+    DEVICE void load_old() {
+        const int slot = (tid / 8 * a.inverse) >> 16, token = tid / 8 - slot * a.tokens;
+        const int column = (blockIdx.x + slot * gridDim.x) * 8 + tid % 8;
+        if (slot < count && column < a.rows) old = load((const float *)a.y + i64(token) * a.rows + column);
+    }
     // The sums of units i ... of this block, to where they belong.
     DEVICE void finish(int i, int units, const float *from) {
         constexpr int WIDTH = OUT == kGate ? 4 : 8;
@@ -173,8 +178,8 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
             const int n = o % WIDTH, slot = (o / WIDTH * a.inverse) >> 16, token = o / WIDTH - slot * a.tokens;
             const int column = (blockIdx.x + (i + slot) * gridDim.x) * WIDTH + n;
             const float *part = from + slot * (WARPS * 8) * a.tokens;
-            float old = 0;
-            if (OUT == kAdd && column < a.rows) old = load((const float *)a.y + i64(token) * a.rows + column);
+            if (OUT == kAdd && (i || o != tid) && column < a.rows)
+                old = load((const float *)a.y + i64(token) * a.rows + column);
             float f = NORM ? factor(token) : 1.f, v = sum(part, token, n) * f;
             if constexpr (OUT == kGate)
                 ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(v) * (sum(part, token, n + 4) * f));
@@ -202,6 +207,7 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
     launch_dependents();
     wait();
     if (!m.count) return;
+    if constexpr (OUT == kAdd) m.load_old();
     if constexpr (!DIRECT) m.load_x();
     m.run();
 }
