@@ -13,6 +13,7 @@ from deltic.config import EngineConfig
 from deltic.engine.batch import decoding, step_of
 from deltic.engine.runtime import Runtime, load
 from deltic.engine.scheduler import Plan, Row
+from deltic.engine.session import Session
 from deltic.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
@@ -68,3 +69,21 @@ def test_sampled_answers_do_not_depend_on_neighbours(runtime: Runtime) -> None:
     for request in requests:
         alone = serve(runtime, [request])
         assert [a.tokens for a in alone.values()] == [together[next(iter(alone))].tokens]
+
+
+def test_greedy_tokens_are_those_of_the_cpu() -> None:
+    """Each token after the CPU's own ones, 2,000 in all."""
+    options = {"dtype": "bfloat16", "memory": "256MiB", "max_context": 512, "speculate": "off"}
+    here, there = Session(None, **options), Session(None, device="cuda", **options)
+    same, all_tokens = 0, 0
+    for seed in range(8):
+        for session in (here, there):
+            session.reset()
+        prompt = numbers(seed, 20, here.vocab_size)
+        token = int(here.prefill(prompt).argmax())
+        there.prefill(prompt)
+        for _ in range(250):
+            wanted, found = here.step(token), there.step(token)
+            same, all_tokens = same + (int(wanted.argmax()) == int(found.argmax())), all_tokens + 1
+            token = int(wanted.argmax())
+    assert all_tokens == 2000 and same >= 0.995 * all_tokens, f"{same} of {all_tokens}"

@@ -42,7 +42,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
 
 @cache
 def _drawer(module: Module, rows: int, vocabulary: int, thread: int) -> Callable[[Tensor, Sampling], Tensor]:
-    """Draws from so many rows: tokens, then whether they are sound [2 * rows] int64, valid until the thread's next call."""
+    """Draws from so many rows: tokens, then whether they are sound [2 * rows] int64, until the thread's next call."""
     device = module.device
     numbers = torch.empty(rows * (2 + 3 * _PARTS), dtype=torch.int64, device=device)
     chosen: Tensor

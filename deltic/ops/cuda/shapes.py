@@ -14,14 +14,14 @@ FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
 WARPS = 8
 """Of a block that multiplies."""
-_PENDING = 16
-"""Copies of 16 bytes that a thread has on their way."""
 _HELD = 10
 """Fragments of input that a thread keeps in registers."""
 _INPUT = 88 << 10
 """Bytes of input that a block keeps in shared memory at most."""
 HALF = 84 << 10
 """More than a third of what a multiprocessor has: see kernels/common.cuh."""
+_NORMALISED, _PLAIN = 4096, 12288
+"""Columns that products take at most."""
 STORE, ADD, GATE = range(3)
 
 
@@ -40,15 +40,15 @@ class Multiply:
 
     @property
     def units(self) -> int:
-        """Units that are on their way at the same time."""
-        return max(1, min(4, _PENDING // self.loads))
+        """Units that are multiplied at the same time."""
+        return max(1, min(4, 16 // self.loads))
 
-    @property
-    def depth(self) -> int:
-        """Loads of a thread that are on their way at the same time."""
-        if self.loads <= _PENDING + 2:
-            return self.units * self.loads
-        return max(depth for depth in range(1, _PENDING + 3) if self.loads % depth == 0)
+    def depth(self, tokens: int) -> int:
+        """Copies of 16 bytes that a thread has on their way. More would leave no room for the next kernel's blocks
+        beside these, or for the input."""
+        if 2 < tokens <= FEW or (self.norm and tokens * self.columns * 2 > _INPUT):
+            return 16
+        return 24 if self.columns <= 4096 else 20
 
     def held(self, tokens: int) -> bool:
         """Whether a thread keeps its share of so many tokens of input in registers."""
@@ -60,13 +60,13 @@ class Multiply:
 
     def name(self, tokens: int) -> str:
         return (f"product_{self.columns}_{'norm' if self.norm else 'plain'}_{('store', 'add', 'gate')[self.out]}"
-                f"_{'many' if tokens > FEW else 'few'}{'_direct' if self.direct(tokens) else ''}")
+                f"_{'many' if tokens > FEW else 'few'}{'_direct' if self.direct(tokens) else ''}_{self.depth(tokens)}")
 
     def source(self, tokens: int) -> str:
         many, norm, direct = (str(flag).lower() for flag in (tokens > FEW, self.norm, self.direct(tokens)))
         return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {many}, "
-                f"{self.units}, {self.depth}, {direct}>(a); }}\n")
+                f"{self.units}, {self.depth(tokens)}, {direct}>(a); }}\n")
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over the warps: as many as fit, a multiple of `units`."""
@@ -77,7 +77,7 @@ class Multiply:
         """Bytes of shared memory. single: one group is all there is."""
         inputs = 0 if self.direct(tokens) or self.held(tokens) else tokens * self.columns * 2 + 64
         sums = (1 if single else 2) * group * WARPS * 8 * tokens * 4
-        return max(HALF, 512 + self.depth * WARPS * 512 + inputs + sums)
+        return max(HALF, 512 + self.depth(tokens) * WARPS * 512 + inputs + sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Shapes:
 
     def source(self) -> str:
         text = [headers("product", "gdn", "attention", "small")]
-        text += {product.source(tokens): None for product in self.products for tokens in (1, FEW, FEW + 1, MOST)}
+        text += {product.source(tokens): None for product in self.products for tokens in range(1, MOST + 1)}
         text += [_entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         for kind, name in (("float", "few"), ("u16", "many")):
@@ -151,7 +151,8 @@ def _plain(weight: Weight) -> bool:
 
 def _known(shapes: Shapes) -> bool:
     gdn, attention = shapes.gdn, shapes.attention
-    return (all(product.columns % 64 == 0 and product.loads <= 48 for product in shapes.products)
+    return (all(product.columns % 64 == 0 and product.columns <= (_NORMALISED if product.norm else _PLAIN)
+                for product in shapes.products)
             and (gdn is None or (gdn.conv_kernel == 4 and (gdn.key_dim, gdn.value_dim) in ((128, 128), (32, 32))))
             and (attention is None or (attention.gate and attention.head_dim in (64, 128, 256)
                                        and attention.rotary_dim % (attention.head_dim // 16) == 0)))

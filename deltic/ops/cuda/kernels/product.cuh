@@ -19,14 +19,14 @@ struct Product {
 };
 enum { kStore, kAdd, kGate };
 
-// DEPTH: places of the ring; either the fragments of UNITS whole units, or a divisor of those of one.
+// UNITS: multiplied at the same time. DEPTH: places of the ring.
 template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIRECT> struct Multiplier {
     static constexpr int WARPS = 8, PIECES = K / 64, L = 2 * ((PIECES + WARPS - 1) / WARPS), HALVES = MANY ? 2 : 1;
     static constexpr int CHAINS = UNITS >= 4 ? 1 : 2;
     static constexpr bool HELD = L * HALVES <= 10 && !DIRECT;  // x stays in registers
-    static_assert(DEPTH == UNITS * L || (UNITS == 1 && L % DEPTH == 0), "the ring does not fit the unit");
+    static constexpr int ALL = UNITS * L, PLACE = WARPS * 512;
     const Product &a;
-    int warp, lane, tid, count;
+    int warp, lane, tid, count, now = 0, before = (DEPTH - 1) * PLACE;  // now, before: places in the ring
     char *xs;                 // [K / 32, T, 64 bytes], then 64 bytes of zeros
     char *ring;               // [DEPTH, threads, 16 bytes]: the thread's
     float *squares, *partial; // [WARPS, 16]; [2, group, WARPS, T, 8]
@@ -40,7 +40,7 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
         count = a.whole + (blockIdx.x < a.rest);
         squares = (float *)shared;
         ring = shared + 512 + tid * 16;
-        xs = shared + 512 + DEPTH * (WARPS * 512);
+        xs = shared + 512 + DEPTH * PLACE;
         partial = (float *)(xs + (HELD || DIRECT ? 0 : PIECES * a.tokens * 128 + 64));
         const int n = lane >> 2, unit = blockIdx.x;
         const i64 row = OUT == kGate ? (n < 4 ? unit * 4 + n : a.rows / 2 + unit * 4 + n - 4) : unit * 8 + n;
@@ -55,16 +55,16 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
     // A lane's loads of a unit, j = 0 ... L - 1: bytes from its row's start, beside those of the warp's first piece.
     static DEVICE constexpr int offset(int j) { return j / 2 * (WARPS * 128) + j % 2 * 64; }
     static DEVICE bool exists(int j, int warp) { return PIECES % WARPS == 0 || j / 2 * WARPS + warp < PIECES; }
-    // Copy fragment e of units i ..., which come one load of all units after the other.
-    DEVICE void copy(int i, int e) {
-        const int j = e / UNITS, b = e % UNITS;
-        if (i + b < count && exists(j, warp))
-            copy_weight((u32)__cvta_generic_to_shared(ring + e % DEPTH * (WARPS * 512)), row(i + b) + offset(j));
+    // Copy fragment e of those from unit i on, which come one load of UNITS units after the other.
+    DEVICE void copy(int i, int e, int to) {
+        const int j = e % ALL / UNITS, b = i + e / ALL * UNITS + e % UNITS;
+        if (b < count && exists(j, warp))
+            copy_weight((u32)__cvta_generic_to_shared(ring + to), row(b) + offset(j));
         end_copy();
     }
     DEVICE void copy_first() {
 #pragma unroll
-        for (int e = 0; e < DEPTH - 1; ++e) copy(0, e);
+        for (int e = 0; e < DEPTH - 1; ++e) copy(0, e, e * PLACE);
     }
     DEVICE const u16 *input(int j, int token) const {
         return (const u16 *)a.x + i64(token) * K + warp * 64 + offset(j) / 2 + (lane & 3) * 8;
@@ -119,7 +119,6 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
     // Products of units i ... i + UNITS - 1, whatever exists of them. The place of a fragment is taken by another one a
     // step after it was read.
     DEVICE void multiply_units(int i, int units, float *to) {
-        constexpr int ALL = UNITS * L;
         float d[UNITS][CHAINS][4];
 #pragma unroll
         for (int b = 0; b < UNITS; ++b)
@@ -132,14 +131,15 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
             const uint4 g = MANY && real ? fragment(j, HALVES - 1) : none;
 #pragma unroll
             for (int b = 0; b < UNITS; ++b) {
-                const int e = j * UNITS + b, ahead = e + DEPTH - 1;
                 await_copies<DEPTH - 2>();
-                const uint4 v = *(const uint4 *)(ring + e % DEPTH * (WARPS * 512));
+                const uint4 v = *(const uint4 *)(ring + now);
                 if (real) {
                     multiply(d[b][0], f.x, g.x, f.y, g.y, v.x, v.y);
                     multiply(d[b][CHAINS - 1], f.z, g.z, f.w, g.w, v.z, v.w);
                 }
-                copy(ahead < ALL ? i : i + UNITS, ahead < ALL ? ahead : ahead - ALL);
+                copy(i, j * UNITS + b + DEPTH - 1, before);
+                before = now;
+                now = now == (DEPTH - 1) * PLACE ? 0 : now + PLACE;
             }
         }
 #pragma unroll
