@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-all lint bench clean
+.PHONY: run test test-all test-gpu lint bench clean
 
 run: .venv/.installed
 	$(BIN)/deltic run "What is the capital of France?"
@@ -12,6 +12,10 @@ test: .venv/.installed-dev lint
 
 test-all: .venv/.installed-dev lint
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# With whatever Python and torch are there: those that find a CUDA device.
+test-gpu:
+	$(PYTHON) -m pytest tests/test_cuda_kernels.py tests/test_cuda_graphs.py tests/test_cuda_buckets.py tests/test_cuda_source.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check deltic tests examples bench

@@ -13,6 +13,8 @@ from deltic.config import EngineConfig
 from deltic.engine.batch import decoding, step_of
 from deltic.engine.runtime import Runtime, load
 from deltic.engine.scheduler import Plan, Row
+from deltic.engine.session import Session
+from deltic.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -56,3 +58,32 @@ def test_answers_with_and_without_graphs(runtime: Runtime) -> None:
     assert runtime.graphs and runtime.graphs.buckets
     same = sum(found[key].tokens == wanted[key].tokens for key in wanted)
     assert same >= (5 if runtime.options.dtype == "float32" else 3)
+
+
+def test_sampled_answers_do_not_depend_on_neighbours(runtime: Runtime) -> None:
+    """Greedy and drawn, alone and together: with the kernels bit for bit, with the torch ops in float32 too."""
+    requests = [replace(greedy(numbers(seed, 30 + seed, runtime.config.vocab_size), 30, str(seed), seed=seed),
+                        sampling=SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=30,
+                                                ignore_eos=True)) for seed in range(6)]
+    together = serve(runtime, requests)
+    for request in requests:
+        alone = serve(runtime, [request])
+        assert [a.tokens for a in alone.values()] == [together[next(iter(alone))].tokens]
+
+
+def test_greedy_tokens_are_those_of_the_cpu() -> None:
+    """Each token after the CPU's own ones, 2,000 in all."""
+    options = {"dtype": "bfloat16", "memory": "256MiB", "max_context": 512, "speculate": "off"}
+    here, there = Session(None, **options), Session(None, device="cuda", **options)
+    same, all_tokens = 0, 0
+    for seed in range(8):
+        for session in (here, there):
+            session.reset()
+        prompt = numbers(seed, 20, here.vocab_size)
+        token = int(here.prefill(prompt).argmax())
+        there.prefill(prompt)
+        for _ in range(250):
+            wanted, found = here.step(token), there.step(token)
+            same, all_tokens = same + (int(wanted.argmax()) == int(found.argmax())), all_tokens + 1
+            token = int(wanted.argmax())
+    assert all_tokens == 2000 and same >= 0.995 * all_tokens, f"{same} of {all_tokens}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 from functools import cache
 from itertools import chain
 
@@ -85,11 +84,13 @@ def decoding(plan: Plan, device: torch.device) -> Batch:
         numbers.extend((0,) * (padded.pages - len(row.pages)))
     padded = Padded(torch.frombuffer(numbers, dtype=torch.int64).to(device), padded.rows, padded.pages)
     layout = Layout((1,) * real, tuple(row.done + 1 for row in plan.rows), real, real)
-    return replace(step_of(padded, layout), span=_span(slots[:real], targets[:real]), padded=padded, count=None)
+    return step_of(padded, layout, _span(slots[:real], targets[:real]))
 
 
-def step_of(padded: Padded, layout: Layout | None = None) -> Batch:
-    """The batch whose tensors are views of a bucket's numbers. layout: of its first rows alone; None: of all."""
+def step_of(padded: Padded, layout: Layout | None = None, span: tuple[int, int] | None = None) -> Batch:
+    """The batch whose tensors are views of a bucket's numbers. layout: of the real rows alone, which then know their
+    bucket; None: of all rows."""
+    whole = layout is None
     rows, pages, numbers = padded.rows, padded.pages, padded.numbers
     if layout is None:
         layout = Layout((1,) * rows, (pages * PAGE,) * rows, rows, rows)
@@ -101,7 +102,8 @@ def step_of(padded: Padded, layout: Layout | None = None) -> Batch:
         layout=layout, ids=ids[:real], positions=positions.view(3, rows)[:, :real], starts=starts[:real + 1],
         done=done, pages=table.view(rows, pages)[:real], store=store[:real], source=source[:real],
         target=target[:real], base=done, ring=done, append=_no_appends(real, numbers.device),
-        emit_row=numbers[:0], emit_length=numbers[:0], emit_slot=numbers[:0], logit_tokens=starts[:real], count=count)
+        emit_row=numbers[:0], emit_length=numbers[:0], emit_slot=numbers[:0], logit_tokens=starts[:real], span=span,
+        count=count if whole else None, padded=None if whole else padded)
 
 
 def power_of_two(number: int) -> int:

@@ -6,17 +6,17 @@ from deltic.ops.cuda.driver import Arguments, fields
 
 
 class Product(Arguments):
-    _fields_ = fields("weight x scale places y", "eps", "tokens rows group")
+    _fields_ = fields("weight x scale y", "eps", "tokens rows whole rest group inverse")
 
 
 class Gdn(Arguments):
     _fields_ = fields("proj conv decay dt_bias norm state ring y count starts done source target", "eps",
-                      "key_heads value_heads stride width tiled")
+                      "key_heads value_heads stride tiled items")
 
 
 class Attention(Arguments):
-    _fields_ = fields("proj query_norm key_norm turns keys values mixed mass y count starts done pages", "eps",
-                      "heads kv_heads stride rotary width parts")
+    _fields_ = fields("proj query_norm key_norm turns keys values mixed mass y ended count starts done pages", "eps",
+                      "heads kv_heads stride rotary width parts items")
 
 
 class Enter(Arguments):

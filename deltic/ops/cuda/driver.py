@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import Structure, byref, c_float, c_int, c_uint, c_void_p, cast, pointer
 from functools import cache
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 
 from deltic.ops.cuda.nvrtc import compile_source
 
-_PROGRAMMATIC, _SHARED_BYTES = 6, 8
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+_PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT = 6, 8, 9
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
 
 
 class _Attribute(Structure):
@@ -48,7 +50,7 @@ class Module:
 
     def __init__(self, source: str, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        self._overlaps = major >= 9
+        self.device, self._overlaps = device, major >= 9
         torch.cuda.synchronize(device)  # torch makes the context current
         self._code, self._module = compile_source(source, f"sm_{major}{minor}"), c_void_p()
         _check(_driver().cuModuleLoadData(byref(self._module), self._code))
@@ -59,19 +61,31 @@ class Module:
         """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
         start earlier."""
         function = self._function(name)
-        if shared > 48 << 10:
+        if shared:
             _check(_driver().cuFuncSetAttribute(function, _SHARED_BYTES, shared))
-        attribute = _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1))
+        self.prepare(name, grid, block, arguments, shared, overlap)()
+
+    def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
+                overlap: bool = False) -> Callable[[], None]:
+        """A launch to be made again and again; what the arguments point to must stay where it is."""
+        function, attribute = self._function(name), _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1))
         sizes = (c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
-        launch = _Launch(sizes, (c_uint * 3)(block, 1, 1), shared, torch.cuda.current_stream().cuda_stream,
-                         cast(pointer(attribute), c_void_p), int(overlap and self._overlaps))
-        parameters = (c_void_p * 1)(ctypes.addressof(arguments))
-        _check(_driver().cuLaunchKernelEx(byref(launch), function, parameters, None))
+        launch = _Launch(sizes, (c_uint * 3)(block, 1, 1), shared, None, cast(pointer(attribute), c_void_p),
+                         int(overlap and self._overlaps))
+        parameters, by_reference, call = (c_void_p * 1)(ctypes.addressof(arguments)), byref(launch), _driver()
+
+        def run(_kept: tuple[object, ...] = (arguments, attribute)) -> None:
+            launch.stream = torch.cuda.current_stream().cuda_stream
+            _check(call.cuLaunchKernelEx(by_reference, function, parameters, None))
+
+        return run
 
     def _function(self, name: str) -> c_void_p:
         if name not in self._functions:
             function = c_void_p()
             _check(_driver().cuModuleGetFunction(byref(function), self._module, name.encode()))
+            # kernels that split a multiprocessor's memory differently cannot be on it at the same time
+            _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function
         return self._functions[name]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -33,15 +35,31 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     module = _module(logits.device) if plain else None
     if module is None:
         return TORCH.sample(logits, sampling)
-    rows, vocabulary = logits.shape
-    numbers = torch.empty(rows * (2 + 3 * _PARTS), dtype=torch.int64, device=logits.device)
-    chosen, token, score, bounds = numbers.split((2 * rows, *(rows * _PARTS,) * 3))
-    given = Choice(logits=logits, temperature=sampling.temperature, key=sampling.key, score=score, bounds=bounds,
-                   token=token, chosen=chosen, vocabulary=vocabulary, parts=_PARTS, rows=rows)
-    module.launch("k_choose_part", (_PARTS, rows), 256, given, overlap=False)
-    module.launch("k_choose", (rows,), 32, given, overlap=False)
-    tokens, healthy = chosen.cpu().view(2, rows)
+    found = _drawer(module, *logits.shape, get_ident())(logits, sampling)
+    tokens, healthy = found.cpu().view(2, -1)
     return Sampled(tokens, healthy.bool(), healthy.bool())
+
+
+@cache
+def _drawer(module: Module, rows: int, vocabulary: int, thread: int) -> Callable[[Tensor, Sampling], Tensor]:
+    """Draws from so many rows: tokens, then whether they are sound [2 * rows] int64, until the thread's next call."""
+    device = module.device
+    numbers = torch.empty(rows * (2 + 3 * _PARTS), dtype=torch.int64, device=device)
+    chosen: Tensor
+    chosen, token, score, bounds = numbers.split((2 * rows, *(rows * _PARTS,) * 3))
+    given = Choice(logits=None, temperature=None, key=None, score=score, bounds=bounds, token=token, chosen=chosen,
+                   vocabulary=vocabulary, parts=_PARTS, rows=rows)
+    steps = (module.prepare("k_choose_part", (_PARTS, rows), 256, given),
+             module.prepare("k_choose", (rows,), 32, given))
+
+    def draw(logits: Tensor, sampling: Sampling) -> Tensor:
+        given.logits, given.temperature, given.key = (
+            tensor.data_ptr() for tensor in (logits, sampling.temperature, sampling.key))
+        for step in steps:
+            step()
+        return chosen
+
+    return draw
 
 
 @cache

@@ -12,12 +12,16 @@ from deltic.ops.records import AttentionSpec, GdnSpec, GdnWeights, Stack, Stores
 
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
-WARPS = 16
+WARPS = 8
 """Of a block that multiplies."""
-_PENDING = 8
-"""Loads of 16 bytes that a thread has on their way."""
-_SHARED = 200 << 10
-"""Bytes of shared memory that a block may have."""
+_HELD = 10
+"""Fragments of input that a thread keeps in registers."""
+_INPUT = 88 << 10
+"""Bytes of input that a block keeps in shared memory at most."""
+HALF = 84 << 10
+"""More than a third of what a multiprocessor has: see kernels/common.cuh."""
+_NORMALISED, _PLAIN = 4096, 12288
+"""Columns that products take at most."""
 STORE, ADD, GATE = range(3)
 
 
@@ -32,27 +36,37 @@ class Multiply:
     @property
     def loads(self) -> int:
         """Loads of a thread for a unit of 8 rows."""
-        return -(-self.columns // 32 // WARPS)
+        return 2 * -(-self.columns // (64 * WARPS))
 
     @property
     def units(self) -> int:
-        """Units that are on their way at the same time."""
-        return max(1, _PENDING // self.loads)
+        """Units that are multiplied at the same time."""
+        return max(1, min(4, 16 // self.loads))
+
+    def depth(self, tokens: int) -> int:
+        """Copies of 16 bytes that a thread has on their way. More would leave no room for the next kernel's blocks
+        beside these, or for the input."""
+        if 2 < tokens <= FEW or (self.norm and tokens * self.columns * 2 > _INPUT):
+            return 16
+        return 24 if self.columns <= 4096 else 20
+
+    def held(self, tokens: int) -> bool:
+        """Whether a thread keeps its share of so many tokens of input in registers."""
+        return self.loads * (2 if tokens > FEW else 1) <= _HELD
 
     def direct(self, tokens: int) -> bool:
-        """Whether so many tokens of input are too large for shared memory."""
-        return not self.norm and tokens * self.columns * 2 > _SHARED - (32 << 10)
+        """Whether so many tokens of input are too large for shared memory, and are read again for every unit."""
+        return not self.norm and not self.held(tokens) and tokens * self.columns * 2 > _INPUT
 
     def name(self, tokens: int) -> str:
         return (f"product_{self.columns}_{'norm' if self.norm else 'plain'}_{('store', 'add', 'gate')[self.out]}"
-                f"_{'many' if tokens > FEW else 'few'}{'_direct' if self.direct(tokens) else ''}")
+                f"_{'many' if tokens > FEW else 'few'}{'_direct' if self.direct(tokens) else ''}_{self.depth(tokens)}")
 
     def source(self, tokens: int) -> str:
         many, norm, direct = (str(flag).lower() for flag in (tokens > FEW, self.norm, self.direct(tokens)))
-        blocks = 2 if self.units * self.loads <= _PENDING else 1
-        return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32}, {blocks}) {self.name(tokens)}'
+        return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {many}, "
-                f"{self.units}, {direct}>(a); }}\n")
+                f"{self.units}, {self.depth(tokens)}, {direct}>(a); }}\n")
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over the warps: as many as fit, a multiple of `units`."""
@@ -61,8 +75,9 @@ class Multiply:
 
     def shared(self, tokens: int, group: int, single: bool) -> int:
         """Bytes of shared memory. single: one group is all there is."""
-        inputs = 0 if self.direct(tokens) else tokens * self.columns * 2
-        return 1280 + inputs + (1 if single else 2) * group * WARPS * 8 * tokens * 4
+        inputs = 0 if self.direct(tokens) or self.held(tokens) else tokens * self.columns * 2 + 64
+        sums = (1 if single else 2) * group * WARPS * 8 * tokens * 4
+        return max(HALF, 512 + self.depth(tokens) * WARPS * 512 + inputs + sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +90,7 @@ class Shapes:
 
     def source(self) -> str:
         text = [headers("product", "gdn", "attention", "small")]
-        text += {product.source(tokens): None for product in self.products for tokens in (1, FEW, FEW + 1, MOST)}
+        text += {product.source(tokens): None for product in self.products for tokens in range(1, MOST + 1)}
         text += [_entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         for kind, name in (("float", "few"), ("u16", "many")):
@@ -84,9 +99,7 @@ class Shapes:
                                    f"gdn<{self.gdn.key_dim}, {self.gdn.value_dim}, {kind}>"))
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
-                text.append(_entry(f"attention_parts_{name}", "Attention", "256, 2",
-                                   f"attention_parts<{size}, {share}, {kind}>"))
-                text.append(_entry(f"attention_join_{name}", "Attention", str(size), f"attention_join<{size}, {kind}>"))
+                text.append(_entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
         return "".join(text)
 
 
@@ -138,12 +151,14 @@ def _plain(weight: Weight) -> bool:
 
 def _known(shapes: Shapes) -> bool:
     gdn, attention = shapes.gdn, shapes.attention
-    return (all(product.columns % 32 == 0 and product.loads <= 24 for product in shapes.products)
+    return (all(product.columns % 64 == 0 and product.columns <= (_NORMALISED if product.norm else _PLAIN)
+                for product in shapes.products)
             and (gdn is None or (gdn.conv_kernel == 4 and (gdn.key_dim, gdn.value_dim) in ((128, 128), (32, 32))))
             and (attention is None or (attention.gate and attention.head_dim in (64, 128, 256)
-                                       and attention.rotary_dim % 2 == 0)))
+                                       and attention.rotary_dim % (attention.head_dim // 16) == 0)))
 
 
 def _stored(stores: Stores) -> bool:
-    return all(view.keys.dtype == torch.bfloat16 for view in stores.kv) and all(
-        view.conv.dtype == torch.bfloat16 and view.recurrent.dtype == torch.float32 for view in stores.states)
+    keys = all(view.keys.dtype == torch.bfloat16 for view in stores.kv)
+    return keys and all(view.conv.dtype == torch.bfloat16 and view.conv.shape[1] == 4
+                        and view.recurrent.dtype == torch.float32 for view in stores.states)

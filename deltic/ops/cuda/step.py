@@ -12,16 +12,19 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.driver import Arguments, Module
 from deltic.ops.cuda.nvrtc import CompileError
-from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes, gdn_threads, shapes_of
+from deltic.ops.cuda.shapes import ADD, GATE, HALF, MOST, STORE, WARPS, Multiply, Shapes, gdn_threads, shapes_of
 from deltic.ops.records import AttentionWeights, Batch, GdnWeights, Layer, RopeSpec, Stack, Stores
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 
 log = logging.getLogger("deltic")
-_MANY_PARTS = 8
-"""Parts of a context where many rows fill the card."""
+_FEW_PARTS, _MANY_PARTS = 32, 8
+"""Parts of a context: powers of two, at most 64; fewer where many rows fill the card."""
+_MOST_ROWS = 1024
+_OWN = 20 << 10
+"""Bytes of shared memory, or a little less, that the kernels which are dealt items declare themselves."""
 
 
 def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
@@ -65,17 +68,19 @@ class Step:
         self._device, self._hidden = stack.embedding.device, stack.embedding.shape[1]
         self._module = Module(shapes.source(), self._device)
         self._blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
+        heads = shapes.attention.kv_heads if shapes.attention else 1
+        self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
         self._frequencies, self._axes = _frequencies(stack.rope, self._device)
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
-        if batch.count is None or batch.layout.hidden:
+        if batch.count is None or batch.layout.hidden or batch.layout.rows > _MOST_ROWS:
             return None
         return (self._few if batch.layout.tokens <= MOST else self._many)(batch), None
 
     def _begin(self, batch: Batch, kind: str) -> _Work:
         tokens, attention, gdn = batch.layout.tokens, self._shapes.attention, self._shapes.gdn
         heads, size = (attention.heads, attention.head_dim) if attention else (1, 1)
-        parts = _MANY_PARTS if kind == "many" else 64 if attention and attention.kv_heads <= 2 else 32
+        parts = _MANY_PARTS if kind == "many" else _FEW_PARTS
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -84,10 +89,10 @@ class Step:
         work = _Work(batch, kind, parts, empty(tokens, self._hidden), empty(tokens, rotary),
                      empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
                      empty(tokens, heads, parts, size), empty(tokens, heads, parts, 2))
-        self._module.launch("k_enter", (tokens,), 256, args.Enter(
+        self._module.launch("k_enter", (self._blocks,), 256, args.Enter(
             ids=batch.ids, positions=batch.positions, embedding=self._stack.embedding, frequencies=self._frequencies,
             axes=self._axes, residual=work.residual, turns=work.turns, hidden=self._hidden, rotary=rotary,
-            tokens=tokens), overlap=False)
+            tokens=tokens), HALF, overlap=False)
         return work
 
     def _few(self, batch: Batch) -> Tensor:
@@ -111,38 +116,42 @@ class Step:
         assert isinstance(weight, Tensor)
         rows, columns = weight.shape
         tokens, product = len(x), Multiply(columns, scale is not None, out)
-        units = -(-rows // 8)
-        blocks = min(units, self._blocks)
+        blocks, units = self._blocks, -(-rows // 8)
         mine = -(-units // blocks)
         group = product.group(tokens, mine)
         self._module.launch(product.name(tokens), (blocks,), WARPS * 32, args.Product(
-            weight=weight, x=x, scale=scale, places=None, y=y, eps=self._stack.eps, tokens=tokens, rows=rows,
-            group=group), product.shared(tokens, group, group >= mine))
+            weight=weight, x=x, scale=scale, y=y, eps=self._stack.eps, tokens=tokens, rows=rows,
+            whole=units // blocks, rest=units % blocks, group=group, inverse=65536 // tokens + 1),
+            product.shared(tokens, group, group >= mine))
 
     def _mix(self, layer: Layer, work: _Work, proj: Tensor, stride: int) -> None:
         """From the projections to `work.y`."""
         mixer, batch = layer.mixer, work.batch
         if isinstance(mixer, GdnWeights):
             spec, state = mixer.spec, self._stores.states[layer.store]
-            self._module.launch(f"k_gdn_{work.kind}", (spec.value_heads, batch.layout.rows), gdn_threads(spec),
-                                args.Gdn(
+            items = spec.value_heads * batch.layout.rows
+            self._deal(f"k_gdn_{work.kind}", items, gdn_threads(spec), args.Gdn(
                 proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
                 state=state.recurrent, ring=state.conv, y=work.y, count=batch.count, starts=batch.starts,
                 done=batch.done, source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
-                value_heads=spec.value_heads, stride=stride, width=state.conv.shape[1], tiled=int(spec.tiled)))
+                value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), items=items))
         else:
             self._attend(layer, mixer, work, proj, stride)
 
     def _attend(self, layer: Layer, mixer: AttentionWeights, work: _Work, proj: Tensor, stride: int) -> None:
         spec, kv, batch = mixer.spec, self._stores.kv[layer.store], work.batch
-        given = args.Attention(
+        items = work.parts * spec.kv_heads * batch.layout.rows
+        self._deal(f"k_attention_{work.kind}", items, 256, args.Attention(
             proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, keys=kv.keys,
-            values=kv.values, mixed=work.mixed, mass=work.mass, y=work.y, count=batch.count, starts=batch.starts,
-            done=batch.done, pages=batch.pages, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads, stride=stride,
-            rotary=spec.rotary_dim, width=batch.pages.shape[1], parts=work.parts)
-        rows = batch.layout.rows
-        self._module.launch(f"k_attention_parts_{work.kind}", (work.parts, spec.kv_heads, rows), 256, given)
-        self._module.launch(f"k_attention_join_{work.kind}", (spec.heads, rows), spec.head_dim, given)
+            values=kv.values, mixed=work.mixed, mass=work.mass, y=work.y, ended=self._ended, count=batch.count,
+            starts=batch.starts, done=batch.done, pages=batch.pages, eps=spec.eps, heads=spec.heads,
+            kv_heads=spec.kv_heads, stride=stride, rotary=spec.rotary_dim, width=batch.pages.shape[1],
+            parts=work.parts, items=items))
+
+    def _deal(self, name: str, items: int, threads: int, given: Arguments) -> None:
+        """Launch a kernel that deals items to its blocks: of few rows one for each multiprocessor, else one an item."""
+        few = name.endswith("few")
+        self._module.launch(name, (self._blocks if few else items,), threads, given, HALF - _OWN if few else 0)
 
     def _many(self, batch: Batch) -> Tensor:
         stack, work = self._stack, self._begin(batch, "many")

@@ -1,5 +1,5 @@
-// Gated attention over paged K/V for rows that decode, in two kernels: parts of the context, then their join. Page p of a
-// row belongs to part p mod parts, whatever the row's length, so a token's sums have one order.
+// Gated attention over paged K/V for rows that decode. Page p of a row belongs to part p mod parts, whatever the row's
+// length, and the block that is the last to end a row's parts joins them in their order: a token's sums have one order.
 
 struct Attention {
     const void *proj;    // [T, stride]: per head query and gate, then keys, then values
@@ -9,111 +9,122 @@ struct Attention {
     float *mixed;        // [T, heads, parts, D]: not divided by the part's mass
     float *mass;         // [T, heads, parts, 2]: the part's highest score, its mass
     u16 *y;              // [T, heads * D]
+    int *ended;          // [rows, kv_heads]: parts that have ended; zero before and after
     const i64 *count, *starts, *done, *pages;
     float eps;
-    int heads, kv_heads, stride, rotary, width, parts;  // width: pages of a row in the table
+    int heads, kv_heads, stride, rotary, width, parts, items;  // width: pages of a row in the table; parts: a power of 2
 };
 
-// A head's vector, normalised and rotated: lane has elements lane * D / 32 ... buffer: D floats of the warp's own.
+// A head's vector, normalised and rotated: lane has elements lane * D / 32 ... buffer: D floats of the warp's own. The
+// lane's elements lie all in one half of the rotated ones, or behind.
 template <int D, class In> DEVICE void turn(float (&v)[D / 32], const In *from, const float *norm, const float *turns,
                                             int rotary, float eps, float *buffer) {
     constexpr int N = D / 32;
-    const int lane = threadIdx.x & 31, half = rotary / 2;
-    float sum = 0;
+    const int first = (threadIdx.x & 31) * N, half = rotary / 2;
+    float scale[N], sum = 0;
+    load_all<N>(v, from + first);
+    load_all<N>(scale, norm + first);
 #pragma unroll
-    for (int i = 0; i < N; ++i) v[i] = load(from + lane * N + i), sum += v[i] * v[i];
+    for (int i = 0; i < N; ++i) sum += v[i] * v[i];
     const float factor = rsqrtf(warp_sum(sum) / D + eps);
 #pragma unroll
-    for (int i = 0; i < N; ++i) v[i] *= factor * __ldg(norm + lane * N + i), buffer[lane * N + i] = v[i];
+    for (int i = 0; i < N; ++i) v[i] *= factor * scale[i], buffer[first + i] = v[i];
     __syncwarp();
+    if (first < rotary) {
+        const bool second = first >= half;
+        float cosine[N], sine[N];
+        load_all<N>(cosine, turns + first - (second ? half : 0));
+        load_all<N>(sine, turns + first + (second ? 0 : half));
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const int e = lane * N + i;
-        if (e < half) v[i] = v[i] * load(turns + e) - buffer[e + half] * load(turns + half + e);
-        else if (e < rotary) v[i] = v[i] * load(turns + e - half) + buffer[e - half] * load(turns + e);
+        for (int i = 0; i < N; ++i) {
+            const float other = buffer[second ? first + i - half : first + i + half];
+            v[i] = v[i] * cosine[i] + (second ? other : -other) * sine[i];
+        }
     }
     __syncwarp();
 }
 
-template <int N> struct Vector;
-template <> struct Vector<8> {
-    uint4 v;
-    DEVICE void read(const u16 *p) { v = __ldcg((const uint4 *)p); }
-    DEVICE float at(int i) const { u32 w = i < 2 ? v.x : i < 4 ? v.y : i < 6 ? v.z : v.w; return i & 1 ? high(w) : low(w); }
-};
-template <> struct Vector<4> {
-    uint2 v;
-    DEVICE void read(const u16 *p) { v = __ldcg((const uint2 *)p); }
-    DEVICE float at(int i) const { u32 w = i < 2 ? v.x : v.y; return i & 1 ? high(w) : low(w); }
-};
-template <> struct Vector<2> {
-    u32 v;
-    DEVICE void read(const u16 *p) { v = __ldcg((const u32 *)p); }
-    DEVICE float at(int i) const { return i & 1 ? high(v) : low(v); }
+template <int N> struct Vector {
+    u32 w[N / 2];
+    DEVICE void read(const u16 *p) { load_words<N>(w, p); }
+    DEVICE float at(int i) const { return i & 1 ? high(w[i / 2]) : low(w[i / 2]); }
 };
 
-template <int D, int SHARE, class In> DEVICE void attention_parts(const Attention &a) {
-    constexpr int WARPS = 8, N = D / 32;
-    __shared__ float query[SHARE][D], buffers[WARPS][SHARE][D], top[WARPS][SHARE], weight[WARPS][SHARE];
-    launch_dependents();
-    const int part = blockIdx.x, kv = blockIdx.y, row = blockIdx.z, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-    if (row >= *a.count) return;
-    const int start = int(a.starts[row]), tokens = int(a.starts[row + 1]) - start, done = int(a.done[row]);
-    if (part * PAGE >= done + tokens) return;
-    const i64 *table = a.pages + i64(row) * a.width;
-    const i64 step = i64(a.kv_heads) * D;
-    wait();
-    for (int token = warp; token < tokens; token += WARPS) {  // the new keys and values of this part's pages
+template <int D, int SHARE, class In> struct Attend {
+    static constexpr int WARPS = 8, N = D / 32;
+    struct Shared {
+        float query[SHARE][D], buffers[WARPS][SHARE][D], top[WARPS][SHARE], weight[WARPS][SHARE];
+        float share[SHARE][64];
+        int last;
+    };
+    const Attention &a;
+    Shared &m;
+    int part, kv, row, start, tokens, done, tid, warp, lane;
+    const i64 *table;
+
+    DEVICE Attend(const Attention &args, Shared &shared, int item) : a(args), m(shared) {
+        tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+        part = item & (a.parts - 1);
+        const int rest = item / a.parts;
+        row = rest / a.kv_heads, kv = rest - row * a.kv_heads;
+        start = int(a.starts[row]), tokens = int(a.starts[row + 1]) - start, done = int(a.done[row]);
+        table = a.pages + i64(row) * a.width;
+        if (row >= *a.count || part * PAGE >= done + tokens) tokens = 0;
+    }
+    DEVICE i64 place(int position) const {
+        return ((table[position / PAGE] * PAGE + position % PAGE) * a.kv_heads + kv) * D + lane * N;
+    }
+    // The queries of a token, and its key and value if this part has them: a warp for each.
+    DEVICE void prepare(int token) {
         const int position = done + token;
-        if (position / PAGE % a.parts != part) continue;
-        const In *from = (const In *)a.proj + i64(start + token) * a.stride + i64(a.heads) * 2 * D + kv * D;
-        const i64 to = (table[position / PAGE] * PAGE + position % PAGE) * step + kv * D + lane * N;
-        float v[N];
-        turn<D>(v, from, a.key_norm, a.turns + (start + token) * a.rotary, a.rotary, a.eps, buffers[warp][0]);
+        const bool mine = (position / PAGE & (a.parts - 1)) == part;
+        const In *from = (const In *)a.proj + i64(start + token) * a.stride;
+        const float *turns = a.turns + (start + token) * a.rotary;
+        for (int job = warp; job < SHARE + (mine ? 2 : 0); job += WARPS) {
+            float v[N];
+            if (job < SHARE) {
+                turn<D>(v, from + (kv * SHARE + job) * 2 * D, a.query_norm, turns, a.rotary, a.eps, m.buffers[warp][0]);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            a.keys[to + i] = narrow(v[i]);
-            a.values[to + i] = narrow(load(from + a.kv_heads * D + lane * N + i));
+                for (int i = 0; i < N; ++i) m.query[job][lane * N + i] = v[i] * rsqrtf(float(D));
+                continue;
+            }
+            const In *raw = from + a.heads * 2 * D + kv * D;
+            u16 *to = (job == SHARE ? a.keys : a.values) + place(position);
+            if (job == SHARE) turn<D>(v, raw, a.key_norm, turns, a.rotary, a.eps, m.buffers[warp][0]);
+            else load_all<N>(v, raw + a.kv_heads * D + lane * N);
+            store_all<N>(to, v);
         }
     }
-    for (int token = 0; token < tokens; ++token) {
+    // This part's share of one token's attention.
+    DEVICE void attend(int token, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
         const int position = done + token;
-        if (part * PAGE > position) continue;
-        __syncthreads();
-        for (int g = warp; g < SHARE; g += WARPS) {
-            const In *from = (const In *)a.proj + i64(start + token) * a.stride + (kv * SHARE + g) * 2 * D;
-            float v[N];
-            turn<D>(v, from, a.query_norm, a.turns + (start + token) * a.rotary, a.rotary, a.eps, buffers[warp][0]);
-#pragma unroll
-            for (int i = 0; i < N; ++i) query[g][lane * N + i] = v[i] * rsqrtf(float(D));
-        }
-        __syncthreads();
-        float q[SHARE][N], acc[SHARE][N], best[SHARE], mass[SHARE];
+        float acc[SHARE][N], best[SHARE], mass[SHARE];
 #pragma unroll
         for (int g = 0; g < SHARE; ++g) {
             best[g] = -1e30f, mass[g] = 0;
 #pragma unroll
-            for (int i = 0; i < N; ++i) q[g][i] = query[g][lane * N + i], acc[g][i] = 0;
+            for (int i = 0; i < N; ++i) acc[g][i] = 0;
         }
         for (int page = part; page * PAGE <= position; page += a.parts) {
-            const i64 first = table[page] * PAGE;
-            Vector<N> key[2], value[2];
+            const int first = page * PAGE + warp * 2;
+            const i64 at = first <= position ? place(first) : 0;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const i64 at = (first + warp * 2 + h) * step + kv * D + lane * N;
-                if (page * PAGE + warp * 2 + h <= position) key[h].read(a.keys + at), value[h].read(a.values + at);
+                const bool known = token == 0 && page == part && first + h < done;
+                if (first + h <= position && !known)
+                    key[h].read(a.keys + at + h * a.kv_heads * D), value[h].read(a.values + at + h * a.kv_heads * D);
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                if (page * PAGE + warp * 2 + h > position) break;
+                if (first + h > position) break;
 #pragma unroll
                 for (int g = 0; g < SHARE; ++g) {
                     float score = 0;
 #pragma unroll
-                    for (int i = 0; i < N; ++i) score += q[g][i] * key[h].at(i);
+                    for (int i = 0; i < N; ++i) score += m.query[g][lane * N + i] * key[h].at(i);
                     score = warp_sum(score);
-                    const float high = fmaxf(best[g], score), old = __expf(best[g] - high), now = __expf(score - high);
-                    best[g] = high, mass[g] = mass[g] * old + now;
+                    const float top = fmaxf(best[g], score), old = __expf(best[g] - top), now = __expf(score - top);
+                    best[g] = top, mass[g] = mass[g] * old + now;
 #pragma unroll
                     for (int i = 0; i < N; ++i) acc[g][i] = acc[g][i] * old + now * value[h].at(i);
                 }
@@ -121,45 +132,105 @@ template <int D, int SHARE, class In> DEVICE void attention_parts(const Attentio
         }
 #pragma unroll
         for (int g = 0; g < SHARE; ++g) {
-            if (lane == 0) top[warp][g] = best[g], weight[warp][g] = mass[g];
+            if (lane == 0) m.top[warp][g] = best[g], m.weight[warp][g] = mass[g];
 #pragma unroll
-            for (int i = 0; i < N; ++i) buffers[warp][g][lane * N + i] = acc[g][i];
+            for (int i = 0; i < N; ++i) m.buffers[warp][g][lane * N + i] = acc[g][i];
         }
         __syncthreads();
         for (int o = tid; o < SHARE * D; o += WARPS * 32) {
             const int g = o / D, d = o % D;
-            float high = top[0][g], sum = 0, total = 0;
+            float high = m.top[0][g], sum = 0, total = 0;
 #pragma unroll
-            for (int w = 1; w < WARPS; ++w) high = fmaxf(high, top[w][g]);
+            for (int w = 1; w < WARPS; ++w) high = fmaxf(high, m.top[w][g]);
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
-                const float share = __expf(top[w][g] - high);
-                sum += share * buffers[w][g][d], total += share * weight[w][g];
+                const float share = __expf(m.top[w][g] - high);
+                sum += share * m.buffers[w][g][d], total += share * m.weight[w][g];
             }
             const i64 at = (i64(start + token) * a.heads + kv * SHARE + g) * a.parts + part;
             a.mixed[at * D + d] = sum;
             if (d == 0) a.mass[at * 2] = high, a.mass[at * 2 + 1] = total;
         }
     }
-}
-
-// One block of D threads for each head of a token.
-template <int D, class In> DEVICE void attention_join(const Attention &a) {
-    launch_dependents();
-    const int head = blockIdx.x, token = blockIdx.y, d = threadIdx.x;
-    const int row = row_of(a.starts, token);
-    if (row >= *a.count) return;
-    const int parts = min(a.parts, int(a.done[row] + token - a.starts[row]) / PAGE + 1);
-    wait();
-    const i64 at = (i64(token) * a.heads + head) * a.parts;
-    const float gate = load((const In *)a.proj + i64(token) * a.stride + head * 2 * D + D + d);
-    float high = -1e30f, sum = 0, total = 0;
-#pragma unroll 8
-    for (int p = 0; p < parts; ++p) high = fmaxf(high, load(a.mass + (at + p) * 2));
-#pragma unroll 8
-    for (int p = 0; p < parts; ++p) {
-        const float share = __expf(load(a.mass + (at + p) * 2) - high);
-        sum += share * load(a.mixed + (at + p) * D + d), total += share * load(a.mass + (at + p) * 2 + 1);
+    // The last block of a row's K/V head joins what all have found.
+    DEVICE void join() {
+        const int all = min(a.parts, (done + tokens - 1) / PAGE + 1);
+        __threadfence();
+        __syncthreads();
+        if (tid == 0) m.last = atomicAdd(a.ended + row * a.kv_heads + kv, 1) == all - 1;
+        __syncthreads();
+        if (!m.last) return;
+        __threadfence();
+        if (tid == 0) a.ended[row * a.kv_heads + kv] = 0;
+        for (int token = start; token < start + tokens; ++token) {
+            const int parts = min(a.parts, (done + token - start) / PAGE + 1);
+            const i64 at = (i64(token) * a.heads + kv * SHARE) * a.parts;
+            for (int g = warp; g < SHARE; g += WARPS) {  // what each part counts for
+                const float *mass = a.mass + (at + g * a.parts) * 2;
+                float top[2], own[2], high = -1e30f;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int p = lane + 32 * i;
+                    const float2 m = p < parts ? __ldcg((const float2 *)mass + p) : make_float2(-1e30f, 0);
+                    top[i] = m.x, own[i] = m.y, high = fmaxf(high, m.x);
+                }
+#pragma unroll
+                for (int i = 16; i; i >>= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, i));
+#pragma unroll
+                for (int i = 0; i < 2; ++i) top[i] = __expf(top[i] - high);
+                const float total = warp_sum(top[0] * own[0] + top[1] * own[1]);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) m.share[g][lane + 32 * i] = top[i] / total;
+            }
+            __syncthreads();
+            constexpr int SPLIT = WARPS * 32 / D, EACH = (SHARE + SPLIT - 1) / SPLIT;
+            const int d = tid % D, sub = tid / D;
+            float sum[EACH];
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) sum[k] = 0;
+#pragma unroll 4
+            for (int p = 0; p < parts; ++p)
+#pragma unroll
+                for (int k = 0; k < EACH; ++k)
+                    if (const int g = sub + k * SPLIT; g < SHARE)
+                        sum[k] += m.share[g][p] * load(a.mixed + (at + g * a.parts + p) * D + d);
+#pragma unroll
+            for (int k = 0; k < EACH; ++k)
+                if (const int g = sub + k * SPLIT; g < SHARE) {
+                    const int head = kv * SHARE + g;
+                    const float gate = load((const In *)a.proj + i64(token) * a.stride + head * 2 * D + D + d);
+                    a.y[i64(token) * (a.heads * D) + head * D + d] = narrow(sum[k] * sigmoid(gate));
+                }
+            __syncthreads();
+        }
     }
-    a.y[i64(token) * (a.heads * D) + head * D + d] = narrow(sum / total * sigmoid(gate));
+    DEVICE void run(bool first) {
+        Vector<N> key[2], value[2];
+        if (tokens) {  // what earlier steps have stored can be read at once
+            const int from = part * PAGE + warp * 2;
+            const i64 at = from < done ? place(from) : 0;
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (from + h < done)
+                    key[h].read(a.keys + at + h * a.kv_heads * D), value[h].read(a.values + at + h * a.kv_heads * D);
+        }
+        if (first) wait();
+        for (int token = 0; token < tokens; ++token) {
+            if (part * PAGE > done + token) continue;
+            __syncthreads();
+            prepare(token);
+            __syncthreads();
+            attend(token, key, value);
+        }
+        if (tokens) join();
+    }
+};
+
+// Parts of K/V heads of rows, `items` in all, dealt to blocks of 256 threads.
+template <int D, int SHARE, class In> DEVICE void attention(const Attention &a) {
+    __shared__ typename Attend<D, SHARE, In>::Shared shared;
+    launch_dependents();
+    if (blockIdx.x >= a.items) wait();
+    for (int item = blockIdx.x; item < a.items; item += gridDim.x)
+        Attend<D, SHARE, In>(a, shared, item).run(item == blockIdx.x);
 }

@@ -6,6 +6,10 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 #define PAGE 16
 
+// Every kernel of a step of few rows has one block for each multiprocessor, of half its registers and of more than a third
+// of its shared memory, and a block without work waits all the same. So the next kernel's blocks, which start early, come
+// to lie one on each, beside these. Else two of them would share a multiprocessor and take twice as long.
+
 // The next kernel of the stream may start: it waits itself, with `wait`, before it touches what this one writes.
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -43,27 +47,56 @@ DEVICE float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 DEVICE float load(const float *p) { return __ldcg(p); }
 DEVICE float load(const u16 *p) { return wide(__ldcg(p)); }
 DEVICE float4 load4(const float *p) { return __ldcg((const float4 *)p); }
+// One store of 16 bytes: left to itself the compiler makes four of it.
+DEVICE void store4(float *p, float4 v) {
+    asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
 DEVICE uint4 load8(const u16 *p) { return __ldcg((const uint4 *)p); }
-// Weights: read once a step, so they had better not push anything else out of the caches.
-DEVICE u64 read_once() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
+// Asynchronous copies of weights, 16 bytes each, past the first-level cache.
+DEVICE void copy_weight(u32 to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
-DEVICE uint4 load_weight(const void *p, u64 policy) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
-    return v;
-}
+DEVICE void end_copy() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the newest N ended copies of this thread are there.
+template <int N> DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Which row of the batch a token belongs to: starts [rows + 1].
-DEVICE int row_of(const i64 *starts, int token) {
-    if (starts[token] == token) return token;
-    int row = 0;
-    while (starts[row + 1] <= token) ++row;
-    return row;
+// N consecutive numbers at once: N is 2, 4 or 8.
+template <int N> DEVICE void load_all(float (&v)[N], const float *p) {
+    if constexpr (N == 2) {
+        const float2 x = __ldcg((const float2 *)p);
+        v[0] = x.x, v[1] = x.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            const float4 x = load4(p + i);
+            v[i] = x.x, v[i + 1] = x.y, v[i + 2] = x.z, v[i + 3] = x.w;
+        }
+    }
+}
+template <int N> DEVICE void load_words(u32 (&w)[N / 2], const u16 *p) {
+    if constexpr (N == 2) w[0] = __ldcg((const u32 *)p);
+    if constexpr (N == 4) {
+        const uint2 x = __ldcg((const uint2 *)p);
+        w[0] = x.x, w[1] = x.y;
+    }
+    if constexpr (N == 8) {
+        const uint4 x = load8(p);
+        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+    }
+}
+template <int N> DEVICE void load_all(float (&v)[N], const u16 *p) {
+    u32 w[N / 2];
+    load_words<N>(w, p);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = i & 1 ? high(w[i / 2]) : low(w[i / 2]);
+}
+template <int N> DEVICE void store_all(u16 *p, const float (&v)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+        const u32 w = narrow2(v[i], v[i + 1]);
+        asm volatile("st.global.u32 [%0], %1;" :: "l"(p + i), "r"(w) : "memory");
+    }
 }

@@ -6,11 +6,11 @@ struct Gdn {
     const u16 *conv;     // [C, 4]
     const float *decay, *dt_bias, *norm;
     float *state;        // [slots, Hv, DK, DV]
-    u16 *ring;           // [slots, width, C]
+    u16 *ring;           // [slots, 4, C]
     u16 *y;              // [T, Hv * DV]
     const i64 *count, *starts, *done, *source, *target;
     float eps;
-    int key_heads, value_heads, stride, width, tiled;
+    int key_heads, value_heads, stride, tiled, items;
 };
 
 template <int DK, int DV> struct GdnShape {
@@ -19,17 +19,21 @@ template <int DK, int DV> struct GdnShape {
     static_assert(DK % GROUPS == 0 && 2 * DK + DV <= THREADS && 2 * DV <= THREADS, "the block does not fit the head");
 };
 
-template <int DK, int DV, class In> DEVICE void gdn(const Gdn &a) {
+// One value head of one row. first: nothing was waited for yet.
+template <int DK, int DV, class In> DEVICE void gdn_head(const Gdn &a, int head, int row, bool first) {
     using Shape = GdnShape<DK, DV>;
     __shared__ float query[DK], key[DK], value[DV], parts[2][Shape::GROUPS][DV], sums[2][DV], red[Shape::WARPS];
-    launch_dependents();
-    const int row = blockIdx.y, head = blockIdx.x, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-    if (row >= *a.count) return;
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+    const i64 count = *a.count, source = a.source[row], target = a.target[row];
+    const int start = int(a.starts[row]), tokens = int(a.starts[row + 1]) - start, done = int(a.done[row]);
+    if (row >= count) {
+        if (first) wait();
+        return;
+    }
     const int share = a.value_heads / a.key_heads, from = a.tiled ? head % a.key_heads : head / share;
     const bool leads = a.tiled ? head < a.key_heads : head % share == 0;
     const int keys = a.key_heads * DK, channels = 2 * keys + a.value_heads * DV;
-    const i64 source = a.source[row], target = a.target[row];
-    const int start = int(a.starts[row]), tokens = int(a.starts[row + 1]) - start, done = int(a.done[row]);
+    u16 *const old_ring = a.ring + source * 4 * channels, *const ring = a.ring + target * 4 * channels;
 
     const int column = tid % Shape::COLUMNS, group = tid / Shape::COLUMNS;
     float4 s[Shape::ROWS];
@@ -47,11 +51,11 @@ template <int DK, int DV, class In> DEVICE void gdn(const Gdn &a) {
 #pragma unroll
         for (int i = 0; i < 3; ++i)
             if (done - 3 + i >= 0)
-                history[i] = load(a.ring + (source * a.width + (done - 3 + i) % a.width) * channels + channel);
+                history[i] = load(old_ring + ((done - 3 + i) & 3) * channels + channel);
     }
     const float rate = __ldg(a.decay + head), bias = __ldg(a.dt_bias + head);
     const float scale = tid < DV ? __ldg(a.norm + tid) : 0.f;
-    wait();
+    if (first) wait();
     for (int token = 0; token < tokens; ++token) {
         const In *proj = (const In *)a.proj + i64(start + token) * a.stride;
         float x = 0, gate = 0;
@@ -63,8 +67,8 @@ template <int DK, int DV, class In> DEVICE void gdn(const Gdn &a) {
             x = silu(low(taps.x) * history[0] + high(taps.x) * history[1] + low(taps.y) * history[2] +
                      high(taps.y) * wide(raw));
             history[0] = history[1], history[1] = history[2], history[2] = wide(raw);
-            if (writes && source == target && token + a.width >= tokens)
-                a.ring[(target * a.width + (done + token) % a.width) * channels + channel] = raw;
+            if (writes && source == target && token + 4 >= tokens)
+                ring[((done + token) & 3) * channels + channel] = raw;
             (tid < DK ? query[tid] : tid < 2 * DK ? key[tid - DK] : value[tid - 2 * DK]) = x;
         }
         const float square = warp_sum(x * x);
@@ -122,16 +126,24 @@ template <int DK, int DV, class In> DEVICE void gdn(const Gdn &a) {
     }
     float *now = a.state + ((target * a.value_heads + head) * DK) * DV + column * 4;
 #pragma unroll
-    for (int i = 0; i < Shape::ROWS; ++i) *(float4 *)(now + (group + i * Shape::GROUPS) * DV) = s[i];
+    for (int i = 0; i < Shape::ROWS; ++i) store4(now + (group + i * Shape::GROUPS) * DV, s[i]);
     if (writes && (source != target || !done)) {  // the places that no new input went to
-        for (int place = 0; place < a.width; ++place) {
-            int age = (done + tokens - 1 - place) % a.width;
-            age = age < 0 ? age + a.width : age;  // 0: the last token's
-            const int position = done + tokens - 1 - age;
-            const i64 at = i64(place) * channels + channel, slot = i64(a.width) * channels;
-            if (position < done) a.ring[target * slot + at] = done ? __ldcg(a.ring + source * slot + at) : u16(0);
+        for (int place = 0; place < 4; ++place) {
+            const int position = done + tokens - 1 - ((done + tokens - 1 - place) & 3), at = place * channels + channel;
+            if (position < done) ring[at] = done ? __ldcg(old_ring + at) : u16(0);
             else if (source != target)
-                a.ring[target * slot + at] = narrow(load((const In *)a.proj + i64(start + position - done) * a.stride + channel));
+                ring[at] = narrow(load((const In *)a.proj + i64(start + position - done) * a.stride + channel));
         }
+    }
+}
+
+// Heads of rows, `items` in all, dealt to the blocks.
+template <int DK, int DV, class In> DEVICE void gdn(const Gdn &a) {
+    launch_dependents();
+    if (blockIdx.x >= a.items) wait();
+    for (int item = blockIdx.x; item < a.items; item += gridDim.x) {
+        if (item != blockIdx.x) __syncthreads();
+        const int row = item / a.value_heads;
+        gdn_head<DK, DV, In>(a, item - row * a.value_heads, row, item == blockIdx.x);
     }
 }

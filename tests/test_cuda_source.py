@@ -1,0 +1,110 @@
+"""What can be said of the GPU's kernels without a GPU: structs that agree, shapes that fit, sources that compile."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltic.ops.cuda import arguments
+from deltic.ops.cuda.driver import Arguments
+from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
+from deltic.ops.cuda.sample import source
+from deltic.ops.cuda.shapes import ADD, GATE, HALF, MOST, STORE, WARPS, Multiply, Shapes
+from deltic.ops.records import AttentionSpec, GdnSpec
+
+MODELS = {
+    "tiny": (192, 576, GdnSpec(3, 6, 32, 32, 4, 1e-6), AttentionSpec(4, 2, 64, 16, True, 1e-6)),
+    "0.8B": (1024, 3584, GdnSpec(16, 16, 128, 128, 4, 1e-6), AttentionSpec(8, 2, 256, 64, True, 1e-6)),
+    "4B": (2560, 9216, GdnSpec(16, 32, 128, 128, 4, 1e-6), AttentionSpec(16, 4, 256, 64, True, 1e-6)),
+    "9B": (4096, 12288, GdnSpec(16, 32, 128, 128, 4, 1e-6), AttentionSpec(16, 4, 256, 64, True, 1e-6)),
+}
+MULTIPROCESSOR, BLOCK = 228 << 10, 227 << 10
+"""Bytes of shared memory, on compute capability 9.0."""
+
+
+def shapes_of(name: str) -> Shapes:
+    hidden, ffn, gdn, attention = MODELS[name]
+    products = {Multiply(hidden, True, STORE): None, Multiply(gdn.values, False, ADD): None,
+                Multiply(attention.queries, False, ADD): None, Multiply(hidden, True, GATE): None,
+                Multiply(ffn, False, ADD): None}
+    return Shapes(tuple(products), gdn, attention)
+
+
+def members(struct: str) -> list[str]:
+    """The members of a struct of the kernels, in order."""
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh")))
+    found = re.search(rf"struct {struct} {{(.*?)\n}};", text, re.DOTALL)
+    assert found, struct
+    lines = re.sub(r"//.*", "", found[1])
+    return [re.findall(r"\w+", name)[-1] for line in lines.split(";") for name in line.split(",") if name.strip()]
+
+
+@pytest.mark.parametrize("name", ["Product", "Gdn", "Attention", "Enter", "AddNorm", "Gate", "Choice"])
+def test_structs_are_the_kernels(name: str) -> None:
+    given: type[Arguments] = getattr(arguments, name)
+    assert [member for member, _ in given._fields_] == members(name)
+
+
+@pytest.mark.parametrize("tokens", range(1, MOST + 1))
+@pytest.mark.parametrize("name", MODELS)
+def test_products_fit(name: str, tokens: int) -> None:
+    for product in shapes_of(name).products:
+        for mine in (1, 2, 8, 240):
+            group = product.group(tokens, mine)
+            shared = product.shared(tokens, group, group >= mine)
+            assert group % product.units == 0 and HALF <= shared <= BLOCK
+            if tokens == 1 and mine <= 8:
+                assert shared + HALF + 2048 <= MULTIPROCESSOR, "the next kernel has no room beside it"
+
+
+def test_a_kernels_name_says_what_it_is() -> None:
+    """One name, one source: what differs in the source differs in the name."""
+    for name in MODELS:
+        for product in shapes_of(name).products:
+            sources: dict[str, str] = {}
+            for tokens in range(1, MOST + 1):
+                text = product.source(tokens)
+                assert sources.setdefault(product.name(tokens), text) == text
+            assert all(text in shapes_of(name).source() for text in sources.values())
+
+
+def test_importing_loads_no_driver() -> None:
+    code = ("import sys, deltic.ops; deltic.ops.select(); import ctypes.util;"
+            "print(any('libcuda' in line or 'nvrtc' in line for line in open('/proc/self/maps')))")
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("no /proc")
+    import torch
+
+    if torch.version.cuda:
+        pytest.skip("this torch brings them along")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS, "draws"])
+def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = source() if name == "draws" else shapes_of(name).source()
+    try:
+        for architecture in ("sm_90", "sm_80"):
+            assert compile_source(text, architecture)[:4] == b"\x7fELF"
+        return
+    except CompileError as error:
+        if "not installed" not in str(error):
+            raise
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("neither NVRTC nor nvcc is installed")
+    (tmp_path / "kernels.cu").write_text(text, encoding="utf-8")
+    subprocess.run([compiler, "-arch=sm_90", "-std=c++17", "-cubin", "-o", str(tmp_path / "kernels.cubin"),
+                    str(tmp_path / "kernels.cu")], check=True)
+
+
+def test_blocks_are_whole_warps() -> None:
+    assert WARPS * 32 == 256
