@@ -102,8 +102,8 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
     floor = (weights + state + keys) / BANDWIDTH
     served = "torch" if runtime.step is None else "cuda"
     record("gpu", {"task": "decode", "model": runtime.name, "served": served, "batch": batch, "prompt": args.prompt,
-                   "new": args.new, "temperature": args.temperature, "graphs": runtime.graphs is not None, "ops": args.ops,
-                   "step_us": round(step * 1e6, 1), "tokens_per_second": round(batch / step, 1),
+                   "new": args.new, "temperature": args.temperature, "graphs": runtime.graphs is not None,
+                   "ops": args.ops, "step_us": round(step * 1e6, 1), "tokens_per_second": round(batch / step, 1),
                    "host_us": round(median(forwards) * 1e6, 1), "floor_us": round(floor * 1e6, 1),
                    "over_floor": round(step / floor, 2), "ready_s": ready,
                    "reserved_mib": torch.cuda.memory_reserved() >> 20, "replay_us": _replays(runtime, batch)})

@@ -62,6 +62,11 @@ def test_products_fit(name: str, tokens: int) -> None:
                 assert shared + HALF + 2048 <= MULTIPROCESSOR, "the next kernel has no room beside it"
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_models_fit(name: str) -> None:
+    assert shapes_of(name).shared <= BLOCK
+
+
 def test_a_kernels_name_says_what_it_is() -> None:
     """One name, one source: what differs in the source differs in the name."""
     for name in MODELS:

@@ -69,9 +69,8 @@ def decodes(plan: Plan) -> bool:
 def decoding(plan: Plan, device: torch.device) -> Batch:
     """A plan that `decodes`, with its bucket: both are views of one upload."""
     rows = [*plan.rows]
-    real = len(rows)
-    padded = Padded(torch.empty(0), power_of_two(real), power_of_two(max(_FEWEST_PAGES, *(len(r.pages) for r in rows))))
-    rows += [rows[-1]] * (padded.rows - real)
+    real, pages = len(rows), power_of_two(max(_FEWEST_PAGES, *(len(row.pages) for row in rows)))
+    rows += [rows[-1]] * (power_of_two(real) - real)
     done = [row.done for row in rows]
     slots = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
@@ -81,8 +80,8 @@ def decoding(plan: Plan, device: torch.device) -> Batch:
         numbers.extend(values)
     for row in rows:
         numbers.extend(row.pages)
-        numbers.extend((0,) * (padded.pages - len(row.pages)))
-    padded = Padded(torch.frombuffer(numbers, dtype=torch.int64).to(device), padded.rows, padded.pages)
+        numbers.extend((0,) * (pages - len(row.pages)))
+    padded = Padded(torch.frombuffer(numbers, dtype=torch.int64).to(device), len(rows), pages)
     layout = Layout((1,) * real, tuple(row.done + 1 for row in plan.rows), real, real)
     return step_of(padded, layout, _span(slots[:real], targets[:real]))
 
@@ -97,13 +96,17 @@ def step_of(padded: Padded, layout: Layout | None = None, span: tuple[int, int] 
     real = layout.rows
     count, ids, positions, starts, done, store, source, target, table = numbers.split(
         (1, rows, 3 * rows, rows + 1, rows, rows, rows, rows, rows * pages))
-    done = done[:real]
+    positions, table = positions.view(3, rows), table.view(rows, pages)
+    if real < rows:
+        positions, starts = positions[:, :real], starts[:real + 1]
+        ids, done, store, source, target, table = (
+            tensor[:real] for tensor in (ids, done, store, source, target, table))
+    none = numbers[:0]
     return Batch(
-        layout=layout, ids=ids[:real], positions=positions.view(3, rows)[:, :real], starts=starts[:real + 1],
-        done=done, pages=table.view(rows, pages)[:real], store=store[:real], source=source[:real],
-        target=target[:real], base=done, ring=done, append=_no_appends(real, numbers.device),
-        emit_row=numbers[:0], emit_length=numbers[:0], emit_slot=numbers[:0], logit_tokens=starts[:real], span=span,
-        count=count if whole else None, padded=None if whole else padded)
+        layout=layout, ids=ids, positions=positions, starts=starts, done=done, pages=table, store=store, source=source,
+        target=target, base=done, ring=done, append=_no_appends(real, numbers.device), emit_row=none, emit_length=none,
+        emit_slot=none, logit_tokens=starts[:real], span=span, count=count if whole else None,
+        padded=None if whole else padded)
 
 
 def power_of_two(number: int) -> int:

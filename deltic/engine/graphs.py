@@ -42,14 +42,18 @@ class Graphs:
         padded = batch.padded
         if padded is None:
             return None
+        with torch.cuda.device(padded.numbers.device):
+            return self._run(padded)[:batch.layout.logits]
+
+    def _run(self, padded: Padded) -> Tensor:
         captured = self._captured.get((padded.rows, padded.pages))
         if captured is None:
             logits = self._forward(step_of(padded)).clone()
             self.capture(padded.rows, padded.pages, padded.numbers)
-            return logits[:batch.layout.logits]
+            return logits
         captured.numbers.copy_(padded.numbers)
         captured.graph.replay()
-        return captured.logits[:batch.layout.logits]
+        return captured.logits
 
     def capture(self, rows: int, pages: int, numbers: Tensor) -> None:
         """Record a bucket. numbers: of any step of it."""

@@ -12,9 +12,9 @@ import torch
 
 from deltic.ops.cuda.nvrtc import compile_source
 
-_PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT = 6, 8, 9
+_PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 6, 8, 9, 97
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
+CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
 
 
 class _Attribute(Structure):
@@ -46,14 +46,16 @@ def _plain(value: Any) -> Any:
 
 
 class Module:
-    """Machine code on one device, and its kernels by name."""
+    """Machine code on one device, and its kernels by name. They are to be launched while torch's current device is
+    that one."""
 
     def __init__(self, source: str, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         self.device, self._overlaps = device, major >= 9
-        torch.cuda.synchronize(device)  # torch makes the context current
         self._code, self._module = compile_source(source, f"sm_{major}{minor}"), c_void_p()
-        _check(_driver().cuModuleLoadData(byref(self._module), self._code))
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # torch makes the context current
+            _check(_driver().cuModuleLoadData(byref(self._module), self._code))
         self._functions: dict[str, c_void_p] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
@@ -88,6 +90,15 @@ class Module:
             _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function
         return self._functions[name]
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have."""
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        return 227 << 10
+    found = c_int()
+    _check(_driver().cuDeviceGetAttribute(byref(found), _MOST_SHARED, device.index or 0))
+    return found.value
 
 
 def _check(result: int) -> None:

@@ -35,8 +35,9 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     module = _module(logits.device) if plain else None
     if module is None:
         return TORCH.sample(logits, sampling)
-    found = _drawer(module, *logits.shape, get_ident())(logits, sampling)
-    tokens, healthy = found.cpu().view(2, -1)
+    with torch.cuda.device(logits.device):
+        found = _drawer(module, *logits.shape, get_ident())(logits, sampling)
+        tokens, healthy = found.cpu().view(2, -1)
     return Sampled(tokens, healthy.bool(), healthy.bool())
 
 

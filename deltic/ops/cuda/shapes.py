@@ -88,6 +88,12 @@ class Shapes:
     gdn: GdnSpec | None
     attention: AttentionSpec | None
 
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that the largest block takes."""
+        return max(product.shared(tokens, product.group(tokens, 1 << 20), False)
+                   for product in self.products for tokens in range(1, MOST + 1))
+
     def source(self) -> str:
         text = [headers("product", "gdn", "attention", "small")]
         text += {product.source(tokens): None for product in self.products for tokens in range(1, MOST + 1)}

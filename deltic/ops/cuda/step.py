@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Arguments, Module
+from deltic.ops.cuda.driver import Arguments, Module, shared_memory
 from deltic.ops.cuda.nvrtc import CompileError
 from deltic.ops.cuda.shapes import ADD, GATE, HALF, MOST, STORE, WARPS, Multiply, Shapes, gdn_threads, shapes_of
 from deltic.ops.records import AttentionWeights, Batch, GdnWeights, Layer, RopeSpec, Stack, Stores
@@ -30,6 +31,10 @@ _OWN = 20 << 10
 def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
     shapes = shapes_of(stack, stores) if _own(ops) else None
     if shapes is None:
+        return None
+    assert isinstance(stack.embedding, Tensor)
+    if shapes.shared > shared_memory(stack.embedding.device):
+        log.info("decode steps are served by torch, as this card has too little shared memory for their kernels")
         return None
     try:
         return Step(stack, stores, shapes)
@@ -66,7 +71,7 @@ class Step:
         self._stack, self._stores, self._shapes = stack, stores, shapes
         assert isinstance(stack.embedding, Tensor)
         self._device, self._hidden = stack.embedding.device, stack.embedding.shape[1]
-        self._module = Module(shapes.source(), self._device)
+        self._module = _module(shapes.source(), self._device)
         self._blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
@@ -175,6 +180,12 @@ class Step:
         self._module.launch("k_add_norm", (len(y),), 256, args.AddNorm(
             residual=work.residual, delta=delta, scale=scale, y=y, eps=self._stack.eps, hidden=self._hidden))
         return y
+
+
+@cache
+def _module(source: str, device: torch.device) -> Module:
+    """Loaded once, however many copies of a model are made."""
+    return Module(source, device)
 
 
 def _inner(layer: Layer) -> object:
