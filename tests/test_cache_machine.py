@@ -23,7 +23,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from deltic.cache.hybrid import Checkpoint, HybridCache, Lease
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.lease import Checkpoint, Lease
 from deltic.cache.ledger import Ledger
 from deltic.cache.policy import MemoryNeeds, split_memory
 from deltic.cache.storage import Storage

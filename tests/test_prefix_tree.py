@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 )
 from test_cache_machine import PHASES, hashes, read_kv, read_state, step, toy_cache
 
-from deltic.cache.hybrid import Checkpoint, HybridCache, Lease
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.lease import Checkpoint, Lease
 from deltic.cache.ledger import Ledger
 from deltic.cache.tree import Mark, PrefixTree
 from deltic.types import PAGE

@@ -155,11 +155,11 @@ class Checked(Engine):
 
     def order(self) -> list[Sequence]:
         """Unfinished sequences, oldest first, without those that may be overtaken: who waited for what another one was
-        reading, and the further choices of a request, which wait behind one of each other request."""
+        reading, whose turn is over, and the further choices of a request, which wait behind one of each other's."""
         queue = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in queue:
             self.arrivals.setdefault(sequence, len(self.arrivals))
-        self.held.update(sequence for sequence in queue if sequence.hold or sequence.choice)
+        self.held.update(sequence for sequence in queue if sequence.hold or sequence.choice or sequence.rest)
         queue = [sequence for sequence in queue if sequence not in self.held]
         numbers = [self.arrivals[sequence] for sequence in queue]
         assert numbers == sorted(numbers), "a younger sequence has overtaken an older one"

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from deltic.cache.lease import Checkpoint, Lease, Rest
 from deltic.cache.ledger import Ledger
 from deltic.cache.shelf import Shelf
 from deltic.cache.storage import Storage
@@ -34,58 +34,6 @@ from deltic.cache.tiers import NOTHING, Fetch, Kept, PoolDoor, restore, source_o
 from deltic.cache.tree import Mark, Match, PrefixTree
 from deltic.ops import Ops
 from deltic.ops.records import PAGE, RING
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What one running sequence owns. Read it freely; only HybridCache changes it.
-
-    tokens: the ids that the committed K/V and state stand for; `done` is their count. pages cover `covered` tokens.
-    logits: those of the last token where it started, if known. source: the tier that it came from, if any. shared:
-    tokens of K/V that the tree knew of its prompt. emitting: slots that steps write the state at a position to, to be
-    kept by `keep_emitted`. expected: positions where following prompts are expected to part. guarded: the marks to
-    which the sequence would return.
-    """
-
-    slot: int
-    pages: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logits: Any = None
-    source: str = ""
-    shared: int = 0
-    emitting: dict[int, int] = field(default_factory=dict)
-    expected: set[int] = field(default_factory=set)
-    guarded: list[Mark] = field(default_factory=list)
-    ring: int | None = None
-    behind: int = 0
-
-    @property
-    def done(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def base(self) -> int:
-        """Tokens that the state in the slot stands for."""
-        return self.done - self.behind
-
-    @property
-    def covered(self) -> int:
-        return len(self.pages) * PAGE
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
-    """A position to which sequences can return: its tokens, their pages, and a copy of the state in a slot. logits:
-    those of the last token, if they are kept."""
-
-    slot: int
-    pages: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logits: Any = None
-
-    @property
-    def done(self) -> int:
-        return len(self.tokens)
 
 
 class HybridCache:
@@ -104,11 +52,12 @@ class HybridCache:
         self.rows = self.slots.size if rows is None else rows
         self._leases: dict[int, Lease] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
+        self._rests: list[Rest] = []
 
     @property
     def at_rest(self) -> bool:
         """Whether nothing is leased or kept outside of the tree."""
-        return not self._leases and not self._checkpoints
+        return not self._leases and not self._checkpoints and not self._rests
 
     def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING) -> Lease | None:
         """A lease at the deepest kept position that `prompt` begins with, or at its start.
@@ -375,9 +324,29 @@ class HybridCache:
         for tier in self.tiers:
             tier.close()
 
-    def release(self, lease: Lease, keep: bool = False, lasting: bool = True) -> None:
-        """Give back all that the lease owns; keep: the tree takes over its state and pages. lasting: the tiers get
-        them too."""
+    def rest(self, lease: Lease, keep: bool) -> Rest:
+        """Give back all that the lease owns, as `release`, for a sequence that will go on soon: what it would return to
+        stays guarded until `wake`, and the tiers get nothing."""
+        rest, lease.guarded = Rest(lease.guarded), []
+        end = self.release(lease, keep, lasting=False)
+        if end:
+            rest.guarded.append(end)
+            end.guards += 1
+        self._rests.append(rest)
+        return rest
+
+    def wake(self, rest: Rest, lease: Lease | None = None) -> None:
+        """The sequence goes on with this lease, or never."""
+        self._rests.remove(rest)
+        if lease:
+            lease.guarded += rest.guarded
+        else:
+            for mark in rest.guarded:
+                mark.guards -= 1
+
+    def release(self, lease: Lease, keep: bool = False, lasting: bool = True) -> Mark | None:
+        """Give back all that the lease owns; keep: the tree takes over its state and pages, under the mark that is
+        returned. lasting: the tiers get them too."""
         self._expect(lease)
         if keep and self.reuse:
             self.settle(lease)
@@ -393,9 +362,10 @@ class HybridCache:
             end.expected = True
             _succeed(passed, end, lease.expected)
             self.pages.release([*lease.pages[:full], *lease.pages[full + bool(rest):]])
-        else:
-            self.pages.release(lease.pages)
-            self.slots.release([lease.slot])
+            return end
+        self.pages.release(lease.pages)
+        self.slots.release([lease.slot])
+        return None
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """Give back all that the checkpoint owns."""
@@ -412,7 +382,7 @@ class HybridCache:
         self.rings.check(lease.ring for lease in self._leases.values() if lease.ring is not None)
         self.pages.check([*(page for holder in holders for page in holder.pages), *self.tree.owned_pages()])
         self.tree.check()
-        guards = Counter(mark for lease in self._leases.values() for mark in lease.guarded)
+        guards = Counter(mark for guards in self._guarded() for mark in guards)
         assert all(mark.guards == count for mark, count in guards.items()), "a mark's guards are miscounted"
         for tier in self.tiers:
             tier.check()
@@ -423,6 +393,9 @@ class HybridCache:
         for holder in holders:
             changing = holder.pages[holder.done // PAGE:]
             assert all(owners[page] == 1 for page in changing), "a page that is not full is shared"
+
+    def _guarded(self) -> list[list[Mark]]:
+        return [*(lease.guarded for lease in self._leases.values()), *(rest.guarded for rest in self._rests)]
 
     def owns(self, holder: Lease | Checkpoint) -> bool:
         """Whether the lease or checkpoint is one of this cache and still stands."""

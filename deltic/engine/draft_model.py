@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 
 import torch
 
-from deltic.cache.hybrid import Lease
+from deltic.cache.lease import Lease
 from deltic.engine.batch import build
 from deltic.engine.drafters import Wants
 from deltic.engine.runtime import Runtime

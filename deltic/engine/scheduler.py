@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from deltic.cache.hybrid import HybridCache, Lease
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.lease import Lease
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, share
 from deltic.engine.sequence import Sequence
@@ -124,6 +125,7 @@ class Scheduler:
         if sequence in self.paused:
             return
         self._forget_origin(sequence)
+        self._wake(sequence)
         if sequence.lease is None:
             self.waiting.remove(sequence)
         else:
@@ -142,6 +144,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
         """Take a sequence out, wherever it is, and give back what it owns. keep: its state is good for others."""
         self._forget_origin(sequence)
+        self._wake(sequence)
         if sequence.lease is None:
             (self.paused if sequence in self.paused else self.waiting).remove(sequence)
             return
@@ -161,8 +164,7 @@ class Scheduler:
             self.waiting[place] = sequence
         leaving = gives_way(ordered[0], self.running, self._step) if full else None
         if leaving:
-            self._yield(leaving, lasting=False)
-            leaving.resting = True
+            self._yield(leaving, resting=True)
             self.add(leaving)
             self.turns += 1
 
@@ -180,7 +182,8 @@ class Scheduler:
                     if sequence.lease is None:
                         self.waiting.appendleft(sequence)
                         break
-                    sequence.turn, sequence.resting = self._step, False
+                    sequence.turn = self._step
+                    self._wake(sequence)
                     self.running.append(sequence)
                     looks -= 1
                     continue
@@ -285,16 +288,24 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _yield(self, sequence: Sequence, lasting: bool = True) -> None:
-        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again. lasting: and
-        to the tiers."""
+    def _yield(self, sequence: Sequence, resting: bool = False) -> None:
+        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again. resting: it
+        will go on soon, so that nobody shall take that."""
         lease = sequence.lease
         assert lease is not None
         sound = sequence.generated > 0 or self.cache.keep_sound(lease)
         self.running.remove(sequence)
-        self.cache.release(lease, keep=sound, lasting=lasting)
+        if resting:
+            sequence.rest = self.cache.rest(lease, keep=sound)
+        else:
+            self.cache.release(lease, keep=sound)
         # guesses need the replay ring that they were made for
         sequence.lease, sequence.drafts, sequence.logits = None, (), None
+
+    def _wake(self, sequence: Sequence) -> None:
+        if sequence.rest:
+            self.cache.wake(sequence.rest, sequence.lease)
+            sequence.rest = None
 
     def _row(self, sequence: Sequence, count: int) -> Row:
         lease = sequence.lease

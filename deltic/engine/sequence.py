@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltic.cache.hybrid import Checkpoint, Lease
+from deltic.cache.lease import Checkpoint, Lease, Rest
 from deltic.cache.tiers import Fetch
 from deltic.engine.depth import Acceptance
 from deltic.engine.repeats import Repeats
@@ -31,11 +31,11 @@ class Sequence:
     quickly compared; choices share them. lease: None while waiting.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
     goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. penalties: what the
-    sampler knows of them. origin: where to fork
-    from instead of processing the prompt. boundaries: where following prompts are expected to part. wanted: prompt
-    positions whose state is worth keeping. hold: up to which position it waits for another one to read.
-    fetch: what the tiers bring for it. known: tokens that the tree knows of it, and as of which of the tree's changes.
-    turn: the step since which it runs, or waits, without a break. resting: it waits because its turn was over.
+    sampler knows of them. origin: where to fork from instead of processing the prompt. boundaries: where following
+    prompts are expected to part. wanted: prompt
+    positions whose state is worth keeping. hold: up to which position it waits for another one to read. fetch: what the
+    tiers bring for it. known: tokens that the tree knows of it, and as of which of the tree's changes. turn: the step
+    since which it runs, or waits, without a break. rest: what it returns to, where it waits because its turn was over.
     arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those of
     the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step. drafted,
     accepted: guesses so far, and those of them that were right. acceptance: what is known of them.
@@ -62,7 +62,7 @@ class Sequence:
     logits: Any = None
     cached: int = 0
     turn: int = 0
-    resting: bool = False
+    rest: Rest | None = None
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
     counts: Counter[int] = field(default_factory=Counter)

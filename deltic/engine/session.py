@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from deltic.cache.hybrid import Checkpoint, Lease
+from deltic.cache.lease import Checkpoint, Lease
 from deltic.engine.batch import build
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import RandomModel, load

@@ -28,7 +28,7 @@ def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int)
     ranks = list[tuple[bool, int, bool, Sequence]]()
     for sequence in islice(waiting, _SCAN):
         patient = step - sequence.turn >= LONGEST_WAIT
-        ranks.append((not patient, 0 if patient else before[sequence.group], sequence.resting, sequence))
+        ranks.append((not patient, 0 if patient else before[sequence.group], sequence.rest is not None, sequence))
         before[sequence.group] += 1
     return [rank[-1] for rank in sorted(ranks, key=lambda rank: rank[:-1])]
 
@@ -36,7 +36,7 @@ def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int)
 def gives_way(first: Sequence, running: Iterable[Sequence], step: int) -> Sequence | None:
     """Which running sequence gives its place to the first that waits, if one shall: of the client with most places the
     one that has generated most. Who has had a turn itself waits for as long as that before it takes one."""
-    if first.held or (first.resting and step - first.turn < TURN):
+    if first.held or (first.rest and step - first.turn < TURN):
         return None
     places = Counter(sequence.group for sequence in running)
     over = [sequence for sequence in running if places[sequence.group] > places[first.group]

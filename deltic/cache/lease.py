@@ -1,0 +1,68 @@
+"""What sequences own in the cache. Read it freely; only `HybridCache` changes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltic.cache.tree import Mark
+from deltic.ops.records import PAGE
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one running sequence owns. Read it freely; only HybridCache changes it.
+
+    tokens: the ids that the committed K/V and state stand for; `done` is their count. pages cover `covered` tokens.
+    logits: those of the last token where it started, if known. source: the tier that it came from, if any. shared:
+    tokens of K/V that the tree knew of its prompt. emitting: slots that steps write the state at a position to, to be
+    kept by `keep_emitted`. expected: positions where following prompts are expected to part. guarded: the marks to
+    which the sequence would return.
+    """
+
+    slot: int
+    pages: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logits: Any = None
+    source: str = ""
+    shared: int = 0
+    emitting: dict[int, int] = field(default_factory=dict)
+    expected: set[int] = field(default_factory=set)
+    guarded: list[Mark] = field(default_factory=list)
+    ring: int | None = None
+    behind: int = 0
+
+    @property
+    def done(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def base(self) -> int:
+        """Tokens that the state in the slot stands for."""
+        return self.done - self.behind
+
+    @property
+    def covered(self) -> int:
+        return len(self.pages) * PAGE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A position to which sequences can return: its tokens, their pages, and a copy of the state in a slot. logits:
+    those of the last token, if they are kept."""
+
+    slot: int
+    pages: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: Any = None
+
+    @property
+    def done(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Rest:
+    """What a sequence that gave its place to another one would return to."""
+
+    guarded: list[Mark]
