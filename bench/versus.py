@@ -23,8 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 TASKS: dict[str, dict[str, Any]] = {
-    "tiny decode": {"model": None, "prompt": 64, "new": 200, "batch": 1},
-    "tiny decode, drawn": {"model": None, "prompt": 64, "new": 200, "batch": 1, "temperature": 0.8, "top_p": 0.9},
+    "tiny decode": {"model": None, "prompt": 64, "new": 1000, "batch": 1},
+    "tiny decode, drawn": {"model": None, "prompt": 64, "new": 1000, "batch": 1, "temperature": 0.8, "top_p": 0.9},
     "tiny eight": {"model": None, "prompt": 64, "new": 100, "batch": 8},
     "tiny prompt": {"model": None, "prompt": 4000, "new": 1, "batch": 1},
     "0.8b decode": {"model": "qwen3.5-0.8b", "prompt": 64, "new": 24, "batch": 1},
