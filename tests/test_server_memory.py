@@ -64,6 +64,20 @@ def test_a_client_that_leaves_meanwhile_harms_nobody(monkeypatch: pytest.MonkeyP
         assert served.post("/v1/chat/completions", messages=USER).status_code == 200
 
 
+def test_what_was_seen_of_an_answer_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(0.0)
+    monkeypatch.setattr(History, "remember", lambda *given: slow(*given))
+    with serving(Scripted(pause=0.01).model()) as served:
+        stream = served.client.chat.completions.create(model="tiny", messages=USER, stream=True)
+        for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+        stream.close()
+        wait_until(lambda: bool(slow.done))
+    (_, tokens, finish), = slow.done
+    assert finish == "abort" and tokens
+
+
 def test_the_next_prompt_builds_on_the_last_answer() -> None:
     with serving(tiny()) as served:
         messages, cached = list[Any](USER), []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -12,7 +13,7 @@ from deltic.errors import GenerationError, RequestError
 from deltic.server.bridge import Bridge
 from deltic.server.ticket import Ticket
 from deltic.text.deltas import Answer, Delta, join, merge
-from deltic.text.front import Job
+from deltic.text.front import Job, Remember
 from deltic.text.stream import Router
 from deltic.types import Finish, TokenLogprobs, TokenOut, Usage
 
@@ -42,11 +43,12 @@ class Whole:
 
 @dataclass(slots=True)
 class _Growing:
-    """One choice while it grows."""
+    """One choice while it grows. remember: as in Job."""
 
     choice: int
     router: Router
     silent: frozenset[int]
+    remember: Remember | None = None
     tokens: list[int] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
@@ -118,8 +120,14 @@ class Run:
         return [parts[choice] for choice in sorted(parts)]
 
     def close(self) -> None:
-        """Free what the engine holds for it."""
+        """Free what the engine holds for it. What a client has seen of an answer is remembered, whole or not: another
+        conversation may have had the same words, and other thinking."""
         self._ticket.close()
+        for growing in self._growing.values():
+            if growing.remember:
+                with suppress(RuntimeError):  # the server is about to end
+                    self._memory.submit(growing.remember, growing.tokens, "abort")
+        self._growing.clear()
 
     def _take(self, event: TokenOut) -> _Growing:
         if event.finish in ("error", "abort"):
@@ -137,13 +145,13 @@ class Run:
         number = first + event.choice
         if number not in self._growing:
             hidden = frozenset(job.request.sampling.stop_token_ids)
-            self._growing[number] = _Growing(number, job.router.copy(), hidden)
+            self._growing[number] = _Growing(number, job.router.copy(), hidden, job.remember)
         return self._growing.pop(number) if event.finish else self._growing[number]
 
     async def _remember(self, event: TokenOut, growing: _Growing) -> None:
-        remember = self._jobs[event.request][1].remember
-        if remember and event.finish:
-            await asyncio.get_running_loop().run_in_executor(self._memory, remember, growing.tokens, event.finish)
+        if growing.remember and event.finish:
+            await asyncio.get_running_loop().run_in_executor(self._memory, growing.remember, growing.tokens,
+                                                             event.finish)
 
     def _add_usage(self, usage: Usage, first: bool) -> None:
         """The prompt counts once, however many choices continue it."""
