@@ -355,11 +355,11 @@ class Engine:
             raise RequestError(f"a request with id {request.id!r} is already running", "id")
         if not request.prompt:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
-            raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
         if len(request.prompt) >= self.max_context:
             raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {self.max_context}, "
                                "answer included: shorten it, or raise --max-context", "prompt")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
+            raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
         foreign = [t for t in (*request.sampling.logit_bias, *request.sampling.stop_token_ids) if t >= vocabulary]
         if foreign:
             raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
