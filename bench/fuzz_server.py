@@ -221,7 +221,9 @@ def main() -> int:
         "first_ms": {"median": percentile(figures.firsts, 0.5), "p99": percentile(figures.firsts, 0.99)},
         "loop_late_ms": {"worst": round(1e3 * max((look["lag_max"] for look in looks), default=0), 1),
                          "p99": percentile([look["lag_max"] for look in looks], 0.99),
-                         "over_100_ms": sum(look["late"] for look in looks)},
+                         "over_100_ms": sum(look["late"] for look in looks),
+                         "by_minute": [round(1e3 * max(look["lag_max"] for look in looks[start:start + 60]), 1)
+                                       for start in range(0, len(looks), 60)]},
         "late_where": late[:5], "longest_step_ms": round(1e3 * max(look["longest_step"] for look in looks), 1),
         "rss_mib": [look["rss_mib"] for look in looks[::60]], "peak_mib": looks[-1]["peak_mib"]})
     return int(bool(figures.differing or figures.faults))
