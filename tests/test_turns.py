@@ -9,6 +9,8 @@ import pytest
 from reuse_cases import engine_for, runtime_of
 from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
 
+from deltic.engine.depth import FixedDepth
+from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.turns import SHORT_TURN, TURN
 from deltic.types import Request
@@ -84,6 +86,21 @@ def test_l6_turns_change_no_answer_and_read_nothing_again(more: dict[str, object
     assert {key: answer.tokens for key, answer in answers.items()} == alone
     assert engine.scheduler.turns >= 5
     assert engine.stats.prompt_tokens == sum(len(request.prompt) for request in requests)
+
+
+def test_who_rests_needs_no_room_in_a_draft_model() -> None:
+    drafter = ModelDrafter(runtime_of(odd_runtime(), batch=2), 509, 4)
+    engine, answers = Engine(runtime_of(odd_runtime(), batch=2, pages=600, slots=80), drafter, FixedDepth(4)), Answers()
+    requests = long_ones(5, 6 * TURN)
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        take(answers, engine.step())
+        assert len(drafter._leases) <= 4, "those that run, and those that did in the step before"
+    alone = serve(runtime_of(odd_runtime(), pages=600, slots=80), requests)
+    assert {key: answer.tokens for key, answer in answers.items()} == {
+        key: answer.tokens for key, answer in alone.items()}
+    assert engine.scheduler.turns > 3 and not drafter._leases and drafter._runtime.cache.at_rest
 
 
 def test_choices_of_one_request_have_one_share() -> None:

@@ -32,6 +32,9 @@ class ModelDrafter:
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
         guesses: list[list[int]] = [[] for _ in wants]
+        wanting = {sequence for sequence, _ in wants}
+        for waiting in [other for other in self._leases if other.lease is None and other not in wanting]:
+            self.forget(waiting)  # it gave its place to one that needs the room here, too
         leased = [index for index, (sequence, count) in enumerate(wants)
                   if len(sequence.tokens) + count <= self._runtime.memory.max_context and self._has_room(sequence)]
         self._read([wants[index][0] for index in leased])
