@@ -22,8 +22,9 @@ def texts(answer: str) -> str:
 
 def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.server.listen._SEND_BUFFER", 4096)  # that the kernel takes little is soon seen
+    endless = {**LONG, "max_tokens": 1500}  # none shall be over before it is noticed that nobody reads it
     with serving(limited(tiny(), max_unread_tokens=64)) as served:
-        asleep = [served.send("/v1/chat/completions", 4096, **LONG, seed=seed) for seed in range(30)]
+        asleep = [served.send("/v1/chat/completions", 4096, **endless, seed=seed) for seed in range(30)]
         scheduler = tiny().engine.scheduler
         wait_until(lambda: len(scheduler.paused) == 30, 60)
         assert not scheduler.running and not scheduler.waiting
@@ -33,7 +34,7 @@ def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.Monk
         for _ in range(5):
             assert served.client.chat.completions.create(model="tiny", messages=USER, max_tokens=8).choices[0]
         assert time.monotonic() - began < 5 and served.health()[0] == 200
-        awake = [texts(served.post("/v1/chat/completions", **LONG, seed=seed).text) for seed in (3,)]
+        awake = [texts(served.post("/v1/chat/completions", **endless, seed=seed).text) for seed in (3,)]
         slept = [texts(read_all(asleep[seed])) for seed in (3,)]
         for raw in asleep:
             raw.close()
