@@ -5,6 +5,7 @@
 
 Each case runs `--seconds` long on a server of its own. Ordinary clients stream short answers one after the other. The
 hostile one is a process of its own at the lowest priority: what it costs to make and send its requests is not measured.
+Each has an address of its own, by which the server tells clients apart.
 Printed: their time to first token and the longest silence between two pieces (median, 99th percentile, worst), how
 late the server's event loop was at worst, its longest step, and its memory at the peak.
 """
@@ -23,7 +24,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from common import record
-from http_load import Reply, head, percentile, post, serving
+from http_load import SOURCE, Reply, head, percentile, post, serving
 
 ORDINARY = 10
 MEMORY = "256MiB"
@@ -106,7 +107,7 @@ async def deaf(port: int) -> None:
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 30_000, "ignore_eos": True, "logprobs": 5}).encode()
     sockets = []
     for _ in range(30):
-        sock = socket.create_connection(("127.0.0.1", port))
+        sock = socket.create_connection(("127.0.0.1", port), source_address=(SOURCE.get(), 0))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(head(TEXT, len(body)) + body)
         sockets.append(sock)
@@ -124,6 +125,7 @@ async def idle(port: int) -> None:
         for number in range(1500):
             sock = socket.socket()
             sock.setblocking(False)
+            sock.bind((SOURCE.get(), 0))
             await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port)), 5)
             if number % 3 == 0:
                 sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
@@ -158,6 +160,7 @@ CASES: dict[str, Attack | None] = {
 
 async def ordinary(port: int, number: int, until: float, replies: list[Reply]) -> None:
     """One client: a question, its answer, a pause, the next question."""
+    SOURCE.set(f"127.0.1.{number + 1}")
     draw = random.Random(number)
     while time.perf_counter() < until:
         question = f"What is the capital of {draw.choice(CITIES)}? Number {draw.randrange(1000)}."
@@ -175,6 +178,7 @@ async def attacking(port: int, attack: Attack) -> None:
 def attack_on(port: int, case: str) -> None:
     """The hostile client's process."""
     os.nice(19)
+    SOURCE.set("127.0.0.2")
     attack = CASES[case]
     assert attack
     asyncio.run(attacking(port, attack))

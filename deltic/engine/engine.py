@@ -20,6 +20,7 @@ from deltic.cache.policy import distinct, grid_spacing, kept_positions
 from deltic.engine.batch import build
 from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
+from deltic.engine.fairness import stall_of
 from deltic.engine.guessing import Guessing
 from deltic.engine.metrics import Meter
 from deltic.engine.repeats import Repeats
@@ -95,9 +96,9 @@ class Engine:
     def __init__(self, runtime: Runtime, drafter: Drafter | None = None, depth: Depth | None = None) -> None:
         """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
-        stall = runtime.options.max_stall_ms
-        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget,
-                                   stall / 1000 if stall else None)
+        options = runtime.options
+        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
+                                   stall_of(options.max_stall_ms, options.token_budget))
         self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
         self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}

@@ -83,9 +83,9 @@ class Plan:
 class Scheduler:
     """Queues of waiting and running sequences over a cache that grants them pages and slots."""
 
-    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, max_stall: float | None = None) -> None:
-        """max_stall: seconds that a step in which answers wait for prompts should take at most."""
-        self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, Stall(max_stall)
+    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, stall: Stall | None = None) -> None:
+        """stall: how long a step may take in which answers wait for prompts; None: as long as it takes."""
+        self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, stall or Stall(None)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []

@@ -79,8 +79,13 @@ class Sequence:
 
     @property
     def group(self) -> str:
-        """What came together has one share of the places."""
+        """What came together has one share of its client's places."""
         return self.request.group or self.request.id
+
+    @property
+    def client(self) -> str:
+        """Who has one share of the places."""
+        return self.request.client or self.group
 
     @property
     def pending(self) -> int:
