@@ -130,3 +130,32 @@ def test_without_a_prefix_cache_nobody_gives_way() -> None:
         engine.add(request)
     drain(engine, answers)
     assert engine.scheduler.turns == 0 and len(answers) == 3
+
+
+def of(client: str, requests: list[Request]) -> list[Request]:
+    return [replace(request, client=client, id=f"{client}-{request.id}") for request in requests]
+
+
+def test_clients_take_turns_however_many_requests_one_has() -> None:
+    """Each body of the one is a group of its own; the other's two come to their places at once."""
+    engine, answers = started(4, of("many", long_ones(12)), 5)
+    for request in of("few", [greedy(numbers(50 + index, 20, 500), 4, name=f"new{index}") for index in range(2)]):
+        engine.add(request)
+    assert until_first(engine, answers, "few-new0") <= 3
+    assert until_first(engine, answers, "few-new1") <= SHORT_TURN
+    engine.check()
+
+
+def test_bodies_of_one_client_wait_for_their_turn() -> None:
+    engine, answers = started(2, of("one", long_ones(2)), TURN // 2)
+    engine.add(*of("one", [greedy(numbers(9, 20, 500), 4, name="new")]))
+    assert TURN // 2 - 3 <= until_first(engine, answers, "one-new") <= TURN // 2 + 3
+
+
+def test_clients_with_as_many_places_keep_them() -> None:
+    engine, answers = started(2, [*of("a", long_ones(1)), *of("b", long_ones(1))], TURN + 2)
+    for request in (*of("a", long_ones(3)[1:]), *of("b", long_ones(3)[1:])):
+        engine.add(request)
+    for _ in range(2 * TURN):
+        take(answers, engine.step())
+    assert len({sequence.client for sequence in engine.scheduler.running}) == 2

@@ -47,6 +47,15 @@ def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int
     return counts
 
 
+def hurry(counts: Sequence[int], goals: Sequence[int]) -> list[int]:
+    """Of a step's shares those of the prompts that reach their goal in it, so that it is soon over; all, if none does.
+
+    Meant for every other step at most: the others go on in the next.
+    """
+    near = [count if count >= goal else 0 for count, goal in zip(counts, goals, strict=True)]
+    return near if any(near) else list(counts)
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """A prompt that could wait until another one has read what they have in common.

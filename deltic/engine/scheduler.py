@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.cache.tiers import NOTHING
-from deltic.engine.fairness import Meeting, Stall, share
+from deltic.engine.fairness import Meeting, Stall, hurry, share
 from deltic.engine.sequence import Sequence
-from deltic.engine.turns import SHORT_TURN, gives_way, in_turn
+from deltic.engine.turns import gives_way, in_turn
 from deltic.types import PAGE, common_length, ring_base
 
 log = logging.getLogger("deltic")
@@ -90,6 +90,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.preemptions = self.turns = self._step = 0
+        self._hurried = False
 
     def add(self, sequence: Sequence) -> None:
         sequence.turn = self._step
@@ -112,7 +113,11 @@ class Scheduler:
         prompts = [sequence for sequence in prompts if sequence.lease]
         goals = [min(sequence.pending, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
                  for sequence in prompts]
-        counts = share(self.stall.limit(budget) if shares else budget, [s.pending for s in prompts], goals)
+        limit = self.stall.limit(budget) if shares else budget
+        counts = given = share(limit, [s.pending for s in prompts], goals)
+        if limit < budget and not self._hurried:
+            counts = hurry(given, goals)
+        self._hurried = counts != given
         for sequence, count in zip(prompts, counts, strict=True):
             if count and sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
@@ -157,7 +162,7 @@ class Scheduler:
         if not self.waiting:
             return
         full = len(self.running) >= self.max_batch
-        if full and not (self.cache.reuse and any(self._step - other.turn >= SHORT_TURN for other in self.running)):
+        if full and not self.cache.reuse:
             return
         ordered = in_turn(self.waiting, self.running, self._step)
         for place, sequence in enumerate(ordered):

@@ -46,8 +46,8 @@ def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int)
 
 def gives_way(first: Sequence, running: Iterable[Sequence], step: int) -> Sequence | None:
     """Which running sequence gives its place to the first that waits, if one shall: of the client, then of the body
-    with most places, the one that has generated most. Who has had a turn itself waits for as long as that before it
-    takes one."""
+    with most places, the one that has generated most. Who has none takes an answer's place from one that has several at
+    once; else it has its turn. Who has had a turn itself waits for as long as that before it takes one."""
     if first.held or (first.rest and step - first.turn < TURN):
         return None
     running = list(running)
@@ -56,8 +56,12 @@ def gives_way(first: Sequence, running: Iterable[Sequence], step: int) -> Sequen
     def may_stay(sequence: Sequence) -> bool:
         own = sequence.client == first.client
         places = groups[sequence.group] if own else clients[sequence.client]
-        return (places <= (groups[first.group] if own else clients[first.client])
-                or step - sequence.turn < (TURN if places == 1 else SHORT_TURN))
+        wanted = groups[first.group] if own else clients[first.client]
+        if places <= wanted:
+            return True
+        if places > 1 and not wanted:
+            return not sequence.generated
+        return step - sequence.turn < (TURN if places == 1 else SHORT_TURN)
 
     over = [sequence for sequence in running if not may_stay(sequence)]
     return max(over, key=lambda sequence: (clients[sequence.client], groups[sequence.group], sequence.generated),
