@@ -159,3 +159,14 @@ def test_clients_with_as_many_places_keep_them() -> None:
     for _ in range(2 * TURN):
         take(answers, engine.step())
     assert len({sequence.client for sequence in engine.scheduler.running}) == 2
+
+
+def test_few_give_way_where_what_was_read_would_be_lost() -> None:
+    """Eight long conversations for two places, and memory for four: if all took turns, most would be read again."""
+    requests = [greedy(numbers(index, 150, 500), 2 * TURN, name=f"long{index}") for index in range(8)]
+    engine, answers = engine_for(batch=2, pages=60, slots=80, budget=64), Answers()
+    for request in requests:
+        engine.add(request)
+    drain(engine, answers)
+    assert engine.stats.prompt_tokens <= 9 * 150 and engine.scheduler.preemptions == 0
+    assert 0 < engine.scheduler.turns < 8

@@ -324,10 +324,18 @@ class HybridCache:
         for tier in self.tiers:
             tier.close()
 
+    def can_rest(self, room: int) -> bool:
+        """Whether what a lease holds would stay in the tree if it rested, beside all that runs and rests, and a
+        newcomer, where all together take `room` tokens more."""
+        states = len(self._leases) + len(self._checkpoints) + len(self._rests) + 1
+        pages = (sum(len(other.pages) for other in self._leases.values()) + sum(rest.pages for rest in self._rests)
+                 + -(-room // PAGE))
+        return states <= self.slots.size - self.slots.size // 8 and pages <= self.pages.size
+
     def rest(self, lease: Lease, keep: bool) -> Rest:
         """Give back all that the lease owns, as `release`, for a sequence that will go on soon: what it would return to
         stays guarded until `wake`, and the tiers get nothing."""
-        rest, lease.guarded = Rest(lease.guarded), []
+        rest, lease.guarded = Rest(lease.guarded, len(lease.pages)), []
         end = self.release(lease, keep, lasting=False)
         if end:
             rest.guarded.append(end)

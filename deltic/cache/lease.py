@@ -63,6 +63,7 @@ class Checkpoint:
 
 @dataclass(slots=True, eq=False)
 class Rest:
-    """What a sequence that gave its place to another one would return to."""
+    """What a sequence that gave its place to another one would return to, and how many pages it had."""
 
     guarded: list[Mark]
+    pages: int

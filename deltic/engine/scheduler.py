@@ -11,13 +11,14 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, hurry, share
 from deltic.engine.sequence import Sequence
-from deltic.engine.turns import gives_way, in_turn
+from deltic.engine.turns import TURN, gives_way, in_turn
 from deltic.types import PAGE, common_length, ring_base
 
 log = logging.getLogger("deltic")
@@ -167,11 +168,19 @@ class Scheduler:
         ordered = in_turn(self.waiting, self.running, self._step)
         for place, sequence in enumerate(ordered):
             self.waiting[place] = sequence
-        leaving = gives_way(ordered[0], self.running, self._step) if full else None
+        first, leaving = ordered[0], None
+        if full:
+            room = len(first.tokens) + 2 * TURN * len(self.running)  # they go on while one rests
+            leaving = gives_way(first, self.running, self._step, partial(self._can_rest, room=room))
         if leaving:
             self._yield(leaving, resting=True)
             self.add(leaving)
             self.turns += 1
+
+    def _can_rest(self, sequence: Sequence, room: int) -> bool:
+        """Whether it costs little to go on later: its state stays beside so many tokens more, or a step reads as
+        much."""
+        return sequence.done <= self.token_budget or self.cache.can_rest(room)
 
     def _admit(self) -> dict[Sequence, int]:
         """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.

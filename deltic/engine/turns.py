@@ -9,7 +9,7 @@ sequence of another client takes it if it waits, and the answer goes on later, f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from operator import attrgetter
 
@@ -44,10 +44,12 @@ def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int)
     return patient + [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
 
 
-def gives_way(first: Sequence, running: Iterable[Sequence], step: int) -> Sequence | None:
+def gives_way(first: Sequence, running: Iterable[Sequence], step: int,
+              can_rest: Callable[[Sequence], bool]) -> Sequence | None:
     """Which running sequence gives its place to the first that waits, if one shall: of the client, then of the body
     with most places, the one that has generated most. Who has none takes an answer's place from one that has several at
-    once; else it has its turn. Who has had a turn itself waits for as long as that before it takes one."""
+    once; else it has its turn. Who has had a turn itself waits for as long as that before it takes one.
+    can_rest: whether what it has read would still be there when a sequence goes on."""
     if first.held or (first.rest and step - first.turn < TURN):
         return None
     running = list(running)
@@ -64,5 +66,5 @@ def gives_way(first: Sequence, running: Iterable[Sequence], step: int) -> Sequen
         return step - sequence.turn < (TURN if places == 1 else SHORT_TURN)
 
     over = [sequence for sequence in running if not may_stay(sequence)]
-    return max(over, key=lambda sequence: (clients[sequence.client], groups[sequence.group], sequence.generated),
-               default=None)
+    return max(filter(can_rest, over), default=None, key=lambda sequence: (
+        clients[sequence.client], groups[sequence.group], sequence.generated))
