@@ -99,7 +99,8 @@ def step(cache: HybridCache, lease: Lease, tokens: list[int]) -> None:
         values.append(state)
     write_kv(cache, lease.pages, lease.done, [float(value) for value in values])
     write_state(cache, lease.slot, float(state))
-    cache.commit(lease, tokens)
+    lease.ids[lease.done:] = tokens
+    cache.commit(lease, len(tokens))
 
 
 @dataclass(eq=False)
@@ -319,8 +320,9 @@ class CopiesOneLayer(HybridCache):
 
 
 class CommitsTwice(HybridCache):
-    def commit(self, lease: Lease, tokens: Any) -> None:
-        super().commit(lease, [*tokens, *tokens[-1:]] if lease.covered - lease.done > len(tokens) else tokens)
+    def commit(self, lease: Lease, count: int, base: int | None = None) -> None:
+        lease.ids.append(0)
+        super().commit(lease, count + (lease.covered - lease.done > count), base)
 
 
 class PromisesMore(HybridCache):
@@ -427,7 +429,27 @@ def test_l1_commit_past_the_granted_pages_is_refused() -> None:
     cache = toy_cache(3, 2)
     lease = leased(cache, list(range(10)))
     with pytest.raises(AssertionError, match="past the granted pages"):
-        cache.commit(lease, list(range(7)))
+        lease.ids += range(7)
+        cache.commit(lease, 7)
+
+
+def test_l1_commit_of_tokens_that_nobody_has_is_refused() -> None:
+    cache = toy_cache(3, 2)
+    lease = leased(cache, list(range(10)))
+    for count in (1, -1):
+        with pytest.raises(AssertionError, match="does not have"):
+            cache.commit(lease, count)
+
+
+def test_l1_a_lease_refers_to_the_list_of_its_sequence() -> None:
+    cache = toy_cache(3, 2)
+    tokens = list(range(10))
+    lease = cache.admit(tokens)
+    assert lease is not None and cache.reserve(lease, 12) == 12
+    step(cache, lease, tokens[:10])
+    tokens += [10, 11]
+    step(cache, lease, tokens[10:])
+    assert lease.ids is tokens and lease.tokens == tokens and lease.done == 12
 
 
 def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
@@ -485,7 +507,7 @@ def test_check_notices_a_partial_page_with_two_owners() -> None:
     assert other is not None
     cache.pages.share(lease.pages)
     other.pages = list(lease.pages)
-    other.tokens = list(lease.tokens)
+    other.ids, other.done = lease.tokens, lease.done
     with pytest.raises(AssertionError, match="shared"):
         cache.check()
 
@@ -494,7 +516,8 @@ def test_check_notices_a_partial_page_with_two_owners() -> None:
     lambda cache, lease: cache.pages.take(1),
     lambda cache, lease: cache.slots.take(1),
     lambda cache, lease: lease.pages.pop(),
-    lambda cache, lease: lease.tokens.extend([0] * 99),
+    lambda cache, lease: setattr(lease, "done", 99),
+    lambda cache, lease: lease.ids.pop(),
 ])
 def test_check_notices_wrong_accounts(wreck: Any) -> None:
     cache = toy_cache(6, 3)

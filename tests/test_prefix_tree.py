@@ -505,7 +505,7 @@ class KeepsWrongPosition(HybridCache):
 
     def release(self, lease: Lease, keep: bool = False) -> None:
         if keep and lease.done > PAGE:
-            lease.tokens = lease.tokens[:-1]
+            lease.done -= 1
         super().release(lease, keep)
 
 

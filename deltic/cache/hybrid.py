@@ -60,7 +60,8 @@ class HybridCache:
         return not self._leases and not self._checkpoints and not self._rests
 
     def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING) -> Lease | None:
-        """A lease at the deepest kept position that `prompt` begins with, or at its start.
+        """A lease at the deepest kept position that `prompt` begins with, or at its start. Its ids are the prompt: that
+        very list, if it is one.
 
         None, and nothing is given up for it, if no pages for `room` tokens in all could be had; None if no slot could.
         Without `room`, for a sequence that is alone, a start from nothing comes before none: the kept position itself
@@ -76,6 +77,7 @@ class HybridCache:
             slot = self._take_slot()
             lease = None if slot is None else self._book(Lease(slot))
         if lease:
+            lease.ids = prompt if isinstance(prompt, list) else [*prompt]
             lease.shared = match.shared
         return lease
 
@@ -100,7 +102,7 @@ class HybridCache:
             self.slots.release([] if slot is None else [slot])
             return None
         logits = None if loaded.logits is None else loaded.logits.to(self.storage.device)
-        lease = self._book(Lease(slot, [*full, *fresh], list(loaded.tokens), logits, fetch.shelf.name))
+        lease = self._book(Lease(slot, [*full, *fresh], [], loaded.done, logits, fetch.shelf.name))
         restore(self.storage, loaded, lease.pages, len(full) * PAGE, slot)
         fetch.shelf.hits += 1
         fetch.shelf.hit_tokens += loaded.done - known
@@ -134,7 +136,7 @@ class HybridCache:
             return None
         self.tree.use(mark)
         self._copy_slot(mark.slot, slot)
-        lease = self._book(Lease(slot, pages, self.tree.tokens(mark), mark.logits))
+        lease = self._book(Lease(slot, pages, done=mark.done, logits=mark.logits))
         _guard(lease, mark)
         return lease
 
@@ -191,7 +193,7 @@ class HybridCache:
               lasting: bool = True) -> Mark:
         """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers if it
         shall be lasting."""
-        tokens = lease.tokens[:done]
+        tokens = lease.ids[:done]
         mark = self.tree.insert(tokens, lease.pages, slot, page, logits)
         self.tree.keep_logits(self.rows - self._rows_held)
         for tier in self.tiers if lasting else ():
@@ -219,25 +221,28 @@ class HybridCache:
         for pool in self.storage.page_tensors:
             yield from (layer.index_select(0, pages).flatten(0, 1)[:lease.done] for layer in pool)
 
-    def commit(self, lease: Lease, tokens: Sequence[int], base: int | None = None) -> None:
-        """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1).
+    def commit(self, lease: Lease, count: int, base: int | None = None) -> None:
+        """Move the cursor over the next `count` ids, whose K/V and state were just written: the one place that does
+        (L1).
 
         base: tokens that the state in the slot stands for now, where the step appended to the replay ring; those of
         the step's tokens that are not committed leave nothing behind.
         """
-        assert lease.done + len(tokens) <= lease.covered, "tokens are committed past the granted pages"
-        lease.tokens += tokens
+        assert lease.done + count <= lease.covered, "tokens are committed past the granted pages"
+        assert 0 <= count <= len(lease.ids) - lease.done, "tokens are committed that the sequence does not have"
+        lease.done += count
         lease.behind = 0 if base is None else lease.done - base
         assert 0 <= lease.behind <= RING, "the cursor is not within the replay ring"
 
     def retreat(self, lease: Lease, done: int) -> bool:
         """Take back the last committed tokens, which were guesses that nobody else has seen; False, and no change, if
-        they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2)."""
+        they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2). The ids are the
+        caller's to change."""
         if not (lease.base if len(self.storage.recurrent) else 0) <= done <= lease.done:
             return False
         assert self.pages.alone(lease.pages[done // PAGE:]), "tokens are taken back that others have"
         lease.behind = max(lease.behind - (lease.done - done), 0)
-        del lease.tokens[done:]
+        lease.done = done
         return True
 
     def settle(self, lease: Lease) -> None:
@@ -258,8 +263,9 @@ class HybridCache:
         lease.slot, other.slot = other.slot, lease.slot
         self._leases[lease.slot], self._leases[other.slot] = lease, other
 
-    def fork(self, source: Lease | Checkpoint) -> Lease | None:
-        """A new lease at the source's position, or None if pages or slots are short."""
+    def fork(self, source: Lease | Checkpoint, ids: list[int] | None = None) -> Lease | None:
+        """A new lease at the source's position, or None if pages or slots are short. ids: its own, which begin as the
+        source's; by default a copy of those."""
         self._expect(source)
         slot = self._take_slot()
         if slot is None:
@@ -269,7 +275,7 @@ class HybridCache:
             self.slots.release([slot])
             return None
         self._copy_state(source, slot)
-        return self._book(Lease(slot, pages, list(source.tokens)))
+        return self._book(Lease(slot, pages, [*source.tokens] if ids is None else ids, source.done))
 
     def checkpoint(self, lease: Lease, logits: Any = None) -> Checkpoint | None:
         """Keep the lease's present position, or None if pages, slots or room for its logits are short."""
@@ -292,7 +298,7 @@ class HybridCache:
         self._expect(lease)
         if checkpoint is None:
             self.pages.release(lease.pages)
-            lease.pages, lease.tokens, lease.behind = [], [], 0
+            lease.pages, lease.ids, lease.done, lease.behind = [], [], 0, 0
             return True
         self._expect(checkpoint)
         others = {page for holder in self._holders() if holder is not lease for page in holder.pages}
@@ -302,7 +308,7 @@ class HybridCache:
         lease.pages = []
         pages = self._share_pages(checkpoint.pages, checkpoint.done)
         assert pages is not None
-        lease.pages, lease.tokens, lease.behind = pages, list(checkpoint.tokens), 0
+        lease.pages, lease.ids, lease.done, lease.behind = pages, [*checkpoint.tokens], checkpoint.done, 0
         self._copy_slot(checkpoint.slot, lease.slot)
         return True
 
@@ -389,6 +395,7 @@ class HybridCache:
         owners = Counter(self.tree.owned_pages())
         for holder in holders:
             assert len(holder.pages) * PAGE >= holder.done, "a cursor stands past its pages"
+            assert isinstance(holder, Checkpoint) or len(holder.ids) >= holder.done, "a cursor stands past its ids"
             owners.update(holder.pages)
         for holder in holders:
             changing = holder.pages[holder.done // PAGE:]

@@ -6,6 +6,7 @@ from collections.abc import Sequence as List
 
 import torch
 
+from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.engine.batch import build
 from deltic.engine.drafters import Wants
@@ -99,7 +100,7 @@ class ModelDrafter:
         rows.sort(key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
         self._runtime.run(build(Plan(tuple(row for _, row in rows)), cache.storage.device))
         for lease, row in rows:
-            cache.commit(lease, row.tokens)
+            _commit(cache, lease, row)
             cache.keep_emitted(lease)
 
     def _is_ready(self, sequence: Sequence) -> bool:
@@ -129,10 +130,16 @@ class ModelDrafter:
         draws = [Draw(sequence, tuple(guesses[index])) for index, sequence in active]
         tokens = self._runtime.decoder.ops.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
         for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
-            self._runtime.cache.commit(self._leases[sequence], row.tokens, base_after(row))
+            _commit(self._runtime.cache, self._leases[sequence], row)
             guesses[index].append(token)
+
+
+def _commit(cache: HybridCache, lease: Lease, row: Row) -> None:
+    """Its ids are its own: guesses are among them."""
+    lease.ids[lease.done:] = row.tokens
+    cache.commit(lease, len(row.tokens), base_after(row))
 
 
 def _sound(lease: Lease, sequence: Sequence) -> int:
     """How many of the tokens that were read came true; the sequence's last one is read with the next guess."""
-    return min(common_length(lease.tokens, sequence.tokens), len(sequence.tokens) - 1)
+    return min(common_length(lease.ids, sequence.tokens), lease.done, len(sequence.tokens) - 1)

@@ -190,7 +190,7 @@ class Engine:
         for row, sequence in zip(plan.rows, sequences, strict=True):
             assert sequence.lease is not None
             if not row.drafts:
-                self.runtime.cache.commit(sequence.lease, row.tokens)
+                self.runtime.cache.commit(sequence.lease, len(row.tokens))
             start, first = first, first + len(row.tokens)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
             if row.logits:
@@ -282,7 +282,7 @@ class Engine:
         """One more token of a step with guesses is known to be right: the first, or a guess that was."""
         row, lease = turn.row, turn.sequence.lease
         assert row is not None and lease is not None
-        self.runtime.cache.commit(lease, row.tokens[index:index + 1], base_after(row))
+        self.runtime.cache.commit(lease, 1, base_after(row))
         if self.runtime.head:
             self.runtime.head.settle(lease.slot, turn.start + index)
 

@@ -242,16 +242,16 @@ class Scheduler:
     def _lease(self, sequence: Sequence) -> Lease | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
         room = len(sequence.tokens) + 1 if self.running else 0
-        origin, lease = sequence.origin, None
+        origin, lease, ids = sequence.origin, None, sequence.own_tokens()
         if origin is not None:
             if self.cache.make_room(-(-room // PAGE) - origin.checkpoint.done // PAGE):
-                lease = self.cache.fork(origin.checkpoint)
+                lease = self.cache.fork(origin.checkpoint, ids)
             if lease is None and self.running:
                 return None
             self._forget_origin(sequence)
         if lease is None:
             diverged = self.cache.tree.diverged(sequence.tokens) if log.isEnabledFor(logging.DEBUG) else 0
-            lease = self.cache.admit(sequence.tokens, room, sequence.fetch or NOTHING)
+            lease = self.cache.admit(ids, room, sequence.fetch or NOTHING)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None
