@@ -99,7 +99,7 @@ class Engine:
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget,
                                    stall / 1000 if stall else None)
         self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
-        self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
+        self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[TokenOut] = []
 
@@ -135,6 +135,7 @@ class Engine:
         for sequence in self._sequences.get(request, ()):
             self.guessing.forget(sequence)
             self.scheduler.pause(sequence)
+        self.runtime.cache.flush()
 
     def resume(self, request: str) -> None:
         """Have a paused request go on, before those that came after it. Others stay as they are."""
@@ -147,6 +148,8 @@ class Engine:
         read = self.stats.prompt_tokens
         drafting = self.guessing.draft()
         plan, sequences = self.scheduler.plan()
+        if plan.operations:
+            self.runtime.pools.apply(plan.operations)
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
         if plan.rows or known:
             try:
@@ -161,6 +164,8 @@ class Engine:
             if drafting and len(drafting) == len(plan.rows) and not known:
                 tokens = sum(event.token is not None for event in self._events)
                 self.guessing.timed(plan, time.perf_counter() - start, tokens)
+        if not self.scheduler.running and not self.scheduler.waiting:
+            self.runtime.cache.flush()  # no plan will follow soon
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began
         return events
@@ -183,7 +188,7 @@ class Engine:
         the model's forward."""
         ready, spent, logits, first = list[Turn](), 0.0, [], 0
         if plan.rows:
-            batch = build(plan, self.runtime.cache.storage.device, hidden=self.runtime.head is not None)
+            batch = build(plan, self.runtime.pools.device, hidden=self.runtime.head is not None)
             started = time.perf_counter()
             logits.append(self.runtime.run(batch))
             spent = time.perf_counter() - started
@@ -200,7 +205,8 @@ class Engine:
             if kept.shape != (self.runtime.config.vocab_size,) or kept.dtype != torch.float32:
                 self._fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}")
                 continue
-            logits.append(kept[None].clone())  # a draw may write into them
+            # a draw may write into them, and what came from a tier lies on the host
+            logits.append(kept[None].to(self.runtime.pools.device, copy=True))
             ready.append(Turn(sequence))
         if ready:
             self._choose(ready, logits[0] if len(logits) == 1 else torch.cat(logits))

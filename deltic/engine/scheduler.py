@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
+from deltic.cache.operations import Operation
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, share
 from deltic.engine.sequence import Sequence
@@ -75,9 +76,11 @@ def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The rows of one step, single-token rows first, those by slot."""
+    """A step as plain data. operations: what is to be done to the pools before, in order. rows: those of single tokens
+    first, by slot."""
 
     rows: tuple[Row, ...]
+    operations: tuple[Operation, ...] = ()
 
 
 class Scheduler:
@@ -117,7 +120,8 @@ class Scheduler:
             if count and sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
-        return Plan(tuple(self._row(sequence, count) for sequence, count in shares)), [s for s, _ in shares]
+        rows = tuple(self._row(sequence, count) for sequence, count in shares)
+        return Plan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
 
     def pause(self, sequence: Sequence) -> None:
         """Have a sequence neither run nor wait until `resume`. It owns nothing meanwhile; what it has read is kept like
