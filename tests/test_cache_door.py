@@ -18,10 +18,10 @@ from torch import Tensor
 
 from deltic.cache import folder as layout
 from deltic.cache.disk import Disk
+from deltic.cache.door import PoolDoor
 from deltic.cache.itemfile import encode
 from deltic.cache.medium import Item, MediumError
 from deltic.cache.shelf import Shelf
-from deltic.cache.tiers import PoolDoor
 from deltic.engine.engine import Engine
 from deltic.types import PAGE
 

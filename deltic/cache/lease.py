@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.tree import Mark
-from deltic.ops.records import PAGE
+from deltic.types import PAGE
 
 
 @dataclass(slots=True, eq=False)

@@ -7,14 +7,16 @@ When pages run out, the youngest running sequence is sent back to wait and later
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
-from deltic.cache.operations import Operation
+from deltic.cache.operations import Operation, operation_of, plain
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, share
 from deltic.engine.sequence import Sequence
@@ -81,6 +83,21 @@ class Plan:
 
     rows: tuple[Row, ...]
     operations: tuple[Operation, ...] = ()
+
+    def to_json(self) -> str:
+        """All of it: who carries it out on other pools, which have had all plans before, does the same."""
+        return json.dumps({"rows": [asdict(row) for row in self.rows], "operations": [*map(plain, self.operations)]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        found = json.loads(text)
+        return cls(tuple(Row(**{name: _tuples(value) for name, value in row.items()}) for row in found["rows"]),
+                   tuple(map(operation_of, found["operations"])))
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows lists alone."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class Scheduler:
