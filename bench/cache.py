@@ -82,9 +82,9 @@ def _resume(llm: LLM, args: argparse.Namespace) -> None:
 
 def _engine(llm: LLM, directory: Path | None, reuse: bool = True) -> Engine:
     """An engine over the same pools with an empty cache, as after a restart."""
-    storage, ops = llm.runtime.cache.storage, llm.runtime.decoder.ops
+    storage = llm.runtime.pools
     tiers = [Shelf(Disk(directory, "bench", 20 << 30), threads=True)] if directory else []
-    cache = HybridCache(storage, ops, reuse, tiers)
+    cache = HybridCache(storage, reuse, tiers)
     return Engine(replace(llm.runtime, cache=cache, stores=Stores(storage.kv_views(), storage.state_views())))
 
 

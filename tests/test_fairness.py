@@ -154,9 +154,9 @@ class Idle(Toy):
 
     def run(self, batch: Batch) -> Tensor:
         self.fed += len(batch.ids)
-        self.cache.storage.recurrent[0, batch.target], self.cache.storage.conv[0, batch.target] = 0.0, 0.0
-        self.cache.storage.recurrent[0, batch.emit_slot], self.cache.storage.conv[0, batch.emit_slot] = 0.0, 0.0
-        for pool in self.cache.storage.page_tensors:
+        self.cache.pools.recurrent[0, batch.target], self.cache.pools.conv[0, batch.target] = 0.0, 0.0
+        self.cache.pools.recurrent[0, batch.emit_slot], self.cache.pools.conv[0, batch.emit_slot] = 0.0, 0.0
+        for pool in self.cache.pools.page_tensors:
             pool.flatten()[batch.store] = 0.0
         return torch.arange(VOCABULARY).float().repeat(len(batch.logit_tokens), 1)
 

@@ -100,7 +100,7 @@ class Engine:
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
                                    stall_of(options.max_stall_ms, options.token_budget))
         self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
-        self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
+        self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[TokenOut] = []
 
@@ -136,6 +136,7 @@ class Engine:
         for sequence in self._sequences.get(request, ()):
             self.guessing.forget(sequence)
             self.scheduler.pause(sequence)
+        self.runtime.cache.flush()
 
     def resume(self, request: str) -> None:
         """Have a paused request go on, before those that came after it. Others stay as they are."""
@@ -148,6 +149,8 @@ class Engine:
         read = self.stats.prompt_tokens
         drafting = self.guessing.draft()
         plan, sequences = self.scheduler.plan()
+        if plan.operations:
+            self.runtime.pools.apply(plan.operations)
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
         if plan.rows or known:
             try:
@@ -162,6 +165,8 @@ class Engine:
             if drafting and len(drafting) == len(plan.rows) and not known:
                 tokens = sum(event.token is not None for event in self._events)
                 self.guessing.timed(plan, time.perf_counter() - start, tokens)
+        if not self.scheduler.running and not self.scheduler.waiting:
+            self.runtime.cache.flush()  # no plan will follow soon
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began
         return events
@@ -184,14 +189,14 @@ class Engine:
         the model's forward."""
         ready, spent, logits, first = list[Turn](), 0.0, [], 0
         if plan.rows:
-            batch = build(plan, self.runtime.cache.storage.device, hidden=self.runtime.head is not None)
+            batch = build(plan, self.runtime.pools.device, hidden=self.runtime.head is not None)
             started = time.perf_counter()
             logits.append(self.runtime.run(batch))
             spent = time.perf_counter() - started
         for row, sequence in zip(plan.rows, sequences, strict=True):
             assert sequence.lease is not None
             if not row.drafts:
-                self.runtime.cache.commit(sequence.lease, row.tokens)
+                self.runtime.cache.commit(sequence.lease, len(row.tokens))
             start, first = first, first + len(row.tokens)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
             if row.logits:
@@ -201,7 +206,8 @@ class Engine:
             if kept.shape != (self.runtime.config.vocab_size,) or kept.dtype != torch.float32:
                 self._fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}")
                 continue
-            logits.append(kept[None].clone())  # a draw may write into them
+            # a draw may write into them, and what came from a tier lies on the host
+            logits.append(kept[None].to(self.runtime.pools.device, copy=True))
             ready.append(Turn(sequence))
         if ready:
             self._choose(ready, logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -283,7 +289,7 @@ class Engine:
         """One more token of a step with guesses is known to be right: the first, or a guess that was."""
         row, lease = turn.row, turn.sequence.lease
         assert row is not None and lease is not None
-        self.runtime.cache.commit(lease, row.tokens[index:index + 1], base_after(row))
+        self.runtime.cache.commit(lease, 1, base_after(row))
         if self.runtime.head:
             self.runtime.head.settle(lease.slot, turn.start + index)
 

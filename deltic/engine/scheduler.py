@@ -7,14 +7,17 @@ When pages run out, the youngest running sequence is sent back to wait and later
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
+from deltic.cache.operations import Operation, operation_of, plain
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, hurry, share
 from deltic.engine.sequence import Sequence
@@ -76,9 +79,26 @@ def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The rows of one step, single-token rows first, those by slot."""
+    """A step as plain data. operations: what is to be done to the pools before, in order. rows: those of single tokens
+    first, by slot."""
 
     rows: tuple[Row, ...]
+    operations: tuple[Operation, ...] = ()
+
+    def to_json(self) -> str:
+        """All of it: who carries it out on other pools, which have had all plans before, does the same."""
+        return json.dumps({"rows": [asdict(row) for row in self.rows], "operations": [*map(plain, self.operations)]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        found = json.loads(text)
+        return cls(tuple(Row(**{name: _tuples(value) for name, value in row.items()}) for row in found["rows"]),
+                   tuple(map(operation_of, found["operations"])))
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows lists alone."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class Scheduler:
@@ -123,7 +143,8 @@ class Scheduler:
             if count and sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
-        return Plan(tuple(self._row(sequence, count) for sequence, count in shares)), [s for s, _ in shares]
+        rows = tuple(self._row(sequence, count) for sequence, count in shares)
+        return Plan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
 
     def pause(self, sequence: Sequence) -> None:
         """Have a sequence neither run nor wait until `resume`. It owns nothing meanwhile; what it has read is kept like
@@ -256,16 +277,16 @@ class Scheduler:
     def _lease(self, sequence: Sequence) -> Lease | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
         room = len(sequence.tokens) + 1 if self.running else 0
-        origin, lease = sequence.origin, None
+        origin, lease, ids = sequence.origin, None, sequence.own_tokens()
         if origin is not None:
             if self.cache.make_room(-(-room // PAGE) - origin.checkpoint.done // PAGE):
-                lease = self.cache.fork(origin.checkpoint)
+                lease = self.cache.fork(origin.checkpoint, ids)
             if lease is None and self.running:
                 return None
             self._forget_origin(sequence)
         if lease is None:
             diverged = self.cache.tree.diverged(sequence.tokens) if log.isEnabledFor(logging.DEBUG) else 0
-            lease = self.cache.admit(sequence.tokens, room, sequence.fetch or NOTHING)
+            lease = self.cache.admit(ids, room, sequence.fetch or NOTHING)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None

@@ -125,10 +125,14 @@ class Sequence:
         """Whether the state at the end of the prompt is about to be kept."""
         return self.lease is not None and self.lease.done in self.lease.emitting
 
+    def own_tokens(self) -> list[int]:
+        """The tokens, in a list that from now on is the sequence's own."""
+        self.tokens = self.tokens if isinstance(self.tokens, list) else list(self.tokens)
+        return self.tokens
+
     def start(self, lease: Lease) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
         self.lease, self.fetch, self.hold = lease, None, None
-        self.tokens = self.tokens if isinstance(self.tokens, list) else list(self.tokens)
         if self.admitted is None:  # later it may find what it has read itself
             self.admitted = time.perf_counter()
             self.cached = lease.done
