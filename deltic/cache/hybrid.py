@@ -53,6 +53,8 @@ class HybridCache:
         self._leases: dict[int, Lease] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
         self._rests: list[Rest] = []
+        self.spares: list[int] = []
+        """Slots set aside for steps to write states to that are not committed yet."""
 
     @property
     def at_rest(self) -> bool:
@@ -263,6 +265,18 @@ class HybridCache:
         lease.slot, other.slot = other.slot, lease.slot
         self._leases[lease.slot], self._leases[other.slot] = lease, other
 
+    def set_aside(self, count: int) -> None:
+        """Have so many spare slots, or as many as leave one for each of as many sequences and one more."""
+        count = min(count - len(self.spares), self.slots.free - count - 1)
+        self.spares += self.slots.take(max(count, 0)) or []
+
+    def exchange_spare(self, lease: Lease, spare: int) -> None:
+        """The lease's state is the one that a step wrote to this spare slot; its own becomes a spare one."""
+        self.spares[self.spares.index(spare)] = lease.slot
+        del self._leases[lease.slot]
+        lease.slot = spare
+        self._book(lease)
+
     def fork(self, source: Lease | Checkpoint, ids: list[int] | None = None) -> Lease | None:
         """A new lease at the source's position, or None if pages or slots are short. ids: its own, which begin as the
         source's; by default a copy of those."""
@@ -384,7 +398,7 @@ class HybridCache:
         """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
         holders = self._holders()
         emitting = [slot for lease in self._leases.values() for slot in lease.emitting.values()]
-        self.slots.check([*(holder.slot for holder in holders), *emitting, *self.tree.owned_slots()])
+        self.slots.check([*(holder.slot for holder in holders), *emitting, *self.spares, *self.tree.owned_slots()])
         self.rings.check(lease.ring for lease in self._leases.values() if lease.ring is not None)
         self.pages.check([*(page for holder in holders for page in holder.pages), *self.tree.owned_pages()])
         self.tree.check()
