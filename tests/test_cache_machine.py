@@ -622,13 +622,15 @@ def splits() -> Iterator[tuple[int, MemoryNeeds]]:
                 for context in (1, 15, 16, 17, 100, 5000):
                     for limit in (None, 1, 40):
                         for budget in (1, 2, 3, 9, 50, 333, 1001, 2064, 9999, 40000, 10**6):
-                            yield budget, MemoryNeeds(page, slot, context, batch, limit, (budget + context) % 3 * 20)
+                            yield budget, MemoryNeeds(page, slot, context, batch, limit, (budget + context) % 3 * 20,
+                                                      budget % 4 == 1)
 
 
 def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
     held = refused = 0
     for budget, needs in splits():
-        smallest = needs.page_bytes + 2 * needs.slot_bytes + needs.row_bytes
+        own = 2 if needs.ahead else 1
+        smallest = needs.page_bytes + (own + 1) * needs.slot_bytes + needs.row_bytes
         if budget < smallest:
             with pytest.raises(ConfigError, match="memory") as caught:
                 split_memory(budget, needs)
@@ -645,14 +647,16 @@ def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
         else:
             wasted = 0
         assert plan.pages * needs.page_bytes + plan.slots * needs.slot_bytes <= budget
-        assert plan.pages >= 1 and 1 <= plan.max_batch <= needs.max_batch and plan.slots > plan.max_batch
+        assert plan.pages >= 1 and 1 <= plan.max_batch <= needs.max_batch
+        assert plan.slots > own * plan.max_batch
         assert 1 <= plan.max_context <= asked and plan.max_context <= plan.pages * PAGE
         clamped = (plan.max_batch < needs.max_batch) + (plan.max_context < asked)
         assert sum("--memory" in warning for warning in plan.warnings) == clamped
         assert len(plan.warnings) == clamped + (asked > needs.model_context)
         # One sequence more would take more than half of the budget, a page more would not fit or not be used.
-        assert plan.max_batch == needs.max_batch or (plan.max_batch + 2) * needs.slot_bytes > (budget - wasted) // 2
-        kept = plan.slots - plan.max_batch - 1
+        more = own * (plan.max_batch + 1) + 1
+        assert plan.max_batch == needs.max_batch or more * needs.slot_bytes > (budget - wasted) // 2
+        kept = plan.slots - own * plan.max_batch - 1
         assert not kept or not needs.slot_bytes or plan.max_context == asked, "kept at the cost of the context"
         spare = budget - plan.pages * needs.page_bytes - plan.slots * needs.slot_bytes
         assert plan.pages == plan.max_batch * -(-plan.max_context // PAGE) or spare < needs.page_bytes + wasted

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from reuse_cases import runtime_of
-from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
+from support import Answers, Watch, drain, greedy, numbers, odd_runtime, serve, take
 from test_scheduler import VOCABULARY, Toy
 from torch import Tensor
 
@@ -128,20 +127,25 @@ def test_a_hurried_step_gives_what_reaches_its_goal() -> None:
 # In the engine
 
 
+class Slow(Watch):
+    """A runtime whose steps take some milliseconds."""
+
+    def run(self, batch: Batch) -> Tensor:
+        time.sleep(0.002)
+        return Watch.run(self, batch)
+
+
 def test_prompts_beside_answers_are_read_in_smaller_chunks_if_a_step_would_take_too_long() -> None:
     runtime = odd_runtime()
     options = replace(runtime.options, max_stall_ms=1, max_batch=8, token_budget=512)
-    engine = Engine(replace(runtime_of(runtime, budget=512, context=900), options=options))
-    chunks, run = list[tuple[int, ...]](), engine.runtime.run
-    watched = SimpleNamespace(**{name: getattr(engine.runtime, name) for name in (
-        "cache", "memory", "options", "config", "generation", "decoder", "head", "name")})
-    watched.run = lambda batch: (chunks.append(batch.layout.chunks), time.sleep(0.002), run(batch))[2]
-    engine.runtime = watched  # type: ignore[assignment]
+    slow = Slow(replace(runtime_of(runtime, budget=512, context=900), options=options))
+    engine = Engine(slow)  # type: ignore[arg-type]
     engine.add(greedy(numbers(1, 30, 500), 60, "a"))
     found = Answers()
     take(found, engine.step())
     engine.add(greedy(numbers(2, 800, 500), 5, "b"))
     drain(engine, found)
+    chunks = slow.chunks
     assert all(max(chunk) <= 16 for chunk in chunks if len(chunk) > 1) and (1, 16) in chunks
     assert max(map(max, chunks)) > 16, "alone it is read as fast as it can be"
     for name, seed, length in (("a", 1, 30), ("b", 2, 800)):

@@ -104,11 +104,12 @@ class Accounts:
             assert source.ring is not None
             self.queue.append(FoldRing(target, source.ring, source.base, source.done))
 
-    def check(self) -> None:
-        """Assert that free + held + kept is all there is, and that nobody shares a page that will change."""
+    def check(self, spares: Iterable[int]) -> None:
+        """Assert that free + held + kept is all there is, and that nobody shares a page that will change. spares: slots
+        that are set aside."""
         holders, leases = self.holders, self.leases.values()
         emitting = [slot for lease in leases for slot in lease.emitting.values()]
-        self.slots.check([*(holder.slot for holder in holders), *emitting, *self.tree.owned_slots()])
+        self.slots.check([*(holder.slot for holder in holders), *emitting, *spares, *self.tree.owned_slots()])
         self.rings.check(lease.ring for lease in leases if lease.ring is not None)
         owners = Counter(self.tree.owned_pages())
         for holder in holders:

@@ -46,6 +46,8 @@ class HybridCache:
         self.tree = self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
         self._rests: list[Rest] = []
+        self.spares: list[int] = []
+        """Slots set aside for steps to write states to that are not committed yet."""
 
     def take_operations(self) -> tuple[Operation, ...]:
         """What is to be done to the pools before anything else is, in order; it is the caller's to have it done."""
@@ -251,6 +253,18 @@ class HybridCache:
         lease.slot, other.slot = other.slot, lease.slot
         self.accounts.leases[lease.slot], self.accounts.leases[other.slot] = lease, other
 
+    def set_aside(self, count: int) -> None:
+        """Have so many spare slots, or as many as leave one for each of as many sequences and one more."""
+        count = min(count - len(self.spares), self.slots.free - count - 1)
+        self.spares += self.slots.take(max(count, 0)) or []
+
+    def exchange_spare(self, lease: Lease, spare: int) -> None:
+        """The lease's state is the one that a step wrote to this spare slot; its own becomes a spare one."""
+        self.spares[self.spares.index(spare)] = lease.slot
+        del self.accounts.leases[lease.slot]
+        lease.slot = spare
+        self.accounts.book(lease)
+
     def fork(self, source: Lease | Checkpoint, ids: list[int] | None = None) -> Lease | None:
         """A new lease at the source's position, or None if pages or slots are short. ids: its own, which begin as the
         source's; by default a copy of those."""
@@ -379,7 +393,7 @@ class HybridCache:
 
     def check(self) -> None:
         """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
-        self.accounts.check()
+        self.accounts.check(self.spares)
         guards = Counter(mark for guards in self._guarded() for mark in guards)
         assert all(mark.guards == count for mark, count in guards.items()), "a mark's guards are miscounted"
         for tier in self.tiers:

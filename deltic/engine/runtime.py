@@ -269,7 +269,8 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     # rings take a quarter at most: who gets none is served without guesses
     rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
-                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size)
+                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
+                        ahead=options.device != "cpu")
     memory = split_memory(budget - rings * ring, needs)
     if wanted and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)

@@ -37,13 +37,18 @@ _PATIENCE = 0.01
 """Seconds to sleep at a time while there is nothing to do but to wait for a tier."""
 
 
+UNKNOWN = -1
+"""Stands for a token that is not on the host yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read
     the state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
     emits: (position, slot) pairs: also write the state after `position` tokens to this slot. base: tokens that the
     state in the slot stands for (None: done); those after it are in the replay ring `ring`. append: leave this step's
-    tokens there too. drafts: how many of the tokens, the last ones, are guesses."""
+    tokens there too. drafts: how many of the tokens, the last ones, are guesses. drawn: the one token is what this draw
+    of the step in flight gives, and is not known yet."""
 
     tokens: tuple[int, ...]
     done: int
@@ -56,6 +61,7 @@ class Row:
     ring: int = 0
     append: bool = False
     drafts: int = 0
+    drawn: int | None = None
 
     @property
     def guesses(self) -> tuple[int, ...]:
@@ -145,6 +151,13 @@ class Scheduler:
         shares.sort(key=_order)
         rows = tuple(self._row(sequence, count) for sequence, count in shares)
         return Plan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
+
+    def pass_over(self) -> bool:
+        """Count a step that is not planned here, if `plan` would leave everybody where he is."""
+        if self.waiting:
+            return False
+        self._step += 1
+        return True
 
     def pause(self, sequence: Sequence) -> None:
         """Have a sequence neither run nor wait until `resume`. It owns nothing meanwhile; what it has read is kept like

@@ -121,9 +121,9 @@ class Sequence:
         return self.lease is not None and self.generated > 0 and self.pending == 1 and self.logits is None
 
     @property
-    def emits_end(self) -> bool:
-        """Whether the state at the end of the prompt is about to be kept."""
-        return self.lease is not None and self.lease.done in self.lease.emitting
+    def splits(self) -> bool:
+        """Whether the request's other choices go on from here: its prompt has just been processed."""
+        return self.sampling.n > 1 and not self.choice and not self.generated
 
     def own_tokens(self) -> list[int]:
         """The tokens, in a list that from now on is the sequence's own."""
