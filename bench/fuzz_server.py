@@ -21,7 +21,7 @@ from typing import Any
 
 from common import record
 from hostile import CHAT, TEXT
-from http_load import Reply, Server, percentile, post, serving
+from http_load import SOURCE, Reply, Server, percentile, post, serving
 
 CLIENTS = 24
 STALL = 0.1
@@ -145,7 +145,7 @@ class Fuzz:
 
     async def run(self) -> None:
         """All clients, and a look at the server every second."""
-        await asyncio.gather(self._look(), *(self._client() for _ in range(CLIENTS)))
+        await asyncio.gather(self._look(), *(self._client(number) for number in range(CLIENTS)))
 
     async def _look(self) -> None:
         while time.perf_counter() < self._until and self._server.process.poll() is None:
@@ -154,7 +154,8 @@ class Fuzz:
         if self._server.process.poll() is not None:
             self.figures.faults.append("the server died")
 
-    async def _client(self) -> None:
+    async def _client(self, number: int) -> None:
+        SOURCE.set(f"127.0.1.{number + 1}")
         while time.perf_counter() < self._until and not self.figures.faults:
             if self._known and self._draw.random() < 0.33:
                 path, body, expected = self._draw.choice(self._known)
