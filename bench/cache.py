@@ -75,6 +75,7 @@ def _resume(llm: LLM, args: argparse.Namespace) -> None:
     ratios = {f"cold_over_{name}": round(found["cold"]["median"] / found[name]["median"], 1)
               for name in times if name != "cold"}
     record("cache", {"task": "resume", "unit": "s to the first token", "model": llm.runtime.name, "dtype": "bfloat16",
+                     "threads": llm.runtime.threads,
                      "prompt_tokens": length, "new_tokens": NEW, **found, **ratios,
                      "note": "disk: a new cache over the same directory, model load excluded; disk_uncached: the "
                              "files were dropped from the operating system's page cache before"})
@@ -147,7 +148,8 @@ def _cost(llm: LLM, args: argparse.Namespace) -> None:
     for name in ("on", "with_disk"):
         pairs = zip(whole[name], whole["off"], strict=True)
         shares[f"ratio_{name}"] = spread([kept / plain for kept, plain in pairs])
-    record("cache", {"task": "cost", "model": llm.runtime.name, "dtype": "bfloat16", "prompt_tokens": length,
+    record("cache", {"task": "cost", "model": llm.runtime.name, "dtype": "bfloat16",
+                     "threads": llm.runtime.threads, "prompt_tokens": length,
                      "new_tokens": ANSWER, "methods": METHODS, **{f"seconds_{name}": spread(whole[name])
                                                                   for name in engines}, **shares})
 

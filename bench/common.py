@@ -81,12 +81,9 @@ def _without_folder(argument: str) -> str:
 
 def record(file: str, result: dict[str, Any]) -> None:
     """Append a line to results/FILE.jsonl, with what is needed to understand and repeat it, and print it."""
-    from deltic.ops.cpu import threads as threads_in_use
-
-    threads = result.get("threads", threads_in_use())
     line = {"bench": file, **result, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": shlex.join(["python", *map(_without_folder, sys.argv)]),
-            "machine": {**machine_facts(), "threads": threads},
+            "machine": {**machine_facts(), "threads": result.get("threads")},
             "load_average": os.getloadavg()[0], "version": __version__, "commit": commit()}
     path = ROOT / "bench" / "results" / f"{file}.jsonl"
     path.parent.mkdir(exist_ok=True)

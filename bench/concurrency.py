@@ -165,6 +165,7 @@ def _tokens(output: Any) -> tuple[int, ...]:
 
 def _facts(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     return {"model": llm.runtime.name, "layers": llm.runtime.config.num_hidden_layers, "max_batch": args.max_batch,
+            "threads": llm.runtime.threads,
             "new_tokens": args.new_tokens, "repeat": args.repeat}
 
 

@@ -97,7 +97,6 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from deltic.cli.inspect import weight_bytes
     from deltic.cli.machine import peak_memory_mib
     from deltic.cli.measure import Case, trial
-    from deltic.ops.cpu import threads
 
     imported, seeds = peak_memory_mib(), count()
     model = RandomModel(settings["model"], settings["layers"]) if settings["model"] else None
@@ -108,7 +107,7 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         run = llm.worker.call(lambda engine: trial(engine, Case(**task), next(seeds)))
         return {**asdict(run), "peak_mib": round(peak_memory_mib(), 1)}
     return {"weights_mib": round(weight_bytes(llm.runtime.config, "bfloat16") / (1 << 20), 1),
-            "threads": threads(), "imported_mib": round(imported, 1),
+            "threads": llm.runtime.threads, "imported_mib": round(imported, 1),
             "loaded_mib": round(peak_memory_mib(), 1)}, answer
 
 

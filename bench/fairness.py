@@ -75,7 +75,8 @@ def _request(name: str, prompt: tuple[int, ...], count: int = ANSWER) -> Request
 
 def _facts(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     return {"model": engine.runtime.name, "layers": args.layers or None, "dtype": engine.runtime.config.dtype,
-            "token_budget": engine.runtime.options.token_budget, "max_batch": engine.scheduler.max_batch}
+            "token_budget": engine.runtime.options.token_budget, "max_batch": engine.scheduler.max_batch,
+            "threads": engine.runtime.threads}
 
 
 # A mix as a server sees it

@@ -117,6 +117,7 @@ def _embedded(args: argparse.Namespace) -> None:
     tokens = sum(map(len, runs["auto"][0].answers.values()))
     same = sum(runs["auto"][0].answers[name] == answer for name, answer in runs["off"][0].answers.items())
     _record(args, runs, {"task": "embedded", "requests": len(requests), "tokens": tokens, "same_answers": same,
+                         "threads": with_head.threads,
                          "tokens_per_step": round((tokens - len(requests)) / runs["auto"][0].steps, 3)})
 
 

@@ -15,7 +15,7 @@
 namespace deltic::DELTIC_LEVEL {
 namespace {
 
-constexpr int64_t kPage = 16;
+constexpr int64_t kPage = DELTIC_PAGE;
 constexpr int64_t kPart = 512;
 // From one query's scores to the next one's: no power of two, lest all queries of a tile share a few cache sets.
 constexpr int64_t kScores = kPart + kLanes;

@@ -6,7 +6,7 @@
 namespace deltic {
 namespace {
 
-constexpr int64_t kPage = 16, kReplay = 16;
+constexpr int64_t kPage = DELTIC_PAGE, kReplay = DELTIC_RING;
 
 bool within(int64_t value, int64_t end) { return value >= 0 && value < end; }
 

@@ -15,8 +15,17 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 6
+#define DELTIC_ABI 7
 int deltic_abi(void);
+
+/* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
+ * those that the library was compiled with. */
+#define DELTIC_PAGE 16
+#define DELTIC_RING 16
+#define DELTIC_PANEL 16
+int deltic_page(void);
+int deltic_ring(void);
+int deltic_panel(void);
 
 /* ---- Processor levels: which instructions the kernels use. Results differ between levels by rounding. */
 
@@ -57,7 +66,7 @@ typedef struct {
  * take it for granted that there is such a matrix. */
 int64_t deltic_packed_bytes(int64_t type, int64_t rows, int64_t columns);
 /* Pack whole rows as they lie in a GGUF file. `first` is the number of the first of them in the matrix, a multiple of
- * 16; `count` is one too, unless these are the last rows. */
+ * DELTIC_PANEL; `count` is one too, unless these are the last rows. */
 void deltic_pack(int64_t type, const void *blocks, int64_t first, int64_t count, int64_t columns, void *packed);
 /* The numbers of single rows: out [count, columns]. Needs no pool; any thread may call it. */
 void deltic_unpack_rows(const deltic_matrix *matrix, const int64_t *rows, int64_t count, float *out);
@@ -108,11 +117,11 @@ typedef struct {
     float *recurrent;        /* [slots, value_heads, key_dim, value_dim] */
     void *conv;              /* [slots, places, channels] of `type`: raw inputs, that of position p at p mod places */
     int64_t places, type;    /* at least kernel - 1; DELTIC_F32, DELTIC_F16 or DELTIC_BF16 */
-    /* Replay rings: units of 16 entries, that of position p at p mod 16; all null if there are none. */
-    void *inputs;            /* [units, 16, channels] of `type`: raw inputs */
-    float *keys;             /* [units, 16, key_heads, key_dim] */
-    float *updates;          /* [units, 16, value_heads, value_dim] */
-    float *decays;           /* [units, 16, value_heads] */
+    /* Replay rings: units of DELTIC_RING entries, that of position p at p mod that; all null if there are none. */
+    void *inputs;            /* [units, ring, channels] of `type`: raw inputs */
+    float *keys;             /* [units, ring, key_heads, key_dim] */
+    float *updates;          /* [units, ring, value_heads, value_dim] */
+    float *decays;           /* [units, ring, value_heads] */
     int64_t slots, units;
 } deltic_states;
 
@@ -126,7 +135,7 @@ typedef struct {
 } deltic_attention_layer;
 
 typedef struct {
-    void *keys, *values;     /* [pages, 16, kv_heads, head_dim] of `type` */
+    void *keys, *values;     /* [pages, DELTIC_PAGE, kv_heads, head_dim] of `type` */
     int64_t type;            /* DELTIC_F32, DELTIC_F16 or DELTIC_BF16 */
     int64_t pages;
 } deltic_kv;

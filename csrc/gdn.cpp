@@ -23,7 +23,7 @@ constexpr int64_t kSlice = 2 * kNative;  // columns of a head's state that one t
 constexpr int64_t kBlock = 32;           // tokens that are convolved together
 constexpr int64_t kNormed = 8;           // tokens that are normed together
 constexpr int64_t kWindow = 128;         // tokens that have entries at the same time
-constexpr int64_t kReplay = 16;          // replay entries in a unit
+constexpr int64_t kReplay = DELTIC_RING;  // replay entries in a unit
 constexpr float kUnitEps = 1e-6f;
 
 DELTIC_INLINE int64_t padded(int64_t count) { return round_up(count, kLanes); }

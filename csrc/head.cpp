@@ -49,7 +49,7 @@ struct Guesses {
             const int64_t *table = batch.pages + row * batch.table;
             ids.push_back(depth ? tokens[row * stride + depth - 1] : batch.ids[row]);
             done.push_back(place);
-            store.push_back(table[place / 16] * 16 + place % 16);
+            store.push_back(table[place / DELTIC_PAGE] * DELTIC_PAGE + place % DELTIC_PAGE);
             pages.insert(pages.end(), table, table + batch.table);
         }
         for (int axis = 0; axis < 3; ++axis)

@@ -37,7 +37,7 @@
 
 namespace deltic {
 
-constexpr int64_t kPanel = 16;
+constexpr int64_t kPanel = DELTIC_PANEL;
 
 // Weights per block and bytes of a packed block of 16 rows; weights = 0 for an unknown type.
 struct BlockShape {

@@ -13,6 +13,6 @@ settings.load_profile("deltic")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Loading a model sets torch's threads for the process; small models are fastest with one, and by far so on a
-    machine that has other work."""
+    """Models set the threads that torch computes with; small ones are fastest with one, and by far so on a machine that
+    has other work."""
     torch.set_num_threads(1)

@@ -204,10 +204,3 @@ def test_the_library_prints_nothing() -> None:
              for node in ast.walk(tree)
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"]
     assert not found
-
-
-def test_no_mutable_globals() -> None:
-    """Several models can live in one process: nothing assigns a module's name from within a function."""
-    found = [f"{shown(path)}:{node.lineno}" for path, tree in TREES.items() for node in ast.walk(tree)
-             if isinstance(node, ast.Global)]
-    assert not found

@@ -20,6 +20,7 @@ from deltic.model.decoder import Decoder, build
 from deltic.model.mtp import Mtp, build_head, first_rows
 from deltic.ops import Ops, backends
 from deltic.ops.cpu import missing
+from deltic.ops.memory import Arena
 from deltic.ops.qtensor import QTensor, pack_tensor
 from deltic.ops.records import Batch, Block, KvView, Stores
 from deltic.types import PAGE
@@ -290,7 +291,7 @@ def test_quantized_matrices_are_cut_too(kind: str) -> None:
         assert torch.equal(cut.dequantize(), packed.dequantize()[:len(cut)])
         x = torch.randn(5, 256)
         assert torch.equal(ops.head(x, cut), ops.head(x, packed)[:, :len(cut)])
-    both = first_rows((packed, pack_tensor(torch.randn(64, 256))), 520, ops)
+    both = first_rows((packed, pack_tensor(torch.randn(64, 256), Arena())), 520, ops)
     assert isinstance(both, tuple) and [len(block) for block in both] == [509, 16]
 
 

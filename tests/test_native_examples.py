@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from deltic.config.engine import _CPU_LEVELS
+from deltic.errors import ConfigError
 from deltic.ops.cpu import library, missing
+from deltic.ops.qtensor import PANEL
+from deltic.types import PAGE, RING
 from deltic.weights.gguf.blocks import BY_NAME
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -157,11 +160,23 @@ def test_every_declared_function_is_exported() -> None:
     assert not [name for name in FUNCTIONS if not hasattr(loaded, name)]
 
 
+@pytest.mark.parametrize("name", sorted(library._COMPILED))
+def test_a_library_of_other_sources_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is too old to be asked."""
+    loaded, path = library.library(), PLACE / "libdeltic.so"
+    for wanted in ({name: library._COMPILED[name] + 1}, {name: library._COMPILED[name], "deltic_unheard_of": 1}):
+        monkeypatch.setattr(library, "_COMPILED", wanted)
+        with pytest.raises(ConfigError, match=r"compiled from other sources .* instead of \d+; rebuild it \(pip"):
+            library._check_compiled(loaded, path)
+
+
 def test_constants_agree() -> None:
     rust = (EXAMPLES / "decode.rs").read_text(encoding="utf-8")
-    abi = int(re.findall(r"#define DELTIC_ABI (\d+)", HEADER)[0])
-    assert abi == library._ABI == library.library().deltic_abi()
-    assert f"pub const ABI: c_int = {abi};" in rust
+    defined = {f"deltic_{name.lower()}": int(number)
+               for name, number in re.findall(r"#define DELTIC_(\w+) (\d+)", HEADER)}
+    assert defined == library._COMPILED == {name: getattr(library.library(), name)() for name in defined}
+    assert (defined["deltic_page"], defined["deltic_ring"], defined["deltic_panel"]) == (PAGE, RING, PANEL)
+    assert f"pub const ABI: c_int = {defined['deltic_abi']};" in rust
     types = {name: int(number) for name, number in re.findall(r"DELTIC_(\w+) = (\d+)", HEADER)}
     assert len(types) > 10 and all(BY_NAME[name].id == number for name, number in types.items())
     levels = re.findall(r"DELTIC_(\w+)", re.findall(r"enum \{( DELTIC_PORTABLE[^}]*)\}", HEADER)[0])

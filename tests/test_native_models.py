@@ -23,7 +23,7 @@ from deltic.engine.batch import build
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.engine.scheduler import Plan, Row
-from deltic.ops.cpu import missing, threads
+from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.records import Batch
 
@@ -135,9 +135,13 @@ def test_one_model_stepped_from_many_threads() -> None:
     in_time(*(lambda slot=slot: work(slot) for slot in range(4)))
 
 
-def test_the_most_threads_are_known() -> None:
-    kept = model(-1, 5)
-    assert threads() >= 5 and kept.decoder.ops.step.__self__.threads == 5  # type: ignore[attr-defined]
+def test_a_model_keeps_its_threads() -> None:
+    """Those of the kernels, and those of torch where torch computes, whatever was loaded or has run since."""
+    natively, slowly, others = model(-1, 5), model(-1, 3, ops=("torch",)), model(0, 2, ops=("torch",))
+    assert natively.threads == 5 and natively.decoder.ops.step.__self__.threads == 5  # type: ignore[attr-defined]
+    for runtime, count in ((natively, 1), (slowly, 3), (others, 2), (slowly, 3), (natively, 1)):
+        steps(runtime, (5,))
+        assert torch.get_num_threads() == count
 
 
 # Batches that point elsewhere

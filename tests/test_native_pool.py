@@ -21,6 +21,7 @@ from torch import Tensor
 from deltic.ops.cpu import kernels, missing
 from deltic.ops.cpu.kernels import native_weight
 from deltic.ops.cpu.library import Pool, library
+from deltic.ops.memory import Arena
 from deltic.ops.qtensor import QTensor, pack_tensor
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -32,7 +33,7 @@ TOKENS = 13
 
 def layer() -> QTensor:
     """Of 17 pieces of work."""
-    return pack_tensor(torch.randn(535, 512, generator=torch.Generator().manual_seed(1)))
+    return pack_tensor(torch.randn(535, 512, generator=torch.Generator().manual_seed(1)), Arena())
 
 
 def activations() -> Tensor:

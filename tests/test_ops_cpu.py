@@ -13,6 +13,7 @@ from test_ops_torch import *  # noqa: F403  (its tests run here too, on the comp
 from deltic.ops import backends, explain, ref, select
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import head
+from deltic.ops.memory import Arena
 from deltic.ops.qtensor import pack_tensor
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -46,7 +47,7 @@ def test_head_of_few_tokens(rows: int, width: int) -> None:
     """Close to float64, and bit for bit the same alone, in a batch and with more threads."""
     torch.manual_seed(rows)
     x, plain = torch.randn(19, width).bfloat16(), torch.randn(rows, width).bfloat16()
-    exact, weight = x.double() @ plain.double().t(), pack_tensor(plain)
+    exact, weight = x.double() @ plain.double().t(), pack_tensor(plain, Arena())
     whole = head(pool(), x, weight)
     assert whole.dtype == torch.float32 and (whole - exact).norm() <= 1e-5 * exact.norm()
     for tokens in range(1, 20):
@@ -56,7 +57,7 @@ def test_head_of_few_tokens(rows: int, width: int) -> None:
 
 
 def test_head_passes_nan_on() -> None:
-    x, weight = torch.zeros(2, 64).bfloat16(), pack_tensor(torch.ones(5, 64).bfloat16())
+    x, weight = torch.zeros(2, 64).bfloat16(), pack_tensor(torch.ones(5, 64).bfloat16(), Arena())
     x[1, 3] = torch.nan
     logits = head(pool(), x, weight)
     assert not logits[0].isnan().any() and logits[1].isnan().all()

@@ -15,13 +15,11 @@ from deltic.config import available_cores
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, cores, threads, memory and the versions below us."""
+    """Processor, cores, memory and the versions below us."""
     import torch
 
-    from deltic.ops.cpu import threads
-
-    return {"cpu": cpu_name(), "cores": available_cores(), "threads": threads(),
-            "memory_mib": memory_mib(), "python": platform.python_version(), "torch": torch.__version__}
+    return {"cpu": cpu_name(), "cores": available_cores(), "memory_mib": memory_mib(),
+            "python": platform.python_version(), "torch": torch.__version__}
 
 
 def cpu_name() -> str:

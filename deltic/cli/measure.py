@@ -85,7 +85,7 @@ def origin_facts(llm: LLM) -> dict[str, Any]:
     """On what machine it was, and by which code."""
     from deltic.ops import explain
 
-    return {"machine": machine_facts(), "version": __version__, "commit": commit(),
+    return {"machine": {**machine_facts(), "threads": llm.runtime.threads}, "version": __version__, "commit": commit(),
             "ops": explain(llm.runtime.decoder.ops)}
 
 

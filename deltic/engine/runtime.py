@@ -77,11 +77,12 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runtime:
-    """Everything a step needs. path: the model's directory or file, None for random weights. tokenizer: its texts,
-    where they are no files of the directory. notes: small texts that shall outlive the process, if there is a cache
-    directory. step: runs a batch in one call, where the ops have that. graphs: replays decode steps, on a GPU. mtp: the
-    model's draft head, if it is used; head: that head over this cache. draft: the model that drafts for this one, if
-    another does. statistics: the last step's layer outputs, if `options.debug_layers`."""
+    """Everything a step needs. path: the model's directory or file, None for random weights. threads: those that
+    compute for this model. tokenizer: its texts, where they are no files of the directory. notes: small texts that
+    shall outlive the process, if there is a cache directory. step: runs a batch in one call, where the ops have that.
+    graphs: replays decode steps, on a GPU. mtp: the model's draft head, if it is used; head: that head over this cache.
+    draft: the model that drafts for this one, if another does. statistics: the last step's layer outputs, if
+    `options.debug_layers`."""
 
     name: str
     path: Path | None
@@ -92,6 +93,7 @@ class Runtime:
     decoder: Decoder
     cache: HybridCache
     stores: Stores
+    threads: int
     tokenizer: TokenizerTexts | None = None
     notes: DiskNotes | LateNotes | None = None
     mtp: Head | None = None
@@ -120,6 +122,7 @@ class Runtime:
     def run(self, batch: Batch) -> Tensor:
         """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
         the batch must ask for the hidden states."""
+        use_torch_threads(self.decoder.ops, self.threads)
         logits = self.graphs.run(batch) if self.graphs else None
         if logits is None:
             logits, hidden = self._forward(batch)
@@ -190,13 +193,13 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
-        ops, dtype = _prepare(config, options)
+        ops, dtype, threads = _prepare(config, options)
         weights: dict[str, Block] = {**random_weights(config, dtype, model.seed, device=options.device,
                                                       initializer_range=model.initializer_range)}
     else:
         files = open_model(model, revision, progress=progress is not None)
         name, config, generation = str(model or "tiny"), files.config, files.generation
-        ops, dtype = _prepare(config, options)
+        ops, dtype, threads = _prepare(config, options)
         tiled = _keeps_packed(files, options)
         marks = _marks(files, options)
         weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
@@ -217,7 +220,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     cache = HybridCache(storage, options.prefix_cache, rows=memory.rows)
     stores = Stores(storage.kv_views(), storage.state_views())
     runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache, stores,
-                      files.tokenizer() if files else None, mtp=mtp)
+                      threads, files.tokenizer() if files else None, mtp=mtp)
     return runtime if drafts else _with_tiers(runtime, made)
 
 
@@ -311,12 +314,13 @@ def _on_disk(runtime: Runtime, made: Identity, directory: str, budget: int) -> t
     return Shelf(LateDisk(opening, budget, abandon), threads=True, late=True), LateNotes(opening)
 
 
-def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType]:
-    """The ops that serve this model and no other; the dtype of its weights and activations."""
+def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType, int]:
+    """The ops that serve this model and no other; the dtype of its weights and activations; how many threads compute
+    for it."""
     threads = options.threads_for(config.parameter_count)
     ops = select(options.ops, options.device, options.cpu_level, threads)
     use_torch_threads(ops, threads)
-    return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype)
+    return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype), threads
 
 
 def _quantize(weights: dict[str, Block], options: EngineConfig, config: ModelConfig, tiled: bool) -> dict[str, Block]:

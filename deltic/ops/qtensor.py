@@ -14,8 +14,8 @@ from deltic.ops.memory import Arena
 
 PLAIN_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 30)}
 """Name and number of the GGUF type that a dtype is."""
-_ARENA = Arena()
-_ROWS = 16
+PANEL = 16
+"""Rows that are packed together."""
 _PIECE = 16 << 20
 """Bytes that are read and packed at a time."""
 
@@ -58,17 +58,18 @@ class QTensor:
         return self.lookup(torch.arange(self.rows))
 
 
-def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int,
-              read: Callable[[int, int], Any]) -> QTensor:
+def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
+              arena: Arena) -> QTensor:
     """Pack a matrix whose rows take `row_bytes` in a file or tensor; `read(start, count)` gives its bytes as a
-    contiguous uint8 array or tensor. Piece by piece, so that memory stays near the size of the result."""
+    contiguous uint8 array or tensor. Piece by piece, so that memory stays near the size of the result, which lies in
+    the arena, beside the model's other matrices."""
     from deltic.ops.cpu.library import Matrix, library
 
     size = library().deltic_packed_bytes(number, rows, columns)
     if size < 0:
         raise ValueError(f"a matrix of {columns} columns cannot be packed as {type}")
-    data = _ARENA.take(size)
-    step = max(_ROWS, _PIECE // row_bytes // _ROWS * _ROWS)
+    data = arena.take(size)
+    step = max(PANEL, _PIECE // row_bytes // PANEL * PANEL)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         piece = torch.as_tensor(read(first * row_bytes, count * row_bytes))
@@ -76,10 +77,10 @@ def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int,
     return QTensor(type, rows, columns, data, Matrix(number, rows, columns, data.data_ptr()))
 
 
-def pack_tensor(weight: Tensor) -> QTensor:
+def pack_tensor(weight: Tensor, arena: Arena) -> QTensor:
     """Pack a matrix [rows, columns] of float32, float16 or bfloat16."""
     name, number = PLAIN_TYPES[weight.dtype]
     raw = weight.contiguous().view(-1).view(torch.uint8)
     rows, columns = weight.shape
     return pack_rows(name, number, rows, columns, columns * weight.itemsize,
-                     lambda start, count: raw[start:start + count])
+                     lambda start, count: raw[start:start + count], arena)

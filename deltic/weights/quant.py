@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
+from deltic.ops.memory import Arena
 from deltic.ops.qtensor import QTensor, pack_rows
 from deltic.weights.gguf.blocks import BlockType
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
@@ -32,18 +33,19 @@ def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfi
     """
     kind = FILE_TYPES[SCHEMES[scheme]]
     total, done = sum(tensor.nbytes for tensor in weights.values()), 0
-    result: dict[str, Tensor | QTensor] = {}
+    result, arena = dict[str, Tensor | QTensor](), Arena()
     with ThreadPoolExecutor(available_cores()) as pool:
         for name in list(weights):
             done += weights[name].nbytes
             type = target_of(name, tuple(weights[name].shape), config, kind).type
-            result[name] = weights.pop(name) if type.name in _PLAIN else _packed(name, weights.pop(name), type, pool)
+            matrix = weights.pop(name)
+            result[name] = matrix if type.name in _PLAIN else _packed(name, matrix, type, pool, arena)
             if progress is not None:
                 progress(done, total)
     return result
 
 
-def _packed(name: str, matrix: Tensor, type: BlockType, pool: Executor) -> QTensor:
+def _packed(name: str, matrix: Tensor, type: BlockType, pool: Executor, arena: Arena) -> QTensor:
     rows, columns = matrix.shape
     row_bytes = type.size(columns)
 
@@ -51,4 +53,4 @@ def _packed(name: str, matrix: Tensor, type: BlockType, pool: Executor) -> QTens
         first = start // row_bytes
         return np.concatenate([*quantize_in_pieces(name, matrix[first:first + count // row_bytes], type, pool)])
 
-    return pack_rows(type.name, type.id, rows, columns, row_bytes, read)
+    return pack_rows(type.name, type.id, rows, columns, row_bytes, read, arena)

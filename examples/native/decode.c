@@ -18,8 +18,7 @@ enum {
     CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM, VALUES = VALUE_HEADS * VALUE_DIM,
     HEADS = 4, KV_HEADS = 2, HEAD_DIM = 64, ROTARY_DIM = 32,
     PROMPT = 150, ANSWER = 30, SEQUENCES = 2,
-    PAGE = 16, TABLE = (PROMPT + ANSWER + PAGE - 1) / PAGE, /* tokens of a page; pages of a sequence */
-    PANEL = 16,                                             /* rows that are packed together */
+    TABLE = (PROMPT + ANSWER + DELTIC_PAGE - 1) / DELTIC_PAGE, /* pages of a sequence */
     MOST_TOKENS = PROMPT
 };
 
@@ -91,10 +90,10 @@ static deltic_matrix make_matrix(int64_t type, int64_t rows, int64_t columns) {
     if (size < 0) fail("no matrix of this type can have so many columns");
     uint8_t *packed = allocate(size);
     /* whole panels take as many bytes as the same rows in a file */
-    uint8_t *blocks = allocate(deltic_packed_bytes(type, PANEL, columns));
-    float *room = allocate(PANEL * columns * (int64_t)sizeof *room);
-    for (int64_t first = 0; first < rows; first += PANEL) {
-        int64_t count = rows - first < PANEL ? rows - first : PANEL;
+    uint8_t *blocks = allocate(deltic_packed_bytes(type, DELTIC_PANEL, columns));
+    float *room = allocate(DELTIC_PANEL * columns * (int64_t)sizeof *room);
+    for (int64_t first = 0; first < rows; first += DELTIC_PANEL) {
+        int64_t count = rows - first < DELTIC_PANEL ? rows - first : DELTIC_PANEL;
         make_blocks(type, count, columns, room, blocks);
         deltic_pack(type, blocks, first, count, columns, packed);
     }
@@ -169,7 +168,7 @@ static void make_model(void) {
 static void *make_store(int64_t bytes) { return memset(allocate(bytes), 0xff, (size_t)bytes); }
 
 static void make_stores(void) {
-    int64_t pages = SEQUENCES * TABLE * PAGE * KV_HEADS * HEAD_DIM * (int64_t)sizeof(uint16_t);
+    int64_t pages = SEQUENCES * TABLE * DELTIC_PAGE * KV_HEADS * HEAD_DIM * (int64_t)sizeof(uint16_t);
     states.recurrent = make_store(SEQUENCES * VALUE_HEADS * KEY_DIM * VALUE_DIM * (int64_t)sizeof(float));
     states.conv = make_store(SEQUENCES * KERNEL * CHANNELS * (int64_t)sizeof(uint16_t));
     states.places = KERNEL, states.type = DELTIC_BF16, states.slots = SEQUENCES;
@@ -197,7 +196,7 @@ static void run(deltic_pool *pool, Sequence *sequences, int64_t count, int64_t c
         wanted[row] = starts[row + 1] - 1;
         for (int64_t token = starts[row]; token < starts[row + 1]; ++token) {
             int64_t place = sequence->length++;
-            store[token] = sequence->pages[place / PAGE] * PAGE + place % PAGE;
+            store[token] = sequence->pages[place / DELTIC_PAGE] * DELTIC_PAGE + place % DELTIC_PAGE;
             for (int axis = 0; axis < 3; ++axis) positions[axis * tokens + token] = place;
         }
     }
@@ -216,7 +215,8 @@ static void check_same(const float *logits, const char *when) {
 }
 
 int main(int count, char **arguments) {
-    if (deltic_abi() != DELTIC_ABI) fail("library and header are of different versions");
+    if (deltic_abi() != DELTIC_ABI || deltic_page() != DELTIC_PAGE || deltic_panel() != DELTIC_PANEL)
+        fail("library and header are of different versions");
     int threads = count > 1 ? atoi(arguments[1]) : 1;
     int level = count > 2 ? atoi(arguments[2]) : deltic_best_level();
     deltic_pool *pool = deltic_pool_new(threads, level);

@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_int, c_void};
 
-    pub const ABI: c_int = 6;
+    pub const ABI: c_int = 7;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -142,6 +142,8 @@ mod deltic {
     #[link(name = "deltic")]
     extern "C" {
         pub fn deltic_abi() -> c_int;
+        pub fn deltic_page() -> c_int;
+        pub fn deltic_panel() -> c_int;
         pub fn deltic_best_level() -> c_int;
         pub fn deltic_pool_new(threads: c_int, level: c_int) -> *mut Pool;
         pub fn deltic_pool_free(pool: *mut Pool);
@@ -460,7 +462,8 @@ fn check_same(one: &[f32], other: &[f32], when: &str) {
 
 fn main() {
     let arguments: Vec<c_int> = std::env::args().skip(1).map(|text| text.parse().unwrap_or(0)).collect();
-    if unsafe { deltic::deltic_abi() } != deltic::ABI {
+    let compiled = unsafe { [deltic::deltic_abi(), deltic::deltic_page(), deltic::deltic_panel()] };
+    if compiled != [deltic::ABI, PAGE as c_int, PANEL as c_int] {
         fail("library and declarations are of different versions");
     }
     let best = unsafe { deltic::deltic_best_level() };

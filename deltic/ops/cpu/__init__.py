@@ -11,7 +11,7 @@ import torch
 from deltic.errors import ConfigError
 from deltic.ops import Ops
 from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, pack, store_kv
-from deltic.ops.cpu.library import LEVELS, POOLS, Pool, load
+from deltic.ops.cpu.library import LEVELS, Pool, load
 from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import head_step as head_step
 from deltic.ops.cpu.step import left_to_others as left_to_others
@@ -53,11 +53,9 @@ def _number(level: str) -> int:
 
 
 def use_torch_threads(ops: Ops, count: int) -> None:
-    """Have torch compute with so many threads in the whole process, or with one where the kernels serve these ops. (Two
-    pools of threads that take turns would spin in each other's way.)"""
-    torch.set_num_threads(1 if getattr(ops.step, "__func__", None) is step else count)
-
-
-def threads() -> int:
-    """The most threads that any ops in the process compute with."""
-    return max([torch.get_num_threads(), *(pool.threads for pool in POOLS)])
+    """Have torch compute with so many threads beside these ops, or with one where the kernels serve whole steps. (Two
+    pools of threads that take turns would spin in each other's way.) Torch keeps such a count for each thread that
+    calls it, and takes the last one for threads that have none yet: said before every step, it is this model's."""
+    wanted = 1 if getattr(ops.step, "__func__", None) is step else count
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)

@@ -40,7 +40,7 @@ from deltic.ops.torch.basic import linear as torch_linear
 
 
 def pack(pool: Pool, weight: Tensor, table: bool) -> Block:
-    return pack_tensor(weight) if weight.dtype in KINDS and weight.device.type == "cpu" else weight
+    return pack_tensor(weight, pool.arena) if weight.dtype in KINDS and weight.device.type == "cpu" else weight
 
 
 def packed(weight: Weight) -> bool:

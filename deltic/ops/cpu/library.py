@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.ops.records import Batch
+from deltic.errors import ConfigError
+from deltic.ops.memory import Arena
+from deltic.ops.qtensor import PANEL
+from deltic.ops.records import PAGE, RING, Batch
 
-_ABI = 6
+_COMPILED = {"deltic_abi": 7, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+"""What the library must say of itself, so that both sides mean the same bytes."""
 _NO_MEMORY = -1
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
@@ -145,7 +149,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
 
 @cache
 def load() -> ctypes.CDLL | str:
-    """The library, or why it cannot be used."""
+    """The library, or why it cannot be used. ConfigError if it is of another version than this package."""
     path = Path(__file__).parent / "libdeltic.so"
     if not path.exists():
         return "the native kernels were not compiled: install g++, then reinstall deltic"
@@ -153,12 +157,21 @@ def load() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"the native kernels cannot be loaded: {error}"
-    if library.deltic_abi() != _ABI:
-        return "the native kernels are of another version: reinstall deltic"
+    _check_compiled(library, path)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def _check_compiled(library: ctypes.CDLL, path: Path) -> None:
+    for name, wanted in _COMPILED.items():
+        function = getattr(library, name, None)
+        found = function() if function else None
+        if found != wanted:
+            raise ConfigError(f"{path} was compiled from other sources than these: {name} is {found} instead of "
+                              f"{wanted}; rebuild it (pip install --force-reinstall --no-deps deltic, or pip install "
+                              "-e . in a checkout)")
 
 
 def library() -> ctypes.CDLL:
@@ -168,21 +181,17 @@ def library() -> ctypes.CDLL:
     return found
 
 
-POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
-"""All that there are."""
-
-
 class Pool:
-    """The threads that compute for the ops of one model, and the level at which they do; nobody else's.
+    """The threads that compute for the ops of one model, the level at which they do, and the memory that its weights
+    are packed into; nobody else's.
 
     They start with the first call, and go with this object. (Not at exit, when others may still be at work, nor in a
     forked process, which has none of the threads.)
     """
 
     def __init__(self, level: int, threads: int) -> None:
-        self.level, self.threads = level, threads
+        self.level, self.threads, self.arena = level, threads, Arena()
         self._address, self._turn = 0, threading.Lock()
-        POOLS.add(self)
 
     def call(self, kernel: Any, *arguments: object) -> None:
         """Run a kernel with these arguments, one at a time: a call from another of Python's threads waits.

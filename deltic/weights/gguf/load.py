@@ -15,6 +15,7 @@ import torch
 
 from deltic.config import DType, ModelConfig, available_cores
 from deltic.errors import ModelError
+from deltic.ops.memory import Arena
 from deltic.ops.qtensor import pack_rows
 from deltic.ops.records import Block
 from deltic.weights.gguf.blocks import Bytes, fill
@@ -79,11 +80,11 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
     """
     sources = list(plan_gguf(source, config))
     _check_complete(source, config, expected_tensors(config), sources)
-    total, done = sum(part.stored.nbytes for part in sources), 0
+    total, done, arena = sum(part.stored.nbytes for part in sources), 0, Arena()
     tensors: dict[str, Block] = {}
 
     def read(part: GgufSource) -> dict[str, Block]:
-        return dict(_pack(part) if _is_matrix(part) else _floats(part, config))
+        return dict(_pack(part, arena) if _is_matrix(part) else _floats(part, config))
 
     with ThreadPoolExecutor(available_cores()) as pool:
         for part, found in zip(sources, pool.map(read, sources), strict=True):
@@ -99,10 +100,10 @@ def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType,
     """The tensors of a multi-token-prediction head from `plan_gguf_head`: matrices dequantized to `dtype`, on `device`,
     or with `packed` as they are, as `load_packed` keeps the trunk's. Logs a warning where they have few bits."""
     _warn_few_bits(sources)
-    tensors: dict[str, Block] = {}
+    tensors, arena = dict[str, Block](), Arena()
     for part in sources:
         if packed:
-            tensors |= _pack(part) if _is_matrix(part) else _floats(part, config)
+            tensors |= _pack(part, arena) if _is_matrix(part) else _floats(part, config)
         else:
             tensors |= {name: tensor.contiguous().to(device) for name, tensor in read_gguf(part, config, dtype)}
     return tensors
@@ -141,7 +142,7 @@ def _is_matrix(part: GgufSource) -> bool:
     return all(len(shape) == 2 for shape in part.shapes) and not part.place.form.changes
 
 
-def _pack(part: GgufSource) -> Iterator[tuple[str, Block]]:
+def _pack(part: GgufSource, arena: Arena) -> Iterator[tuple[str, Block]]:
     stored = part.stored
     row_bytes, first = stored.type.size(stored.shape[1]), 0
     for name, (rows, columns) in zip(part.place.names, part.shapes, strict=True):
@@ -150,7 +151,7 @@ def _pack(part: GgufSource) -> Iterator[tuple[str, Block]]:
         def read(offset: int, count: int, start: int = start) -> Bytes:
             return stored.read(start + offset, count)
 
-        yield name, pack_rows(stored.type.name, stored.type.id, rows, columns, row_bytes, read)
+        yield name, pack_rows(stored.type.name, stored.type.id, rows, columns, row_bytes, read, arena)
         first += rows
 
 
