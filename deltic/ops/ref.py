@@ -428,6 +428,8 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     """positions [3, T] int64 -> cos, sin [T, rotary_dim] float32, as transformers computes them."""
     pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = 1.0 / spec.theta ** (pairs / spec.rotary_dim)
+    if spec.factors:
+        frequencies = frequencies / torch.tensor(spec.factors, device=positions.device)
     angles = [positions[frequency_axis(index, spec.sections)].to(torch.float32) * frequency
               for index, frequency in enumerate(frequencies)]
     half = torch.stack(angles, dim=-1)
@@ -463,7 +465,10 @@ def _project_heads(x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor
     spec: AttentionSpec = weights.spec
     parts = 2 if spec.gate else 1
     sizes = [parts * spec.queries, spec.kv, spec.kv]
-    queries, key, value = torch.split(linear(x, weights.qkv), sizes, dim=-1)
+    projected = project(x, weights.qkv)
+    if weights.bias is not None:
+        projected = projected + weights.bias.to(wide(x))
+    queries, key, value = torch.split(projected.to(x.dtype), sizes, dim=-1)
     split = queries.reshape(-1, spec.heads, parts, spec.head_dim).unbind(2)
     shape = (-1, spec.kv_heads, spec.head_dim)
     return split[0], split[1] if spec.gate else None, key.reshape(shape), value.reshape(shape)
@@ -474,14 +479,20 @@ def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
     return torch.stack([pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)])
 
 
-def _store(key: Tensor, value: Tensor, k_norm: Tensor, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
+def norm_heads(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+    """x [T, heads, D], scale [D] -> the RMS norm of each head; without a scale as it is."""
+    return x if scale is None else each_token(lambda heads: rms_norm(heads, scale, eps), x)
+
+
+def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch,
+           rope: Rope) -> None:
     """key, value [T, kv_heads, D], before norm and rotation."""
-    key = rotate(each_token(lambda heads: rms_norm(heads, k_norm, eps), key), rope)
+    key = rotate(norm_heads(key, k_norm, eps), rope)
     kv.keys.view(-1, *key.shape[1:])[batch.store] = key.to(kv.keys.dtype)
     kv.values.view(-1, *value.shape[1:])[batch.store] = value.to(kv.values.dtype)
 
 
-def store_kv(x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,
              rope: Rope) -> None:
     """x [T, H], weight [2 * kv, H]: keys and values of all tokens, as attention_mixer stores them."""
     key, value = linear(x, weight).unflatten(-1, (2, spec.kv_heads, spec.head_dim)).unbind(1)
@@ -495,7 +506,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     """
     query, gate, key, value = _project_heads(x, weights)
     eps = weights.spec.eps
-    query = rotate(each_token(lambda heads: rms_norm(heads, weights.q_norm, eps), query), rope)
+    query = rotate(norm_heads(query, weights.q_norm, eps), rope)
     _store(key, value, weights.k_norm, eps, kv, batch, rope)
     output = torch.empty_like(query)
     for index, row in enumerate(_rows(batch)):

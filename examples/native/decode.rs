@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_int, c_void};
 
-    pub const ABI: c_int = 6;
+    pub const ABI: c_int = 7;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -97,6 +97,7 @@ mod deltic {
         pub o_proj: Weight,
         pub q_norm: *const f32,
         pub k_norm: *const f32,
+        pub bias: *const f32,
         pub heads: i64,
         pub kv_heads: i64,
         pub head_dim: i64,
@@ -334,6 +335,7 @@ impl Maker {
             o_proj: self.weight(deltic::Q4_K, HIDDEN, HEADS * HEAD_DIM),
             q_norm: self.numbers(HEAD_DIM, 1.0, 0.125),
             k_norm: self.numbers(HEAD_DIM, 1.0, 0.125),
+            bias: null(),
             heads: HEADS as i64,
             kv_heads: KV_HEADS as i64,
             head_dim: HEAD_DIM as i64,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltic.ops.records import Batch
 
-_ABI = 6
+_ABI = 7
 _NO_MEMORY = -1
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
@@ -73,6 +73,7 @@ class AttentionLayer(Structure):
 
     _fields_ = (
         ("qkv", LinearWeight), ("o_proj", LinearWeight), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("bias", c_void_p),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gate")), ("eps", c_float),
     )
 
