@@ -200,7 +200,7 @@ def test_mixtures_of_experts_are_recognised_and_refused(name):
             ModelConfig.from_hf(mapping)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "qwen4exp", "", "Qwen2ForCausalLM", "qwen3_vl",
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "qwen4exp", "", "LlamaForSequenceClassification", "qwen3_vl",
                                   "Qwen3ForSequenceClassification"])
 def test_other_families_are_refused(name):
     for mapping in (plain(model_type=name), plain(architectures=[name])):

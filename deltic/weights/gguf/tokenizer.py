@@ -106,11 +106,11 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
     """A tokenizer.json."""
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if model == "llama":
-        return _sentencepiece(metadata, tokens)
-    if not isinstance(model, str) or model != "gpt2":
+    if not isinstance(model, str) or model not in ("gpt2", "llama"):
         raise ModelError(f"tokenizer.ggml.model {show(model)} is not supported, only 'gpt2' (byte-level BPE) and "
                          "'llama' (SentencePiece BPE)")
+    if model == "llama":
+        return _sentencepiece(metadata, tokens)
     splitter = SPLITTERS.get(name) if isinstance(name, str) else None
     if splitter is None:
         raise ModelError(f"tokenizer.ggml.pre {show(name)} is not supported, only {', '.join(SPLITTERS)}")
@@ -134,8 +134,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[s
     scores, types = metadata.get("tokenizer.ggml.scores"), _types(metadata, len(tokens))
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise ModelError(f"tokenizer.ggml.scores must be an array of {len(tokens)} numbers, one for each token")
-    prefix = [{"type": "Prepend", "prepend": _SPACE}] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
-    space = {"String": _SPACE}
+    bare = metadata.get("tokenizer.ggml.add_space_prefix") is False
+    prefix = [] if bare else [{"type": "Prepend", "prepend": _SPACE}]
     unknown = next((tokens[id] for id, type in enumerate(types) if type == UNKNOWN), None)
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types),
@@ -143,8 +143,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[s
             *prefix, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]},
         "pre_tokenizer": None, "post_processor": _post_processor(metadata, tokens, True),
         "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": space, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-            *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else [])]},
+            {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, *([] if bare else [{"type": "Strip", "content": " ", "start": 1, "stop": 0}])]},
         "model": {
             "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": BYTE in types, "ignore_merges": False,
