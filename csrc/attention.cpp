@@ -48,7 +48,7 @@ template <typename T> void put(T *to, Floats v, int64_t count) {
     std::memcpy(to, part, size_t(count) * sizeof(T));
 }
 
-// The head of a query or key, normed, its leading `turned` dimensions rotated, times `factor`.
+// The head of a query or key, normed where there is a scale, its leading `turned` dimensions rotated, times `factor`.
 template <typename T>
 void prepare_head(const float *head, const float *scale, const float *cosines, const float *sines, int64_t dim,
                   int64_t turned, float eps, float factor, T *to) {
@@ -58,7 +58,10 @@ void prepare_head(const float *head, const float *scale, const float *cosines, c
         squares = fma(x, x, squares);
     }
     Floats inverse = splat(1.0f / std::sqrt(sum_lanes(squares) / float(dim) + eps));
-    auto normed = [&](int64_t i, int64_t count) { return take(head + i, count) * inverse * take(scale + i, count); };
+    auto normed = [&](int64_t i, int64_t count) {
+        Floats x = take(head + i, count);
+        return scale ? x * inverse * take(scale + i, count) : x;
+    };
     int64_t half = turned / 2;
     for (int64_t i = 0; i < half; i += kLanes) {
         int64_t j = half + i, count = half - i;

@@ -128,7 +128,8 @@ typedef struct {
 typedef struct {
     deltic_weight qkv;       /* rows of q (with a gate: per head its query, then its gate), k, v */
     deltic_weight o_proj;
-    const float *q_norm, *k_norm; /* [head_dim] */
+    const float *q_norm, *k_norm; /* [head_dim]; null: heads are not normed */
+    const float *bias;       /* [rows of qkv], or null; deltic_forward adds it to what qkv gives */
     int64_t heads, kv_heads, head_dim, rotary_dim;
     int64_t gate;            /* the output is multiplied with sigmoid(gate) */
     float eps;

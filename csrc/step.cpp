@@ -33,6 +33,14 @@ void gather(const float *rows, float *to, int64_t width, const int64_t *index, i
         std::memmove(to + i * width, rows + index[i] * width, size_t(width) * sizeof(float));
 }
 
+// Adds a row to each of `rows` [tokens, width].
+void add_bias(deltic_pool *pool, float *rows, const float *bias, int64_t tokens, int64_t width) {
+    parallel(pool, (tokens + 15) / 16, [&](int64_t piece, int) {
+        for (int64_t token = piece * 16; token < tokens && token < piece * 16 + 16; ++token)
+            for (int64_t i = 0; i < width; ++i) rows[token * width + i] += bias[i];
+    });
+}
+
 struct Step {
     deltic_pool *pool;
     const deltic_model &model;
@@ -46,6 +54,8 @@ struct Step {
         float *proj = scratch_of<float>(pool, kProj, batch.tokens * rows_of(in));
         float *mixed = scratch_of<float>(pool, kMixed, batch.tokens * out.parts[0].columns);
         linear(pool, normed, batch.tokens, in, proj, rows_of(in));
+        if (layer.attention && layer.attention->bias)
+            add_bias(pool, proj, layer.attention->bias, batch.tokens, rows_of(in));
         if (layer.gdn)
             kernels(pool).gdn(pool, *layer.gdn, *layer.states, batch, proj, mixed);
         else

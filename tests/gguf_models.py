@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, quants
-from support import odd_shape
+from support import odd_shape, qwen2_shape
 
 from deltic.config import LinearConfig, ModelConfig, RopeConfig
 from deltic.weights.gguf.names import gguf_name
@@ -18,10 +20,14 @@ QWEN3 = ModelConfig(
 # rows of every matrix are multiples of 256 weights long
 BLOCKY = odd_shape(hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64,
                    rope=RopeConfig(1e4, 6, (1, 1, 1)), linear=LinearConfig(2, 4, 10, 64, 4))
-SHAPES = {"odd": odd_shape(), "tied": odd_shape(tie_word_embeddings=True), "qwen3": QWEN3,
+LLAMA = replace(QWEN3, architecture="llama", qk_norm=False, rope=RopeConfig(1e4, 10, ()))
+SHAPES = {"odd": odd_shape(), "tied": odd_shape(tie_word_embeddings=True), "qwen3": QWEN3, "llama": LLAMA,
+          "llama, linear scaling": replace(LLAMA, rope=RopeConfig(1e4, 10, (), (4.0,) * 5), tie_word_embeddings=False),
+          "qwen2": qwen2_shape(rope=RopeConfig(1e6, 14, ())),
           "equal heads": odd_shape(linear=LinearConfig(3, 3, 10, 12, 4)),
           "one key head": odd_shape(linear=LinearConfig(1, 5, 6, 7, 3)), "blocky": BLOCKY}
-GGUF_NAMES = {"qwen3_5": "qwen35", "qwen3": "qwen3", "qwen3_5_moe": "qwen35moe", "qwen3_moe": "qwen3moe"}
+GGUF_NAMES = {"qwen3_5": "qwen35", "qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama",
+              "qwen3_5_moe": "qwen35moe", "qwen3_moe": "qwen3moe"}
 
 
 # Writing a model
@@ -44,6 +50,8 @@ def metadata_of(config):
             "ssm.conv_kernel": linear.conv_kernel, "ssm.state_size": linear.key_head_dim,
             "ssm.group_count": linear.num_key_heads, "ssm.time_step_rank": linear.num_value_heads,
             "ssm.inner_size": linear.value_dim}
+    if config.rope.factors:
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.factors[0]}
     if heads:
         keys["nextn_predict_layers"] = heads
     return {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}

@@ -86,6 +86,15 @@ HF_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024, "initializer_range": 0.1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
                         "mrope_section": [1, 1, 1], "mrope_interleaved": True}}
+def qwen2_shape(**changes: Any) -> ModelConfig:
+    """A small Qwen2: biases, no norms of queries and keys; with rotary frequencies that are scaled unevenly."""
+    bare: dict[str, Any] = {
+        "architecture": "qwen2", "num_hidden_layers": 3, "layer_types": ("full_attention",) * 3, "linear": None,
+        "attention_output_gate": False, "rope": RopeConfig(1e4, 14, (), (1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0)),
+        "qk_norm": False, "qkv_bias": True}
+    return odd_shape(**{**bare, **changes})
+
+
 QWEN3_SHAPE: dict[str, Any] = {
     "vocab_size": 307, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 14, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
@@ -93,33 +102,44 @@ QWEN3_SHAPE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
+BARE_SHAPE = {key: value for key, value in QWEN3_SHAPE.items() if key != "head_dim"} | {"hidden_size": 48}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", HF_SHAPE),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", QWEN3_SHAPE),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", BARE_SHAPE),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**BARE_SHAPE, "head_dim": 14}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**BARE_SHAPE, "sliding_window": None})}
+"""Classes of transformers, and the shape of a small model."""
+
+
 def transformers_model(directory: Path, seed: int = 0, nested: bool = False, family: str = "qwen3_5",
                        **changes: Any) -> Any:
-    """A random Qwen3_5ForCausalLM or Qwen3ForCausalLM in float32, saved to the directory; returns the model.
+    """A random model of a family (Qwen3_5ForCausalLM ...) in float32, saved to the directory; returns the model.
 
     nested: rewrite the saved config.json as a Qwen3_5ForConditionalGeneration's, weights and all.
     """
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = {"qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HF_SHAPE, **changes})),
-             "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_SHAPE, **changes}))}[family]().float().eval()
-    _scatter_norms(model, seed)
+    kind, settings, shape = FAMILIES[family]
+    made: Any = getattr(transformers, settings)(**{**shape, **changes})
+    model = getattr(transformers, kind)(made).float().eval()
+    _scatter_vectors(model, seed)
     model.save_pretrained(directory)
     if nested:
         _nest(directory)
     return model
 
 
-def _scatter_norms(model: Any, seed: int) -> None:
-    """A fresh model's norms are all zero or one, which hides a missing or doubled + 1."""
+def _scatter_vectors(model: Any, seed: int) -> None:
+    """A fresh model's norms are all zero or one, which hides a missing or doubled + 1, and its biases are zero."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", ".bias")):
                 tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
 
 

@@ -77,7 +77,7 @@ def test_keys_that_are_absent_or_wrong_are_named(key, value):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"general.architecture": "llama"}, "architecture 'llama' is not supported"),
+    ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported"),
     ({"general.architecture": "qwen35moe"}, "mixture-of-experts"),
     ({"qwen35.expert_count": 8}, "mixture-of-experts"),
     ({"qwen35.rope.scaling.type": "yarn"}, "rope_type 'yarn' is not supported"),
@@ -189,7 +189,10 @@ def test_end_tokens_and_special_ids(described):
 @pytest.mark.parametrize(("pre", "pieces"), [
     ("qwen2", ["I", "'LL", " see", " ", "1", "2", "3", "4", " x", "\u0301y", ".\n"]),
     ("qwen35", ["I", "'LL", " see", " ", "1", "2", "3", "4", " x\u0301y", ".\n"]),
-    ("llama-bpe", ["I", "'LL", " see", " ", "123", "4", " x", "\u0301y", ".\n"])])
+    ("llama-bpe", ["I", "'LL", " see", " ", "123", "4", " x", "\u0301y", ".\n"]),
+    ("tekken", ["I", "'LL", " see", " ", "1", "2", "3", "4", " x\u0301y", ".\n"]),
+    ("gpt-2", ["I", "'", "LL", " see", " 1234", " x", "\u0301", "y", ".", "\n"]),
+    ("smollm", ["I", "'", "LL", " see", " ", "1", "2", "3", "4", " x", "\u0301", "y", ".", "\n"])])
 def test_pre_tokenizers(described, pre, pieces):
     texts = tokenizer_from_gguf({**described, "tokenizer.ggml.pre": pre})
     text = "I'LL see 1234 x\u0301y.\n"
@@ -220,7 +223,8 @@ def test_tokens_around_a_raw_prompt_and_named_templates(described):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model 'llama' is not supported"),
+    ({"tokenizer.ggml.model": "t5"}, r"tokenizer\.ggml\.model 't5' is not supported"),
+    ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.scores must be an array"),
     ({"tokenizer.ggml.pre": "gpt-4o"}, r"tokenizer\.ggml\.pre 'gpt-4o' is not supported"),
     ({"tokenizer.ggml.pre": 7}, r"tokenizer\.ggml\.pre 7"),
     ({"tokenizer.ggml.tokens": None}, r"tokenizer\.ggml\.tokens must be an array"),

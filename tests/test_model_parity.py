@@ -42,6 +42,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "qwen3, tied": {"family": "qwen3", "tie_word_embeddings": True, "num_hidden_layers": 2, "num_attention_heads": 4,
                     "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 331, "rms_norm_eps": 1e-5},
+    "llama": {"family": "llama"},
+    "llama, llama3 scaling, tied": {
+        "family": "llama", "tie_word_embeddings": True, "num_hidden_layers": 2, "head_dim": 16, "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    "llama, linear scaling": {"family": "llama", "num_hidden_layers": 2, "num_key_value_heads": 6, "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
+    "mistral": {"family": "mistral", "num_hidden_layers": 2, "head_dim": 14},
+    "qwen2": {"family": "qwen2"},
+    "qwen2, tied": {"family": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 2, "num_key_value_heads": 1},
 }
 
 
@@ -374,7 +384,7 @@ BFLOAT16 = 1.25
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("paths", ["whole", "stepwise"])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3", "qwen2", "llama"])
 def test_bfloat16_is_as_good_as_that_of_transformers(tmp_path: Path, seed: int, paths: str, family: str) -> None:
     theirs = transformers_model(tmp_path, seed, family=family).bfloat16()
     theirs.save_pretrained(tmp_path)

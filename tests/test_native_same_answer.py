@@ -13,7 +13,7 @@ import torch
 from native_pools import moved, pool, using
 from op_cases import Row, build_batch, empty_state, gdn_weights, generator, randn
 from reuse_cases import runtime_of, usage_of
-from support import Forcing, Reference, drain, greedy, lively, numbers, odd_shape, reference, with_sample
+from support import Forcing, Reference, drain, greedy, lively, numbers, odd_shape, qwen2_shape, reference, with_sample
 from test_ops_gdn_cpu import core, empty_view
 from torch import Tensor
 from torch.nn import functional
@@ -34,15 +34,17 @@ PROMPT, ANSWER, SEED = 83, 24, 77
 DRAWN = SamplingParams(temperature=1.0, max_tokens=ANSWER, ignore_eos=True, seed=SEED)
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"}, "float16": {"dtype": "float16"}, "bfloat16": {"dtype": "bfloat16"},
-    "q8_0": {"dtype": "float32", "quant": "q8_0"}, "q4_k": {"dtype": "bfloat16", "quant": "q4_k"}}
+    "q8_0": {"dtype": "float32", "quant": "q8_0"}, "q4_k": {"dtype": "bfloat16", "quant": "q4_k"},
+    "qwen2": {"dtype": "bfloat16", "quant": "q8_0"}}
 BLOCKS = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
 """A shape that can be quantized."""
+BARE = qwen2_shape(hidden_size=256, intermediate_size=512)
 
 
 @cache
 def model(kind: str) -> Runtime:
     options = EngineConfig(**{"memory": "8MiB", "max_batch": 8, "threads": 1, **KINDS[kind]})
-    return load(RandomModel(shape=BLOCKS, initializer_range=0.1), options)
+    return load(RandomModel(shape=BARE if kind == "qwen2" else BLOCKS, initializer_range=0.1), options)
 
 
 @cache

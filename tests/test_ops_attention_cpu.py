@@ -62,6 +62,24 @@ def test_attention_shapes(name: str, dtype: torch.dtype) -> None:
     assert kv_errors(case, fast_view, slow_view, before) <= TOLERANCE.get(dtype, 4e-3)
 
 
+@pytest.mark.usefixtures("_level")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_without_norms_and_with_biases(dtype: torch.dtype) -> None:
+    spec = replace(LARGE, heads=4, head_dim=24, rotary_dim=24, gate=False)
+    case = build_batch([Row(1, 5), Row(1, 30), Row(9, 3), Row(20, 0)], 8)
+    x, before = hidden_states(case, dtype), kv_view(case, dtype, spec)
+    bias = 0.3 * randn(generator(9), spec.queries + 2 * spec.kv)
+    weights = replace(attention_weights(3, dtype, spec), q_norm=None, k_norm=None, bias=bias)
+    rope = ref.OPS.rope(case.batch.positions, RopeSpec(1e4, 24, (), tuple(1 + i / 4 for i in range(12))))
+    views, found = [], []
+    for ops in (ref.OPS, backends()["torch"], native_ops()):
+        views.append(KvView(before.keys.clone(), before.values.clone()))
+        found.append(ops.attention_mixer(x, weights, views[-1], case.fresh(), rope))
+    for output, view in zip(found[1:], views[1:], strict=True):
+        assert_close(output, found[0], TOLERANCE.get(dtype, 4e-3))
+        assert kv_errors(case, view, views[0], before) <= TOLERANCE.get(dtype, 4e-3)
+
+
 def attend(spec: AttentionSpec, proj: Tensor, rope: Rope, case: Case, view: KvView) -> Tensor:
     """The kernel alone: proj [T, rows of qkv] -> [T, queries]."""
     weights, out = attention_weights(3, torch.float32, spec), torch.empty(len(proj), spec.queries)

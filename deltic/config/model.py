@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,11 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
     **{base + "moe" + form: "qwen3_5_moe" for base in _GENERATIONS for form in _DENSE_FORMS},
     **{"qwen3" + form: "qwen3" for form in _CAUSAL_FORMS},
     **{"qwen3moe" + form: "qwen3_moe" for form in _CAUSAL_FORMS},
+    **{"qwen2" + form: "qwen2" for form in _CAUSAL_FORMS},
+    **{"qwen2moe" + form: "qwen2_moe" for form in _CAUSAL_FORMS},
+    # without sliding windows, which are refused, a Mistral is a Llama
+    **{base + form: "llama" for base in ("llama", "mistral") for form in _CAUSAL_FORMS},
+    **{"mixtral" + form: "mixtral" for form in _CAUSAL_FORMS},
 }
 
 
@@ -41,9 +47,9 @@ def architecture(name: str) -> str:
     """
     found = ARCHITECTURES.get(re.sub(r"[^a-z0-9]", "", name.lower()))
     if found is None:
-        raise ModelError(f"architecture {name!r} is not supported: deltic runs the Qwen3.5 family "
-                         "(model_type qwen3_5, qwen3_5_text, qwen3_6, qwen3_8 or a Qwen3_5For... class) and dense "
-                         "Qwen3 (model_type qwen3 or Qwen3ForCausalLM)")
+        raise ModelError(f"architecture {show(name)} is not supported: deltic runs the Qwen3.5 family "
+                         "(model_type qwen3_5, qwen3_5_text, qwen3_6, qwen3_8 or a Qwen3_5For... class), and dense "
+                         "Qwen3, Qwen2, Llama and Mistral (qwen3, qwen2, llama, mistral or a ...ForCausalLM class)")
     return found
 
 
@@ -54,7 +60,10 @@ class Family:
     mixers: kinds of layers that it may have. interval: of so many layers the last has full attention. gate: attention
     has an output gate. rotary: rotated share of a head. mrope: positions have three axes; else RopeConfig has no
     sections. norm_offset: what a norm weight of a checkpoint lacks to be the factor that the norm multiplies by (but
-    for the norm inside of Gated DeltaNet layers, which is stored as the factor by all).
+    for the norm inside of Gated DeltaNet layers, which is stored as the factor by all). rope_types: scalings of the
+    rotary frequencies that it may have. qk_norm: the heads of queries and keys are normed. qkv_bias: their projections
+    and that of values have biases. sparse: configs may leave out head_dim and num_key_value_heads, which then follow
+    from the other sizes, and a rope_theta of 10000. window: a sliding_window counts unless it is null.
     """
 
     mixers: tuple[LayerType, ...]
@@ -63,23 +72,34 @@ class Family:
     rotary: float
     mrope: bool
     norm_offset: float
+    rope_types: tuple[str, ...] = ("default",)
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    sparse: bool = False
+    window: bool = False
 
 
+_SCALED: Final = ("default", "linear", "llama3")
 FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_5": Family(("linear_attention", "full_attention"), interval=4, gate=True, rotary=0.25, mrope=True,
-                      norm_offset=1.0),
+                      norm_offset=1.0, rope_types=("default", "mrope")),
     "qwen3": Family(("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False, norm_offset=0.0),
+    "qwen2": Family(("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False, norm_offset=0.0,
+                    rope_types=_SCALED, qk_norm=False, qkv_bias=True, sparse=True),
+    "llama": Family(("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False, norm_offset=0.0,
+                    rope_types=_SCALED, qk_norm=False, sparse=True, window=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: theta, rotated dims per head, and how many frequencies follow time, height, width (empty:
-    positions have one axis only)."""
+    positions have one axis only). factors: what each of the rotary_dim / 2 frequencies is divided by (empty: by 1)."""
 
     theta: float
     rotary_dim: int
     mrope_section: tuple[int, ...]
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +136,7 @@ class ModelConfig:
     """What the checkpoint is. Build it with `from_hf` or `preset`; impossible shapes raise ModelError.
 
     num_mtp_layers: layers of the multi-token-prediction head that the checkpoint announces, which are not among the
-    num_hidden_layers and no part of the text model.
+    num_hidden_layers and no part of the text model. qk_norm, qkv_bias: see Family.
     """
 
     architecture: str
@@ -139,6 +159,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     num_mtp_layers: int = 0
+    qk_norm: bool = True
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.architecture not in FAMILIES:
@@ -153,6 +175,8 @@ class ModelConfig:
         if rotary % 2 or not 0 < rotary <= self.head_dim:
             raise ModelError(f"partial_rotary_factor must rotate an even number of dims, 2 to head_dim "
                              f"({self.head_dim}); it rotates {rotary}")
+        if len(self.rope.factors) not in (0, rotary // 2):
+            raise ModelError(f"{len(self.rope.factors)} factors are given for {rotary // 2} rotary frequencies")
         if self.linear_layers and self.linear is None:
             raise ModelError("layer_types has linear_attention layers, but the linear_... keys are absent")
 
@@ -163,8 +187,9 @@ class ModelConfig:
         Raises ModelError naming the key that is absent, of the wrong type, absurd or unsupported.
         """
         text, name = _text_section(mapping)
-        _refuse_unsupported(text)
         family = FAMILIES[name]
+        _refuse_unsupported(text, family)
+        text = _with_defaults(text) if family.sparse else text
         kinds = _layer_types(text, family)
         head_dim = integer(text, "head_dim", 1, 4096)
         tied = mapping.get("tie_word_embeddings")
@@ -189,6 +214,8 @@ class ModelConfig:
             bos_token_id=next(iter(token_ids(text, "bos_token_id")), None),
             pad_token_id=next(iter(token_ids(text, "pad_token_id")), None),
             num_mtp_layers=integer({**text, _MTP: text.get(_MTP) or 0}, _MTP, 0, 64),
+            qk_norm=family.qk_norm,
+            qkv_bias=family.qkv_bias,
         )
 
     @classmethod
@@ -236,7 +263,8 @@ class ModelConfig:
         """Parameters of the text model; a tied head counts once."""
         hidden, dim = self.hidden_size, self.head_dim
         query = self.num_attention_heads * (3 if self.attention_output_gate else 2)
-        attention = hidden * dim * (query + 2 * self.num_key_value_heads) + 2 * dim
+        attention = hidden * dim * (query + 2 * self.num_key_value_heads) + (2 * dim if self.qk_norm else 0)
+        attention += dim * (self.num_attention_heads + 2 * self.num_key_value_heads) if self.qkv_bias else 0
         shared = 3 * hidden * self.intermediate_size + 2 * hidden
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
         return (embeddings + hidden + shared * self.num_hidden_layers
@@ -270,22 +298,30 @@ def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     found = {architecture(name) for name in names}
     if found - set(FAMILIES) or any(text.get(key) for key in ("num_experts", "num_local_experts")):
         raise ModelError(f"{names[0]} is a mixture-of-experts model, which is not supported yet; "
-                         "choose a dense Qwen3.5 or Qwen3 model")
+                         f"choose a dense model ({', '.join(FAMILIES)})")
     if len(found) > 1:
         raise ModelError(f"config.json names several architectures: {', '.join(names)}")
     return text, found.pop()
 
 
 _ONLY: Final[Mapping[str, Any]] = {
-    "attention_bias": False, "hidden_act": "silu", "mlp_only_layers": [], "use_sliding_window": False}
+    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "mlp_only_layers": [],
+    "use_sliding_window": False}
 
 
-def _refuse_unsupported(text: Mapping[str, Any]) -> None:
-    for key, value in _ONLY.items():
+def _refuse_unsupported(text: Mapping[str, Any], family: Family) -> None:
+    for key, value in {**_ONLY, **({"sliding_window": None} if family.window else {})}.items():
         if text.get(key, value) != value:
             raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
     if text.get("quantization_config"):
         raise ModelError("quantization_config is not supported; use the unquantized checkpoint")
+
+
+def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:
+    """With what configs of sparse families leave out."""
+    heads, given = integer(text, "num_attention_heads", 1, 4096), {k: v for k, v in text.items() if v is not None}
+    return {"num_key_value_heads": heads, "head_dim": integer(text, "hidden_size", 1, 1 << 17) // heads,
+            "rope_theta": 1e4, **given}
 
 
 def _layer_types(text: Mapping[str, Any], family: Family) -> tuple[LayerType, ...]:
@@ -307,20 +343,37 @@ def _layer_types(text: Mapping[str, Any], family: Family) -> tuple[LayerType, ..
 def _rope(text: Mapping[str, Any], head_dim: int, family: Family) -> RopeConfig:
     """Newer configs keep everything in rope_parameters; older ones spread it over the top level."""
     older = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
-    rope = {"partial_rotary_factor": family.rotary, **older}
+    rope, types = {"partial_rotary_factor": family.rotary, **older}, {"default"}
     for key in ("rope_parameters", "rope_scaling"):
         nested = text.get(key) or {}
         if not isinstance(nested, Mapping):
             raise ModelError(f"{key} must be an object, not {show(nested)}")
         kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind not in (("default", "mrope") if family.mrope else ("default",)):
-            raise ModelError(f"rope_type {show(kind)} is not supported, only 'default'")
+        if kind not in family.rope_types:
+            raise ModelError(f"rope_type {show(kind)} is not supported, only {' and '.join(family.rope_types)}")
         rope |= nested
+        types.add(kind)
     if not flag(rope, "mrope_interleaved", True):
         raise ModelError("mrope_interleaved false is not supported, only true")
     rotary = int(head_dim * number(rope, "partial_rotary_factor", 0.0 if family.mrope else 1.0, 1.0))
     sections = _mrope_section(rope, rotary // 2) if family.mrope else ()
-    return RopeConfig(number(rope, "rope_theta", 1.0, 1e12), rotary, sections)
+    theta = number(rope, "rope_theta", 1.0, 1e12)
+    if "llama3" in types:
+        return RopeConfig(theta, rotary, sections, _llama3_factors(rope, theta, rotary))
+    linear = (number(rope, "factor", 1.0, 1e6),) * (rotary // 2) if "linear" in types else ()
+    return RopeConfig(theta, rotary, sections, linear)
+
+
+def _llama3_factors(rope: Mapping[str, Any], theta: float, rotary: int) -> tuple[float, ...]:
+    """Wavelengths beyond the context that the model was first trained on are stretched by `factor`, short ones stay,
+    and between the two the stretch is blended (transformers, modeling_rope_utils.py)."""
+    factor, low, high = (number(rope, key, 1e-3, 1e6) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = integer(rope, "original_max_position_embeddings", 1, 1 << 31)
+    if low >= high:
+        raise ModelError(f"low_freq_factor ({low:g}) must be below high_freq_factor ({high:g})")
+    turns = (context / (2 * math.pi * theta ** (index / rotary)) for index in range(0, rotary, 2))
+    kept = (min(max((turn - low) / (high - low), 0.0), 1.0) for turn in turns)
+    return tuple(1 / ((1 - share) / factor + share) for share in kept)
 
 
 def _mrope_section(rope: Mapping[str, Any], frequencies: int) -> tuple[int, ...]:

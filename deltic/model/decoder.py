@@ -99,7 +99,8 @@ def _weights(layer: Layer) -> Iterator[Weight]:
     if isinstance(mixer, GdnWeights):
         yield from (mixer.in_proj, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm, mixer.out_proj)
     else:
-        yield from (mixer.qkv, mixer.q_norm, mixer.k_norm, mixer.o_proj)
+        yield from (mixer.qkv, mixer.o_proj)
+        yield from (vector for vector in (mixer.q_norm, mixer.k_norm, mixer.bias) if vector is not None)
 
 
 def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch.dtype, tiled: bool = False) -> Decoder:
@@ -118,7 +119,7 @@ def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch
     top = Taker(weights, "", ops, config.norm_offset)
     embedding = top.block("model.embed_tokens", table=True)
     head = embedding if config.tie_word_embeddings else top.block("lm_head")
-    rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section)
+    rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section, config.rope.factors)
     stack = Stack(embedding, tuple(layers), top.norm("model.norm"), head, rope, config.rms_norm_eps)
     return Decoder(config, ops, stack, dtype)
 
@@ -172,5 +173,6 @@ def _attention(config: ModelConfig, take: Taker) -> AttentionWeights:
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
     qkv = take.linear(*(f"self_attn.{part}_proj" for part in "qkv"))
-    return AttentionWeights(spec, qkv, take.norm("self_attn.q_norm"), take.norm("self_attn.k_norm"),
-                            take.linear("self_attn.o_proj"))
+    q_norm, k_norm = (take.norm(f"self_attn.{part}_norm") if config.qk_norm else None for part in "qk")
+    bias = torch.cat([take.float32(f"self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None
+    return AttentionWeights(spec, qkv, q_norm, k_norm, take.linear("self_attn.o_proj"), bias)

@@ -55,9 +55,9 @@ class Ops:
         be the target; all but `states` are ints. Same bits as the steps that made the entries.
     attention_mixer(x [T, H], weights, kv, batch, rope) -> [T, H]: stores K/V at `batch.store`, then attends each
         row to its own context; K/V past a token's own index is never read.
-    store_kv(x [T, H], weight, k_norm [head_dim] float32, spec, kv, batch, rope): stores K/V at `batch.store` as
-        attention_mixer does, and attends to nothing. weight [2 * kv, H]: rows k, v; the same bits where attention_mixer
-        has it as a row block of its own in `qkv`.
+    store_kv(x [T, H], weight, k_norm [head_dim] float32 | None, spec, kv, batch, rope): stores K/V at `batch.store`
+        as attention_mixer does where there are no biases, and attends to nothing. weight [2 * kv, H]: rows k, v; the
+        same bits where attention_mixer has it as a row block of its own in `qkv`.
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
@@ -79,7 +79,7 @@ class Ops:
     gdn_mixer: Callable[[Tensor, GdnWeights, StateView, Batch], Tensor]
     fold_ring: Callable[[tuple[StateView, ...], int, int, int, int, int], None]
     attention_mixer: Callable[[Tensor, AttentionWeights, KvView, Batch, Rope], Tensor]
-    store_kv: Callable[[Tensor, Weight, Tensor, AttentionSpec, KvView, Batch, Rope], None]
+    store_kv: Callable[[Tensor, Weight, Tensor | None, AttentionSpec, KvView, Batch, Rope], None]
     mlp: Callable[[Tensor, MlpWeights], Tensor]
     head: Callable[[Tensor, Weight], Tensor]
     sample: Callable[[Tensor, Sampling], Sampled]

@@ -167,11 +167,13 @@ class Rope:
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """theta: base. rotary_dim: rotated leading dimensions of a head. sections: frequencies of the temporal,
-    height and width axes, interleaved as Hugging Face does; empty: plain rotary positions."""
+    height and width axes, interleaved as Hugging Face does; empty: plain rotary positions. factors: what each of the
+    rotary_dim / 2 frequencies is divided by; empty: by 1."""
 
     theta: float
     rotary_dim: int
     sections: tuple[int, ...] = ()
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +241,15 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """qkv [(2 if gate else 1) * queries + 2 * kv, hidden]: rows of q (with a gate: per head its query, then its
-    gate), k, v. q_norm, k_norm [head_dim] float32: the scale itself. o_proj [hidden, queries]."""
+    gate), k, v. q_norm, k_norm [head_dim] float32: the scale itself; None: heads are not normed. o_proj [hidden,
+    queries]. bias [rows of qkv] float32: added to what they give, or None."""
 
     spec: AttentionSpec
     qkv: Weight
-    q_norm: Tensor
-    k_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     o_proj: Weight
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

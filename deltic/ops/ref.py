@@ -86,8 +86,10 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return project(x, weight).to(x.dtype)
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """x [..., D], scale [D] -> scale * x / sqrt(mean(x²) + eps), rounded once to x's dtype."""
+def rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+    """x [..., D], scale [D] -> scale * x / sqrt(mean(x²) + eps), rounded once to x's dtype; without a scale x."""
+    if scale is None:
+        return x
     values = x.to(wide(x))
     normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return (normalised * scale.to(wide(x))).to(x.dtype)
@@ -105,12 +107,10 @@ def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
 
 def head_step(ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> HeadStep | None:
     """The ops are called one by one."""
-    return None
 
 
 def step(ops: Ops, stack: Stack, stores: Stores) -> None:
     """The ops are called one by one."""
-    return
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -427,7 +427,8 @@ def frequency_axis(index: int, sections: tuple[int, ...]) -> int:
 def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     """positions [3, T] int64 -> cos, sin [T, rotary_dim] float32, as transformers computes them."""
     pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=positions.device)
-    frequencies = 1.0 / spec.theta ** (pairs / spec.rotary_dim)
+    factors = torch.tensor(spec.factors or 1.0, device=positions.device)
+    frequencies = 1.0 / spec.theta ** (pairs / spec.rotary_dim) / factors
     angles = [positions[frequency_axis(index, spec.sections)].to(torch.float32) * frequency
               for index, frequency in enumerate(frequencies)]
     half = torch.stack(angles, dim=-1)
@@ -439,8 +440,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
     x [T, heads, D] -> the same shape and dtype.
     """
-    turned = rope.cos.shape[-1]
-    cos, sin = rope.cos[:, None].to(wide(x)), rope.sin[:, None].to(wide(x))
+    turned, cos, sin = rope.cos.shape[-1], rope.cos[:, None].to(wide(x)), rope.sin[:, None].to(wide(x))
     front = x[..., :turned].to(wide(x))
     first, second = front.chunk(2, dim=-1)
     front = front * cos + torch.cat([-second, first], dim=-1) * sin
@@ -460,10 +460,10 @@ def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def _project_heads(x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """x [T, H] -> query and gate [T, heads, D], key and value [T, kv_heads, D], before norm and rotation."""
-    spec: AttentionSpec = weights.spec
-    parts = 2 if spec.gate else 1
+    spec, parts = weights.spec, 2 if weights.spec.gate else 1
     sizes = [parts * spec.queries, spec.kv, spec.kv]
-    queries, key, value = torch.split(linear(x, weights.qkv), sizes, dim=-1)
+    bias = 0.0 if weights.bias is None else weights.bias.to(wide(x))
+    queries, key, value = torch.split((project(x, weights.qkv) + bias).to(x.dtype), sizes, dim=-1)
     split = queries.reshape(-1, spec.heads, parts, spec.head_dim).unbind(2)
     shape = (-1, spec.kv_heads, spec.head_dim)
     return split[0], split[1] if spec.gate else None, key.reshape(shape), value.reshape(shape)
@@ -474,14 +474,14 @@ def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
     return torch.stack([pool[int(pages[index // PAGE]), index % PAGE] for index in range(length)])
 
 
-def _store(key: Tensor, value: Tensor, k_norm: Tensor, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
+def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
     """key, value [T, kv_heads, D], before norm and rotation."""
     key = rotate(each_token(lambda heads: rms_norm(heads, k_norm, eps), key), rope)
     kv.keys.view(-1, *key.shape[1:])[batch.store] = key.to(kv.keys.dtype)
     kv.values.view(-1, *value.shape[1:])[batch.store] = value.to(kv.values.dtype)
 
 
-def store_kv(x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,
              rope: Rope) -> None:
     """x [T, H], weight [2 * kv, H]: keys and values of all tokens, as attention_mixer stores them."""
     key, value = linear(x, weight).unflatten(-1, (2, spec.kv_heads, spec.head_dim)).unbind(1)

@@ -23,6 +23,7 @@ _LAYER_TENSORS: Final = frozenset({
     "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
     "self_attn.o_proj.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
+    "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias",
     "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight", "linear_attn.in_proj_b.weight",
     "linear_attn.in_proj_a.weight", "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight",
     "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight",
@@ -59,7 +60,8 @@ def canonical(name: str) -> str | None:
     layer = _LAYER.fullmatch(rest)
     if rest in ("embed_tokens.weight", "norm.weight") or (layer and layer[2] in _LAYER_TENSORS):
         return f"model.{rest}"
-    raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized Qwen3.5 or Qwen3 checkpoint?")
+    raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized checkpoint of the architecture that "
+                     "its config.json names?")
 
 
 def is_head(name: str) -> bool:
@@ -91,8 +93,8 @@ def is_norm(name: str) -> bool:
 
 
 def tensor_dtype(name: str, dtype: DType) -> DType:
-    """Dtype in which a tensor is kept: vectors (norms, decay parameters) are float32, as the math is."""
-    return "float32" if is_norm(name) or name.endswith((".A_log", ".dt_bias")) else dtype
+    """Dtype in which a tensor is kept: vectors (norms, biases, decay parameters) are float32, as the math is."""
+    return "float32" if is_norm(name) or name.endswith((".A_log", ".dt_bias", ".bias")) else dtype
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -147,13 +149,12 @@ def _block(config: ModelConfig) -> dict[str, Shape]:
 def _attention_tensors(config: ModelConfig) -> dict[str, Shape]:
     hidden, dim = config.hidden_size, config.head_dim
     query, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    rows = {"q": 2 * query if config.attention_output_gate else query, "k": keys, "v": keys}
     return {
-        "self_attn.q_proj.weight": (2 * query if config.attention_output_gate else query, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
+        **{f"self_attn.{part}_proj.weight": (count, hidden) for part, count in rows.items()},
+        **({f"self_attn.{part}_proj.bias": (count,) for part, count in rows.items()} if config.qkv_bias else {}),
         "self_attn.o_proj.weight": (hidden, query),
-        "self_attn.q_norm.weight": (dim,),
-        "self_attn.k_norm.weight": (dim,),
+        **({f"self_attn.{part}_norm.weight": (dim,) for part in "qk"} if config.qk_norm else {}),
     }
 
 

@@ -134,8 +134,8 @@ def attention_layer(weights: AttentionWeights, projections: bool = False) -> Att
     spec = weights.spec
     into, out = ((native_weight(weights.qkv), native_weight(weights.o_proj)) if projections
                  else (LinearWeight(), LinearWeight()))
-    return AttentionLayer(into, out, address(weights.q_norm), address(weights.k_norm), spec.heads, spec.kv_heads,
-                          spec.head_dim, spec.rotary_dim, spec.gate, spec.eps)
+    return AttentionLayer(into, out, address(weights.q_norm), address(weights.k_norm), address(weights.bias),
+                          spec.heads, spec.kv_heads, spec.head_dim, spec.rotary_dim, spec.gate, spec.eps)
 
 
 def kv_pages(view: KvView) -> Kv:
@@ -147,13 +147,15 @@ def attention_mixer(pool: Pool, x: Tensor, weights: AttentionWeights, kv: KvView
     if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
         return TORCH.attention_mixer(x, weights, kv, batch, rope)
     proj, mixed = linear(pool, x, weights.qkv), torch.empty(len(x), weights.spec.queries)
+    if weights.bias is not None:
+        proj += weights.bias
     pool.call(library().deltic_attention, byref(attention_layer(weights)), byref(kv_pages(kv)), step_batch(batch),
                                      address(rope.cos), address(rope.sin), address(proj), address(mixed))
     return linear(pool, mixed.to(x.dtype), weights.o_proj).to(x.dtype)
 
 
-def store_kv(pool: Pool, x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
-             rope: Rope) -> None:
+def store_kv(pool: Pool, x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView,
+             batch: Batch, rope: Rope) -> None:
     if x.dtype not in KINDS or kv.keys.dtype not in KINDS:
         return TORCH.store_kv(x, weight, k_norm, spec, kv, batch, rope)
     layer = AttentionLayer(k_norm=address(k_norm), heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,

@@ -77,6 +77,7 @@ class AttentionLayer(Structure):
 
     _fields_ = (
         ("qkv", LinearWeight), ("o_proj", LinearWeight), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("bias", c_void_p),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "gate")), ("eps", c_float),
     )
 

@@ -38,6 +38,7 @@ from deltic.ops.records import (
 )
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch.basic import frequencies
 
 
 def step(pool: Pool, ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
@@ -89,11 +90,11 @@ def _model(stack: Stack, stores: Stores) -> tuple[Model, list[object]]:
     kept: list[object] = [layers, stack, stores]
     for struct, layer in zip(layers, stack.layers, strict=True):
         _fill(struct, layer, stores, kept)
-    frequencies, axes = _frequencies(stack.rope)
+    turns, axes = _frequencies(stack.rope)
     assert isinstance(stack.embedding, QTensor)
     model = Model(stack.embedding.columns, len(layers), layers, stack.embedding.matrix, native_weight(stack.head),
-                  address(stack.norm), address(frequencies), address(axes), stack.rope.rotary_dim, stack.eps)
-    return model, [*kept, frequencies, axes, model]
+                  address(stack.norm), address(turns), address(axes), stack.rope.rotary_dim, stack.eps)
+    return model, [*kept, turns, axes, model]
 
 
 def _own(pool: Pool, ops: Ops) -> bool:
@@ -150,6 +151,5 @@ def _fill(struct: ModelLayer, layer: Layer, stores: Stores, kept: list[object]) 
 def _frequencies(rope: RopeSpec) -> tuple[Tensor, Tensor]:
     """Radians per position [rotary_dim / 2] float32, and which of the three positions they belong to, int64."""
     half = rope.rotary_dim // 2
-    exponents = torch.arange(half, dtype=torch.float32) * 2 / rope.rotary_dim
     axes = torch.tensor([frequency_axis(index, rope.sections) for index in range(half)])
-    return 1.0 / rope.theta**exponents, axes
+    return frequencies(rope, axes.device), axes

@@ -134,7 +134,7 @@ def shapes_of(stack: Stack, stores: Stores) -> Shapes | None:
                 return None
             gdn = mixer.spec
         else:
-            if mixer.spec != (attention or mixer.spec):
+            if mixer.spec != (attention or mixer.spec) or mixer.q_norm is None or mixer.bias is not None:
                 return None
             attention = mixer.spec
         weights += [inner, outer, layer.mlp.gate_up, layer.mlp.down]

@@ -19,6 +19,7 @@ from deltic.ops.cuda.shapes import ADD, GATE, HALF, MOST, STORE, WARPS, Multiply
 from deltic.ops.records import AttentionWeights, Batch, GdnWeights, Layer, RopeSpec, Stack, Stores
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch.basic import frequencies
 
 log = logging.getLogger("deltic")
 _FEW_PARTS, _MANY_PARTS = 32, 8
@@ -214,6 +215,5 @@ def _linear(x: Tensor, weight: object) -> Tensor:
 def _frequencies(rope: RopeSpec, device: torch.device) -> tuple[Tensor, Tensor]:
     """Radians per position [rotary_dim / 2] float32, and which of the three positions they belong to, int64."""
     half = rope.rotary_dim // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=device) * 2 / rope.rotary_dim
     axes = torch.tensor([frequency_axis(index, rope.sections) for index in range(half)], device=device)
-    return 1.0 / rope.theta**exponents, axes
+    return frequencies(rope, device), axes

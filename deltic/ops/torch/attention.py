@@ -18,10 +18,13 @@ _SHORT = 16384
 def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Batch, rope: Rope) -> Tensor:
     spec = weights.spec
     wide = spec.queries * (2 if spec.gate else 1)
-    query, key, value = linear(x, weights.qkv).split((wide, spec.kv, spec.kv), dim=-1)
+    projected = linear(x, weights.qkv)
+    if weights.bias is not None:
+        projected = projected + weights.bias.to(projected.dtype)
+    query, key, value = projected.split((wide, spec.kv, spec.kv), dim=-1)
     query = query.unflatten(-1, (spec.heads, -1))
     query, gate = query.chunk(2, dim=-1) if spec.gate else (query, None)
-    query = rotate(rms_norm(query, weights.q_norm, spec.eps), rope).to(x.dtype)
+    query = rotate(_normed(query, weights.q_norm, spec.eps), rope).to(x.dtype)
     _store(key, value, weights.k_norm, spec, kv, batch, rope)
     mixed = _attend(query.to(kv.keys.dtype), kv, batch).to(x.dtype)
     if gate is not None:
@@ -29,16 +32,21 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     return linear(mixed.flatten(1), weights.o_proj)
 
 
-def store_kv(x: Tensor, weight: Weight, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,
              rope: Rope) -> None:
     key, value = linear(x, weight).chunk(2, dim=-1)
     _store(key, value, k_norm, spec, kv, batch, rope)
 
 
-def _store(key: Tensor, value: Tensor, k_norm: Tensor, spec: AttentionSpec, kv: KvView, batch: Batch,
+def _normed(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+    """In float32 at least."""
+    return x.to(_accumulator(x)) if scale is None else rms_norm(x, scale, eps)
+
+
+def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,
            rope: Rope) -> None:
     """key, value [T, kv], before norm and rotation."""
-    key = rotate(rms_norm(key.unflatten(-1, (spec.kv_heads, -1)), k_norm, spec.eps), rope)
+    key = rotate(_normed(key.unflatten(-1, (spec.kv_heads, -1)), k_norm, spec.eps), rope)
     kv.keys.flatten(0, 1).index_copy_(0, batch.store, key.to(kv.keys.dtype))
     kv.values.flatten(0, 1).index_copy_(0, batch.store, value.unflatten(-1, (spec.kv_heads, -1)).to(kv.values.dtype))
 

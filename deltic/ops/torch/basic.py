@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,17 +60,23 @@ def head(x: Tensor, weight: Weight) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
+@cache
+def frequencies(spec: RopeSpec, device: torch.device) -> Tensor:
+    """Radians per position [rotary_dim / 2] float32. Made once: a CUDA graph may not copy from the host."""
+    exponents = torch.arange(spec.rotary_dim // 2, device=device, dtype=torch.float32) * 2 / spec.rotary_dim
+    plain = 1.0 / spec.theta**exponents
+    return plain / torch.tensor(spec.factors, device=device) if spec.factors else plain
+
+
 def rope(positions: Tensor, spec: RopeSpec) -> Rope:
     """M-RoPE tables; frequencies of the three axes are interleaved (Qwen3-VL report, arXiv 2511.21631)."""
-    half = spec.rotary_dim // 2
-    exponents = torch.arange(half, device=positions.device, dtype=torch.float32) * 2 / spec.rotary_dim
-    frequencies = 1.0 / spec.theta**exponents
-    angles = positions[0].float()[:, None] * frequencies
+    half, turns = spec.rotary_dim // 2, frequencies(spec, positions.device)
+    angles = positions[0].float()[:, None] * turns
     if spec.sections:
         for axis in (1, 2):
             # a slice, not a list of indices: that would be a copy from the host, which no CUDA graph can hold
             taken = slice(axis, min(3 * spec.sections[axis], half), 3)
-            angles[:, taken] = positions[axis].float()[:, None] * frequencies[taken]
+            angles[:, taken] = positions[axis].float()[:, None] * turns[taken]
     angles = torch.cat((angles, angles), dim=-1)
     return Rope(angles.cos(), angles.sin())
 

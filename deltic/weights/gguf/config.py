@@ -1,21 +1,25 @@
 """What a GGUF file's metadata says about its model.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp (conversion/base.py, conversion/qwen.py).
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp (conversion/base.py, qwen.py, llama.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.config.model import FAMILIES, Family, architecture
 from deltic.config.reading import integer, number
 from deltic.errors import ModelError, show
+from deltic.weights.gguf.blocks import fill
 from deltic.weights.gguf.file import GgufFile
+from deltic.weights.gguf.names import ROPE_FACTORS
 from deltic.weights.gguf.tokenizer import end_tokens
 
 _INTEGERS: Final[tuple[tuple[str, str, int], ...]] = (
@@ -45,7 +49,9 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     Raises ModelError naming the file, and the key that is absent, of the wrong type, absurd or unsupported.
     """
     try:
-        return ModelConfig.from_hf(_mapping(file))
+        config = ModelConfig.from_hf(_mapping(file))
+        factors = _rope_factors(file)
+        return replace(config, rope=replace(config.rope, factors=factors)) if factors else config
     except ModelError as error:
         raise ModelError(f"{file.paths[0]}: {error}") from error
 
@@ -95,11 +101,11 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
         "dtype": _DTYPES.get(embedding.type.name, "bfloat16"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "intermediate_size": keys.uniform("feed_forward_length", 1 << 20),
-        "num_key_value_heads": keys.uniform("attention.head_count_kv", 4096),
+        "sliding_window": keys.get("attention.sliding_window") or None,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
         "mtp_num_hidden_layers": keys.integer_or("nextn_predict_layers", 0, 0, 64),
         "rope_parameters": _rope(keys, family), **keys.integers(_INTEGERS),
-        **(_linear(keys) if "linear_attention" in layers else {}), **_tokens(metadata),
+        **_kv_heads(keys, family), **(_linear(keys) if "linear_attention" in layers else {}), **_tokens(metadata),
     }
 
 
@@ -161,6 +167,12 @@ def _layer_types(keys: _Keys, family: Family) -> list[str]:
     return ["linear_attention" if one else "full_attention" for one in recurrent[:blocks - drafts]]
 
 
+def _kv_heads(keys: _Keys, family: Family) -> dict[str, int]:
+    key = "attention.head_count_kv"
+    given = keys.prefix + key in keys.metadata or not family.sparse
+    return {"num_key_value_heads": keys.uniform(key, 4096)} if given else {}
+
+
 def _head_dim(keys: _Keys) -> int:
     if keys.get("attention.key_length") is None:
         hidden, heads = keys.integer("embedding_length", 1, 1 << 17), keys.integer("attention.head_count", 1, 4096)
@@ -174,8 +186,11 @@ def _head_dim(keys: _Keys) -> int:
 
 def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
     scaling = keys.get("rope.scaling.type")
-    rope: dict[str, Any] = {"rope_type": "default" if scaling in (None, "none") else scaling,
-                            "rope_theta": keys.number("rope.freq_base", 1.0, 1e12)}
+    rope: dict[str, Any] = {"rope_type": "default" if scaling in (None, "none") else scaling}
+    if scaling == "linear":
+        rope["factor"] = keys.number("rope.scaling.factor", 1.0, 1e6)
+    if not family.sparse or keys.get("rope.freq_base") is not None:
+        rope["rope_theta"] = keys.number("rope.freq_base", 1.0, 1e12)
     head_dim = _head_dim(keys)
     if family.mrope or keys.get("rope.dimension_count") is not None:
         rotated = keys.integer("rope.dimension_count", 2, head_dim)
@@ -184,6 +199,18 @@ def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
     if family.mrope:
         rope["mrope_section"] = _sections(keys)
     return rope
+
+
+def _rope_factors(file: GgufFile) -> tuple[float, ...]:
+    """What the file divides rotary frequencies by: how it says `llama3` scaling."""
+    stored = file.tensors.get(ROPE_FACTORS)
+    if stored is None:
+        return ()
+    factors = torch.empty(stored.shape)
+    fill(factors, stored.type, stored.read)
+    if not bool((factors.isfinite() & (factors > 0)).all()):
+        raise ModelError(f"tensor {ROPE_FACTORS!r} has numbers that are not positive")
+    return tuple(factors.flatten().tolist())
 
 
 def _sections(keys: _Keys) -> list[int]:

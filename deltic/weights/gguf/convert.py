@@ -20,11 +20,12 @@ from typing import Final, Literal
 import torch
 
 from deltic.config import DType, ModelConfig
+from deltic.errors import ModelError
 from deltic.weights.files import Stored
 from deltic.weights.gguf.blocks import BY_NAME, BlockType, Bytes
 from deltic.weights.gguf.load import GgufSource, plan_gguf, read_gguf
 from deltic.weights.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
-from deltic.weights.gguf.names import gguf_name
+from deltic.weights.gguf.names import PLAIN, ROPE_FACTORS, gguf_name
 from deltic.weights.gguf.quantize import quantize_in_pieces
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.gguf.write import NewTensor, write_gguf
@@ -112,6 +113,8 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
     sources += head
     shapes = {**expected_tensors(config), **expected_head(config), **optional_head(config)}
     targets = {name: target_of(name, shapes[name], config, kind) for source in sources for name in source.names}
+    if len({*config.rope.factors}) > 1:
+        _write_factors(config, sources, targets)
     _report_fallbacks(targets, config, kind)
     metadata = {
         **config_to_gguf(config), "general.type": "model", "general.name": name, "general.file_type": kind.id,
@@ -121,6 +124,16 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
     size = write_gguf(path, metadata, list(targets.values()), data)
     return Written(size, sum(math.prod(target.shape) for target in targets.values()),
                    Counter(target.type.name for target in targets.values()))
+
+
+def _write_factors(config: ModelConfig, sources: list[_Source], targets: dict[str, NewTensor]) -> None:
+    """Adds the factors of the rotary frequencies, which only readers of Llamas look for."""
+    if config.architecture != "llama":
+        raise ModelError(f"GGUF files of a {config.architecture} model have no place for this scaling of its rotary "
+                         "frequencies (rope_type llama3)")
+    factors = torch.tensor(config.rope.factors)
+    targets[ROPE_FACTORS] = NewTensor(ROPE_FACTORS, BY_NAME["F32"], (len(factors),))
+    sources.append(_Source((ROPE_FACTORS,), lambda: {ROPE_FACTORS: factors}))
 
 
 # Which types
@@ -227,7 +240,7 @@ def _data(sources: Iterable[_Source], targets: Mapping[str, NewTensor], config: 
         for source in sources:
             tensors = source.read()
             for name in source.names:
-                _, form = gguf_name(name, config.architecture, config.layer_types)
+                form = PLAIN if name == ROPE_FACTORS else gguf_name(name, config.architecture, config.layer_types)[1]
                 matrix = form.from_ours(tensors.pop(name), config).reshape(-1, targets[name].shape[-1])
                 yield quantize_in_pieces(targets[name].name, matrix, targets[name].type, pool)
                 done += targets[name].nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from deltic.ops.records import Block
 from deltic.weights.gguf.blocks import Bytes, fill
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.header import GgufTensor
-from deltic.weights.gguf.names import Place, gguf_name, place
+from deltic.weights.gguf.names import ROPE_FACTORS, Place, gguf_name, place
 from deltic.weights.names import HEAD, Shape, expected_head, expected_tensors, optional_head, tensor_dtype
 from deltic.weights.safetensors import TORCH_DTYPES, Progress
 
@@ -84,7 +84,7 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
     tensors: dict[str, Block] = {}
 
     def read(part: GgufSource) -> dict[str, Block]:
-        return dict(_pack(part, arena) if _is_matrix(part) else _floats(part, config))
+        return dict(_pack(part, config, arena) if _is_matrix(part) else _floats(part, config))
 
     with ThreadPoolExecutor(available_cores()) as pool:
         for part, found in zip(sources, pool.map(read, sources), strict=True):
@@ -103,7 +103,7 @@ def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType,
     tensors, arena = dict[str, Block](), Arena()
     for part in sources:
         if packed:
-            tensors |= _pack(part, arena) if _is_matrix(part) else _floats(part, config)
+            tensors |= _pack(part, config, arena) if _is_matrix(part) else _floats(part, config)
         else:
             tensors |= {name: tensor.contiguous().to(device) for name, tensor in read_gguf(part, config, dtype)}
     return tensors
@@ -142,17 +142,21 @@ def _is_matrix(part: GgufSource) -> bool:
     return all(len(shape) == 2 for shape in part.shapes) and not part.place.form.changes
 
 
-def _pack(part: GgufSource, arena: Arena) -> Iterator[tuple[str, Block]]:
+def _pack(part: GgufSource, config: ModelConfig, arena: Arena) -> Iterator[tuple[str, Block]]:
     stored = part.stored
     row_bytes, first = stored.type.size(stored.shape[1]), 0
     for name, (rows, columns) in zip(part.place.names, part.shapes, strict=True):
-        start = first * row_bytes
-
-        def read(offset: int, count: int, start: int = start) -> Bytes:
-            return stored.read(start + offset, count)
-
+        read = _reader(stored, first * row_bytes, row_bytes, part.place.form.rows(rows, config))
         yield name, pack_rows(stored.type.name, stored.type.id, rows, columns, row_bytes, read, arena)
         first += rows
+
+
+def _reader(stored: GgufTensor, start: int, row_bytes: int, order: torch.Tensor | None) -> Callable[[int, int], Bytes]:
+    """Reads bytes of a matrix that begins at `start`; order: of its rows, which are whole blocks."""
+    if order is None:
+        return lambda offset, count: stored.read(start + offset, count)
+    rows = stored.read(start, len(order) * row_bytes).reshape(len(order), row_bytes)[order.numpy()].reshape(-1)
+    return lambda offset, count: rows[offset:offset + count]
 
 
 def _floats(part: GgufSource, config: ModelConfig) -> Iterator[tuple[str, Block]]:
@@ -173,6 +177,8 @@ def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mt
     """Sources of the tensors of the trunk or of the head."""
     served: dict[str, str] = {}
     for stored in file.tensors.values():
+        if stored.name == ROPE_FACTORS:
+            continue
         found = place(stored.name, config.architecture, config.layer_types)
         if found.mtp != mtp:
             continue

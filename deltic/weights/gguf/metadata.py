@@ -24,14 +24,15 @@ from deltic.weights.gguf.tokenizer import (
     TokenizerTexts,
 )
 
-_ARCHITECTURES: Final[Mapping[str, str]] = {"qwen3_5": "qwen35", "qwen3": "qwen3"}
-_PRE: Final[Mapping[str, str]] = {"qwen3_5": "qwen35", "qwen3": "qwen2"}
+_ARCHITECTURES: Final[Mapping[str, str]] = {"qwen3_5": "qwen35", "qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}
+_PRE: Final[Mapping[str, str]] = {"qwen3_5": "qwen35", "qwen3": "qwen2", "qwen2": "qwen2"}
 """The pre-tokenizer of an architecture, for a pattern that is none of those that have a name."""
 _DEFAULT_TEMPLATE: Final = "default"
 
 
 def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
-    """The metadata of a model's shape, which `config_from_gguf` reads."""
+    """The metadata of a model's shape, which `config_from_gguf` reads, but for factors that are not all the same: these
+    are a tensor (`names.ROPE_FACTORS`)."""
     architecture = _ARCHITECTURES[config.architecture]
     heads = config.num_mtp_layers
     keys = {
@@ -42,10 +43,15 @@ def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(config.rope.theta),
         "rope.dimension_count": config.rope.rotary_dim,
         **({"rope.dimension_sections": [*config.rope.mrope_section, 0]} if config.rope.mrope_section else {}),
+        **(_linear_scaling(config.rope.factors[0]) if len({*config.rope.factors}) == 1 else {}),
         **({} if config.linear is None else _linear(config.linear, config.layer_types, heads)),
         **({"nextn_predict_layers": heads} if heads else {}),
     }
     return {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
+
+
+def _linear_scaling(factor: float) -> dict[str, Any]:
+    return {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
 
 
 def _linear(linear: LinearConfig, kinds: Sequence[str], heads: int) -> dict[str, Any]:
@@ -99,17 +105,29 @@ def _parsed(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"tokenizer.json is not valid JSON ({error}); download the file again") from error
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict) or not model.get("merges"):
+    if (not isinstance(model, dict) or not isinstance(model.get("vocab"), dict) or not model.get("merges")
+            or model.get("byte_fallback")):
         raise ModelError("tokenizer.json is no byte-level BPE, the only kind that can be written to a GGUF file")
     found: dict[str, Any] = tokenizer
     return found
 
 
 def _pre(tokenizer: Mapping[str, Any], config: ModelConfig) -> str:
-    """The name of the pattern that cuts the text."""
-    given = json.dumps(tokenizer.get("pre_tokenizer"))
-    named = (name for name, splitter in SPLITTERS.items() if json.dumps(splitter.pattern) in given)
-    return next(named, _PRE[config.architecture])
+    """The name of how text is cut."""
+    given = tokenizer.get("pre_tokenizer") or {}
+    cuts = _essence(given.get("pretokenizers", [given]))
+    named = next((name for name, splitter in SPLITTERS.items() if _essence(splitter.cuts) == cuts), None)
+    found = named or _PRE.get(config.architecture)
+    if found is None:
+        raise ModelError("the pre_tokenizer of tokenizer.json is none of those that GGUF files have a name for "
+                         f"({', '.join(SPLITTERS)})")
+    return found
+
+
+def _essence(cuts: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """What matters of pre-tokenizers: ByteLevel alone has no regex of its own after another that cuts."""
+    keys = ("type", "pattern", "individual_digits", "use_regex")
+    return [tuple(json.dumps(cut.get(key)) for key in keys) for cut in cuts]
 
 
 def _type(id: int, names: Mapping[int, str], added: Mapping[int, Mapping[str, Any]]) -> int:

@@ -1,7 +1,8 @@
 """The tensors of GGUF files and ours: names, and how their numbers differ, in both directions.
 
 GGUF names and forms are those that llama.cpp's converter writes (conversion/qwen.py) and its models read
-(src/models/qwen35.cpp, qwen35moe.cpp, qwen3.cpp). Ours are Hugging Face's, see deltic/weights/names.py.
+(src/models/qwen35.cpp, qwen35moe.cpp, qwen3.cpp, qwen2.cpp, llama.cpp). Ours are Hugging Face's, see
+deltic/weights/names.py.
 """
 
 from __future__ import annotations
@@ -28,20 +29,24 @@ def _same(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a GGUF tensor differs from ours: in the order of its value heads, and in its values.
+    """How a GGUF tensor differs from ours: in the order of its rows or of its value heads, and in its values.
 
     heads: the axis along which value heads follow each other, or None. behind_keys: queries and keys come before them
-    on that axis. wide: a head takes value_head_dim places there, else one. decode, encode: from GGUF's values to ours
-    and back.
+    on that axis. wide: a head takes value_head_dim places there, else one. turned: how many heads of queries or keys
+    have their rows in the order of the pairs that are rotated together. decode, encode: from GGUF's values to ours and
+    back.
 
     Our value heads are grouped by the key head that they share: k0v0 k0v1 k1v0 k1v1. In GGUF files they are tiled:
     k0v0 k1v0 k0v1 k1v1, so that value head i belongs to key head i modulo the number of key heads. With as many value
     heads as key heads both orders are the same.
+
+    Where heads are `turned`, GGUF rows 2 i and 2 i + 1 of a head are a pair; ours are rows i and i + head_dim / 2.
     """
 
     heads: int | None = None
     behind_keys: bool = False
     wide: bool = False
+    turned: Callable[[ModelConfig], int] | None = None
     decode: Change = _same
     encode: Change = _same
 
@@ -50,13 +55,21 @@ class Form:
         """Whether values differ, not only their order."""
         return self.decode is not _same
 
+    def rows(self, count: int, config: ModelConfig) -> Tensor | None:
+        """Which of the file's `count` rows is each of ours, [count] int64; None: they are in the same order."""
+        if self.turned is None:
+            return None
+        return torch.arange(count).view(self.turned(config), -1, 2).transpose(1, 2).flatten()
+
     def to_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
         """Our tensor of a GGUF tensor (in torch's shape)."""
-        return self.decode(self._reorder(tensor, config, grouped=True), config)
+        rows = self.rows(len(tensor), config)
+        return self.decode(self._reorder(tensor, config, grouped=True) if rows is None else tensor[rows], config)
 
     def from_ours(self, tensor: Tensor, config: ModelConfig) -> Tensor:
         """The GGUF tensor (in torch's shape) of one of ours; the inverse of `to_ours`."""
-        return self._reorder(self.encode(tensor, config), config, grouped=False)
+        encoded, rows = self.encode(tensor, config), self.rows(len(tensor), config)
+        return self._reorder(encoded, config, grouped=False) if rows is None else encoded[rows.argsort()]
 
     def shape(self, shape: Shape, config: ModelConfig) -> Shape:
         """The shape in a GGUF file of a tensor of ours with `shape`."""
@@ -112,6 +125,8 @@ _ROWS: Final = Form(heads=0, wide=True)
 _ROWS_BEHIND_KEYS: Final = Form(heads=0, wide=True, behind_keys=True)
 _COLUMNS: Final = Form(heads=1, wide=True)
 _CONVOLUTION: Final = Form(heads=0, wide=True, behind_keys=True, decode=_add_channel, encode=_drop_channel)
+_TURNED_QUERIES: Final = Form(turned=lambda config: config.num_attention_heads)
+_TURNED_KEYS: Final = Form(turned=lambda config: config.num_key_value_heads)
 _DECAY: Final = Form(heads=0, decode=_log_of_decay, encode=_decay)
 
 Table = Mapping[str, tuple[str, Form]]
@@ -122,13 +137,27 @@ _TOP: Final[Table] = {
     "output_norm.weight": ("model.norm.weight", NORM),
     "output.weight": (HEAD, PLAIN),
 }
-_ATTENTION: Final[Table] = {
+_PROJECTIONS: Final[Table] = {
     "attn_q.weight": ("self_attn.q_proj.weight", PLAIN),
     "attn_k.weight": ("self_attn.k_proj.weight", PLAIN),
     "attn_v.weight": ("self_attn.v_proj.weight", PLAIN),
     "attn_output.weight": ("self_attn.o_proj.weight", PLAIN),
+}
+_ATTENTION: Final[Table] = {
+    **_PROJECTIONS,
     "attn_q_norm.weight": ("self_attn.q_norm.weight", NORM),
     "attn_k_norm.weight": ("self_attn.k_norm.weight", NORM),
+}
+_BIASED: Final[Table] = {
+    **_PROJECTIONS,
+    "attn_q.bias": ("self_attn.q_proj.bias", PLAIN),
+    "attn_k.bias": ("self_attn.k_proj.bias", PLAIN),
+    "attn_v.bias": ("self_attn.v_proj.bias", PLAIN),
+}
+_TURNED: Final[Table] = {
+    **_PROJECTIONS,
+    "attn_q.weight": ("self_attn.q_proj.weight", _TURNED_QUERIES),
+    "attn_k.weight": ("self_attn.k_proj.weight", _TURNED_KEYS),
 }
 _LINEAR: Final[Table] = {
     "attn_qkv.weight": ("linear_attn.in_proj_qkv.weight", _ROWS_BEHIND_KEYS),
@@ -171,8 +200,13 @@ _BLOCK: Final[Mapping[str, Table]] = {
     "qwen3_5_moe": {**_norms("post_attention_norm.weight"), **_ROUTED, **_SHARED},
     "qwen3": {**_norms("ffn_norm.weight"), **_DENSE},
     "qwen3_moe": {**_norms("ffn_norm.weight"), **_ROUTED},
+    "qwen2": {**_norms("ffn_norm.weight"), **_DENSE},
+    "llama": {**_norms("ffn_norm.weight"), **_DENSE},
 }
-_MIXERS: Final[Mapping[LayerType, Table]] = {"full_attention": _ATTENTION, "linear_attention": _LINEAR}
+_FULL: Final[Mapping[str, Table]] = {**dict.fromkeys(_BLOCK, _ATTENTION), "qwen2": _BIASED, "llama": _TURNED}
+"""By architecture, like _BLOCK."""
+ROPE_FACTORS: Final = "rope_freqs.weight"
+"""What the rotary frequencies are divided by: a part of the config."""
 _NEXTN: Final[Table] = {
     "nextn.eh_proj.weight": ("mtp.fc.weight", PLAIN),
     "nextn.enorm.weight": ("mtp.pre_fc_norm_embedding.weight", NORM),
@@ -207,7 +241,7 @@ def place(name: str, architecture: str, layers: Sequence[LayerType]) -> Place:
     block = _BLOCK_NAME.fullmatch(name)
     if block is not None:
         found = _in_block(int(block[1]), block[2], architecture, layers)
-        if found is None and _is_fused(int(block[1]), block[2], layers):
+        if found is None and _FULL[architecture] is _ATTENTION and _is_fused(int(block[1]), block[2], layers):
             prefix = _prefix(int(block[1]), len(layers))
             return Place(tuple(prefix + part for part in _FUSED), PLAIN, prefix.startswith("mtp."))
     if found is None:
@@ -240,7 +274,8 @@ def _in_block(block: int, name: str, architecture: str, layers: Sequence[LayerTy
 
 
 def _table(block: int, architecture: str, layers: Sequence[LayerType]) -> Table:
-    return {**_BLOCK[architecture], **_MIXERS[_kind(block, layers)]}
+    return {**_BLOCK[architecture],
+            **(_LINEAR if _kind(block, layers) == "linear_attention" else _FULL[architecture])}
 
 
 def _kind(block: int, layers: Sequence[LayerType]) -> LayerType:

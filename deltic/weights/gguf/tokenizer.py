@@ -1,7 +1,8 @@
 """The tokenizer in a GGUF file's metadata, as the texts that a model directory would hold.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The metadata names the pre-tokenizer only; its pattern
-and the normalizer are those of the Qwen tokenizers (transformers, tokenization_qwen2.py and tokenization_qwen3_5.py).
+and the normalizer are those of the tokenizers that have it (transformers, tokenization_qwen2.py and
+tokenization_qwen3_5.py; tokenizer.json of Llama 3, SmolLM2, Mistral Nemo).
 """
 
 from __future__ import annotations
@@ -17,36 +18,54 @@ from deltic.errors import ModelError, show
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACE: Final = "\u2581"
 _NFC: Final = {"type": "NFC"}
+_GPT2: Final[dict[str, Any]] = {
+    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """How text is cut before merging, and what is done to it before that."""
+    """How text is cut before merging, one way after another, and what is done to it before that. whole: a piece that is
+    a token stays whole. bos: a raw prompt begins with a bos token if the metadata does not say."""
 
-    pattern: str
-    normalizer: Mapping[str, str] | None
+    cuts: Sequence[Mapping[str, Any]]
+    normalizer: Mapping[str, str] | None = None
+    whole: bool = False
+    bos: bool = False
 
 
-_QWEN2: Final = _Splitter(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}", _NFC)
-_QWEN35: Final = _Splitter(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+def _regex(pattern: str) -> list[dict[str, Any]]:
+    return [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {**_GPT2, "use_regex": False}]
+
+
+_QWEN2: Final = _Splitter(_regex(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"), _NFC)
+_QWEN35: Final = _Splitter(_regex(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"),
     _NFC)
-_LLAMA3: Final = _Splitter(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}", None)
+_LLAMA3: Final = _Splitter(_regex(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"),
+    whole=True, bos=True)
+_TEKKEN: Final = _Splitter(_regex(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"), whole=True, bos=True)
 SPLITTERS: Final[Mapping[str, _Splitter]] = {
-    "qwen2": _QWEN2, "qwen35": _QWEN35, "llama-bpe": _LLAMA3}
+    "qwen2": _QWEN2, "qwen35": _QWEN35, "llama-bpe": _LLAMA3, "tekken": _TEKKEN, "gpt-2": _Splitter([_GPT2]),
+    "smollm": _Splitter([{"type": "Digits", "individual_digits": True}, _GPT2]), "deepseek-r1-qwen": _QWEN2}
 """By tokenizer.ggml.pre."""
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 VARIABLES: Final[Mapping[str, str]] = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
     "mask": "mask_token"}
 """Kinds of special tokens as the format's keys spell them -> as templates do."""
 ENDS: Final = ("eos", "eot", "eom")
-END_TEXTS: Final = ("<|im_end|>", "<|endoftext|>")
-"""Control tokens that end an answer in all models of the family, whatever else the metadata names."""
+END_TEXTS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
+"""Control tokens that end an answer in all models that have them, whatever else the metadata names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +106,64 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
     """A tokenizer.json."""
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if not isinstance(model, str) or model != "gpt2":
-        raise ModelError(f"tokenizer.ggml.model {show(model)} is not supported, only 'gpt2' (byte-level BPE)")
+    if not isinstance(model, str) or model not in ("gpt2", "llama"):
+        raise ModelError(f"tokenizer.ggml.model {show(model)} is not supported, only 'gpt2' (byte-level BPE) and "
+                         "'llama' (SentencePiece BPE)")
+    if model == "llama":
+        return _sentencepiece(metadata, tokens)
     splitter = SPLITTERS.get(name) if isinstance(name, str) else None
     if splitter is None:
         raise ModelError(f"tokenizer.ggml.pre {show(name)} is not supported, only {', '.join(SPLITTERS)}")
     types = _types(metadata, len(tokens))
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types),
-        "normalizer": splitter.normalizer, "pre_tokenizer": _pre_tokenizer(splitter.pattern),
-        "post_processor": _post_processor(metadata, tokens),
+        "normalizer": splitter.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splitter.cuts]},
+        "post_processor": _post_processor(metadata, tokens, splitter.bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": splitter is _LLAMA3, "vocab": _vocabulary(tokens, types), "merges": _merges(metadata)},
+            "ignore_merges": splitter.whole, "vocab": _vocabulary(tokens, types), "merges": _merges(metadata)},
     }
 
 
-def _pre_tokenizer(pattern: str) -> dict[str, Any]:
-    return {"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """A tokenizer.json of a SentencePiece BPE: spaces are written as U+2581, what is no token as its bytes. Of two
+    neighbours that make a token, those of the token with the highest score are merged first."""
+    scores, types = metadata.get("tokenizer.ggml.scores"), _types(metadata, len(tokens))
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise ModelError(f"tokenizer.ggml.scores must be an array of {len(tokens)} numbers, one for each token")
+    bare = metadata.get("tokenizer.ggml.add_space_prefix") is False
+    prefix = [] if bare else [{"type": "Prepend", "prepend": _SPACE}]
+    unknown = next((tokens[id] for id, type in enumerate(types) if type == UNKNOWN), None)
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types),
+        "normalizer": {"type": "Sequence", "normalizers": [
+            *prefix, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]},
+        "pre_tokenizer": None, "post_processor": _post_processor(metadata, tokens, True),
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, *([] if bare else [{"type": "Strip", "content": " ", "start": 1, "stop": 0}])]},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": BYTE in types, "ignore_merges": False,
+            "vocab": _vocabulary(tokens, types), "merges": _merges_by_score(tokens, types, scores.tolist())},
+    }
+
+
+def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[list[str]]:
+    known = {text: id for id, text in enumerate(tokens) if types[id] == NORMAL}
+    pairs = [(-scores[id], id, cut) for text, id in known.items() for cut in range(1, len(text))
+             if text[:cut] in known and text[cut:] in known]
+    return [[tokens[id][:cut], tokens[id][cut:]] for _, id, cut in sorted(pairs)]
 
 
 def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
     """Tokens that are found in a text before it is cut; the special ones are not shown to readers."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return [{"id": id, "content": text, **flags, "special": types[id] == CONTROL}
-            for id, text in enumerate(tokens) if types[id] in (CONTROL, USER_DEFINED)]
+    return [{"id": id, "content": text, **flags, "special": types[id] != USER_DEFINED}
+            for id, text in enumerate(tokens) if types[id] in (UNKNOWN, CONTROL, USER_DEFINED)]
 
 
 def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
@@ -138,10 +186,10 @@ def _merges(metadata: Mapping[str, Any]) -> list[list[str]]:
     return pairs
 
 
-def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any] | None:
-    """Puts the tokens around a raw prompt that the metadata wants there."""
-    around = [(_token_id(metadata, kind, len(tokens)) if metadata.get(f"tokenizer.ggml.add_{kind}_token") is True
-               else None) for kind in ("bos", "eos")]
+def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str], bos: bool) -> dict[str, Any] | None:
+    """Puts the tokens around a raw prompt that the metadata wants there. bos: it wants one where it does not say."""
+    around = [(_token_id(metadata, kind, len(tokens)) if metadata.get(f"tokenizer.ggml.add_{kind}_token", default)
+               is True else None) for kind, default in (("bos", bos), ("eos", False))]
     if around == [None, None]:
         return None
     before, after = ([] if id is None else [{"SpecialToken": {"id": tokens[id], "type_id": 0}}] for id in around)
