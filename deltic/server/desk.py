@@ -27,21 +27,16 @@ Prepared = TypeVar("Prepared")
 
 
 class Words(Protocol):
-    """What tokens look like: all bytes, and those that a reader sees."""
+    """What tokens look like."""
 
     def token_bytes(self, id: int, /) -> bytes: ...
 
-    def visible_bytes(self, id: int, /) -> bytes: ...
-
 
 class NoWords:
-    """The words of a model without tokenizer: none to be seen, but tokens can be told apart."""
+    """The words of a model without tokenizer: tokens can be told apart."""
 
     def token_bytes(self, id: int, /) -> bytes:
         return f"token_id:{id}".encode()
-
-    def visible_bytes(self, id: int, /) -> bytes:
-        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +69,11 @@ class Desk:
         self.bridge.check_room()
         return await self.intake.read(request, schema, prepare)
 
-    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str) -> Run:
-        """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from."""
+    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool) -> Run:
+        """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
+        whole: the answers are wanted whole."""
         try:
-            return await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory))
+            return await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
         except RequestError as error:
             too_long = any(len(job.request.prompt) >= self.llm.engine.max_context for job in jobs)
             raise ProblemError(Problem(400, str(error), prompt_field if error.field == "prompt" else error.field,

@@ -29,11 +29,10 @@ from typing import Any
 
 from deltic.errors import DelticError, LongPromptError
 from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell, turning
-from deltic.text.coerce import coerce
-from deltic.text.deltas import Answer, join
+from deltic.text.coerce import typed
+from deltic.text.deltas import Answer
 from deltic.text.messages import REASONING
 from deltic.text.notes import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
-from deltic.text.stream import Router
 from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import tool_schemas
@@ -107,20 +106,21 @@ class History:
             turn = _rendered(conversation, notes, base, self._bound, whole=keep)
         return replace(turn, state=states[-1], schemas=schemas)
 
-    def remember(self, turn: Turn, router: Router, hidden: Sequence[int], tokens: Sequence[int],
-                 finish: Finish) -> None:
-        """Note one finished answer, if it can be continued.
-
-        router: as it was before the first token, and reading calls without schemas. hidden: the request's stop ids.
-        """
+    def remember(self, turn: Turn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
+                 whole: bool) -> None:
+        """Note one finished answer, if it can be continued. hidden: the request's stop ids. tokens, the one that ended
+        it too, say the `answer`; whole: its text ended with it, in no think block or call, and not at a stop string."""
         if not tokens:
             return
-        ids, answer, sound = self._read(router, hidden, tokens, finish)
-        calls = tuple((call.name, call.arguments) for call in answer.calls)
+        special = self._tokenizer.special
+        ended = finish == "stop" and (tokens[-1] in special or tokens[-1] in hidden)
+        ids = tokens[:-1] if ended else tokens
+        sound = whole and finish in ("stop", "length") and special.isdisjoint(ids)
+        calls = tuple((call.name, call.written) for call in answer.calls)
         visible = _visible(answer.content, [(name, json.loads(text)) for name, text in calls], turn.schemas)
-        whole = array("i", turn.ids) + array("i", ids)
-        note = Note(answer.content, answer.reasoning, calls, whole[turn.kept:] if sound else array("i"),
-                    digest_of(whole), turn.parent, turn.kept, turn.opening,
+        spelled = array("i", turn.ids) + array("i", ids)
+        note = Note(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
+                    digest_of(spelled), turn.parent, turn.kept, turn.opening,
                     (*turn.thoughts, thought_of(_plain_text(answer.reasoning))))
         self._notes.put(_next_state(turn.state, visible), note)
 
@@ -160,18 +160,6 @@ class History:
         """The note of an answer, if no other conversation with these thoughts can be meant."""
         found = [note for note in self._notes.find(key) if note.fits(thoughts)]
         return found[0] if len(found) == 1 and found[0].ids else None
-
-    def _read(self, router: Router, hidden: Sequence[int], tokens: Sequence[int],
-              finish: Finish) -> tuple[Sequence[int], Answer, bool]:
-        """The answer without the token that ended it, and whether a template could go on from there."""
-        special = self._tokenizer.special
-        ended = finish == "stop" and (tokens[-1] in special or tokens[-1] in hidden)
-        ids = tokens[:-1] if ended else tokens
-        router = router.copy()
-        deltas = router.feed_all(ids)
-        sound = (finish in ("stop", "length") and special.isdisjoint(ids) and not router.stopped
-                 and router.region == "content")
-        return ids, join(deltas + router.finish()), sound
 
 
 def preserves_thinking(conversation: Conversation) -> bool:
@@ -321,18 +309,12 @@ def _seen(message: Mapping[str, Any], schemas: Schemas) -> Any:
 def _visible(content: Any, calls: Sequence[tuple[str, Mapping[str, Any]]], schemas: Schemas) -> Any:
     """An answer by its content and calls alone, equal for all ways in which clients give them back."""
     return [_plain_text(content) if isinstance(content, str) else content,
-            [[name, _typed(arguments, schemas.get(name, {}))] for name, arguments in calls]]
+            [[name, _number_as_float(typed(arguments, schemas.get(name, {})))] for name, arguments in calls]]
 
 
 def _plain_text(text: str) -> str:
     lines = unicodedata.normalize("NFC", text).replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip() for line in lines).strip()
-
-
-def _typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    return {key: _number_as_float(coerce(value, known.get(key), schema)) for key, value in arguments.items()}
 
 
 def _number_as_float(value: Any) -> Any:
