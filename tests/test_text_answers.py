@@ -25,6 +25,7 @@ ASKED: list[dict[str, Any]] = [
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """How many tokens were routed, and how many were turned into text."""
     counts = Counter[str]()
+    assert not tiny().front.tokenizer.composes  # found out once
 
     def counting(kind: type, name: str) -> None:
         method = getattr(kind, name)

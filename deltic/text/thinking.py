@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from deltic.errors import DelticError
-from deltic.text.chat import Conversation, normalise_messages
+from deltic.text.chat import Conversation
 from deltic.text.markers import THINK_END
 from deltic.text.stream import AnswerText
 from deltic.text.tokenizer import Tokenizer
@@ -72,11 +70,7 @@ class ThinkingBudget:
 
 def _closing_text(conversation: Conversation) -> str:
     """What the template writes between thinking and answer of a turn."""
-    turn = normalise_messages([{"role": "user", "content": "Question"},
-                               {"role": "assistant", "reasoning_content": _THOUGHT, "content": _ANSWER}])
-    with suppress(DelticError):  # a template may refuse so short a conversation
-        text = replace(conversation, tools=None).render(turn, False)
-        closing = text.rpartition(_THOUGHT)[2].partition(_ANSWER)[0]
-        if closing.strip() == THINK_END:
-            return closing
-    return _USUAL
+    text = conversation.aside([{"role": "user", "content": "Question"}, {
+        "role": "assistant", "reasoning_content": _THOUGHT, "content": _ANSWER}], False)
+    closing = text.rpartition(_THOUGHT)[2].partition(_ANSWER)[0]
+    return closing if closing.strip() == THINK_END else _USUAL
