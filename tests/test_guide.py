@@ -36,10 +36,11 @@ from deltic.cli import main
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError, RequestError
-from deltic.text.chat import ChatTemplate, Conversation
+from deltic.text.chat import Conversation
 from deltic.text.files import TokenizerFiles
 from deltic.text.front import Front
 from deltic.text.stream import AnswerText, chat_router
+from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Guide, Request

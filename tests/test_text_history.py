@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text_support import MARKERS, QWEN_LIKE
+from test_text_support import MARKERS, QWEN_LIKE, build_prompt
 from tokenizers import normalizers
 
 from deltic.errors import ConfigError, RequestError
 from deltic.text.answers import Answers
-from deltic.text.chat import ChatTemplate, build_prompt, spell
+from deltic.text.chat import spell
 from deltic.text.deltas import Answer
 from deltic.text.front import Front, Job
 from deltic.text.notes import unpack
+from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import SamplingParams, TokenOut, Usage, common_length
 

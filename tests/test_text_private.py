@@ -20,11 +20,11 @@ from test_text_history import (
     cut_small,
     finished,
 )
-from test_text_support import QWEN_LIKE
+from test_text_support import QWEN_LIKE, build_prompt
 
 from deltic.cache.disk import DiskNotes
-from deltic.text.chat import ChatTemplate, build_prompt
 from deltic.text.front import Front, Job
+from deltic.text.template import ChatTemplate
 from deltic.types import SamplingParams
 
 SECRETS = ("alpha", "bravo", "carol")

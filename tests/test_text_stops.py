@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_text_support import EOS, Vocabulary, splits
 
+from deltic.text.deltas import Region, join
 from deltic.text.stops import open_suffix
-from deltic.text.stream import AnswerText, AnswerTexts, Region, chat_router, join, text_router
+from deltic.text.stream import AnswerText, AnswerTexts, chat_router, text_router
 
 CASES = [
     ("abSTOPcd", ("STOP",), "ab"),

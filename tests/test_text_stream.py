@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_text_support import EOS, MARKERS, Vocabulary, splits
 
-from deltic.text.stream import (
-    Answer,
-    Delta,
-    Markers,
-    Region,
-    Router,
-    chat_router,
-    join,
-    start_mode,
-    text_router,
-)
+from deltic.text.deltas import Answer, Delta, Region, join
+from deltic.text.markers import Markers, start_mode
+from deltic.text.stream import Router, chat_router, text_router
 
 TOOLS = [
     {

@@ -33,7 +33,7 @@ from deltic.errors import ModelError, RequestError
 from deltic.text.answers import Answers, Choice, Output
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
-from deltic.text.front import Front, Job, bare_job, read_template
+from deltic.text.front import Front, Job, bare_job, prompt_bound, read_template
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Request, SamplingParams, TokenOut
 
@@ -362,7 +362,7 @@ class LLM:
 
     def _job(self, prompt: str | list[int], sampling: SamplingParams) -> Job:
         if not isinstance(prompt, str) and self._front is None:
-            return bare_job(prompt, sampling)
+            return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
         return self.front.complete(prompt, sampling)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltic import __version__
-from deltic.server.desk import Words
 from deltic.text.answers import Choice, Piece, Score
 from deltic.text.deltas import AnswerCall, Delta, ToolDelta
 from deltic.types import Finish, Usage
@@ -17,6 +16,8 @@ from deltic.types import Finish, Usage
 _LEAST = -9999.0  # what OpenAI says where a probability is 0: JSON has no infinity
 
 Json = dict[str, Any]
+Spell = Callable[[int], bytes]
+"""What a token looks like."""
 
 
 def usage_form(usage: Usage) -> Json:
@@ -49,8 +50,8 @@ class ChatForm:
 
     whole_kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, words: Words, scored: bool) -> None:
-        self._words, self._scored = words, scored
+    def __init__(self, token_bytes: Spell, scored: bool) -> None:
+        self._token_bytes, self._scored = token_bytes, scored
         self._begun: set[int] = set()
         self._scores: dict[int, list[Score]] = {}
 
@@ -91,7 +92,7 @@ class ChatForm:
         return self._score(score.token, found.token) | {"top_logprobs": [self._score(*other) for other in found.top]}
 
     def _score(self, token: int, logprob: float) -> Json:
-        spelled = self._words.token_bytes(token)
+        spelled = self._token_bytes(token)
         return {"token": spelled.decode("utf-8", "replace"), "logprob": max(logprob, _LEAST), "bytes": list(spelled)}
 
 
@@ -112,8 +113,8 @@ class TextForm:
 
     whole_kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, words: Words, scored: bool, echo: Echo = Echo()) -> None:
-        self._words, self._scored, self._echo = words, scored, echo
+    def __init__(self, token_bytes: Spell, scored: bool, echo: Echo = Echo()) -> None:
+        self._token_bytes, self._scored, self._echo = token_bytes, scored, echo
         self._begun: set[int] = set()
 
     def whole(self, piece: Piece) -> Json:
@@ -144,7 +145,7 @@ class TextForm:
                 "text_offset": (score.offset for score in scores)}
 
     def _name(self, token: int) -> str:
-        spelled = self._words.token_bytes(token)
+        spelled = self._token_bytes(token)
         try:
             return spelled.decode()
         except UnicodeDecodeError:

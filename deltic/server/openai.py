@@ -74,12 +74,12 @@ class _Wire:
     async def chat(self, request: Request) -> Response:
         body, job = await self.desk.read(request, ChatRequest, self._chat_job)
         run = await self.desk.start(request, [job], "messages", not body.stream)
-        return await self._answer(request, run, ChatForm(self.desk.words, bool(body.logprobs)), body)
+        return await self._answer(request, run, ChatForm(self.desk.token_bytes, bool(body.logprobs)), body)
 
     async def complete(self, request: Request) -> Response:
         body, (jobs, echo) = await self.desk.read(request, CompletionRequest, self._text_jobs)
         run = await self.desk.start(request, jobs, "prompt", not body.stream)
-        return await self._answer(request, run, TextForm(self.desk.words, body.logprobs is not None, echo), body)
+        return await self._answer(request, run, TextForm(self.desk.token_bytes, body.logprobs is not None, echo), body)
 
     async def models(self, _: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -94,14 +94,13 @@ class _Wire:
         job = self.desk.llm.front.chat(body.checked_messages(), body.sampling(self.desk.limits),
                                        tools=body.shown_tools(), variables=body.variables(), history=body.history,
                                        thinking_budget=body.thinking_budget)
-        return _speculating(self.desk.checked(job, "messages"), body.speculate)
+        return _speculating(job, body.speculate)
 
     def _text_jobs(self, body: CompletionRequest) -> tuple[list[Job], Echo]:
         self.desk.check_model(body.model)
         body.refuse_unsupported()
         sampling, prompts = body.sampling(self.desk.limits), body.prompts()
-        jobs = [_speculating(self.desk.checked(self.desk.complete(prompt, sampling), "prompt"), body.speculate)
-                for prompt in prompts]
+        jobs = [_speculating(self.desk.complete(prompt, sampling), body.speculate) for prompt in prompts]
         if not body.echo:
             return jobs, Echo()
         echo = Echo([self.desk.text(prompt) for prompt in prompts], sampling.n)

@@ -23,10 +23,6 @@ from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.types import common_length
 
-__all__ = ["ChatTemplate", "Conversation", "Prompt", "Spelled", "boundaries", "build_prompt",
-           "load_template", "normalise_messages", "normalise_tools", "opening", "spell", "stable_boundaries",
-           "start_mode", "turning"]
-
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 # Longer than what any pre-tokenizer keeps together, so that a cut there leaves earlier tokens alone.
 _SLACK = 256
@@ -37,15 +33,6 @@ _LONG, _AROUND = 64, 2
 _MOST_OPENINGS = 256
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A rendered conversation, and its stable `boundaries`."""
-
-    text: str
-    ids: tuple[int, ...]
-    boundaries: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +105,6 @@ def load_template(tokenizer: Tokenizer, tools: object = None,
     return ChatTemplate(source, tokenizer.special_tokens, seconds)
 
 
-def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
-                 variables: Mapping[str, Any] | None = None, *, images: bool = False) -> Prompt:
-    """From a request's messages, tools and template variables (`enable_thinking` ...) to its prompt.
-
-    Nothing needs to be normalised before; RequestError names the field that is wrong.
-    """
-    conversation = Conversation.read(template, tokenizer, messages, tools, variables, images=images)
-    spelled = spell(tokenizer, conversation.render(conversation.messages))
-    return Prompt(spelled.text, spelled.ids, boundaries(conversation, spelled))
-
-
 def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bound = UNBOUNDED) -> Spelled:
     """The ids of a text. Where it begins as the `known` ids do, they are taken, and only the rest is encoded.
 
@@ -144,13 +120,6 @@ def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bou
         anchors += [Anchor(kept + index, offset + start, offset + end)
                     for index, (_, start, end) in zip(special, spelled, strict=True)]
     return Spelled(text, (*known[:kept], *ids), tuple(anchors), kept)
-
-
-def stable_boundaries(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages,
-                      tools: Messages | None = None, **variables: Any) -> tuple[int, ...]:
-    """The `boundaries` of the plain prompt for normalised messages and tools."""
-    conversation = Conversation(template, tokenizer, messages, tools, variables)
-    return boundaries(conversation, spell(tokenizer, conversation.render(messages)))
 
 
 def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = None) -> tuple[int, ...]:
@@ -363,7 +332,7 @@ def _hole(messages: Messages) -> range:
 
 
 def _shared_by(prompt: Spelled, view: _View, text: str) -> int:
-    """Tokens shared with a text, none if there is no text; encodes only from the last special token before they part."""
+    """Tokens shared with a text, if there is one; encodes only from the last special token before they part."""
     if not text:
         return 0
     parted = common_length(view.text, text)

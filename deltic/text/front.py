@@ -14,11 +14,12 @@ from typing import Any
 from deltic.config import Limits
 from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
-from deltic.text.chat import ChatTemplate, Conversation, load_template, opening, spell
+from deltic.text.chat import Conversation, load_template, opening, spell
 from deltic.text.deltas import Answer
 from deltic.text.history import MODES, History
 from deltic.text.notes import NoteStore
 from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
+from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.types import MOST_TOKENS, Finish, Guide, Request, SamplingParams
@@ -63,7 +64,7 @@ class Front:
         self._seconds = limits.template_seconds
         self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
                           else None)
-        self._bound = _bound(longest, limits.max_prompt_tokens)
+        self._bound = prompt_bound(longest, limits)
         self._mode, self._history = history, History(tokenizer, notes, replace(self._bound, field="messages"))
         self._strip_billing_header, self._warned = strip_billing_header, False
         self._thinking_budget = thinking_budget
@@ -132,8 +133,9 @@ class Front:
         return messages
 
 
-def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams()) -> Job:
+def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bound: Bound = UNBOUNDED) -> Job:
     """A job for a model without tokenizer: token ids in, no text out."""
+    bound.check(len(ids))
     if sampling.stop:
         raise RequestError("stop strings need a tokenizer: use stop_token_ids", "stop")
     return _job(tuple(ids), sampling, Router(lambda token: b""))
@@ -147,9 +149,11 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _bound(longest: int | None, limit: int | None) -> Bound:
+def prompt_bound(longest: int | None, limits: Limits) -> Bound:
+    """Of prompts for a context that holds so many tokens, if that is known."""
+    limit = limits.max_prompt_tokens
     if limit is not None and (longest is None or limit < longest):
-        return Bound(limit, "and --max-prompt-tokens is less than that: shorten it")
+        return Bound(limit, f"and may have at most {limit} (max_prompt_tokens): shorten it")
     if longest is None:
         return UNBOUNDED
     return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise --max-context")

@@ -19,13 +19,10 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from deltic.text.coerce import dumps, typed
-from deltic.text.deltas import Answer, AnswerCall, Delta, Region, ToolDelta, join, merge
+from deltic.text.deltas import Delta, Region, ToolDelta, merge
 from deltic.text.markers import ALL, CALL, CALL_END, THINK, THINK_END, Markers, Vocabulary, start_mode
 from deltic.text.stops import StopScanner, open_suffix
 from deltic.text.tools import CallBody, tool_schemas
-
-__all__ = ["Answer", "AnswerCall", "AnswerText", "AnswerTexts", "Delta", "Markers", "Region", "Router", "Said",
-           "ToolDelta", "chat_router", "join", "start_mode", "text_router"]
 
 _SPACES = " \t\r\n"
 _ENDLESS = 1 << 62
