@@ -36,10 +36,11 @@ from deltic.cli import main
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError, RequestError
-from deltic.text.chat import ChatTemplate, Conversation
+from deltic.text.chat import Conversation
 from deltic.text.files import TokenizerFiles
 from deltic.text.front import Front
-from deltic.text.stream import chat_router
+from deltic.text.stream import AnswerText, chat_router
+from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Guide, Request
@@ -185,9 +186,17 @@ THINK, END = TOKENIZER.encode("<think></think>")
 NEWLINE, STOP = (TOKENIZER.encode(text) for text in ("\n", "</think>\n\n"))
 
 
+class Budgeted(ThinkingBudget):
+    """With the text that the engine gives every token first."""
+
+    def push(self, token: int, /) -> None:
+        self._text.push(token)
+        super().push(token)
+
+
 def budget_of(tokens: int, prompt: str = "", tokenizer: Tokenizer = TOKENIZER) -> ThinkingBudget:
     closing = Closing(b"\n", tuple(tokenizer.encode("\n")), tuple(tokenizer.encode("</think>\n\n")))
-    return ThinkingBudget(chat_router(tokenizer, tokenizer.encode(prompt)), tokenizer, closing, tokens)
+    return Budgeted(AnswerText(chat_router(tokenizer, tokenizer.encode(prompt))), tokenizer, closing, tokens)
 
 
 def play(guide: Guide, script: Sequence[int]) -> tuple[list[int], list[bool]]:

@@ -25,6 +25,7 @@ from deltic.errors import RequestError
 from deltic.server.app import create_app
 from deltic.server.bridge import Bridge
 from deltic.server.listen import Server, listen, url_of
+from deltic.text.front import Front
 from deltic.types import Request, TokenLogprobs, TokenOut, Usage
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -39,8 +40,10 @@ def tiny() -> LLM:
 def limited(model: Any, **limits: Any) -> Any:
     """The model with these fields of Limits; closing it closes nothing."""
     runtime = replace(model.runtime, options=replace(model.runtime.options, limits=Limits(**limits)))
-    return SimpleNamespace(engine=model.engine, worker=model.worker, front=model.front, runtime=runtime,
-                           close=lambda: None)
+    front = model.front
+    if limits.get("max_prompt_tokens"):
+        front = Front(front.tokenizer, longest=runtime.memory.max_context, limits=Limits(**limits))
+    return SimpleNamespace(engine=model.engine, worker=model.worker, front=front, runtime=runtime, close=lambda: None)
 
 
 class Scripted:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text_support import MARKERS, QWEN_LIKE
+from test_text_support import MARKERS, QWEN_LIKE, build_prompt, stable_boundaries
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from deltic.errors import RequestError
 from deltic.text import chat
-from deltic.text.chat import ChatTemplate, build_prompt, normalise_messages, stable_boundaries
+from deltic.text.messages import normalise_messages
+from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import common_length
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_text_support import QWEN_LIKE
+from test_text_support import QWEN_LIKE, build_prompt
 from transformers import PreTrainedTokenizerFast
 
 from deltic.errors import RequestError, TemplateError
-from deltic.text.chat import ChatTemplate, build_prompt, load_template, normalise_messages, normalise_tools
+from deltic.text.chat import load_template
+from deltic.text.messages import normalise_messages, normalise_tools
+from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"

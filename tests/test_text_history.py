@@ -6,7 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text_support import MARKERS, QWEN_LIKE
+from test_text_support import MARKERS, QWEN_LIKE, build_prompt
 from tokenizers import normalizers
 
 from deltic.errors import ConfigError, RequestError
-from deltic.text.chat import ChatTemplate, build_prompt, spell
-from deltic.text.deltas import Answer, join
+from deltic.text.answers import Answers
+from deltic.text.chat import spell
+from deltic.text.deltas import Answer
 from deltic.text.front import Front, Job
 from deltic.text.notes import unpack
-from deltic.text.stream import Router
+from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import SamplingParams, common_length
+from deltic.types import SamplingParams, TokenOut, Usage, common_length
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
 TOKENIZER = Tokenizer.from_directory(TINY)
@@ -141,12 +142,15 @@ class Talk:
         return self.ask()
 
 
-def finished(job: Job, tokens: Sequence[int], finish: Any = "stop") -> Answer:
-    router = job.router.copy()
-    answer = join([delta for token in tokens for delta in router.feed(token)] + router.finish())
-    assert job.remember
-    job.remember([*tokens, EOS] if finish == "stop" else tokens, finish)
-    return answer
+def finished(job: Job, tokens: Sequence[int], finish: Any = "stop", end: int = EOS) -> Answer:
+    """What a caller hears who reads the answer to its end."""
+    tokens = [*tokens, end] if finish == "stop" else tokens
+    last = {"finish": finish, "usage": Usage(0, 0, len(tokens))}
+    events = [TokenOut(job.request.id, 0, token) for token in tokens] or [TokenOut(job.request.id, 0, None)]
+    piece, = Answers([job]).take([*events[:-1], replace(events[-1], **last)])
+    assert piece.done and piece.remember
+    piece.remember()
+    return Answer(piece.done.reasoning, piece.done.text, piece.done.calls)
 
 
 def reserialised(arguments: str) -> str:
@@ -410,25 +414,11 @@ def test_a_stop_id_is_no_part_of_what_is_remembered() -> None:
     client, end = talk("preserve"), TOKENIZER.encode("!")[0]
     client.messages = [{"role": "user", "content": "Hi"}]
     first, tokens = client.ask(SamplingParams(stop_token_ids=(end,))), cut_small("Hello")
-    assert first.remember
-    first.remember([*tokens, end], "stop")
+    finished(first, tokens, end=end)
     client.messages.append({"role": "assistant", "content": "Hello"})
     after = client.say("And?")
     assert shared(first, after, tokens) == len(first.request.prompt) + len(tokens)
     assert after.request.prompt[len(first.request.prompt) + len(tokens)] == EOS
-
-
-def test_a_long_answer_is_read_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    scanned: list[int] = []
-    scan = Router._scan
-    monkeypatch.setattr(Router, "_scan", lambda router, text: scanned.append(len(text)) or scan(router, text))
-    client = talk("preserve", True)
-    job, tokens = client.say("Hi"), cut_small(f"{'Hm ' * 3000}\n</think>\n\n{'Yes ' * 3000}")
-    assert job.remember
-    job.remember([*tokens, EOS], "stop")
-    assert len(scanned) < 10 < sum(scanned)
-    client.messages.append({"role": "assistant", "content": "Yes " * 3000})
-    assert shared(job, client.say("And?"), tokens) == len(job.request.prompt) + len(tokens)
 
 
 # Notes

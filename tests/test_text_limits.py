@@ -83,7 +83,7 @@ def test_the_longest_prompt_is_taken() -> None:
             if fits:
                 assert ask(front).request.prompt == ask(free).request.prompt
                 continue
-            named = "context holds" if options["longest"] == size else "--max-prompt-tokens"
+            named = "context holds" if options["longest"] == size else r"\(max_prompt_tokens\)"
             with pytest.raises(LongPromptError, match=f"has {size} tokens .*{named}"):
                 ask(front)
 

@@ -8,12 +8,23 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text_history import CALL, EOS, MODES, TEMPLATES, TINY_TEMPLATE, TOKENIZER, TOOLS, Store, Talk, cut_small
-from test_text_support import QWEN_LIKE
+from test_text_history import (
+    CALL,
+    MODES,
+    TEMPLATES,
+    TINY_TEMPLATE,
+    TOKENIZER,
+    TOOLS,
+    Store,
+    Talk,
+    cut_small,
+    finished,
+)
+from test_text_support import QWEN_LIKE, build_prompt
 
 from deltic.cache.disk import DiskNotes
-from deltic.text.chat import ChatTemplate, build_prompt
 from deltic.text.front import Front, Job
+from deltic.text.template import ChatTemplate
 from deltic.types import SamplingParams
 
 SECRETS = ("alpha", "bravo", "carol")
@@ -192,7 +203,6 @@ def test_a_whole_answer_is_remembered_with_its_end() -> None:
     client, _ = pair(Front(TOKENIZER, TINY_TEMPLATE))
     job = client.say("Hi")
     answer = cut_small("alpha\n</think>\n\nHello.", 5)
-    assert job.remember
-    job.remember([*answer, EOS], "stop")
+    finished(job, answer)
     client.messages.append({"role": "assistant", "content": "Hello."})
     assert client.say("And?").request.prompt[:len(job.request.prompt) + len(answer)] == (*job.request.prompt, *answer)

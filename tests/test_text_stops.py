@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_text_support import EOS, Vocabulary, splits
 
+from deltic.text.deltas import Region, join
 from deltic.text.stops import open_suffix
-from deltic.text.stream import Region, Router, StopMatcher, chat_router, join, text_router
+from deltic.text.stream import AnswerText, AnswerTexts, chat_router, text_router
 
 CASES = [
     ("abSTOPcd", ("STOP",), "ab"),
@@ -43,7 +44,7 @@ def test_every_split(text: str, stops: tuple[str, ...], kept: str) -> None:
     for cuts in splits(len(data)):
         vocabulary = Vocabulary()
         tokens = vocabulary.encode(data, cuts)
-        router, matcher = text_router(vocabulary, stops), StopMatcher(stops, vocabulary.visible_bytes)
+        router, matcher = text_router(vocabulary, stops), AnswerText(text_router(vocabulary, stops))
         out, ended, seen = [], [], 0
         for token in tokens:
             out += router.feed(token)
@@ -67,7 +68,7 @@ def test_random_texts_against_the_reference(text: str, stops: list[str], cuts: l
 
 
 def test_special_tokens_contribute_nothing() -> None:
-    matcher = StopMatcher(["ab"], Vocabulary().visible_bytes)
+    matcher = AnswerText(text_router(Vocabulary(), ["ab"]))
     assert [matcher.push(token) for token in (ord("a"), EOS, ord("b"))] == [False, False, True]
 
 
@@ -76,11 +77,23 @@ def test_nothing_is_sent_that_may_become_a_stop_string() -> None:
     assert [[delta.text for delta in router.feed(byte)] for byte in b"aSTx"] == [["a"], [], [], ["STx"]]
 
 
-def test_a_matcher_can_be_copied_per_choice() -> None:
-    first = StopMatcher(["ab"], Vocabulary().visible_bytes)
+def test_every_choice_has_a_text_of_its_own() -> None:
+    texts = AnswerTexts(text_router(Vocabulary(), ["ab"]))
+    following = texts.followers()
+    first, second = following(), following()
+    assert (first, second) == (texts.of(0), texts.of(1)) and first is not second
     first.push(ord("a"))
-    second = first.copy()
     assert not second.push(ord("c")) and first.push(ord("b")) and not second.push(ord("b"))
+
+
+def test_what_was_routed_ahead_is_not_routed_again() -> None:
+    text = AnswerText(text_router(Vocabulary(), ["ab"]), frozenset([ord("!")]))
+    ended = [text.push(ord(letter)) for letter in "xaab!"]
+    said = [text.take(ord(letter)) for letter in "xaab!"]
+    assert ended == [False, False, False, True, True]
+    assert [offset for offset, _ in said] == [0, 1, 2, 3, 4]
+    assert [join(deltas).content for _, deltas in said] == ["x", "", "a", "", ""]
+    assert text.finish() == []
 
 
 @pytest.mark.parametrize(
@@ -98,18 +111,13 @@ def test_stop_strings_end_the_content_only(
     vocabulary = Vocabulary()
     prompt = vocabulary.encode("<think>") if start == "reasoning" else []
     router = chat_router(vocabulary, prompt, stop=[stop])
-    matcher = router.matcher()
-    assert matcher is not None
+    matcher = AnswerText(router.copy())
     out = []
     for token in vocabulary.encode(text):
         out += router.feed(token)
         assert matcher.push(token) == router.stopped
     result = join(out + router.finish())
     assert (result.reasoning, result.content) == (reasoning, content)
-
-
-def test_no_matcher_without_stop_strings() -> None:
-    assert Router(Vocabulary().visible_bytes).matcher() is None
 
 
 def test_open_suffix() -> None:

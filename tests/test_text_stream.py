@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_text_support import EOS, MARKERS, Vocabulary, splits
 
-from deltic.text.stream import (
-    Answer,
-    Delta,
-    Markers,
-    Region,
-    Router,
-    chat_router,
-    join,
-    start_mode,
-    text_router,
-)
+from deltic.text.deltas import Answer, Delta, Region, join
+from deltic.text.markers import Markers, start_mode
+from deltic.text.stream import Router, chat_router, text_router
 
 TOOLS = [
     {
@@ -196,17 +188,6 @@ def test_random_texts_route_alike_however_cut(
     assert answer(text, start, tools_given, stop, markers, tuple(cuts)) == expected
     for call in expected.calls:
         assert isinstance(json.loads(call.arguments), dict)
-
-
-@given(st.lists(FRAGMENTS, max_size=12).map("".join), st.integers(0, 40), st.booleans(), st.booleans(),
-       st.sampled_from([(), ("ab",), ("<", "\n\n")]))
-@settings(deadline=None, max_examples=300)
-def test_many_tokens_at_once_are_as_one_by_one(text: str, cut: int, markers: bool, with_tools: bool,
-                                               stop: tuple[str, ...]) -> None:
-    vocabulary = Vocabulary(markers)
-    tokens, found = vocabulary.encode(text), router(vocabulary, "content", TOOLS if with_tools else None, stop)
-    deltas = [*found.feed_all(tokens[:cut]), *found.feed_all(tokens[cut:]), *found.finish()]
-    assert join(deltas) == answer(text, tools=TOOLS if with_tools else None, stop=stop, markers=markers)
 
 
 @given(st.lists(FRAGMENTS, max_size=12).map("".join))

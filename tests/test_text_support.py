@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
+
+from deltic.text.chat import Conversation, Messages, boundaries, spell
+from deltic.text.template import ChatTemplate
+from deltic.text.tokenizer import Tokenizer
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 EOS = 1000
@@ -170,3 +176,27 @@ QWEN_LIKE = """\
     {%- endif %}
 {%- endif %}
 """
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation, and its stable boundaries."""
+
+    text: str
+    ids: tuple[int, ...]
+    boundaries: tuple[int, ...]
+
+
+def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
+                 variables: Mapping[str, Any] | None = None, *, images: bool = False) -> Prompt:
+    """From a request's messages, tools and template variables to its prompt; nothing needs to be normalised before."""
+    conversation = Conversation.read(template, tokenizer, messages, tools, variables, images=images)
+    spelled = spell(tokenizer, conversation.render(conversation.messages))
+    return Prompt(spelled.text, spelled.ids, boundaries(conversation, spelled))
+
+
+def stable_boundaries(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages,
+                      tools: Messages | None = None, **variables: Any) -> tuple[int, ...]:
+    """The boundaries of the plain prompt for normalised messages and tools."""
+    conversation = Conversation(template, tokenizer, messages, tools, variables)
+    return boundaries(conversation, spell(tokenizer, conversation.render(messages)))

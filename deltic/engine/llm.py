@@ -30,10 +30,10 @@ from deltic.engine.options import engine_config
 from deltic.engine.runtime import LoadProgress, RandomModel, Runtime, load
 from deltic.engine.worker import Worker
 from deltic.errors import ModelError, RequestError
-from deltic.text.answers import Choice, Output, Reply
+from deltic.text.answers import Answers, Choice, Output
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
-from deltic.text.front import Front, Job, bare_job, read_template
+from deltic.text.front import Front, Job, bare_job, prompt_bound, read_template
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Request, SamplingParams, TokenOut
 
@@ -67,42 +67,51 @@ class _Call:
     def __init__(self, worker: Worker, jobs: Sequence[Job], on_token: TokenCallback | None = None,
                  patience: int = _GATHERED) -> None:
         self.mailbox = Mailbox(1 if on_token else patience)
-        self.replies = [Reply(job) for job in jobs]
-        self._rows = {reply.request.id: row for row, reply in enumerate(self.replies)}
+        self.answers = Answers(jobs)
+        self._requests = [job.request for job in jobs]
         self._worker, self._on_token, self._started = worker, on_token, False
 
     def start(self) -> None:
         """Ask the engine, unless that was done. UnavailableError in a process where no answer will come."""
         if self._started:
             self._worker.start()
-        elif self.replies:
+        elif self._requests:
             self._started = True
-            self._worker.submit([reply.request for reply in self.replies], self.mailbox, self.mailbox.on_reply)
-
-    @property
-    def done(self) -> bool:
-        return all(reply.output for reply in self.replies)
+            self._worker.submit(self._requests, self.mailbox, self.mailbox.on_reply)
 
     @property
     def outputs(self) -> list[Output]:
-        return [reply.output for reply in self.replies if reply.output]
+        """Those that are whole."""
+        return [output for output in self.answers.outputs if output]
+
+    @property
+    def done(self) -> bool:
+        return all(self.answers.outputs)
 
     def take(self, events: Sequence[TokenOut]) -> list[Delta]:
-        return [delta for event in events for delta in self._take(event)]
+        if self._on_token:
+            return [delta for event in events for delta in self._take_one(event, self._on_token)]
+        return self._take(events)
 
     def close(self) -> None:
         """Abort what is still running."""
-        running = [reply.request.id for reply in self.replies if not reply.output]
+        running = [request.id for request, output in zip(self._requests, self.answers.outputs) if not output]
         if self._started and running and not self._worker.forked:
             self._worker.abort(running)
 
-    def _take(self, event: TokenOut) -> list[Delta]:
-        row = self._rows[event.request]
-        reply = self.replies[row]
-        wanted = self._on_token is not None and event.token is not None and not reply.stopped
-        deltas = reply.take(event)
-        if wanted and self._on_token and event.token is not None and not self._on_token(row, event.token):
-            reply.stopped = True
+    def _take(self, events: Sequence[TokenOut]) -> list[Delta]:
+        pieces = self.answers.take(events)
+        for piece in pieces:
+            if piece.remember:
+                piece.remember()
+        return [delta for piece in pieces for delta in piece.deltas]
+
+    def _take_one(self, event: TokenOut, on_token: TokenCallback) -> list[Delta]:
+        row = self.answers.row(event)
+        wanted = event.token is not None and not self.answers.stopped(row)
+        deltas = self._take([event])
+        if wanted and event.token is not None and not on_token(row, event.token):
+            self.answers.stop(row)
             self._worker.abort([event.request])
         return deltas
 
@@ -122,16 +131,16 @@ class Stream:
 
     @property
     def output(self) -> Output | None:
-        return self._call.replies[0].output
+        return self._call.answers.outputs[0]
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self._call.replies[0].request.prompt)
+        return len(self._call.answers.jobs[0].request.prompt)
 
     @property
     def generated_tokens(self) -> int:
         """Tokens so far, of all choices."""
-        return self._call.replies[0].tokens
+        return self._call.answers.tokens
 
     def read(self, timeout: float | None = None) -> list[Delta]:
         """All that has come since; waits for something, at most so many seconds. Nothing at the end: then `output` is
@@ -289,7 +298,7 @@ class LLM:
             raise RequestError("there is nothing to pin: conversations share no beginning without a system message or "
                                "tools", "messages")
         request = Request(uuid.uuid4().hex, prompt, SamplingParams(max_tokens=0), (len(prompt),))
-        output, = self._gather([Job(request, bare_job(prompt).router)])
+        output, = self._gather([replace(bare_job(prompt), request=request)])
         output.sound()
         if not self.worker.call(lambda engine: engine.runtime.cache.pin(prompt)):
             log.warning("the prompt of %d tokens is not pinned: the prefix cache is off, or has no room for it",
@@ -353,7 +362,7 @@ class LLM:
 
     def _job(self, prompt: str | list[int], sampling: SamplingParams) -> Job:
         if not isinstance(prompt, str) and self._front is None:
-            return bare_job(prompt, sampling)
+            return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
         return self.front.complete(prompt, sampling)
 
 

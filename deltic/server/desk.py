@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -20,29 +20,11 @@ from deltic.server.body import Intake
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.wire import Problem, ProblemError, while_connected
-from deltic.text.front import Job, bare_job
+from deltic.text.front import Job, bare_job, prompt_bound
 from deltic.types import SamplingParams
 
 Body = TypeVar("Body", bound=BaseModel)
 Prepared = TypeVar("Prepared")
-
-
-class Words(Protocol):
-    """What tokens look like: all bytes, and those that a reader sees."""
-
-    def token_bytes(self, id: int, /) -> bytes: ...
-
-    def visible_bytes(self, id: int, /) -> bytes: ...
-
-
-class NoWords:
-    """The words of a model without tokenizer: none to be seen, but tokens can be told apart."""
-
-    def token_bytes(self, id: int, /) -> bytes:
-        return f"token_id:{id}".encode()
-
-    def visible_bytes(self, id: int, /) -> bytes:
-        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,35 +57,27 @@ class Desk:
         self.bridge.check_room()
         return await self.intake.read(request, schema, prepare)
 
-    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str) -> Run:
-        """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from."""
+    async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool) -> Run:
+        """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
+        whole: the answers are wanted whole."""
         client = _client_of(request)
         jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
         try:
-            return await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory))
+            return await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
         except RequestError as error:
-            too_long = any(len(job.request.prompt) >= self.llm.engine.max_context for job in jobs)
-            raise ProblemError(Problem(400, str(error), prompt_field if error.field == "prompt" else error.field,
-                                       "context_length_exceeded" if too_long else None)) from error
-
-    def checked(self, job: Job, prompt_field: str) -> Job:
-        """The job, whose prompt may be so long; ProblemError if it may not."""
-        most, tokens = self.limits.max_prompt_tokens, len(job.request.prompt)
-        if most is not None and tokens > most:
-            raise ProblemError(Problem(400, f"the prompt has {tokens} tokens, and may have at most {most} "
-                                            "(max_prompt_tokens)", prompt_field, "context_length_exceeded"))
-        return job
+            if error.field == "prompt":
+                raise RequestError(str(error), prompt_field) from error
+            raise
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str):
             return self.llm.front.complete(prompt, sampling)
-        return bare_job(prompt, sampling)
+        return bare_job(prompt, sampling, prompt_bound(self.llm.engine.max_context, self.limits))
 
-    @property
-    def words(self) -> Words:
-        """What tokens look like."""
-        return self.llm.front.tokenizer if self._has_words else NoWords()
+    def token_bytes(self, token: int) -> bytes:
+        """What a token looks like; without tokenizer they can be told apart all the same."""
+        return self.llm.front.tokenizer.token_bytes(token) if self._has_words else f"token_id:{token}".encode()
 
     def text(self, prompt: str | Sequence[int]) -> str:
         """A prompt as text."""

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltic import __version__
-from deltic.server.collect import Piece, Score, Whole
-from deltic.server.desk import Words
-from deltic.text.deltas import Answer, AnswerCall, Delta, ToolDelta
+from deltic.text.answers import Choice, Piece, Score
+from deltic.text.deltas import AnswerCall, Delta, ToolDelta
 from deltic.types import Finish, Usage
 
 _LEAST = -9999.0  # what OpenAI says where a probability is 0: JSON has no infinity
 
 Json = dict[str, Any]
+Spell = Callable[[int], bytes]
+"""What a token looks like."""
 
 
 def usage_form(usage: Usage) -> Json:
@@ -50,31 +50,29 @@ class ChatForm:
 
     whole_kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, words: Words, scored: bool) -> None:
-        self._words, self._scored = words, scored
+    def __init__(self, token_bytes: Spell, scored: bool) -> None:
+        self._token_bytes, self._scored = token_bytes, scored
         self._begun: set[int] = set()
-        self._called: set[int] = set()
         self._scores: dict[int, list[Score]] = {}
 
-    def whole(self, whole: Whole) -> Json:
-        """A finished choice."""
-        return {"index": whole.choice, "message": _message(whole.answer), "logprobs": self._logprobs(whole.scores),
-                "finish_reason": _reason(whole.finish, bool(whole.answer.calls))}
+    def whole(self, piece: Piece) -> Json:
+        """A choice that is done."""
+        assert piece.done
+        return {"index": piece.number, "message": _message(piece.done), "logprobs": self._logprobs(piece.scores),
+                "finish_reason": _reason(piece.done.finish, bool(piece.done.calls))}
 
     def pieces(self, piece: Piece) -> list[Json]:
         """The choices of the chunks that this piece becomes, one each; scores wait for a text to go with."""
-        self._scores.setdefault(piece.choice, []).extend(piece.scores)
+        self._scores.setdefault(piece.number, []).extend(piece.scores)
         bodies: list[Json] = [_delta(delta) for delta in piece.deltas]
-        if any(delta.call for delta in piece.deltas):
-            self._called.add(piece.choice)
-        if piece.finish:
+        if piece.done:
             bodies.append({})
-        if bodies and piece.choice not in self._begun:
-            self._begun.add(piece.choice)
+        if bodies and piece.number not in self._begun:
+            self._begun.add(piece.number)
             bodies.insert(0, {"role": "assistant", "content": ""})
-        choices = [self._piece(piece.choice, body) for body in bodies]
-        if piece.finish:
-            choices[-1]["finish_reason"] = _reason(piece.finish, piece.choice in self._called)
+        choices = [self._piece(piece.number, body) for body in bodies]
+        if piece.done:
+            choices[-1]["finish_reason"] = _reason(piece.done.finish, bool(piece.done.calls))
         return choices
 
     def _piece(self, choice: int, body: Json) -> Json:
@@ -90,11 +88,11 @@ class ChatForm:
         return {"content": map(self._scored_token, scores), "refusal": None}
 
     def _scored_token(self, score: Score) -> Json:
-        token, found = score
-        return self._score(token, found.token) | {"top_logprobs": [self._score(*other) for other in found.top]}
+        found = score.logprobs
+        return self._score(score.token, found.token) | {"top_logprobs": [self._score(*other) for other in found.top]}
 
     def _score(self, token: int, logprob: float) -> Json:
-        spelled = self._words.token_bytes(token)
+        spelled = self._token_bytes(token)
         return {"token": spelled.decode("utf-8", "replace"), "logprob": max(logprob, _LEAST), "bytes": list(spelled)}
 
 
@@ -115,67 +113,51 @@ class TextForm:
 
     whole_kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, words: Words, scored: bool, echo: Echo = Echo()) -> None:
-        self._words, self._scored, self._echo = words, scored, echo
+    def __init__(self, token_bytes: Spell, scored: bool, echo: Echo = Echo()) -> None:
+        self._token_bytes, self._scored, self._echo = token_bytes, scored, echo
         self._begun: set[int] = set()
-        self._offsets: dict[int, _Offsets] = {}
 
-    def whole(self, whole: Whole) -> Json:
-        """A finished choice."""
-        return self._choice(whole.choice, whole.answer.content, whole.scores, whole.finish)
+    def whole(self, piece: Piece) -> Json:
+        """A choice that is done."""
+        assert piece.done
+        return self._choice(piece, piece.done.text)
 
     def pieces(self, piece: Piece) -> list[Json]:
         """The choices of the chunks that this piece becomes."""
         text = "".join(delta.text for delta in piece.deltas)
-        if not (text or piece.scores or piece.finish):
-            return []
-        return [self._choice(piece.choice, text, piece.scores, piece.finish)]
+        return [self._choice(piece, text)] if text or piece.scores or piece.done else []
 
-    def _choice(self, choice: int, text: str, scores: Sequence[Score], finish: Finish | None) -> Json:
-        if choice not in self._begun:
-            self._begun.add(choice)
-            text = self._echo.before(choice) + text
-        return {"index": choice, "text": text,
-                "logprobs": self._logprobs(choice, scores), "finish_reason": finish}
+    def _choice(self, piece: Piece, text: str) -> Json:
+        if piece.number not in self._begun:
+            self._begun.add(piece.number)
+            text = self._echo.before(piece.number) + text
+        return {"index": piece.number, "text": text, "logprobs": self._logprobs(piece.scores),
+                "finish_reason": piece.done.finish if piece.done else None}
 
-    def _logprobs(self, choice: int, scores: Sequence[Score]) -> Json | None:
+    def _logprobs(self, scores: Sequence[Score]) -> Json | None:
         if not self._scored:
             return None
-        offsets = self._offsets.setdefault(choice, _Offsets())
-        tops = ({self._name(token): max(logprob, _LEAST) for token, logprob in reversed(found.top)}
-                for _, found in scores)
-        return {"tokens": (self._name(token) for token, _ in scores),
-                "token_logprobs": (max(found.token, _LEAST) for _, found in scores),
-                "top_logprobs": tops if any(found.top for _, found in scores) else None,
-                "text_offset": (offsets.next(self._words.visible_bytes(token)) for token, _ in scores)}
+        tops = ({self._name(token): max(logprob, _LEAST) for token, logprob in reversed(score.logprobs.top)}
+                for score in scores)
+        return {"tokens": (self._name(score.token) for score in scores),
+                "token_logprobs": (max(score.logprobs.token, _LEAST) for score in scores),
+                "top_logprobs": tops if any(score.logprobs.top for score in scores) else None,
+                "text_offset": (score.offset for score in scores)}
 
     def _name(self, token: int) -> str:
-        spelled = self._words.token_bytes(token)
+        spelled = self._token_bytes(token)
         try:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-class _Offsets:
-    """Where in the text of a choice its tokens begin."""
-
-    def __init__(self) -> None:
-        self._utf8, self._position = codecs.getincrementaldecoder("utf-8")("replace"), 0
-
-    def next(self, spelled: bytes) -> int:
-        """The position of the next token."""
-        position = self._position
-        self._position += len(self._utf8.decode(spelled))
-        return position
-
-
-def _message(answer: Answer) -> Json:
-    message: Json = {"role": "assistant", "content": answer.content, "refusal": None,
-                     "reasoning_content": answer.reasoning or None}
-    if answer.calls:
-        message["content"] = answer.content or None
-        message["tool_calls"] = [_call(call) for call in answer.calls]
+def _message(choice: Choice) -> Json:
+    message: Json = {"role": "assistant", "content": choice.text, "refusal": None,
+                     "reasoning_content": choice.reasoning or None}
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [_call(call) for call in choice.calls]
     return message
 
 

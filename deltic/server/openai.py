@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from deltic.errors import RequestError
-from deltic.server.collect import Run, whole
+from deltic.server.collect import Run
 from deltic.server.desk import Desk
 from deltic.server.forms import ChatForm, Echo, Envelope, TextForm, usage_form
 from deltic.server.schema import ChatRequest, CompletionRequest
@@ -73,13 +73,13 @@ class _Wire:
 
     async def chat(self, request: Request) -> Response:
         body, job = await self.desk.read(request, ChatRequest, self._chat_job)
-        run = await self.desk.start(request, [job], "messages")
-        return await self._answer(request, run, ChatForm(self.desk.words, bool(body.logprobs)), body)
+        run = await self.desk.start(request, [job], "messages", not body.stream)
+        return await self._answer(request, run, ChatForm(self.desk.token_bytes, bool(body.logprobs)), body)
 
     async def complete(self, request: Request) -> Response:
         body, (jobs, echo) = await self.desk.read(request, CompletionRequest, self._text_jobs)
-        run = await self.desk.start(request, jobs, "prompt")
-        return await self._answer(request, run, TextForm(self.desk.words, body.logprobs is not None, echo), body)
+        run = await self.desk.start(request, jobs, "prompt", not body.stream)
+        return await self._answer(request, run, TextForm(self.desk.token_bytes, body.logprobs is not None, echo), body)
 
     async def models(self, _: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -94,14 +94,13 @@ class _Wire:
         job = self.desk.llm.front.chat(body.checked_messages(), body.sampling(self.desk.limits),
                                        tools=body.shown_tools(), variables=body.variables(), history=body.history,
                                        thinking_budget=body.thinking_budget)
-        return _speculating(self.desk.checked(job, "messages"), body.speculate)
+        return _speculating(job, body.speculate)
 
     def _text_jobs(self, body: CompletionRequest) -> tuple[list[Job], Echo]:
         self.desk.check_model(body.model)
         body.refuse_unsupported()
         sampling, prompts = body.sampling(self.desk.limits), body.prompts()
-        jobs = [_speculating(self.desk.checked(self.desk.complete(prompt, sampling), "prompt"), body.speculate)
-                for prompt in prompts]
+        jobs = [_speculating(self.desk.complete(prompt, sampling), body.speculate) for prompt in prompts]
         if not body.echo:
             return jobs, Echo()
         echo = Echo([self.desk.text(prompt) for prompt in prompts], sampling.n)
@@ -115,10 +114,10 @@ class _Wire:
             events = _stream(run, form, Envelope(form.piece_kind, self.desk.name, form.prefix), body.wants_usage)
             return EventStream(events, _error_event, run.close)
         try:
-            parts = await while_connected(request.receive, run.parts(self.desk.limits.max_answer_values))
+            done = await while_connected(request.receive, run.wholes(self.desk.limits.max_answer_values))
         finally:
             run.close()
-        choices = (form.whole(whole(parts.pop(0))) for _ in range(len(parts)))
+        choices = (form.whole(done.pop(0)) for _ in range(len(done)))
         answer = Envelope(form.whole_kind, self.desk.name, form.prefix).wrap(choices, usage=usage_form(run.usage))
         return json_bytes(dump(answer) if run.size <= _SMALL else await asyncio.to_thread(dump_patiently, answer))
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 from deltic.errors import GenerationError
-from deltic.text.deltas import AnswerCall, Delta, join
-from deltic.text.front import Job, Remember
-from deltic.text.stream import Router
+from deltic.text.deltas import Answer, AnswerCall, Delta, join, merge
+from deltic.text.front import Job
+from deltic.text.stream import AnswerText
 from deltic.types import Finish, TokenLogprobs, TokenOut, Usage
+
+_MOST_PIECES = 256  # of an answer that are kept apart: each takes a hundred bytes besides its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,80 +59,162 @@ class Output:
         return self
 
 
-@dataclass(slots=True)
-class _Answer:
-    """One choice while it grows. hidden: the request's stop ids. remember: as in Job."""
+class Score(NamedTuple):
+    """A token of an answer's text, its probabilities, and the characters of the answer before it."""
 
-    router: Router
-    hidden: frozenset[int] = frozenset()
-    remember: Remember | None = None
-    deltas: list[Delta] = field(default_factory=list)
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What has come for one choice. number: counts the choices of all jobs. done: the whole choice, with its last
+    piece; remember: to be called then, so that following prompts can build on it."""
+
+    number: int
+    deltas: list[Delta]
+    scores: list[Score]
+    done: Choice | None = None
+    remember: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A choice while it grows. keeps: what it says is wanted when it is whole. end: its last event."""
+
+    job: Job
+    text: AnswerText
+    keeps: bool
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    said: list[Delta] = field(default_factory=list)
+    merged: int = 0
+    deltas: list[Delta] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    end: TokenOut | None = None
 
-    def take(self, event: TokenOut) -> list[Delta]:
-        fresh: list[Delta] = []
+    def take(self, event: TokenOut, whole: bool) -> None:
         if event.token is not None:
             self.tokens.append(event.token)
-            # a stop id ends the answer and, like a stop string, is no part of its text
-            if not (event.finish == "stop" and event.token in self.hidden):
-                fresh = self.router.feed(event.token)
-        if event.logprobs is not None:
+            offset, deltas = self.text.take(event.token)
+            self.deltas += deltas
+            if event.logprobs is not None and (event.finish != "stop" or self.text.stopped):
+                self.scores.append(Score(event.token, event.logprobs, offset))
+        if event.logprobs is not None and whole:
             self.logprobs.append(event.logprobs)
-        if event.finish:
-            fresh = fresh + self.router.finish()
-        self.deltas += fresh
-        return fresh
+        self.end = event if event.finish else None
 
-    def finished(self, event: TokenOut) -> Choice:
-        answer = join(self.deltas)
-        assert event.finish and event.usage
-        if self.remember:
-            self.remember(self.tokens, event.finish)
-        return Choice(event.choice, answer.content, answer.reasoning, answer.calls, tuple(self.tokens), event.finish,
-                      event.usage, tuple(self.logprobs), event.error)
+    def piece(self, number: int) -> Piece:
+        """What has come since the last one."""
+        ended = self.text.region == "content" and not self.text.stopped
+        deltas, scores = merge(self.deltas + self.text.finish() if self.end else self.deltas), self.scores
+        self.deltas, self.scores = [], []
+        if self.keeps:
+            self.said += deltas
+            if len(self.said) - self.merged > _MOST_PIECES:
+                self.said[self.merged:] = merge(self.said[self.merged:])
+                self.merged = len(self.said)
+        if not self.end:
+            return Piece(number, deltas, scores)
+        answer = join(self.said)
+        return Piece(number, deltas, scores, self._choice(answer, self.end),
+                     self.remembering(answer, self.end.finish, ended))
+
+    def remembering(self, answer: Answer, finish: Finish | None, ended: bool = False) -> Callable[[], None] | None:
+        """What notes so much of it."""
+        if self.job.remember is None or finish is None:
+            return None
+        return partial(self.job.remember, self.tokens, finish, answer, ended)
+
+    def _choice(self, answer: Answer, end: TokenOut) -> Choice:
+        assert end.finish and end.usage
+        return Choice(end.choice, answer.content, answer.reasoning, answer.calls, tuple(self.tokens), end.finish,
+                      end.usage, tuple(self.logprobs), end.error)
 
 
-class Reply:
-    """The choices of one job while they grow; `output` when all have ended. stopped: a callback has ended it early."""
+class Answers:
+    """The answers to some jobs while they grow, for `LLM` and the server. tokens: so far, of all choices.
 
-    def __init__(self, job: Job) -> None:
-        params = job.request.sampling
-        self.request, self.stopped = job.request, False
-        self.output: Output | None = None
-        self._answers = [_Answer(job.router.copy(), frozenset(params.stop_token_ids), job.remember)
-                         for _ in range(params.n)]
-        self._choices: dict[int, Choice] = {}
+    whole: the choices are wanted when they are done, and `outputs` when all of a job are; else only as much is kept
+    as has to be remembered.
+    """
 
-    @property
-    def tokens(self) -> int:
-        """Tokens so far, of all choices."""
-        return sum(len(answer.tokens) for answer in self._answers)
+    def __init__(self, jobs: Sequence[Job], whole: bool = True) -> None:
+        self.jobs, self.outputs = tuple(jobs), list[Output | None]([None] * len(jobs))
+        self.tokens, self._whole = 0, whole
+        self._rows = {job.request.id: row for row, job in enumerate(jobs)}
+        self._firsts = [*accumulate((job.request.sampling.n for job in jobs), initial=0)]
+        self._growing: dict[int, _Growing] = {}  # by number, from the first event to the last: there may be many
+        self._done: list[dict[int, Choice]] = [{} for _ in jobs]
+        self._stopped: set[int] = set()
 
-    def take(self, event: TokenOut) -> list[Delta]:
-        """What one more event brings."""
+    def row(self, event: TokenOut) -> int:
+        """Which of the jobs the event is for."""
+        return self._rows[event.request]
+
+    def take(self, events: Iterable[TokenOut]) -> list[Piece]:
+        """What these events bring, a piece for each choice that they are for."""
+        touched: dict[int, _Growing] = {}
+        for row, event in ((self.row(news), event) for news in events for event in self._told(self.row(news), news)):
+            number = self._firsts[row] + event.choice
+            growing = self._growing.get(number) or self._begin(number, row, event.choice)
+            growing.take(event, self._whole)
+            self.tokens += event.token is not None
+            touched[number] = growing
+        return [self._piece(number, growing) for number, growing in touched.items()]
+
+    def stop(self, row: int) -> None:
+        """Take no more tokens for a job: its choices end where they are, when the engine says so."""
+        self._stopped.add(row)
+        if self.jobs[row].request.matcher:  # the engine may have read on
+            for growing in (self._growing[number] for number in self._numbers(row) if number in self._growing):
+                growing.text = growing.job.texts.again(growing.tokens)
+
+    def stopped(self, row: int) -> bool:
+        return row in self._stopped
+
+    def close(self) -> list[Callable[[], None]]:
+        """Give up the choices that are not done. What a client has seen of them is to be remembered, by calling these:
+        another conversation may have had the same words, and other thinking."""
+        left = [growing.remembering(join(growing.said), "abort") for growing in self._growing.values()]
+        self._growing.clear()
+        return [remember for remember in left if remember]
+
+    def _numbers(self, row: int) -> range:
+        return range(self._firsts[row], self._firsts[row + 1])
+
+    def _told(self, row: int, event: TokenOut) -> list[TokenOut]:
+        """What an event says, by choice."""
+        events = [event]
         if event.finish and event.usage is None:  # a failure outside of any request, told once for all choices
-            usage = [Usage(len(self.request.prompt), 0, len(answer.tokens)) for answer in self._answers]
-            return [delta for choice, answer in enumerate(self._answers) if choice not in self._choices
-                    for delta in self._take(replace(event, choice=choice, usage=usage[choice]))]
-        return self._take(event)
+            prompt, first = len(self.jobs[row].request.prompt), self._firsts[row]
+            events = [replace(event, choice=number - first, usage=Usage(prompt, 0, self._tokens(number)))
+                      for number in self._numbers(row) if number - first not in self._done[row]]
+        if row in self._stopped:  # what else the last steps brought is not wanted
+            events = [replace(event, token=None, logprobs=None, finish="abort", error=None, usage=replace(
+                          event.usage, completion_tokens=self._tokens(self._firsts[row] + event.choice)))
+                      for event in events if event.usage]
+        return events
 
-    def _take(self, event: TokenOut) -> list[Delta]:
-        answer = self._answers[event.choice]
-        if self.stopped:  # what else the last steps brought is not wanted
-            if not event.finish:
-                return []
-            event = _aborted(event, len(answer.tokens))
-        deltas = answer.take(event)
-        if event.finish:
-            self._choices[event.choice] = answer.finished(event)
-            if len(self._choices) == len(self._answers):
-                self.output = Output(tuple(self._choices[index] for index in range(len(self._answers))))
-        return deltas
+    def _tokens(self, number: int) -> int:
+        return len(self._growing[number].tokens) if number in self._growing else 0
 
+    def _begin(self, number: int, row: int, choice: int) -> _Growing:
+        job = self.jobs[row]
+        text = job.texts.again(()) if row in self._stopped else job.texts.of(choice)
+        growing = self._growing[number] = _Growing(job, text, self._whole or job.remember is not None)
+        return growing
 
-def _aborted(event: TokenOut, tokens: int) -> TokenOut:
-    """The end of an answer that was stopped after so many tokens."""
-    assert event.usage
-    return replace(event, token=None, logprobs=None, finish="abort", error=None,
-                   usage=replace(event.usage, completion_tokens=tokens))
+    def _piece(self, number: int, growing: _Growing) -> Piece:
+        piece = growing.piece(number)
+        if piece.done:
+            row = self.row(growing.end) if growing.end else 0
+            growing.job.texts.forget(piece.done.index)
+            del self._growing[number]
+            if self._whole:
+                done = self._done[row]
+                done[piece.done.index] = piece.done
+                if len(done) == len(self._numbers(row)):
+                    self.outputs[row] = Output(tuple(done[choice] for choice in sorted(done)))
+        return piece

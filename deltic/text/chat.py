@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import blake2b
 from itertools import pairwise
+from threading import Lock
 from typing import Any, NamedTuple
 
 from deltic.config import Limits
@@ -17,29 +23,16 @@ from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.types import common_length
 
-__all__ = ["ChatTemplate", "Conversation", "Prompt", "Spelled", "boundaries", "build_prompt",
-           "load_template", "normalise_messages", "normalise_tools", "opening", "spell", "stable_boundaries",
-           "start_mode", "turning"]
-
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 # Longer than what any pre-tokenizer keeps together, so that a cut there leaves earlier tokens alone.
 _SLACK = 256
-_DECOMPOSED = "e\u0301"
 # Beginnings of messages: two, as one alone might be that of the message at hand.
-_PROBES = ("Hello", "0")
+_PROBES, _QUESTION = ("Hello", "0"), "Question"
 # Messages from which on it pays to leave some out; turns, or steps of one, that are looked at on either side.
 _LONG, _AROUND = 64, 2
+_MOST_OPENINGS = 256
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A rendered conversation, and its stable `boundaries`."""
-
-    text: str
-    ids: tuple[int, ...]
-    boundaries: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +56,25 @@ class Conversation:
         clean = normalise_messages(messages, images=images)
         return cls(template, tokenizer, clean, normalise_tools(tools), given)
 
+    def aside(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        """A few other messages under this template and its variables, without tools; "" if it refuses them. Asked
+        once."""
+        return _aside(self.template.source, json.dumps([self.tokenizer.special_tokens, self.variables, messages]),
+                      add_generation_prompt)
+
     def render(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         """These messages under this conversation's template, tools and variables, as the ids would spell them."""
         text = self.template.render(messages, self.tools, add_generation_prompt, **self.variables)
-        return unicodedata.normalize("NFC", text) if composes(self.tokenizer) else text
+        return unicodedata.normalize("NFC", text) if self.tokenizer.composes else text
+
+
+@lru_cache(maxsize=64)
+def _aside(source: str, given: str, add_generation_prompt: bool) -> str:
+    special_tokens, variables, messages = json.loads(given)
+    with suppress(DelticError):
+        return ChatTemplate(source, special_tokens).render(
+            normalise_messages(messages), None, add_generation_prompt, **variables)
+    return ""
 
 
 class Anchor(NamedTuple):
@@ -97,22 +105,6 @@ def load_template(tokenizer: Tokenizer, tools: object = None,
     return ChatTemplate(source, tokenizer.special_tokens, seconds)
 
 
-def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
-                 variables: Mapping[str, Any] | None = None, *, images: bool = False) -> Prompt:
-    """From a request's messages, tools and template variables (`enable_thinking` ...) to its prompt.
-
-    Nothing needs to be normalised before; RequestError names the field that is wrong.
-    """
-    conversation = Conversation.read(template, tokenizer, messages, tools, variables, images=images)
-    spelled = spell(tokenizer, conversation.render(conversation.messages))
-    return Prompt(spelled.text, spelled.ids, boundaries(conversation, spelled))
-
-
-def composes(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer puts text into Unicode's composed form, so that its ids spell that."""
-    return tokenizer.decode(tokenizer.encode(_DECOMPOSED)) == unicodedata.normalize("NFC", _DECOMPOSED)
-
-
 def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bound = UNBOUNDED) -> Spelled:
     """The ids of a text. Where it begins as the `known` ids do, they are taken, and only the rest is encoded.
 
@@ -130,13 +122,6 @@ def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bou
     return Spelled(text, (*known[:kept], *ids), tuple(anchors), kept)
 
 
-def stable_boundaries(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages,
-                      tools: Messages | None = None, **variables: Any) -> tuple[int, ...]:
-    """The `boundaries` of the plain prompt for normalised messages and tools."""
-    conversation = Conversation(template, tokenizer, messages, tools, variables)
-    return boundaries(conversation, spell(tokenizer, conversation.render(messages)))
-
-
 def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = None) -> tuple[int, ...]:
     """Positions (counts of tokens) of the prompt up to which following prompts will repeat it.
 
@@ -146,37 +131,110 @@ def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = 
     start: the opening, if it is known.
     """
     start = opening(conversation, prompt) if start is None else start
-    return tuple(sorted({start, *_following(conversation, prompt)} - {0}))
+    view = _view(conversation, prompt)
+    thinks = start_mode(prompt.ids, conversation.tokenizer) == "reasoning"
+    answer = {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
+    turn = view.rendered(_next_turn(view.conversation, answer))
+    found = {start, _shared_by(prompt, view, turn), _turning(prompt, view, turn.rpartition(_QUESTION)[2])}
+    if conversation.tools or any(message["role"] == "tool" for message in conversation.messages):
+        # what an empty think block shares with the prompt may be less
+        for reasoning in {answer["reasoning_content"], ""}:
+            step = _next_step(view.conversation, answer | {"reasoning_content": reasoning})
+            found.add(_shared_by(prompt, view, view.rendered(step)))
+    return tuple(sorted(found - {0}))
 
 
-def opening(conversation: Conversation, prompt: Spelled) -> int:
+def opening(conversation: Conversation, prompt: Spelled, openings: Openings | None = None) -> int:
     """The stable boundary that conversations with the same system message and tools share; 0 if there is none."""
-    return _shared_by(prompt, _View(conversation, prompt.text), _others(conversation))
+    others = (openings or Openings()).others(conversation, prompt.text)
+    view = _View(conversation, prompt.text)
+    return min((_shared_by(prompt, view, other) for other in others), default=0)
 
 
 def turning(conversation: Conversation, prompt: Spelled) -> int:
     """Where the last message begins if it is the user's, and one that follows an answer: what comes instead when it is
     edited; 0 if there is nothing of that kind."""
-    view = _view(conversation, prompt)
-    return _shared_by(prompt, view, _edited(view.conversation))
+    return _turning(prompt, _view(conversation, prompt))
 
 
-def _following(conversation: Conversation, prompt: Spelled) -> list[int]:
-    view = _view(conversation, prompt)
-    thinks = start_mode(prompt.ids, conversation.tokenizer) == "reasoning"
-    answer = {"role": "assistant", "content": "Answer", "reasoning_content": "Because" if thinks else ""}
-    groups = [_edited(view.conversation), _next_turn(view.conversation, answer)]
-    if conversation.tools or any(message["role"] == "tool" for message in conversation.messages):
-        groups.append(_next_step(view.conversation, answer))
-        if thinks:  # what an empty think block shares with the prompt may be less
-            groups.append(_next_step(view.conversation, answer | {"reasoning_content": ""}))
-    return [_shared_by(prompt, view, group) for group in groups]
+def _turning(prompt: Spelled, view: _View, ending: str = "") -> int:
+    """ending: what the template writes after a last question, if that is known: then it need not be asked."""
+    *before, last = view.conversation.messages or [{"role": "nobody"}]
+    if last["role"] != "user" or all(message["role"] != "assistant" for message in before):
+        return 0
+    content = last["content"] if isinstance(last["content"], str) else ""
+    probe = next(text for text in _PROBES if text[0] != content.lstrip()[:1])
+    if ending and view.text.endswith(ending):
+        text = view.text.removesuffix(ending)
+        for written in (content, content.strip()):
+            if written and text.endswith(written):
+                return _shared_by(prompt, view, text.removesuffix(written) + probe + ending)
+    return _shared_by(prompt, view, view.rendered([*before, *_asked(probe)]))
+
+
+class Openings:
+    """How conversations begin, remembered so that the template need not be asked each time. Threads may share it.
+
+    Of a text only length and digest are kept: it may be long, and may change with the date.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[int, bytes, tuple[str, ...]]] = OrderedDict()
+        self._lock = Lock()
+
+    def others(self, conversation: Conversation, text: str) -> list[str]:
+        """Texts of other conversations with the same system message and tools, as far as they matter for what the
+        conversation's own text shares with them; none if it has neither, or the template refuses them."""
+        count = next((i for i, message in enumerate(conversation.messages) if message["role"] != "system"), 0)
+        if not count and not conversation.tools:
+            return []
+        before, key = conversation.messages[:count], _digest(conversation, count)
+        shared, ends = self._recall(key, text)
+        if not ends:
+            try:
+                texts = [conversation.render([*before, *_asked(probe)]) for probe in _PROBES]
+            except DelticError:
+                return []
+            length = common_length(*texts)
+            shared, ends = texts[0][:length], tuple(text[length:length + _SLACK] for text in texts)
+            self._note(key, shared, ends)
+        return [shared + end for end in ends]
+
+    def before_answer(self, conversation: Conversation, last: int, text: str) -> str | None:
+        """What the template renders before the first answer: of those up to the message `last`, the first that allows
+        to. text: that of the conversation as far as that message, or farther."""
+        for index in range(1, last + 1):
+            if conversation.messages[index]["role"] == "assistant":
+                key = _digest(conversation, index, "answer")
+                shared, known = self._recall(key, text)
+                if known:
+                    return shared
+                with suppress(DelticError):
+                    shared = conversation.render(conversation.messages[:index], False)
+                    self._note(key, shared, ("",))
+                    return shared
+        return None
+
+    def _recall(self, key: str, text: str) -> tuple[str, tuple[str, ...]]:
+        """The beginning of the text that is known by this key, and what may follow."""
+        with self._lock:
+            length, digest, ends = self._known.get(key, (0, b"", ()))
+            if ends:
+                self._known.move_to_end(key)
+        shared = text[:length]
+        return (shared, ends) if ends and _sum(shared) == digest else ("", ())
+
+    def _note(self, key: str, shared: str, ends: tuple[str, ...]) -> None:
+        with self._lock:
+            self._known[key] = len(shared), _sum(shared), ends
+            while len(self._known) > _MOST_OPENINGS:
+                self._known.popitem(last=False)
 
 
 def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[int, int, list[Anchor]]:
     """How many of the known ids the text begins with, how many characters these are, their special tokens."""
     anchors: list[Anchor] = []
-    offset, composed = 0, composes(tokenizer)
+    offset, composed = 0, tokenizer.composes
     cuts = [0, *(index for index, id in enumerate(known) if index and id in tokenizer.special), len(known)]
     for start, end in pairwise(cuts):
         piece = tokenizer.decode(known[start:end], skip_special=False)
@@ -192,32 +250,25 @@ def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[i
     return len(known), offset, anchors
 
 
-def _next_turn(conversation: Conversation, answer: dict[str, Any]) -> list[Messages]:
-    return [_continued(conversation, answer, {"role": "user", "content": "Question"})]
+def _digest(conversation: Conversation, count: int, kind: str = "") -> str:
+    """What tells the beginning of a conversation, so many messages, from others."""
+    known = [kind, conversation.template.source, conversation.tools, conversation.variables,
+             conversation.messages[:count]]
+    return blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _next_step(conversation: Conversation, answer: dict[str, Any]) -> list[Messages]:
+def _sum(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _next_turn(conversation: Conversation, answer: dict[str, Any]) -> Messages:
+    return _continued(conversation, answer, {"role": "user", "content": _QUESTION})
+
+
+def _next_step(conversation: Conversation, answer: dict[str, Any]) -> Messages:
     call = {"id": "call_0", "function": {"name": "function", "arguments": {"key": "value"}}}
     result = {"role": "tool", "content": "Result", "tool_call_id": "call_0", "name": "function"}
-    return [_continued(conversation, answer | {"content": "", "tool_calls": [call]}, result)]
-
-
-def _edited(conversation: Conversation) -> list[Messages]:
-    """The same but for the last message, which begins in another way."""
-    *before, last = conversation.messages or [{"role": "nobody"}]
-    if last["role"] != "user" or all(message["role"] != "assistant" for message in before):
-        return []
-    begins = last["content"].lstrip()[:1] if isinstance(last["content"], str) else None
-    return [[*before, *_asked(next(text for text in _PROBES if text[0] != begins))]]
-
-
-def _others(conversation: Conversation) -> list[Messages]:
-    """Other conversations with the same opening."""
-    messages = conversation.messages
-    length = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
-    if not length and not conversation.tools:
-        return []
-    return [[*messages[:length], *_asked(text)] for text in _PROBES]
+    return _continued(conversation, answer | {"content": "", "tool_calls": [call]}, result)
 
 
 def _asked(text: str) -> Messages:
@@ -237,6 +288,12 @@ class _View:
     text: str
     gap: int = 0
     missing: int = 0
+
+    def rendered(self, messages: Messages) -> str:
+        """Other messages in its place; "" if the template refuses them."""
+        with suppress(DelticError):
+            return self.conversation.render(messages)
+        return ""
 
     def place(self, characters: int) -> int:
         """Where a place of this text is in the whole one."""
@@ -274,16 +331,10 @@ def _hole(messages: Messages) -> range:
     return max(holes, key=len)
 
 
-def _shared_by(prompt: Spelled, view: _View, others: list[Messages]) -> int:
-    """Tokens that the prompt shares with all of them."""
-    try:
-        return min((_shared(prompt, view, view.conversation.render(other)) for other in others), default=0)
-    except DelticError:
+def _shared_by(prompt: Spelled, view: _View, text: str) -> int:
+    """Tokens shared with a text, if there is one; encodes only from the last special token before they part."""
+    if not text:
         return 0
-
-
-def _shared(prompt: Spelled, view: _View, text: str) -> int:
-    """Tokens shared with one text; encodes only from the last special token before they part."""
     parted = common_length(view.text, text)
     place = view.place(parted)
     before = bisect_right(prompt.anchors, place, key=lambda anchor: anchor.end)

@@ -44,6 +44,13 @@ def coerce(value: Any, schema: Any, root: Any = None) -> Any:
     return value
 
 
+def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as the schema of the tool's parameters wants them."""
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    return {key: coerce(value, known.get(key), schema) for key, value in arguments.items()}
+
+
 def loads(text: str) -> Any:
     """Read JSON, or a Python literal of JSON's types; ValueError if it is neither, or too long or deep to be read
     beside others."""

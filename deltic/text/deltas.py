@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Region = Literal["reasoning", "content", "tool"]
@@ -14,13 +14,15 @@ class ToolDelta:
     """A piece of a tool call.
 
     index counts the calls of one answer; `id` is the same on all pieces of a call. `name` is set on the first
-    piece only. Concatenated, the `arguments` of a call are one JSON object.
+    piece only. Concatenated, the `arguments` of a call are one JSON object, and so is what is `written`: the same with
+    the values as the model wrote them, whatever the tool's schema says.
     """
 
     index: int
     id: str
     name: str | None = None
     arguments: str = ""
+    written: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """A complete tool call of an answer; `arguments` is a JSON object as text."""
+    """A complete tool call of an answer; `arguments` is a JSON object as text, `written` as in ToolDelta."""
 
     id: str
     name: str
     arguments: str
+    written: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +79,4 @@ def merge(deltas: list[Delta]) -> list[Delta]:
 
 def _join_call(pieces: list[ToolDelta]) -> AnswerCall:
     return AnswerCall(pieces[0].id, "".join(piece.name or "" for piece in pieces),
-                      "".join(piece.arguments for piece in pieces))
+                      "".join(piece.arguments for piece in pieces), "".join(piece.written for piece in pieces))

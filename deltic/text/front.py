@@ -7,38 +7,39 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from deltic.config import Limits
 from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
-from deltic.text.chat import ChatTemplate, Conversation, load_template, opening, spell
+from deltic.text.chat import Conversation, load_template, opening, spell
+from deltic.text.deltas import Answer
 from deltic.text.history import MODES, History
 from deltic.text.notes import NoteStore
-from deltic.text.stream import Router, chat_router, text_router
+from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
+from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
-from deltic.types import MOST_TOKENS, Finish, Guide, Matcher, Request, SamplingParams
+from deltic.types import MOST_TOKENS, Finish, Guide, Request, SamplingParams
 
 log = logging.getLogger("deltic")
 
-Remember = Callable[[Sequence[int], Finish], None]
-"""Takes the tokens of a finished choice, the one that ended it too, and why it ended."""
-
-# Without types: calls keep the text that the model wrote.
-_UNTYPED: tuple[Mapping[str, Any], ...] = ({},)
+Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
+"""Takes the tokens of a finished choice, the one that ended it too, why it ended, what it says, and whether its text
+ended with it: in no think block or call, and not at a stop string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, and the router that each of its choices starts from (take a copy for each).
+    """A request, and the texts of its choices.
 
     remember: to be called once for each choice that finishes, so that following prompts can build on it.
     """
 
     request: Request
-    router: Router
+    texts: AnswerTexts
     remember: Remember | None = None
 
 
@@ -63,7 +64,7 @@ class Front:
         self._seconds = limits.template_seconds
         self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
                           else None)
-        self._bound = _bound(longest, limits.max_prompt_tokens)
+        self._bound = prompt_bound(longest, limits)
         self._mode, self._history = history, History(tokenizer, notes, replace(self._bound, field="messages"))
         self._strip_billing_header, self._warned = strip_billing_header, False
         self._thinking_budget = thinking_budget
@@ -94,12 +95,10 @@ class Front:
         template = self._override or load_template(self.tokenizer, tools, self._seconds)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._history.turn(conversation, mode)
-        shown = tools if parse_calls else None
-        plain = chat_router(self.tokenizer, turn.ids, _UNTYPED if shown else None, sampling.stop)
-        remember = partial(self._history.remember, turn, plain, sampling.stop_token_ids)
-        router = chat_router(self.tokenizer, turn.ids, shown, sampling.stop)
+        router = chat_router(self.tokenizer, turn.ids, tools if parse_calls else None, sampling.stop)
         guide = None if budget is None else partial(
-            ThinkingBudget, router, self.tokenizer, Closing.of(conversation), budget)
+            ThinkingBudget, tokenizer=self.tokenizer, closing=Closing.of(conversation), tokens=budget)
+        remember = partial(self._history.remember, turn, sampling.stop_token_ids)
         return _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
 
     def opening(self, messages: Any, *, tools: Any = None,
@@ -134,22 +133,27 @@ class Front:
         return messages
 
 
-def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams()) -> Job:
+def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bound: Bound = UNBOUNDED) -> Job:
     """A job for a model without tokenizer: token ids in, no text out."""
+    bound.check(len(ids))
     if sampling.stop:
         raise RequestError("stop strings need a tokenizer: use stop_token_ids", "stop")
     return _job(tuple(ids), sampling, Router(lambda token: b""))
 
 
 def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundaries: tuple[int, ...] = (),
-         remember: Remember | None = None, guide: Callable[[], Guide] | None = None) -> Job:
-    matcher = partial(_matcher, router.copy()) if sampling.stop else None
-    return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guide), router, remember)
+         remember: Remember | None = None, guide: Callable[[AnswerText], Guide] | None = None) -> Job:
+    texts = AnswerTexts(router, sampling.stop_token_ids)
+    matcher = texts.followers() if sampling.stop or guide else None
+    guides = partial(next, map(guide, map(texts.of, count()))) if guide else None
+    return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _bound(longest: int | None, limit: int | None) -> Bound:
+def prompt_bound(longest: int | None, limits: Limits) -> Bound:
+    """Of prompts for a context that holds so many tokens, if that is known."""
+    limit = limits.max_prompt_tokens
     if limit is not None and (longest is None or limit < longest):
-        return Bound(limit, "and --max-prompt-tokens is less than that: shorten it")
+        return Bound(limit, f"and may have at most {limit} (max_prompt_tokens): shorten it")
     if longest is None:
         return UNBOUNDED
     return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise --max-context")
@@ -165,12 +169,6 @@ def _is_budget(tokens: object) -> bool:
 
 def _no_budget(tokens: object) -> str:
     return f"thinking_budget must be a number of tokens from 0 to {MOST_TOKENS:,}, not {show(tokens)}"
-
-
-def _matcher(router: Router) -> Matcher:
-    matcher = router.matcher()
-    assert matcher is not None
-    return matcher
 
 
 def read_template(path: Path) -> str:

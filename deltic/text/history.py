@@ -23,18 +23,15 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
 from deltic.errors import DelticError, LongPromptError
-from deltic.text.chat import Conversation, boundaries, normalise_messages, opening, spell, turning
-from deltic.text.coerce import coerce
-from deltic.text.deltas import Answer, join
+from deltic.text.chat import Conversation, Openings, boundaries, opening, spell, turning
+from deltic.text.coerce import typed
+from deltic.text.deltas import Answer
 from deltic.text.messages import REASONING
 from deltic.text.notes import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
-from deltic.text.stream import Router
-from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import tool_schemas
 from deltic.types import Finish
@@ -48,6 +45,7 @@ _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoni
 _RARE = 8
 # What notes and their keys say; those of another form are not found.
 _FORM = 2
+_THOUGHT = "a thought that no template has"
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -89,38 +87,40 @@ class History:
     """
 
     def __init__(self, tokenizer: Tokenizer, store: NoteStore | None = None, bound: Bound = UNBOUNDED) -> None:
-        self._tokenizer, self._bound = tokenizer, bound
+        self._tokenizer, self._bound, self._openings = tokenizer, bound, Openings()
         self._notes = Notebook(store, tokenizer.vocab_size)
         self._vocabulary = [tokenizer.vocab_size, *tokenizer.encode(_SAMPLE)]
 
     def turn(self, conversation: Conversation, mode: str) -> Turn:
         """The prompt of the conversation's next answer. mode: one of MODES; RequestError as the template raises it, or
         if the prompt is too long."""
-        if _characters(conversation) > _RARE * self._bound.tokens:
-            self._tokenizer.check_length(conversation.render(conversation.messages), self._bound)
+        asked = _asked(conversation)
+        if len(asked) > _RARE * self._bound.tokens:
+            self._tokenizer.check_length(asked, self._bound)
         schemas = tool_schemas(conversation.tools or ())
         states = self._states(conversation, schemas)
         notes, base = self._recall(conversation, states)
         keep = mode == "preserve" or (mode == "auto" and preserves_thinking(conversation))
-        turn = _preserved(conversation, base, self._bound) if keep and base else None
+        turn = _preserved(conversation, self._openings, base, self._bound) if keep and base else None
         if turn is None:
-            turn = _rendered(conversation, notes, base, self._bound, whole=keep)
+            turn = _rendered(conversation, self._openings, notes, base, self._bound, whole=keep)
         return replace(turn, state=states[-1], schemas=schemas)
 
-    def remember(self, turn: Turn, router: Router, hidden: Sequence[int], tokens: Sequence[int],
-                 finish: Finish) -> None:
-        """Note one finished answer, if it can be continued.
-
-        router: as it was before the first token, and reading calls without schemas. hidden: the request's stop ids.
-        """
+    def remember(self, turn: Turn, hidden: Sequence[int], tokens: Sequence[int], finish: Finish, answer: Answer,
+                 whole: bool) -> None:
+        """Note one finished answer, if it can be continued. hidden: the request's stop ids. tokens, the one that ended
+        it too, say the `answer`; whole: its text ended with it, in no think block or call, and not at a stop string."""
         if not tokens:
             return
-        ids, answer, sound = self._read(router, hidden, tokens, finish)
-        calls = tuple((call.name, call.arguments) for call in answer.calls)
+        special = self._tokenizer.special
+        ended = finish == "stop" and (tokens[-1] in special or tokens[-1] in hidden)
+        ids = tokens[:-1] if ended else tokens
+        sound = whole and finish in ("stop", "length") and special.isdisjoint(ids)
+        calls = tuple((call.name, call.written) for call in answer.calls)
         visible = _visible(answer.content, [(name, json.loads(text)) for name, text in calls], turn.schemas)
-        whole = array("i", turn.ids) + array("i", ids)
-        note = Note(answer.content, answer.reasoning, calls, whole[turn.kept:] if sound else array("i"),
-                    digest_of(whole), turn.parent, turn.kept, turn.opening,
+        spelled = array("i", turn.ids) + array("i", ids)
+        note = Note(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
+                    digest_of(spelled), turn.parent, turn.kept, turn.opening,
                     (*turn.thoughts, thought_of(_plain_text(answer.reasoning))))
         self._notes.put(_next_state(turn.state, visible), note)
 
@@ -161,47 +161,26 @@ class History:
         found = [note for note in self._notes.find(key) if note.fits(thoughts)]
         return found[0] if len(found) == 1 and found[0].ids else None
 
-    def _read(self, router: Router, hidden: Sequence[int], tokens: Sequence[int],
-              finish: Finish) -> tuple[Sequence[int], Answer, bool]:
-        """The answer without the token that ended it, and whether a template could go on from there."""
-        special = self._tokenizer.special
-        ended = finish == "stop" and (tokens[-1] in special or tokens[-1] in hidden)
-        ids = tokens[:-1] if ended else tokens
-        router = router.copy()
-        deltas = router.feed_all(ids)
-        sound = (finish in ("stop", "length") and special.isdisjoint(ids) and not router.stopped
-                 and router.region == "content")
-        return ids, join(deltas + router.finish()), sound
-
 
 def preserves_thinking(conversation: Conversation) -> bool:
     """Whether the template, with the conversation's variables, renders the thinking of earlier turns."""
-    settings = json.dumps([conversation.tokenizer.special_tokens, conversation.variables], sort_keys=True)
-    return _preserves_thinking(conversation.template.source, settings)
-
-
-@lru_cache(maxsize=64)
-def _preserves_thinking(source: str, settings: str) -> bool:
-    special_tokens, variables = json.loads(settings)
-    thought = _unique()
-    answer = {"role": "assistant", "content": "Answer", "reasoning_content": thought}
+    answer = {"role": "assistant", "content": "Answer", "reasoning_content": _THOUGHT}
     question = {"role": "user", "content": "Question"}
-    messages = normalise_messages([question, answer, question])
-    try:
-        return thought in ChatTemplate(source, special_tokens).render(messages, None, True, **variables)
-    except DelticError:
-        return False
+    return _THOUGHT in conversation.aside([question, answer, question])
 
 
-def _preserved(conversation: Conversation, base: _Base, bound: Bound) -> Turn | None:
+def _preserved(conversation: Conversation, openings: Openings, base: _Base, bound: Bound) -> Turn | None:
     """The base's ids and what the template renders after it; None if that cannot be told apart for certain, or is
     beyond the bound."""
     try:
-        start = _opening_text(conversation, base.index)
-        tail = _text_after(conversation, base.index)
+        parts = _around(conversation, base.index)
     except DelticError:
         return None
-    if tail is None or start is None or not _begins_with(conversation.tokenizer, base.ids, start):
+    if len(parts) != 2:  # the template renders the base's content not exactly once
+        return None
+    before, tail = parts
+    start = openings.before_answer(conversation, base.index, before)
+    if start is None or not _begins_with(conversation.tokenizer, base.ids, start):
         return None
     with suppress(LongPromptError):
         return _extended(conversation, base, conversation.tokenizer.encode(tail, bound=bound.after(len(base.ids))))
@@ -214,12 +193,12 @@ def _extended(conversation: Conversation, base: _Base, tail: Sequence[int]) -> T
     return Turn(ids, _positions(base.note.opening, len(ids)), base.name, len(base.ids), base.note.opening, thoughts)
 
 
-def _rendered(conversation: Conversation, notes: Mapping[int, Note], base: _Base | None, bound: Bound,
-              whole: bool) -> Turn:
+def _rendered(conversation: Conversation, openings: Openings, notes: Mapping[int, Note], base: _Base | None,
+              bound: Bound, whole: bool) -> Turn:
     """What the template renders, spelled with the base's ids. whole: the next prompt is expected to extend it."""
     conversation, text = _as_written(conversation, notes)
     prompt = spell(conversation.tokenizer, text, base.ids if base else (), bound)
-    start = opening(conversation, prompt)
+    start = opening(conversation, prompt, openings)
     found = (_positions(start, turning(conversation, prompt), len(prompt.ids)) if whole
              else boundaries(conversation, prompt, start))
     return Turn(prompt.ids, found, base.name if base and prompt.kept else "", prompt.kept, start,
@@ -252,22 +231,12 @@ def _raw(message: Mapping[str, Any], note: Note) -> dict[str, Any]:
     return raw
 
 
-def _opening_text(conversation: Conversation, last: int) -> str | None:
-    """What the template renders before the first answer: of those up to `last`, the first that allows to."""
-    for index in range(1, last + 1):
-        if conversation.messages[index]["role"] == "assistant":
-            with suppress(DelticError):
-                return conversation.render(conversation.messages[:index], False)
-    return None
-
-
-def _text_after(conversation: Conversation, index: int) -> str | None:
-    """What the template renders after the content of this answer; None if it renders that not exactly once."""
-    mark = _unique()
+def _around(conversation: Conversation, index: int) -> list[str]:
+    """What the template renders before and after the content of this answer."""
+    mark = "x" + secrets.token_hex(16)
     answer = {"role": "assistant", "content": mark, "contents": mark}
     messages = conversation.messages
-    parts = conversation.render([*messages[:index], answer, *messages[index + 1:]]).split(mark)
-    return parts[1] if len(parts) == 2 else None
+    return conversation.render([*messages[:index], answer, *messages[index + 1:]]).split(mark)
 
 
 def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
@@ -280,13 +249,10 @@ def _begins_with(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
     return spelled.startswith(wanted)
 
 
-def _unique() -> str:
-    return "x" + secrets.token_hex(16)
-
-
-def _characters(conversation: Conversation) -> int:
-    contents = (message["content"] for message in conversation.messages)
-    return sum(len(content) for content in contents if isinstance(content, str))
+def _asked(conversation: Conversation) -> str:
+    """What a template shows in full, whatever it does with the rest."""
+    contents = (message["content"] for message in conversation.messages if message["role"] != "assistant")
+    return "\n".join(content for content in contents if isinstance(content, str))
 
 
 def _answers(conversation: Conversation) -> list[int]:
@@ -321,18 +287,12 @@ def _seen(message: Mapping[str, Any], schemas: Schemas) -> Any:
 def _visible(content: Any, calls: Sequence[tuple[str, Mapping[str, Any]]], schemas: Schemas) -> Any:
     """An answer by its content and calls alone, equal for all ways in which clients give them back."""
     return [_plain_text(content) if isinstance(content, str) else content,
-            [[name, _typed(arguments, schemas.get(name, {}))] for name, arguments in calls]]
+            [[name, _number_as_float(typed(arguments, schemas.get(name, {})))] for name, arguments in calls]]
 
 
 def _plain_text(text: str) -> str:
     lines = unicodedata.normalize("NFC", text).replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip() for line in lines).strip()
-
-
-def _typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    return {key: _number_as_float(coerce(value, known.get(key), schema)) for key, value in arguments.items()}
 
 
 def _number_as_float(value: Any) -> Any:

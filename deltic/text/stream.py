@@ -12,17 +12,17 @@ import codecs
 import copy
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import count
+from typing import Any, NamedTuple
 
-from deltic.text.deltas import Answer, AnswerCall, Delta, Region, ToolDelta, join, merge
+from deltic.text.coerce import dumps, typed
+from deltic.text.deltas import Delta, Region, ToolDelta, merge
 from deltic.text.markers import ALL, CALL, CALL_END, THINK, THINK_END, Markers, Vocabulary, start_mode
 from deltic.text.stops import StopScanner, open_suffix
 from deltic.text.tools import CallBody, tool_schemas
-
-__all__ = ["Answer", "AnswerCall", "Delta", "Markers", "Region", "Router", "StopMatcher", "ToolDelta",
-           "chat_router", "join", "start_mode", "text_router"]
 
 _SPACES = " \t\r\n"
 _ENDLESS = 1 << 62
@@ -50,7 +50,7 @@ class Router:
 
     token_bytes gives the visible bytes of a token (none for special tokens). Stop strings end the content:
     the text before them is emitted, they and all that follows are not, and `stopped` is set. They do not
-    apply to reasoning and tool calls.
+    apply to reasoning and tool calls. characters: how many tokens have spelled so far, in whatever region.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, markers: Markers | None = None,
@@ -70,7 +70,7 @@ class Router:
         self._gap = ""  # whitespace that the open call has swallowed
         self._skip, self._skips = "\n", int(start == "reasoning")  # leading characters to drop, and how many
         self._body = CallBody()
-        self._calls = 0
+        self._calls = self.characters = 0
         self._call_id = ""
         self._out: list[Delta] = []
 
@@ -88,22 +88,12 @@ class Router:
         """Take the next token."""
         marker = self._markers.ids.get(token)
         if marker is None:
-            self._scan(self._utf8.decode(self._token_bytes(token)))
+            text = self._utf8.decode(self._token_bytes(token))
+            self.characters += len(text)
+            self._scan(text)
         else:
             self._flush_text()
             self._mark(marker)
-        return self._take()
-
-    def feed_all(self, tokens: Sequence[int]) -> list[Delta]:
-        """Take many tokens at once, which is faster: in all the same text comes, in fewer pieces."""
-        start, markers = 0, self._markers.ids
-        for end, token in enumerate(tokens):
-            if token in markers:
-                self._scan(self._utf8.decode(b"".join(map(self._token_bytes, tokens[start:end]))))
-                self._flush_text()
-                self._mark(markers[token])
-                start = end + 1
-        self._scan(self._utf8.decode(b"".join(map(self._token_bytes, tokens[start:]))))
         return self._take()
 
     def finish(self) -> list[Delta]:
@@ -127,13 +117,6 @@ class Router:
         twin._utf8.setstate(self._utf8.getstate())
         twin._stops, twin._body, twin._out = self._stops.copy(), self._body.copy(), []
         return twin
-
-    def matcher(self) -> StopMatcher | None:
-        """What the engine runs to end the answer where this router would; None without stop strings.
-
-        It continues from this router's state, so take it before the first token.
-        """
-        return StopMatcher.of(self) if self._stops.stops else None
 
     def _take(self) -> list[Delta]:
         out, self._out = self._out, []
@@ -244,14 +227,15 @@ class Router:
         self._out.append(Delta("tool", call=ToolDelta(self._calls, self._call_id, name)))
 
     def _close_call(self, closing: str) -> None:
-        calls = self._body.calls(self._schemas)
+        calls = self._body.calls()
         if not calls:
             return self._give_call_up(closing)
         self._enter("content", _SPACES, _ENDLESS)
         for name, arguments in calls:
             if not self._call_id:
                 self._send_name(name)
-            self._out.append(Delta("tool", call=ToolDelta(self._calls, self._call_id, None, arguments)))
+            wanted, written = dumps(typed(arguments, self._schemas.get(name, {}))), dumps(arguments)
+            self._out.append(Delta("tool", call=ToolDelta(self._calls, self._call_id, None, wanted, written)))
             self._calls, self._call_id = self._calls + 1, ""
 
     def _give_call_up(self, closing: str = "") -> None:
@@ -275,27 +259,74 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-class StopMatcher:
-    """Tells, token by token, whether a stop string is complete in the text of one choice.
+class Said(NamedTuple):
+    """What a token of an answer says. offset: characters that tokens said before it."""
 
-    Alone, it looks at all bytes; made by `Router.matcher` it looks at what that router takes for content.
+    offset: int
+    deltas: list[Delta]
+
+
+class AnswerText:
+    """The text of one choice. Each of its tokens is routed once: in the engine's thread where the text decides how the
+    answer goes on (`push`), else where it is read (`take`, `finish`).
+
+    hidden: stop ids, which end the answer and, like a stop string, are no part of its text.
     """
 
-    def __init__(self, strings: Sequence[str], token_bytes: Callable[[int], bytes]) -> None:
-        self._router = Router(token_bytes, stop=strings)
+    def __init__(self, router: Router, hidden: frozenset[int] = frozenset()) -> None:
+        self._router, self._hidden = router, hidden
+        self._ahead: deque[Said] = deque()
 
-    @classmethod
-    def of(cls, router: Router) -> StopMatcher:
-        """A matcher that sees the text as a copy of this router does."""
-        matcher = cls.__new__(cls)
-        matcher._router = router.copy()
-        return matcher
+    @property
+    def region(self) -> Region:
+        """Where the next token belongs: "tool" means that a call is still open."""
+        return self._router.region
 
-    def push(self, token: int, /) -> bool:
-        """Take the next token; True if a stop string is complete."""
-        self._router.feed(token)
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
         return self._router.stopped
 
-    def copy(self) -> StopMatcher:
-        """An independent matcher in the same state."""
-        return StopMatcher.of(self._router)
+    def push(self, token: int, /) -> bool:
+        """Route the next token before it is read; True if a stop string is complete."""
+        self._ahead.append(self._route(token))
+        return self._router.stopped
+
+    def take(self, token: int) -> Said:
+        """What the next token says."""
+        return self._ahead.popleft() if self._ahead else self._route(token)
+
+    def finish(self) -> list[Delta]:
+        """What was held back; the answer is over, and no token will follow."""
+        return self._router.finish()
+
+    def _route(self, token: int) -> Said:
+        return Said(self._router.characters, [] if token in self._hidden else self._router.feed(token))
+
+
+class AnswerTexts:
+    """The texts of a request's choices, each of which is made when it is asked for. router: as it is before the first
+    token; hidden: as in AnswerText. Threads may share it."""
+
+    def __init__(self, router: Router, hidden: Iterable[int] = ()) -> None:
+        self._start, self._hidden = router, frozenset(hidden)
+        self._texts: dict[int, AnswerText] = {}
+
+    def of(self, choice: int) -> AnswerText:
+        """That of a choice, the same for whoever asks."""
+        return self._texts.get(choice) or self._texts.setdefault(choice, self.again())
+
+    def followers(self) -> Callable[[], AnswerText]:
+        """For the engine, which asks once for each choice, in their order."""
+        return partial(next, map(self.of, count()))
+
+    def again(self, tokens: Sequence[int] = ()) -> AnswerText:
+        """A text of its own, which has taken these tokens."""
+        text = AnswerText(self._start.copy(), self._hidden)
+        for token in tokens:
+            text.take(token)
+        return text
+
+    def forget(self, choice: int) -> None:
+        """Its answer is over."""
+        self._texts.pop(choice, None)

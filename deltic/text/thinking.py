@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from deltic.errors import DelticError
-from deltic.text.chat import Conversation, normalise_messages
+from deltic.text.chat import Conversation
 from deltic.text.markers import THINK_END
-from deltic.text.stream import Router
+from deltic.text.stream import AnswerText
 from deltic.text.tokenizer import Tokenizer
 
 _USUAL = f"\n{THINK_END}\n\n"
@@ -40,13 +38,14 @@ class Closing:
 class ThinkingBudget:
     """The guide of one answer: when it has spent `tokens` in think blocks, it closes the open one.
 
-    router: as it is before the answer; what it sees as reasoning counts, but not the tags around it, whoever opened the
-    block. A block that the model opens when nothing is left is closed at once.
+    text: that of the answer, which gets every token before the guide does; what it sees as reasoning counts, but not
+    the tags around it, whoever opened the block. A block that the model opens when nothing is left is closed at once.
     """
 
-    def __init__(self, router: Router, tokenizer: Tokenizer, closing: Closing, tokens: int) -> None:
-        self._router, self._tokenizer, self._closing, self._left = router.copy(), tokenizer, closing, tokens
-        self._forced = self._due(b"")
+    def __init__(self, text: AnswerText, tokenizer: Tokenizer, closing: Closing, tokens: int) -> None:
+        self._text, self._tokenizer, self._closing, self._left = text, tokenizer, closing, tokens
+        self._open = text.region == "reasoning"
+        self._forced = self._due()
 
     def forced(self) -> int | None:
         """The next token of the closing."""
@@ -54,33 +53,24 @@ class ThinkingBudget:
 
     def push(self, token: int, /) -> None:
         """Take the next token of the answer."""
-        was_open = self._open
-        self._router.feed(token)
+        was_open, self._open = self._open, self._text.region == "reasoning"
         if self._forced:
             self._forced = self._forced[1:]
         else:
             thought = was_open and self._open
             self._left -= thought
-            self._forced = self._due(self._tokenizer.token_bytes(token) if thought else b"")
+            self._forced = self._due(token if thought else None)
 
-    @property
-    def _open(self) -> bool:
-        return self._router.region == "reasoning"
-
-    def _due(self, thought: bytes) -> tuple[int, ...]:
-        """The closing, if it is time; thought: the bytes of the last token of the block."""
+    def _due(self, thought: int | None = None) -> tuple[int, ...]:
+        """The closing, if it is time; thought: the last token of the block."""
         if self._left > 0 or not self._open:
             return ()
-        return self._closing.after(thought)
+        return self._closing.after(b"" if thought is None else self._tokenizer.token_bytes(thought))
 
 
 def _closing_text(conversation: Conversation) -> str:
     """What the template writes between thinking and answer of a turn."""
-    turn = normalise_messages([{"role": "user", "content": "Question"},
-                               {"role": "assistant", "reasoning_content": _THOUGHT, "content": _ANSWER}])
-    with suppress(DelticError):  # a template may refuse so short a conversation
-        text = replace(conversation, tools=None).render(turn, False)
-        closing = text.rpartition(_THOUGHT)[2].partition(_ANSWER)[0]
-        if closing.strip() == THINK_END:
-            return closing
-    return _USUAL
+    text = conversation.aside([{"role": "user", "content": "Question"}, {
+        "role": "assistant", "reasoning_content": _THOUGHT, "content": _ANSWER}], False)
+    closing = text.rpartition(_THOUGHT)[2].partition(_ANSWER)[0]
+    return closing if closing.strip() == THINK_END else _USUAL

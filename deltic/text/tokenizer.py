@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ _PATIENCE: Final = 60.0
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
+_DECOMPOSED = "e\u0301"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,11 @@ class Tokenizer:
             if characters >= _HUGE:
                 _trim_memory()
             self._turn.release()
+
+    @cached_property
+    def composes(self) -> bool:
+        """Whether text is put into Unicode's composed form, so that its ids spell that."""
+        return self.decode(self.encode(_DECOMPOSED)) == unicodedata.normalize("NFC", _DECOMPOSED)
 
     @cached_property
     def _added_pattern(self) -> re.Pattern[str]:

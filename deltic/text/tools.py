@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deltic.text.coerce import Schema, coerce, dumps, loads
+from deltic.text.coerce import Schema, loads
 from deltic.text.functions import FUNCTION, FUNCTION_END, clean_name, read_functions
 
 _QUOTES = "\"'"
@@ -69,13 +69,13 @@ class CallBody:
             return self._closes_json()
         return not self._openings or (self._endings >= self._openings and self._ended and not self._unread[0])
 
-    def calls(self, schemas: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """Name and arguments (a JSON object as text) of each call; empty if the text is no call at all."""
+    def calls(self) -> list[tuple[str, dict[str, Any]]]:
+        """Name and arguments of each call, as they are written; empty if the text is no call at all."""
         self._read()
         if self._is_json:
-            call = _json_call(self.text, schemas)
+            call = _json_call(self.text)
             return [call] if call else []
-        return [(name, _typed(arguments, schemas.get(name, {}))) for name, arguments in read_functions(self.text)]
+        return [(name, {**arguments}) for name, arguments in read_functions(self.text)]
 
     def copy(self) -> CallBody:
         """An independent body with the same text."""
@@ -122,11 +122,11 @@ class CallBody:
         """Once its brackets are closed the text is a call, or never will be."""
         if self._quote or self._depth > 0 or self._unread[0] or self._broken:
             return False
-        self._broken = _json_call(self.text, {}) is None
+        self._broken = _json_call(self.text) is None
         return not self._broken
 
 
-def _json_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
+def _json_call(text: str) -> tuple[str, dict[str, Any]] | None:
     try:
         call = loads(text.strip())
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))
@@ -135,11 +135,4 @@ def _json_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str
         return None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    name = name.encode("utf-8", "replace").decode()
-    return name, _typed(arguments, schemas.get(name, {}))
-
-
-def _typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    return dumps({key: coerce(value, known.get(key), schema) for key, value in arguments.items()})
+    return name.encode("utf-8", "replace").decode(), arguments
