@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deltic.config import Limits
-from deltic.errors import BusyError, LongPromptError, RequestError
+from deltic.errors import BusyError, LongPromptError, RequestError, TemplateError
 from deltic.text import tokenizer as module
 from deltic.text.front import Front
 from deltic.text.tokenizer import Tokenizer
@@ -151,3 +151,8 @@ def test_the_template_has_the_seconds_that_the_limits_say(own: bool) -> None:
     front = Front(tokenizer, slow if own else None, limits=Limits(template_seconds=0.01))
     with pytest.raises(RequestError, match="seconds"):
         front.chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_file_without_end_is_refused() -> None:
+    with pytest.raises(TemplateError, match="longer than 1 MiB"):
+        Front.from_directory(TINY, template=Path("/dev/zero"))

@@ -26,6 +26,8 @@ from deltic.types import MOST_TOKENS, Finish, Guide, Request, SamplingParams
 
 log = logging.getLogger("deltic")
 
+_LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens of KiB
+
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
 """Takes the tokens of a finished choice, the one that ended it too, why it ended, what it says, and whether its text
 ended with it: in no think block or call, and not at a stop string."""
@@ -174,6 +176,10 @@ def _no_budget(tokens: object) -> str:
 def read_template(path: Path) -> str:
     """The chat template in a file; TemplateError if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(_LONGEST_TEMPLATE + 1)
+        if len(text) > _LONGEST_TEMPLATE:
+            raise TemplateError(f"the chat template {path} is longer than {_LONGEST_TEMPLATE >> 20} MiB: it is none")
+        return text.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"the chat template {path} cannot be read: {error}") from error
