@@ -27,12 +27,12 @@ bench: .venv/.installed-dev
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: pyproject.toml hatch_build.py $(wildcard csrc/*) | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+.venv/.installed: pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*) | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	touch $@
 
-.venv/.installed-dev: pyproject.toml .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+.venv/.installed-dev: pyproject.toml constraints.txt .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:
