@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from deltic.pools import allocate
+from deltic.cache.storage import allocate
 from support import drain, greedy, odd_runtime, odd_shape, reference, small_runtime
 from torch import Tensor
 
