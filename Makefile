@@ -1,6 +1,8 @@
 # The door: `make run` and `make test` need git, python3 (3.11 or newer, with venv), make and g++.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two processes, which take turns at whole files: the models that a file's tests share are made once.
+TOGETHER := --numprocesses 2 --dist loadfile
 
 .PHONY: run test test-all test-gpu lint bench clean
 
@@ -8,10 +10,12 @@ run: .venv/.installed
 	$(BIN)/deltic run "What is the capital of France?"
 
 test: .venv/.installed-dev lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not alone"
+	$(BIN)/python -m pytest -m "alone and not slow"
 
 test-all: .venv/.installed-dev lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest $(TOGETHER) -m "not alone"
+	$(BIN)/python -m pytest -m "alone"
 
 # With whatever Python and torch are there: those that find a CUDA device.
 test-gpu:
@@ -27,12 +31,12 @@ bench: .venv/.installed-dev
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: pyproject.toml hatch_build.py $(wildcard csrc/*) | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+.venv/.installed: pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*) | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	touch $@
 
-.venv/.installed-dev: pyproject.toml .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+.venv/.installed-dev: pyproject.toml constraints.txt .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:

@@ -28,7 +28,6 @@ from deltic.cache.prefix import Source
 from deltic.cache.shelf import Shelf
 from deltic.cache.tree import PrefixTree
 from deltic.engine.engine import Engine
-from deltic.model.decoder import Stores
 from deltic.types import PAGE, Request
 
 ANSWER, NEW = 24, 50
@@ -86,7 +85,7 @@ def _engine(llm: LLM, directory: Path | None, reuse: bool = True) -> Engine:
     storage = llm.runtime.pools
     tiers = [Shelf(Disk(directory, "bench", 20 << 30), threads=True)] if directory else []
     cache = HybridCache(storage, reuse, tiers)
-    return Engine(replace(llm.runtime, cache=cache, stores=Stores(storage.kv_views(), storage.state_views())))
+    return Engine(replace(llm.runtime, cache=cache))
 
 
 def _reused(engine: Engine, prompt: list[int], at_least: int) -> float:

@@ -23,7 +23,8 @@ from common import record, spread
 from deltic import RandomModel, SamplingParams
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import Runtime, load
+from deltic.engine.loading import load
+from deltic.engine.runtime import Runtime
 from deltic.types import Request
 
 ANSWER, LONG_SHARE = 16, 0.1

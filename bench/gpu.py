@@ -19,7 +19,8 @@ from common import record
 from deltic.cli.inspect import weight_bytes
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.types import Request, SamplingParams
 
 BANDWIDTH = 4.4e12

@@ -20,7 +20,7 @@ from pathlib import Path
 from deltic import SamplingParams
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import load
+from deltic.engine.loading import load
 from deltic.types import PAGE, Request
 
 CHECK_EVERY = 50

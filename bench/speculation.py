@@ -29,7 +29,8 @@ from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
 from deltic.engine.drafters import HeadDrafter, Wants
 from deltic.engine.engine import Engine
 from deltic.engine.guessing import drafter_of
-from deltic.engine.runtime import Runtime, load
+from deltic.engine.loading import load
+from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.types import Request, SamplingParams
 

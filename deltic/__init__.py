@@ -10,12 +10,12 @@ __all__ = ["LLM", "DelticError", "RandomModel", "SamplingParams", "Session", "__
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM
-    from deltic.engine.runtime import RandomModel
+    from deltic.engine.loading import RandomModel
     from deltic.engine.session import Session
     from deltic.errors import DelticError
     from deltic.types import SamplingParams
 
-_HOMES = {"LLM": "deltic.engine.llm", "RandomModel": "deltic.engine.runtime", "Session": "deltic.engine.session",
+_HOMES = {"LLM": "deltic.engine.llm", "RandomModel": "deltic.engine.loading", "Session": "deltic.engine.session",
           "DelticError": "deltic.errors", "SamplingParams": "deltic.types"}
 
 

@@ -18,7 +18,6 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.shelf import Shelf
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
-from deltic.model.decoder import Stores
 from deltic.types import Request, SamplingParams, Usage
 
 PROMPT, ANSWER, WHOLE, SEED = 83, 24, 512, 77
@@ -31,8 +30,7 @@ def runtime_of(runtime: Runtime, *, reuse: bool = True, slots: int = 24, batch: 
     """The same model with pools of its own, with slots for the prefix tree too."""
     small = small_runtime(runtime, batch=batch, budget=budget, pages=pages or 24 * 16, context=context)
     storage = pools(runtime, pages or 24 * 16, slots)
-    return replace(small, cache=HybridCache(storage, reuse, tiers),
-                   stores=Stores(storage.kv_views(), storage.state_views()))
+    return replace(small, cache=HybridCache(storage, reuse, tiers))
 
 
 def serve(engine: Engine, *requests: Request) -> Answers:

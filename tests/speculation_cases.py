@@ -24,7 +24,8 @@ from support import (
 from deltic.config import EngineConfig
 from deltic.engine.drafters import Wants
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.text.front import Front
 from deltic.text.tokenizer import Tokenizer

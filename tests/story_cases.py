@@ -19,7 +19,6 @@ from deltic.cache.medium import Medium
 from deltic.cache.policy import MemoryPlan
 from deltic.cache.shelf import Shelf
 from deltic.engine.runtime import Runtime
-from deltic.model.decoder import Stores
 from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
 
 MODELS = {"odd": odd_runtime, "headed": headed, "qwen3": qwen3_runtime}
@@ -51,8 +50,7 @@ class Room:
         return replace(
             model, options=replace(model.options, token_budget=self.budget, max_batch=self.batch),
             memory=MemoryPlan(self.pages, self.slots, self.batch, min(self.context, self.pages * PAGE)),
-            cache=HybridCache(storage, self.reuse, tiers),
-            stores=Stores(storage.kv_views(), storage.state_views()))
+            cache=HybridCache(storage, self.reuse, tiers))
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from deltic.cache.policy import MemoryPlan
 from deltic.cache.storage import Extras, Storage, allocate
 from deltic.config import EngineConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
-from deltic.model.decoder import Stores
 from deltic.ops.noise import gumbel, sample_key
 from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import PAGE, Request, SamplingParams, TokenOut
@@ -177,7 +177,7 @@ def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: 
     return replace(
         runtime, options=replace(runtime.options, token_budget=budget, max_batch=batch),
         memory=MemoryPlan(pages, batch + 1, batch, min(context, pages * PAGE)),
-        cache=HybridCache(storage), stores=Stores(storage.kv_views(), storage.state_views()))
+        cache=HybridCache(storage))
 
 
 def session_over(runtime: Runtime, **limits: Any) -> Session:

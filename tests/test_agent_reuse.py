@@ -22,8 +22,8 @@ from deltic.cache.policy import MemoryPlan
 from deltic.cache.shelf import Shelf
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import RandomModel, Runtime, load
-from deltic.model.decoder import Stores
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.ops.noise import sample_key
 from deltic.ops.records import Sampled, Sampling
 from deltic.text.front import Front, Job
@@ -75,7 +75,6 @@ class Process:
         tiers = [Shelf(Disk(directory, "model", 1 << 30), threads=True)]
         self.runtime = replace(
             runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(storage, True, tiers),
-            stores=Stores(storage.kv_views(), storage.state_views()),
             options=replace(runtime.options, token_budget=512), memory=MemoryPlan(3 * CONTEXT // PAGE, 200, 4, CONTEXT))
         self.engine = Engine(self.runtime)
         self.front = Front.from_directory(TINY, history=mode, notes=DiskNotes(directory, "model"))

@@ -114,13 +114,13 @@ def test_no_torch(monkeypatch):
     without(monkeypatch, "torch")
     finding = look(installation.check_torch)
     assert finding.state == "problem" and finding.fact == "torch cannot be imported: no torch"
-    assert "pip install --force-reinstall torch" in finding.advice
+    assert "pip install --force-reinstall 'torch" in finding.advice
 
 
 def test_another_torch(monkeypatch):
-    monkeypatch.setattr(installation, "_wanted_torch", lambda: "1.0.0")
+    monkeypatch.setattr(installation, "_wanted_torch", lambda: "<2,>=1.4")
     finding = look(installation.check_torch)
-    assert finding.state == "warning" and "pip install torch==1.0.0" in finding.advice
+    assert finding.state == "warning" and "pip install 'torch<2,>=1.4'" in finding.advice
 
 
 @pytest.mark.parametrize(("built_for", "advice"), [(None, "CUDA build"), ("12.8", "nvidia-smi")])
@@ -209,10 +209,18 @@ def test_operations_without_kernels(monkeypatch):
 
 def test_the_torch_that_the_package_wants(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=1", "torch==2.0.1"])
-    assert installation._wanted_torch() == "2.0.1"
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=1", "torch<2.14,>=2.9; extra == 'a'"])
+    assert installation._wanted_torch() == "<2.14,>=2.9"
     monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
-    assert installation._wanted_torch() is None
+    assert installation._wanted_torch() == ""
+
+
+@pytest.mark.parametrize(("version", "wanted", "within"), [
+    ("2.13.0+cpu", "<2.14,>=2.9", True), ("2.9.0", ">=2.9,<2.14", True), ("2.14.0", "<2.14,>=2.9", False),
+    ("2.8.1+cu128", "<2.14,>=2.9", False), ("2.10.0a0+git12", ">=2.9", True), ("2.13.0+cpu", "==2.13.0", True),
+    ("2.13.1", "==2.13.0", False), ("1.0", "", True)])
+def test_a_range_of_versions(version, wanted, within):
+    assert installation._is_within(version, wanted) == within
 
 
 # The machine

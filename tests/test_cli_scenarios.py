@@ -16,7 +16,6 @@ from deltic.cli.scenarios import SCENARIOS, Ask, Group, Scenario, Script, Sizes,
 from deltic.cli.table import grid
 from deltic.engine.engine import Engine
 from deltic.errors import DelticError
-from deltic.model.decoder import Stores
 
 SYSTEM, TURN, NEW = 70, 21, 20
 SMALL = ["--prompt-tokens", str(SYSTEM), "--turn-tokens", str(TURN), "--new-tokens", str(NEW), "--dtype", "float32",
@@ -213,8 +212,7 @@ class Fixed:
     def fresh(self) -> Engine:
         storage = pools(odd_runtime(), self.pages, self.slots)
         runtime = small_runtime(odd_runtime(), batch=4, budget=64, pages=self.pages)
-        return Engine(replace(runtime, cache=HybridCache(storage),
-                              stores=Stores(storage.kv_views(), storage.state_views())))
+        return Engine(replace(runtime, cache=HybridCache(storage)))
 
 
 def test_a_restart_that_leaves_nothing_is_told_from_one_that_does() -> None:

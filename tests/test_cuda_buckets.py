@@ -10,7 +10,8 @@ from support import numbers
 
 from deltic.config import EngineConfig
 from deltic.engine.batch import build, decodes, decoding, power_of_two, step_of
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
 from deltic.ops.records import PAGE
 

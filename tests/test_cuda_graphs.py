@@ -11,7 +11,8 @@ from support import greedy, numbers, serve
 
 from deltic.config import EngineConfig
 from deltic.engine.batch import decoding, step_of
-from deltic.engine.runtime import Runtime, load
+from deltic.engine.loading import load
+from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.session import Session
 from deltic.types import SamplingParams

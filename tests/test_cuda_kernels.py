@@ -11,7 +11,8 @@ from torch import Tensor
 
 from deltic.config import EngineConfig
 from deltic.engine.batch import step_of
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.ops import ref
 from deltic.ops.cuda.arguments import Product
 from deltic.ops.cuda.driver import Module

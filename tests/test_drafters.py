@@ -45,7 +45,8 @@ from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import HeadDrafter, NgramDrafter, Wants
 from deltic.engine.engine import Engine
 from deltic.engine.head import DraftHead
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.errors import ConfigError
 from deltic.ops.records import Batch

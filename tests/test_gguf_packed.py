@@ -26,7 +26,8 @@ from torch import Tensor
 
 import deltic
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError, ModelError
 from deltic.ops import explain
 from deltic.ops.cpu import library, missing, overlay
@@ -411,7 +412,7 @@ def test_a_level_that_the_processor_lacks_is_named(monkeypatch: pytest.MonkeyPat
 LOADING = """
 import json, resource, sys, torch
 from deltic.config import EngineConfig
-from deltic.engine.runtime import load
+from deltic.engine.loading import load
 from deltic.weights.hub import open_model
 
 def peak():

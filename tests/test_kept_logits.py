@@ -8,7 +8,7 @@ from support import drain, greedy, numbers, odd_shape
 
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import RandomModel, load
+from deltic.engine.loading import RandomModel, load
 
 VOCABULARY = 60_000
 

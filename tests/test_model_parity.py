@@ -16,7 +16,8 @@ from support import TAU, Mismatch, lively, numbers, same_logits, session_over, s
 from torch import Tensor
 
 from deltic.config import EngineConfig
-from deltic.engine.runtime import Runtime, load
+from deltic.engine.loading import load
+from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
 from deltic.model.decoder import Decoder, Observer, Stores, build
 from deltic.ops import Ops, backends, ref

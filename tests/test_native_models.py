@@ -21,7 +21,8 @@ from torch import Tensor
 from deltic.config import EngineConfig, LinearConfig
 from deltic.engine.batch import build
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import LEVELS

@@ -97,6 +97,7 @@ def test_many_small_calls(pool: int) -> None:
     in_time(lambda: many(pool, 600))
 
 
+@pytest.mark.alone
 def test_while_others_take_all_cores(pool: int) -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
@@ -111,6 +112,7 @@ def test_while_others_take_all_cores(pool: int) -> None:
             other.wait()
 
 
+@pytest.mark.alone
 def test_idle_threads_take_no_time(pool: int) -> None:
     many(pool, 5)
     time.sleep(0.01)

@@ -22,7 +22,8 @@ from deltic.cli import main
 from deltic.cli.scenarios import SCENARIOS
 from deltic.config import EngineConfig, LinearConfig
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import fold_ring
 from deltic.ops.records import GdnSpec, GdnWeights

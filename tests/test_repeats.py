@@ -21,8 +21,9 @@ from deltic.config import EngineConfig
 from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import Drafter, NgramDrafter
 from deltic.engine.engine import Engine
+from deltic.engine.loading import load
 from deltic.engine.repeats import LONGEST, Repeats
-from deltic.engine.runtime import Runtime, load
+from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError, RequestError
 from deltic.types import Request
 

@@ -42,7 +42,8 @@ from torch import Tensor
 from deltic.config import EngineConfig
 from deltic.engine.batch import build
 from deltic.engine.engine import Engine
-from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
 from deltic.model.decoder import build as build_decoder
 from deltic.ops.cpu import missing
 from deltic.ops.records import Batch

@@ -144,6 +144,7 @@ def test_a_second_signal_takes_the_grace_away() -> None:
         stream.close()
 
 
+@pytest.mark.alone
 def test_big_prompts_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Scripted("one")
     with serving(engine.model()) as served:

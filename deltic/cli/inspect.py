@@ -113,7 +113,7 @@ def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, Extras
     """How the cache would be split beside the weights; None if they leave no room."""
     import torch
 
-    from deltic.engine.runtime import plan_memory
+    from deltic.engine.memory import plan_memory
 
     kind = _dtype(config, engine)
     room = max(available_memory() - weight_bytes(config, kind), 0)

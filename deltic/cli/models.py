@@ -14,7 +14,7 @@ from deltic.config import EngineConfig, ModelConfig, available_memory
 if TYPE_CHECKING:
     from deltic.config import DType
     from deltic.engine.llm import LLM
-    from deltic.engine.runtime import RandomModel
+    from deltic.engine.loading import RandomModel
 
 _SHARE = 0.9
 _FRONT = ("chat_template", "history", "strip_billing_header", "thinking_budget")
@@ -79,7 +79,7 @@ def _gib(size: int) -> str:
 
 
 def _source(args: argparse.Namespace) -> str | RandomModel | None:
-    from deltic.engine.runtime import RandomModel
+    from deltic.engine.loading import RandomModel
 
     model: str | None = args.model
     return RandomModel(args.random, args.layers, args.random_seed) if args.random else model

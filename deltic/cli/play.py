@@ -131,11 +131,13 @@ def _without_reuse(engine: Engine) -> Engine:
     """An engine of the same model and the same pools, which must be empty, that knows no prefixes."""
     from deltic.cache.hybrid import HybridCache
     from deltic.engine.engine import Engine
+    from deltic.engine.runtime import Runtime
 
-    known = engine.runtime.cache
+    runtime, known = engine.runtime, engine.runtime.cache
+    assert isinstance(runtime, Runtime), "its pools are not here"
     known.clear()
     assert not len(known.tree) and known.at_rest, "the pools are in use"
-    return Engine(replace(engine.runtime, cache=HybridCache(known.pools, reuse=False)))
+    return Engine(replace(runtime, cache=HybridCache(known.pools, reuse=False)))
 
 
 def _summary(requests: Sequence[Timed], last: Sequence[Timed], cold: Sequence[Timed], evictions: int) -> Summary:

@@ -11,7 +11,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.engine.batch import build
 from deltic.engine.drafters import Wants
-from deltic.engine.runtime import Runtime
+from deltic.engine.model import Model
 from deltic.engine.sampler import Draw, sampling_of
 from deltic.engine.scheduler import Plan, Row, base_after, emits_of
 from deltic.engine.sequence import Sequence
@@ -22,7 +22,7 @@ from deltic.types import RING, common_length
 class ModelDrafter:
     """A drafter with a cache of its own, in which guesses stay in the replay ring until they are known to be right."""
 
-    def __init__(self, runtime: Runtime, vocabulary: int, limit: int) -> None:
+    def __init__(self, runtime: Model, vocabulary: int, limit: int) -> None:
         if runtime.config.vocab_size != vocabulary:
             raise ConfigError(f"the draft model {runtime.name} has {runtime.config.vocab_size} tokens, the model "
                               f"itself {vocabulary}: they must share one tokenizer", "speculate")
@@ -121,7 +121,7 @@ class ModelDrafter:
 
     def _run(self, rows: List[Row]) -> Tensor:
         self._runtime.cache.flush()
-        return self._runtime.run(build(Plan(tuple(rows)), self._runtime.pools.device))
+        return self._runtime.run(build(Plan(tuple(rows)), self._runtime.device))
 
     def _step(self, active: list[tuple[int, Sequence]], guesses: list[list[int]]) -> None:
         """One more guess for each of these sequences."""
@@ -134,7 +134,7 @@ class ModelDrafter:
         logits = self._run(rows)
         draws = [Draw(sequence, tuple(guesses[index])) for index, sequence in active]
         sampling = sampling_of(draws, logits.device, logits.shape[1])
-        tokens = self._runtime.decoder.ops.sample(logits, sampling).tokens.tolist()
+        tokens = self._runtime.sample(logits, sampling).tokens.tolist()
         for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
             _commit(self._runtime.cache, self._leases[sequence], row)
             guesses[index].append(token)

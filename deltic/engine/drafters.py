@@ -9,7 +9,7 @@ import torch
 
 from deltic.engine.batch import build
 from deltic.engine.head import DraftHead
-from deltic.engine.runtime import Runtime
+from deltic.engine.model import Model
 from deltic.engine.sampler import Draw, sampling_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
@@ -75,13 +75,13 @@ def _repeated(tokens: List[int], count: int) -> list[int]:
 class HeadDrafter:
     """Guesses with the model's own draft head; draws as the model itself will, with the same noise."""
 
-    def __init__(self, runtime: Runtime, head: DraftHead, limit: int) -> None:
+    def __init__(self, runtime: Model, head: DraftHead, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
         self._runtime.cache.flush()  # the head writes to pages right away
-        device, most = self._runtime.pools.device, max(count for _, count in wants)
+        device, most = self._runtime.device, max(count for _, count in wants)
         batch = build(Plan(tuple(_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants)), device)
         # what is guessed before matters for penalties alone
         draws = [Draw(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
@@ -92,7 +92,7 @@ class HeadDrafter:
         return [row[:count] for row, (_, count) in zip(tokens.tolist(), wants, strict=True)]
 
     def _one_by_one(self, wants: Wants, most: int) -> list[list[int]]:
-        device, ops = self._runtime.pools.device, self._runtime.decoder.ops
+        device = self._runtime.device
         guesses: list[list[int]] = [[] for _ in wants]
         hidden = torch.empty(0)
         before: list[int] = []
@@ -105,7 +105,7 @@ class HeadDrafter:
                 draws.append(Draw(sequence, tuple(ahead)))
             places = [place for place, index in enumerate(before) if index in active]
             hidden, logits = self._head.draft(build(Plan(tuple(rows)), device), hidden[places] if depth else None)
-            tokens = ops.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
+            tokens = self._runtime.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
             for index, token in zip(active, tokens, strict=True):
                 guesses[index].append(token)
             before = active

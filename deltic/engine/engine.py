@@ -24,8 +24,8 @@ from deltic.engine.fairness import stall_of
 from deltic.engine.guessing import Guessing
 from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter
+from deltic.engine.model import Model
 from deltic.engine.repeats import Repeats
-from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.errors import RequestError
@@ -58,9 +58,9 @@ class EngineStats:
 
 
 class Engine:
-    """Continuous batching over one `Runtime`."""
+    """Continuous batching over one `Model`."""
 
-    def __init__(self, runtime: Runtime, drafter: Drafter | None = None, depth: Depth | None = None,
+    def __init__(self, runtime: Model, drafter: Drafter | None = None, depth: Depth | None = None,
                  ahead: bool | None = None) -> None:
         """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say. ahead: launch
         steps before the one in flight is collected; by default where a device computes beside the host."""
@@ -70,7 +70,7 @@ class Engine:
                                    stall_of(options.max_stall_ms, options.token_budget))
         self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
         self.launcher = Launcher(runtime)
-        self.ahead = runtime.pools.device.type != "cpu" if ahead is None else ahead
+        self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
             runtime.cache.set_aside(runtime.memory.max_batch)
         self._flight: InFlight | None = None
@@ -160,7 +160,7 @@ class Engine:
         known = [sequence for sequence in self.scheduler.running[:]
                  if sequence.logits is not None and self._fits(sequence)]
         if not plan.rows and not known:
-            self.runtime.pools.apply(plan.operations)
+            self.runtime.cache.pools.apply(plan.operations)
             return None
         flight = self.launcher.launch(plan, sequences, known)
         flight.drafting = drafting

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import Drafter, HeadDrafter, NgramDrafter
-from deltic.engine.runtime import Runtime
+from deltic.engine.model import Model
 from deltic.engine.scheduler import Plan, Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.types import MAX_DRAFTS, Draft, Mtp, Ngram
@@ -33,7 +33,7 @@ class GuessStats:
     saved_seconds: float = 0.0
 
 
-def drafter_of(runtime: Runtime) -> Drafter | None:
+def drafter_of(runtime: Model) -> Drafter | None:
     """The drafter that the options of a loaded model ask for; None if they ask for none, or for the head of a model
     whose cache was not made for it."""
     speculation = runtime.options.speculation
@@ -51,7 +51,7 @@ class Guessing:
     """Has tokens guessed for the sequences that are about to answer. drafter: None where nobody guesses, or once it has
     failed."""
 
-    def __init__(self, runtime: Runtime, scheduler: Scheduler, drafter: Drafter | None, depth: Depth | None) -> None:
+    def __init__(self, runtime: Model, scheduler: Scheduler, drafter: Drafter | None, depth: Depth | None) -> None:
         self.drafter = drafter_of(runtime) if drafter is None else drafter
         self.depth = depth or AdaptiveDepth(self.drafter.limit if self.drafter else 0)
         self.stats = GuessStats()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.cache.lease import Lease
 from deltic.engine.batch import build
-from deltic.engine.runtime import Runtime
+from deltic.engine.model import Model
 from deltic.engine.sampler import Draw, logprobs_of, sampling_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
@@ -95,7 +95,7 @@ class Chosen:
 class Launcher:
     """Launches steps of one runtime. seconds: spent in the model's forward so far, or waiting for it."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Model) -> None:
         self._runtime, self.seconds = runtime, 0.0
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
@@ -131,16 +131,16 @@ class Launcher:
             assert sequence.lease is not None
             flight.shares.append(Share(sequence, sequence.lease))
         if flight.plan.operations:
-            runtime.pools.apply(flight.plan.operations)
+            runtime.cache.pools.apply(flight.plan.operations)
         if flight.plan.rows:
-            batch = build(flight.plan, runtime.pools.device, hidden=runtime.head is not None,
+            batch = build(flight.plan, runtime.device, hidden=runtime.head is not None,
                           drawn=before.drawn if before else None)
             began = time.perf_counter()
             logits.append(runtime.run(batch))
             self.seconds += time.perf_counter() - began
         for sequence in known:
             # a draw may write into them, and what came from a tier lies on the host
-            logits.append(sequence.logits[None].to(runtime.pools.device, copy=True))
+            logits.append(sequence.logits[None].to(runtime.device, copy=True))
             sequence.logits = None
         draws = _draws(flight.shares)
         if draws:
@@ -153,7 +153,7 @@ class Launcher:
                 share.end = logits[share.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
             flight.raw = logits.clone()
-        sampled = self._runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device, logits.shape[1]))
+        sampled = self._runtime.sample(logits, sampling_of(draws, logits.device, logits.shape[1]))
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if sampled.tokens.is_cuda:
             flight.sampled, flight.arrived = _on_host(sampled), torch.cuda.Event()

@@ -25,9 +25,10 @@ from deltic.engine.arguments import (
     check_tools,
 )
 from deltic.engine.engine import Engine
+from deltic.engine.loading import LoadProgress, RandomModel, load
 from deltic.engine.mailbox import Mailbox
 from deltic.engine.options import engine_config
-from deltic.engine.runtime import LoadProgress, RandomModel, Runtime, load
+from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
 from deltic.errors import ModelError, RequestError
 from deltic.text.answers import Answers, Choice, Output

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deltic.cache.lease import Checkpoint, Lease
 from deltic.engine.batch import build
+from deltic.engine.loading import RandomModel, load
 from deltic.engine.options import engine_config
-from deltic.engine.runtime import RandomModel, load
 from deltic.engine.scheduler import Plan, Row, base_after
 from deltic.errors import ConfigError, DegenerateError, RequestError, show
 from deltic.ops.records import Batch
@@ -202,7 +202,7 @@ class Session:
 
     def _batch(self, row: Row, all_logits: bool = False) -> Batch:
         self.runtime.cache.flush()
-        return build(Plan((row,)), self.runtime.pools.device, all_logits, self.runtime.head is not None)
+        return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.head is not None)
 
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
         if not isinstance(checkpoint, Checkpoint):

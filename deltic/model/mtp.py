@@ -11,7 +11,7 @@ from torch import Tensor
 from deltic.config import ModelConfig
 from deltic.model.decoder import Decoder, Taker
 from deltic.ops import Ops
-from deltic.ops.qtensor import QTensor
+from deltic.ops.qtensor import PANEL, QTensor
 from deltic.ops.records import (
     AttentionSpec,
     AttentionWeights,
@@ -27,8 +27,6 @@ from deltic.ops.records import (
 SHORT: Final = 32_000
 """Rows of the shortened head. Byte-pair tokenizers number their tokens by how frequent they were, so that nearly all
 tokens that are worth a guess come first (FastMTP, arXiv 2509.18362)."""
-_PANEL: Final = 16
-"""Rows of a packed matrix that lie together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ def first_rows(weight: Weight, rows: int, ops: Ops) -> Weight:
     found: list[Block] = []
     for block in _blocks(weight):
         if rows > 0:
-            found.append(_cut(block, -(-rows // _PANEL) * _PANEL, ops))
+            found.append(_cut(block, -(-rows // PANEL) * PANEL, ops))
             rows -= len(block)
     return found[0] if len(found) == 1 else tuple(found)
 
@@ -125,7 +123,7 @@ def _cut(block: Block, rows: int, ops: Ops) -> Block:
         return block
     if isinstance(block, Tensor):
         return ops.pack(block.to_dense()[:rows].clone(), False) if block.is_mkldnn else block[:rows]
-    panels, whole = rows // _PANEL, -(-len(block) // _PANEL)
+    panels, whole = rows // PANEL, -(-len(block) // PANEL)
     matrix = type(block.matrix)(block.matrix.type, rows, block.columns, block.matrix.data)
     return replace(block, rows=rows, data=block.data[:block.nbytes // whole * panels], matrix=matrix)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import operator
 import os
 import platform
 import re
@@ -32,16 +33,16 @@ def check_python(args: argparse.Namespace) -> Finding:
 
 def check_torch(args: argparse.Namespace) -> Finding:
     wanted = _wanted_torch()
-    install = f"torch=={wanted}" if wanted else "torch"
+    install = f"'torch{wanted}'"
     try:
         import torch
     except (ImportError, OSError) as error:
         return Finding.of("torch", f"torch cannot be imported: {error}",
                           [("problem", f"pip install --force-reinstall {install}")])
-    other: list[Fault] = [("warning", f"deltic is made for torch {wanted}: pip install {install}")]
+    other: list[Fault] = [("warning", f"deltic was tested with torch{wanted}: pip install {install}")]
     found, faults = _devices()
     return Finding.of("torch", f"torch {torch.__version__}, {found}",
-                      faults + (other if wanted not in (None, torch.__version__.split("+")[0]) else []))
+                      faults + ([] if _is_within(torch.__version__, wanted) else other))
 
 
 def check_kernels(args: argparse.Namespace) -> Finding:
@@ -115,15 +116,25 @@ def _devices() -> tuple[str, list[Fault]]:
     return f"{build}, {names or 'no CUDA device'}", []
 
 
-def _wanted_torch() -> str | None:
-    """The version that the package asks for; None if it is not installed or takes several."""
+def _wanted_torch() -> str:
+    """The versions that the package asks for, such as `>=2.9,<2.14`; empty if that is not known."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
         required = requires("deltic") or []
     except PackageNotFoundError:
-        return None
-    return next((found[1] for line in required if (found := re.match(r"torch==([\w.]+)", line))), None)
+        return ""
+    return next((found[1] for line in required if (found := re.match(r"torch\s*([<>=][^;]*)", line))), "").strip()
+
+
+def _is_within(version: str, wanted: str) -> bool:
+    """Whether a version is one of a range whose bounds are `>=`, `<` and `==`."""
+    def numbers(text: str) -> list[int]:
+        return list(map(int, re.findall(r"\d+", re.split(r"[+a-z]", text)[0])))
+
+    compare = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
+    return all(compare[sign](numbers(version), numbers(bound))
+               for sign, bound in re.findall(r"(>=|<|==)\s*([\w.]+)", wanted))
 
 
 def _has_nvidia() -> bool:

@@ -1,0 +1,224 @@
+"""From a model's files, or from a shape alone, to a `Runtime`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.storage import allocate
+from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
+from deltic.engine.heap import keep_freed_memory
+from deltic.engine.identity import Identity
+from deltic.engine.memory import plan_memory, share_memory
+from deltic.engine.runtime import Runtime
+from deltic.engine.tiers import open_tiers
+from deltic.errors import ConfigError, ModelError
+from deltic.model.decoder import Decoder, build
+from deltic.model.mtp import Mtp as Head
+from deltic.model.mtp import build_head
+from deltic.ops import Ops, select
+from deltic.ops.cpu import missing, use_torch_threads
+from deltic.ops.memory import memory_for
+from deltic.ops.records import Block
+from deltic.types import Auto, Draft, Mtp, Ngram
+from deltic.weights.fingerprint import FileMark
+from deltic.weights.gguf.load import is_quantized, wants_packing
+from deltic.weights.hub import ModelFiles, open_model
+from deltic.weights.quant import quantize_weights
+from deltic.weights.random import random_head, random_weights
+
+log = logging.getLogger("deltic")
+
+LoadProgress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes in all) while weights are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomModel:
+    """A model of a known shape with random weights: true speed, no sense. For benchmarks and tests.
+
+    preset: a name of `config.PRESETS`. layers: keep only the first so many. shape: use this instead of a preset.
+    """
+
+    preset: str = "qwen3.5-0.8b"
+    layers: int | None = None
+    seed: int = 0
+    initializer_range: float | None = None
+    shape: ModelConfig | None = None
+    head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model that has its weights, but no cache yet. files: None for random weights. threads: those that compute for
+    it. tiled: as in `GdnSpec`. made: what the weights were made of. drafts: it drafts for another model."""
+
+    name: str
+    files: ModelFiles | None
+    config: ModelConfig
+    options: EngineConfig
+    generation: GenerationDefaults
+    decoder: Decoder
+    head: Head | None
+    threads: int
+    tiled: bool
+    made: Identity
+    drafts: bool
+
+
+def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
+         progress: LoadProgress | None = None, rings: bool = False) -> Runtime:
+    """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
+    its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
+    rings even if nobody drafts."""
+    speculation, draft = options.speculation, None
+    if isinstance(speculation, Draft):
+        options, drafting = share_memory(options)
+        try:
+            with _memory_for_weights(speculation.model):
+                draft = _with_cache(_load(speculation.model, drafting, None, progress, drafts=True), True)
+        except (ModelError, ConfigError) as error:
+            raise ConfigError(f"the draft model {speculation.model}: {error}", "speculate") from error
+    with _memory_for_weights(model):
+        loaded = _load(model, options, revision, progress)
+        rings = rings or draft is not None or loaded.head is not None or isinstance(speculation, Ngram)
+        return _with_cache(loaded, rings, draft)
+
+
+def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None) -> Runtime:
+    config, options, ops, dtype = loaded.config, loaded.options, loaded.decoder.ops, loaded.decoder.dtype
+    memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings)
+    for warning in memory.warnings:
+        log.warning("%s%s", f"the draft model {loaded.name}: " if loaded.drafts else "", warning)
+    extras = replace(extras, tiled=loaded.tiled)
+    storage = allocate(config, memory.pages, memory.slots, dtype, ops, options.device, extras)
+    tiers, notes = ([], None) if loaded.drafts else open_tiers(loaded.name, options, ops, loaded.made, dtype)
+    cache = HybridCache(storage, options.prefix_cache, tiers, memory.rows)
+    files = loaded.files
+    return Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,
+                   loaded.decoder, cache, loaded.threads, files.tokenizer() if files else None, notes, loaded.head,
+                   draft)
+
+
+def _memory_for_weights(model: str | RandomModel | None) -> AbstractContextManager[None]:
+    name = f"random-{model.preset}" if isinstance(model, RandomModel) else model or "tiny"
+    return memory_for(f"the weights of {name}", "take a smaller model or one with fewer bits a weight (a quantized "
+                                                "GGUF file with --packed-weights on, or --quant q4_k)")
+
+
+def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
+          progress: LoadProgress | None, drafts: bool = False) -> _Loaded:
+    """drafts: it drafts for another model, and if it is quantized stays so."""
+    _check_device(options.device)
+    select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
+    files, tiled, marks = None, False, list[FileMark]()
+    if isinstance(model, RandomModel):
+        name, generation = f"random-{model.preset}", GenerationDefaults()
+        config = model.shape or ModelConfig.preset(model.preset, model.layers)
+        ops, dtype, threads = _prepare(config, options)
+        weights: dict[str, Block] = {**random_weights(config, dtype, model.seed, device=options.device,
+                                                      initializer_range=model.initializer_range)}
+    else:
+        files = open_model(model, revision, progress=progress is not None)
+        name, config, generation = str(model or "tiny"), files.config, files.generation
+        ops, dtype, threads = _prepare(config, options)
+        tiled = _keeps_packed(files, options)
+        marks = _marks(files, options)
+        weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
+    if options.quant != "none" and not (drafts and tiled):
+        weights = _quantize(weights, options, config, tiled)
+    head = _head_weights(model, files, config, dtype, tiled, options)
+    made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
+                     "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
+    decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
+    mtp = build_head(config, head, decoder) if head else None
+    keep_freed_memory()
+    return _Loaded(name, files, config, options, generation, decoder, mtp, threads, tiled, made, drafts)
+
+
+def _marks(files: ModelFiles, options: EngineConfig) -> list[FileMark]:
+    """The model's files as they are now, if a tier will have to know them: those of the weights and, for the sake of
+    notes beside the tier, of the tokenizer."""
+    if not options.cache_dir:
+        return []
+    try:
+        found = files.weight_files(isinstance(options.speculation, Auto | Mtp))
+    except ModelError:  # the head's, of which `_head_weights` will tell
+        found = files.weight_files(False)
+    tokenizer = files.path / "tokenizer.json"
+    return [FileMark.of(path) for path in (*found, *([tokenizer] if tokenizer.is_file() else []))]
+
+
+def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, config: ModelConfig, dtype: DType,
+                  tiled: bool, options: EngineConfig) -> dict[str, Block] | None:
+    """The draft head's weights, if the options want it and the model has one."""
+    speculation = options.speculation
+    if not isinstance(speculation, Auto | Mtp):
+        return None
+    if isinstance(speculation, Auto) and options.device != "cpu":
+        return None  # replay rings have no fast kernel there
+    found: dict[str, Block] | None
+    if isinstance(model, RandomModel):
+        found = {**random_head(config, dtype, model.seed, device=options.device)} if model.head else None
+    else:
+        assert files is not None
+        try:
+            found = files.load_head(dtype, options.device, tiled)
+        except ModelError as error:
+            if isinstance(speculation, Mtp):
+                raise
+            log.warning("the draft head cannot be used, so that nothing is drafted: %s", error)
+            return None
+    if found is None and isinstance(speculation, Mtp):
+        remedy = "use" if isinstance(model, RandomModel) else "put one beside it (deltic mtp extract), or use"
+        raise ConfigError(f"speculate={options.speculate}: this model has no draft head (tensors `mtp.*`): {remedy} "
+                          "speculate=ngram, draft:MODEL or off", "speculate")
+    return found
+
+
+def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType, int]:
+    """The ops that serve this model and no other; the dtype of its weights and activations; how many threads compute
+    for it."""
+    threads = options.threads_for(config.parameter_count)
+    ops = select(options.ops, options.device, options.cpu_level, threads)
+    use_torch_threads(ops, threads)
+    return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype), threads
+
+
+def _quantize(weights: dict[str, Block], options: EngineConfig, config: ModelConfig, tiled: bool) -> dict[str, Block]:
+    """The weights in the quantized form that `options.quant` asks for."""
+    reason = "not on a GPU" if options.device != "cpu" else missing().get("step")
+    if tiled:
+        reason = "the weights are quantized already; leave it out, or load the unquantized model"
+    if reason:
+        raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
+    plain = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    weights.clear()
+    return quantize_weights(plain, options.quant, config)
+
+
+def _keeps_packed(files: ModelFiles, options: EngineConfig) -> bool:
+    """Whether the weights stay in the form of a GGUF file."""
+    if files.gguf is None or options.packed_weights == "off":
+        return False
+    reason = "on a GPU" if options.device != "cpu" else missing().get("step")
+    if reason is None and options.quant != "none":  # only what is quantized already cannot be quantized
+        return options.packed_weights == "on" or is_quantized(files.gguf)
+    if reason is None:
+        return options.packed_weights == "on" or wants_packing(files.gguf)
+    if options.packed_weights == "on":
+        raise ConfigError(f"packed_weights=on is not possible: {reason}", "packed_weights")
+    return False
+
+
+def _check_device(device: str) -> None:
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: torch finds no CUDA device here; use --device cpu, or install a CUDA "
+                          "build of torch", "device")

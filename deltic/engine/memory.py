@@ -1,0 +1,42 @@
+"""How much memory a model's cache may take, and what it is split into."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
+from deltic.cache.storage import Extras, page_bytes, ring_bytes, slot_bytes
+from deltic.config import EngineConfig, ModelConfig, available_memory
+
+log = logging.getLogger("deltic")
+
+
+def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
+                head: bool, wanted: bool) -> tuple[MemoryPlan, Extras]:
+    """How the cache is split; ConfigError if it holds nothing. head: it serves a draft head too. wanted: sequences
+    shall have replay rings."""
+    budget, ring = options.memory_bytes or free_memory(options.device) // 2, ring_bytes(config, dtype)
+    # rings take a quarter at most: who gets none is served without guesses
+    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
+    needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
+                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
+                        ahead=options.device != "cpu")
+    memory = split_memory(budget - rings * ring, needs)
+    if wanted and not rings:
+        log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
+    return memory, Extras(min(rings, memory.max_batch), head)
+
+
+def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """The options of a model and of the one that drafts for it, which gets a quarter of the memory."""
+    memory = options.memory_bytes or free_memory(options.device) // 2
+    drafting = replace(options, memory=str(memory // 4), speculate="off", cache_dir=None)
+    return replace(options, memory=str(memory - memory // 4)), drafting
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can still be allocated there."""
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory()

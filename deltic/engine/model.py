@@ -1,0 +1,44 @@
+"""What an engine steps."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.policy import MemoryPlan
+from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
+from deltic.engine.head import DraftHead
+from deltic.ops.records import Batch, Sampled, Sampling
+
+
+class Model(Protocol):
+    """A model with its cache, wherever it computes.
+
+    name: what people call it. config: what the checkpoint is. options: how it is run, with the limits of a request.
+    generation: what is taken where a request leaves something open. memory: how much may run at once. cache: grants the
+    pages and slots that batches name, and carries out what it asks to be done to them (`cache.pools`). head: the draft
+    head over this cache, if it is used. draft: the model that drafts for this one, if another does.
+    """
+
+    name: str
+    config: ModelConfig
+    options: EngineConfig
+    generation: GenerationDefaults
+    memory: MemoryPlan
+    cache: HybridCache
+    head: DraftHead | None
+    draft: Model | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it takes batches and gives logits."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """Run one step and return the logits [L, V] float32 of its `logit_tokens`, which stay valid until the next one.
+        Moves no cursor. With a draft head the batch must ask for the hidden states."""
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
+        """Choose from logits [L, V] float32, which may be changed."""
