@@ -56,6 +56,14 @@ SHAPES = {
     "qwen3": replace(EQUAL, architecture="qwen3", num_hidden_layers=3, layer_types=("full_attention",) * 3,
                      attention_output_gate=False, rope=RopeConfig(1e5, 64, ()), linear=None),
 }
+_BARE = replace(SHAPES["qwen3"], qk_norm=False)
+SHAPES |= {
+    "qwen2": replace(_BARE, architecture="qwen2", qkv_bias=True),
+    "llama": replace(_BARE, architecture="llama"),
+    "llama, scaled frequencies, tied": replace(
+        _BARE, architecture="llama", tie_word_embeddings=True,
+        rope=RopeConfig(1e5, 64, (), tuple(1 + index / 8 for index in range(32)))),
+}
 WIDE = replace(EQUAL, hidden_size=256, intermediate_size=512, linear=LinearConfig(2, 4, 64, 64, 4))
 WEIGHTS = {"rows of whole blocks": WIDE, "tied": replace(WIDE, tie_word_embeddings=True), "shorter rows": EQUAL}
 """Models for the comparison of weights: blocks have up to 256."""
