@@ -181,8 +181,9 @@ class Request:
     """What the engine is asked: token ids in, token ids out.
 
     boundaries: prompt positions (counts of tokens) that following requests are expected to share.
-    matcher: makes the stop-string matcher of one choice, or None.
-    guide: makes what forces tokens on one choice, or None.
+    matcher: makes the stop-string matcher of one choice, or None; called once for each choice, in their order. A
+        matcher has a token before the guide does, and before the token's event goes out.
+    guide: makes what forces tokens on one choice, or None; called as the matcher is.
     speculate: whether tokens may be drafted for this request; the answer is the same.
     group: requests that came together name the same. client: who asks, such as an address; "": each group is one of its
         own. Where places are short clients have equal parts, and of a client's part its groups.

@@ -68,15 +68,9 @@ def test_an_echo_is_as_large_as_a_body_may_be() -> None:
     assert refused.status_code == 400 and "max_body_mib" in refused.json()["error"]["message"]
 
 
-class Nobody:
-    def withdraw(self, ticket: Ticket) -> None: ...
-
-    def hold(self, ticket: Ticket, held: bool) -> None: ...
-
-
 def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
     async def read() -> tuple[list[int], int]:
-        ticket = Ticket([Request("a", (1,), SamplingParams())], Nobody(), 1 << 20)
+        ticket = Ticket([Request("a", (1,), SamplingParams())], 1 << 20, lambda _: None, lambda *_: None)
         for _ in range(999):
             ticket.take(TokenOut("a", 0, 5))
         ticket.take(TokenOut("a", 0, 5, finish="length"))

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 from openai import OpenAI
+from starlette.applications import Starlette
 
 from deltic import LLM
 from deltic.config import Limits
@@ -134,7 +134,7 @@ class Scripted:
 class Served:
     """A running server."""
 
-    def __init__(self, url: str, server: Server, app: FastAPI, thread: threading.Thread) -> None:
+    def __init__(self, url: str, server: Server, app: Starlette, thread: threading.Thread) -> None:
         self.url, self.server, self.app, self.thread = url, server, app, thread
         self.bridge: Bridge = app.state.bridge
         self.http = httpx.Client(base_url=url, timeout=30)

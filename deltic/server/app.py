@@ -6,15 +6,18 @@ import asyncio
 import gc
 import hmac
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypedDict, Unpack
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine.llm import LLM
@@ -40,7 +43,7 @@ class AppOptions(TypedDict, total=False):
 
 
 def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None = None,
-               cors_origins: Sequence[str] = (), stuck_after: float = STUCK_AFTER) -> FastAPI:
+               cors_origins: Sequence[str] = (), stuck_after: float = STUCK_AFTER) -> Starlette:
     """An ASGI application that serves a model within its options' limits; the process may use it at the same time.
     Limits of connections are kept by `serve`, not here.
 
@@ -51,18 +54,14 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None 
     room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
     bridge = Bridge(llm.worker, room, stuck_after)
     desk = Desk(llm, bridge, served_name or public_name(llm), Intake(limits), memory)
-    app = FastAPI(title="deltic", lifespan=_lifespan(bridge, memory), docs_url=None, redoc_url=None, openapi_url=None,
-                  redirect_slashes=False)
+    check = _key_check(api_key) if api_key else lambda _: None
+    routes = [*openai.routes(desk, check), Route("/metrics", openai.answering(_metrics(desk), check)),
+              Route("/health", _health(bridge))]
+    cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
+    app = Starlette(routes=routes, lifespan=_lifespan(bridge, memory), exception_handlers={HTTPException: _on_error},
+                    middleware=[*([cors] if cors_origins else []), Middleware(_OneLength)])
+    app.router.redirect_slashes = False
     app.state.bridge, app.state.intake = bridge, desk.intake
-    locks = [Depends(_key_check(api_key))] if api_key else []
-    app.include_router(openai.routes(desk), dependencies=locks)
-    app.add_api_route("/metrics", _metrics(desk), methods=["GET", "HEAD"], response_model=None, dependencies=locks)
-    app.add_api_route("/health", _health(bridge), methods=["GET", "HEAD"], response_model=None)
-    for kind in (ProblemError, HTTPException):
-        app.add_exception_handler(kind, _on_error)
-    app.add_middleware(_OneLength)
-    if cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -106,9 +105,9 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
         llm.close()
 
 
-def _lifespan(bridge: Bridge, memory: Executor) -> Callable[[FastAPI], Any]:
+def _lifespan(bridge: Bridge, memory: Executor) -> Callable[[Starlette], Any]:
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         bridge.start()
         try:
             yield
@@ -118,8 +117,8 @@ def _lifespan(bridge: Bridge, memory: Executor) -> Callable[[FastAPI], Any]:
     return lifespan
 
 
-def _health(bridge: Bridge) -> Callable[[], Awaitable[Response]]:
-    async def health() -> Response:
+def _health(bridge: Bridge) -> openai.Endpoint:
+    async def health(_: Request) -> Response:
         now = bridge.health()
         if now.fault:
             return json_response({"status": "error", "reason": now.fault, "requests": now.requests}, 503)
@@ -127,19 +126,19 @@ def _health(bridge: Bridge) -> Callable[[], Awaitable[Response]]:
     return health
 
 
-def _metrics(desk: Desk) -> Callable[[], Awaitable[Response]]:
-    async def metrics() -> Response:
+def _metrics(desk: Desk) -> openai.Endpoint:
+    async def metrics(_: Request) -> Response:
         return Response(exposition(snapshot(desk.llm.engine), desk.name), media_type=CONTENT_TYPE)
     return metrics
 
 
-def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
+def _key_check(api_key: str) -> openai.Check:
     # beyond ASCII most clients send UTF-8, some Latin-1; a key from the environment may be neither
     expected = [f"Bearer {api_key}".encode("utf-8", "surrogateescape")]
     with suppress(UnicodeEncodeError):
         expected.append(f"Bearer {api_key}".encode("latin-1"))
 
-    async def check(request: Request) -> None:
+    def check(request: Request) -> None:
         given = next((value for name, value in request.headers.raw if name == b"authorization"), b"")
         if True not in [hmac.compare_digest(given, key) for key in expected]:  # of all, to take the same time
             raise ProblemError(Problem(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY",

@@ -18,8 +18,8 @@ from dataclasses import field as attribute
 from json import decoder, scanner
 from typing import Any, NoReturn, TypeVar, get_args
 
-from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show

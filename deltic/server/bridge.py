@@ -64,7 +64,7 @@ class Bridge:
         self.check_room(sum(request.sampling.n for request in requests),
                         sum(len(request.prompt) for request in requests))
         requests = [replace(request, group=requests[0].id) for request in requests]
-        ticket = Ticket(requests, self, self._room.unread)
+        ticket = Ticket(requests, self._room.unread, self._withdraw, self._hold)
         self._tickets |= dict.fromkeys(ticket.requests, ticket)
         self._worker.submit(requests, self, partial(self._post, ticket.admit))
         try:
@@ -114,13 +114,13 @@ class Bridge:
         except TimeoutError:
             log.error("the engine is stuck and is left behind")
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def _withdraw(self, ticket: Ticket) -> None:
         """A reader wants no more."""
         if ticket.open:
             self._worker.abort(ticket.requests)
             self._forget(ticket)
 
-    def hold(self, ticket: Ticket, held: bool) -> None:
+    def _hold(self, ticket: Ticket, held: bool) -> None:
         """A reader has fallen behind, or has caught up."""
         engine = self._worker.engine
         for request in ticket.requests:

@@ -10,8 +10,8 @@ from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM

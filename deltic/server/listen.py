@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from deltic.config import Limits
 from deltic.errors import ConfigError
@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
     A second signal takes the grace away.
     """
 
-    def __init__(self, app: FastAPI, bridge: Bridge, grace: float, on_ready: Callable[[], None],
+    def __init__(self, app: Starlette, bridge: Bridge, grace: float, on_ready: Callable[[], None],
                  limits: Limits) -> None:
         # error: what is wrong with a client's request is said to the client, and is no business of the log
         super().__init__(uvicorn.Config(

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from deltic.errors import RequestError
 from deltic.server.collect import Run
@@ -36,6 +37,7 @@ _SMALL = 2000  # tokens, and probabilities of tokens, of an answer that is writt
 
 Form = ChatForm | TextForm
 Endpoint = Callable[[Request], Awaitable[Response]]
+Check = Callable[[Request], None]
 
 
 def error_response(problem: Problem, headers: dict[str, str] | None = None) -> Response:
@@ -47,20 +49,19 @@ def error_response(problem: Problem, headers: dict[str, str] | None = None) -> R
     return response
 
 
-def routes(desk: Desk) -> APIRouter:
+def routes(desk: Desk, check: Check) -> list[Route]:
     """The paths under /v1."""
     wire = _Wire(desk)
-    router = APIRouter(prefix="/v1")
-    for path, endpoint, method in (("/chat/completions", wire.chat, "POST"), ("/completions", wire.complete, "POST"),
-                                   ("/models", wire.models, "GET"), ("/models/{model:path}", wire.model, "GET")):
-        router.add_api_route(path, _answering(endpoint), methods=[method], response_model=None)
-    return router
+    found = (("/chat/completions", wire.chat, "POST"), ("/completions", wire.complete, "POST"),
+             ("/models", wire.models, "GET"), ("/models/{model:path}", wire.model, "GET"))
+    return [Route(f"/v1{path}", answering(endpoint, check), methods=[method]) for path, endpoint, method in found]
 
 
-def _answering(endpoint: Endpoint) -> Endpoint:
-    """Turns what the endpoint raises into an answer, so that the connection can be used again."""
+def answering(endpoint: Endpoint, check: Check) -> Endpoint:
+    """Turns what the check or the endpoint raises into an answer, so that the connection can be used again."""
     async def answer(request: Request) -> Response:
         try:
+            check(request)
             return await endpoint(request)
         except Exception as error:
             return error_response(problem_of(error))

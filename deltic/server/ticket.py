@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from deltic.types import Request, TokenOut
 
@@ -17,16 +16,6 @@ _TURN = 32
 """Events that a reader gets at once: what it makes of them must not hold up the event loop."""
 
 
-class Holder(Protocol):
-    """Who made a ticket, and acts for it."""
-
-    def withdraw(self, ticket: Ticket) -> None:
-        """Have the engine drop what is not finished."""
-
-    def hold(self, ticket: Ticket, held: bool) -> None:
-        """Have the engine pause the requests, or go on with them."""
-
-
 class Ticket:
     """Iterate for the events of some requests, as they come; close it when they are not wanted.
 
@@ -34,12 +23,14 @@ class Ticket:
     so that they hold no state slots, the scarce good, until it is back and has read half of them.
     """
 
-    def __init__(self, requests: Sequence[Request], holder: Holder, most_unread: int) -> None:
+    def __init__(self, requests: Sequence[Request], most_unread: int, withdraw: Callable[[Ticket], None],
+                 hold: Callable[[Ticket, bool], None]) -> None:
+        """withdraw: has the engine drop what is not finished. hold: has it pause the requests, or go on with them."""
         self.requests = tuple(request.id for request in requests)
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._left = {request.id: request.sampling.n for request in requests}
-        self._holder, self._most_unread = holder, most_unread
+        self._most_unread, self._withdraw, self._have_held = most_unread, withdraw, hold
         self._away = self._held = False
         self._events: deque[TokenOut] = deque()
         self._news = asyncio.Event()
@@ -76,7 +67,7 @@ class Ticket:
 
     def close(self) -> None:
         """Have the engine drop what is not finished."""
-        self._holder.withdraw(self)
+        self._withdraw(self)
         self._left.clear()
 
     def admit(self, error: Exception | None) -> None:
@@ -109,7 +100,7 @@ class Ticket:
     def _hold(self, held: bool) -> None:
         if self._left and held != self._held:
             self._held = held
-            self._holder.hold(self, held)
+            self._have_held(self, held)
 
     async def _wait(self) -> None:
         self._news.clear()

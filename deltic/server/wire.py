@@ -101,16 +101,24 @@ def json_bytes(data: bytes, status: int = 200) -> Response:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Do the work, or cancel it and raise ClientDisconnect as soon as the client is gone. The body must be read."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if gone and not task.uncancel():  # else somebody else wants it, too
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watcher.cancel()
 
 
 class EventStream(Response):
@@ -145,8 +153,3 @@ class EventStream(Response):
 def event(data: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + dump(data) + b"\n\n"
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -64,9 +64,7 @@ class Budget:
                 size += len(item)
             else:
                 size, plain = size + self.weigh(item), False
-        self._characters -= size
-        if self._characters < 0 or size > _LARGE:
-            self._check()
+        self.charge(size)
         return "".join(items) if plain else join(items)
 
     def added(self, *items: Any) -> Any:
@@ -76,9 +74,7 @@ class Budget:
             if type(item) is not str:
                 return reduce(self._sum, items)
             size += len(item)
-        self._characters -= size
-        if self._characters < 0 or size > _LARGE:
-            self._check()
+        self.charge(size)
         return "".join(items)
 
     def _sum(self, left: Any, right: Any) -> Any:

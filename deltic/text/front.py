@@ -57,10 +57,7 @@ class Front:
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, history: str = "auto",
                  strip_billing_header: bool = False, notes: NoteStore | None = None,
                  longest: int | None = None, limits: Limits | None = None, thinking_budget: int | None = None) -> None:
-        if history not in MODES:
-            raise ConfigError(_unknown_mode(history), "history")
-        if not _is_budget(thinking_budget):
-            raise ConfigError(_no_budget(thinking_budget), "thinking_budget")
+        _check(history, thinking_budget, ConfigError)
         self.tokenizer = tokenizer
         limits = limits or Limits()
         self._seconds = limits.template_seconds
@@ -89,11 +86,8 @@ class Front:
         RequestError names what is wrong.
         """
         mode = self._mode if history is None else history
-        if mode not in MODES:
-            raise RequestError(_unknown_mode(mode), "history")
         budget = self._thinking_budget if thinking_budget is None else thinking_budget
-        if not _is_budget(budget):
-            raise RequestError(_no_budget(budget), "thinking_budget")
+        _check(mode, budget, RequestError)
         template = self._override or load_template(self.tokenizer, tools, self._seconds)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._history.turn(conversation, mode)
@@ -161,16 +155,12 @@ def prompt_bound(longest: int | None, limits: Limits) -> Bound:
     return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise --max-context")
 
 
-def _unknown_mode(mode: object) -> str:
-    return f"history must be one of {', '.join(MODES)}, not {show(mode)}"
-
-
-def _is_budget(tokens: object) -> bool:
-    return tokens is None or (type(tokens) is int and 0 <= tokens <= MOST_TOKENS)
-
-
-def _no_budget(tokens: object) -> str:
-    return f"thinking_budget must be a number of tokens from 0 to {MOST_TOKENS:,}, not {show(tokens)}"
+def _check(mode: object, budget: object, error: type[ConfigError] | type[RequestError]) -> None:
+    if mode not in MODES:
+        raise error(f"history must be one of {', '.join(MODES)}, not {show(mode)}", "history")
+    if budget is not None and not (type(budget) is int and 0 <= budget <= MOST_TOKENS):
+        raise error(f"thinking_budget must be a number of tokens from 0 to {MOST_TOKENS:,}, not {show(budget)}",
+                    "thinking_budget")
 
 
 def read_template(path: Path) -> str:
