@@ -73,8 +73,8 @@ REQUESTS: dict[str, list[Request]] = {
               replace(plain("c", 3), matcher=partial(EndingAt, 1)), plain("d", 5, max_repeat=2)],
     "choices": [plain("a", 1, n=3), plain("b", 2, n=2)],
     "what is forced": [plain("a", 1), replace(plain("b", 3, max_tokens=14), guide=partial(Dictate, {12: 3}))],
-    "what the host must see": [plain("a", 1), plain("c", 5, repetition_penalty=1.2, max_tokens=19),
-                               plain("d", 2, min_tokens=6, stop_token_ids=tuple(range(250)), ignore_eos=False)],
+    "what the host must see": [plain("a", 1), plain("c", 6, repetition_penalty=0.5, max_tokens=19),
+                               plain("d", 2, min_tokens=6, stop_token_ids=tuple(range(500)), ignore_eos=False)],
     "guesses": [plain("a", 1), replace(plain("b", 2, max_tokens=25), speculate=True), plain("c", 3)],
     "more than places": [plain(name, seed, max_tokens=8 + 5 * seed) for seed, name in enumerate("abcdefghi", 1)],
 }
@@ -89,6 +89,17 @@ def test_l6_a_step_in_flight_changes_nothing(case: str, model: str) -> None:
     assert tell(found, REQUESTS[case]) == answers and remains(found) == remains(wanted)
     assert tell(found, again) == tell(wanted, again) and remains(found) == remains(wanted)
     assert found.stats.ahead > (0 if case == "guesses" else 20) and not wanted.stats.ahead
+
+
+def test_l6_who_waits_for_a_place_gets_it() -> None:
+    """Where an answer ends unforeseen that may be a step later."""
+    requests = [replace(plain(name, seed, max_tokens=70), matcher=partial(EndingAt, 9 + 5 * seed % 23))
+                for seed, name in enumerate("abcdefghij", 1)]
+    wanted, found = (engine_for(odd_runtime(), ahead, slots=60) for ahead in (False, True))
+    answers, others = tell(wanted, requests), tell(found, requests)
+    assert {key: answer.tokens for key, answer in answers.items()} == {key: a.tokens for key, a in others.items()}
+    assert wanted.stats.steps <= found.stats.steps <= 1.2 * wanted.stats.steps
+    assert found.stats.ahead > found.stats.steps / 2
 
 
 def meddled(what: str, name: str, when: int) -> Meddle:

@@ -18,8 +18,10 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: bool) -> tuple[Pl
     shares = [share for share in flight.shares if share.live]
     if len(shares) != len(scheduler.running) or not all(_is_plain(share, drafts) for share in shares):
         return None
-    shares = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
-    cache = scheduler.cache
+    going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
+    if len(going) < len(shares) and scheduler.waiting:
+        return None  # the place that becomes free is not to stay so for a step
+    shares, cache = going, scheduler.cache
     short = [share.lease for share in shares if share.lease.done == share.lease.covered]
     if not shares or len(shares) > len(cache.spares) or len(short) > cache.pages.free or not scheduler.pass_over():
         return None

@@ -127,7 +127,7 @@ class Scheduler:
 
     def pass_over(self) -> bool:
         """Count a step that is not planned here, if `plan` would leave everybody where he is."""
-        if self.waiting:
+        if self.waiting and (len(self.running) < self.max_batch or self._due(self._step + 1)):
             return False
         self._step += 1
         return True
@@ -167,19 +167,23 @@ class Scheduler:
 
     def _take_turns(self) -> None:
         """Put those that wait in order; where no place is free, have at most one running sequence give up its own."""
-        if not self.waiting:
-            return
-        full = len(self.running) >= self.max_batch
-        if full and not (self.cache.reuse and any(self._step - other.turn >= SHORT_TURN for other in self.running)):
-            return
-        ordered = in_turn(self.waiting, self.running, self._step)
-        for place, sequence in enumerate(ordered):
-            self.waiting[place] = sequence
-        leaving = gives_way(ordered[0], self.running, self._step) if full else None
+        leaving = self._due(self._step)
         if leaving:
             self._yield(leaving, resting=True)
             self.add(leaving)
             self.turns += 1
+
+    def _due(self, step: int) -> Sequence | None:
+        """Put those that wait in order; returns who gives his place to the first of them, where no other is free."""
+        if not self.waiting:
+            return None
+        full = len(self.running) >= self.max_batch
+        if full and not (self.cache.reuse and any(step - other.turn >= SHORT_TURN for other in self.running)):
+            return None
+        ordered = in_turn(self.waiting, self.running, step)
+        for place, sequence in enumerate(ordered):
+            self.waiting[place] = sequence
+        return gives_way(ordered[0], self.running, step) if full else None
 
     def _admit(self) -> dict[Sequence, int]:
         """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.
