@@ -134,7 +134,7 @@ def test_prompts_beside_answers_are_read_in_smaller_chunks_if_a_step_would_take_
     engine = Engine(replace(runtime_of(runtime, budget=512, context=900), options=options))
     chunks, run = list[tuple[int, ...]](), engine.runtime.run
     watched = SimpleNamespace(**{name: getattr(engine.runtime, name) for name in (
-        "cache", "memory", "options", "config", "generation", "decoder", "head", "name")})
+        "cache", "pools", "memory", "options", "config", "generation", "decoder", "head", "name")})
     watched.run = lambda batch: (chunks.append(batch.layout.chunks), time.sleep(0.002), run(batch))[2]
     engine.runtime = watched  # type: ignore[assignment]
     engine.add(greedy(numbers(1, 30, 500), 60, "a"))
