@@ -12,6 +12,7 @@ import pytest
 from reuse_cases import runtime_of
 from speculation_cases import Dictate, EndingAt, headed
 from support import Answers, Watch, drain, embedded_runtime, greedy, numbers, odd_runtime, qwen3_runtime, take
+from test_prefix_tree import tokens_of
 
 from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import NgramDrafter
@@ -54,7 +55,7 @@ def remains(engine: Engine) -> Any:
     """What is countable, and the prefixes that are kept."""
     stats, tree = engine.stats, engine.runtime.cache.tree
     return (replace(stats, ahead=0, last_overhead=0.0),
-            sorted(tuple(tree.tokens(mark)) for mark in tree._marks),
+            sorted(tuple(tokens_of(mark)) for mark in tree._marks),
             engine.runtime.cache.pages.free, engine.runtime.cache.slots.free)
 
 
@@ -122,7 +123,7 @@ def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: s
         longer = (*requests[1].prompt, *answers[("b", 0)].tokens)
         more = tell(engine, [replace(greedy(longer, 12, "longer"), speculate=False)])
         found.append((answers, more))
-        assert engine.runtime.cache.slots.free + len(engine.runtime.cache.spares) + len(
+        assert engine.runtime.cache.slots.free + len(engine.runtime.cache.accounts.spares) + len(
             engine.runtime.cache.tree._marks) == engine.runtime.cache.slots.size
     assert engine.stats.ahead
     for one, other in zip(*found, strict=True):
@@ -143,7 +144,7 @@ def test_l4_where_pages_are_short_nothing_is_launched_ahead_for_them(pages: int)
 
 def test_without_spare_slots_steps_go_one_by_one() -> None:
     engine = engine_for(odd_runtime(), True, slots=1)
-    assert len(engine.runtime.cache.spares) == 0
+    assert len(engine.runtime.cache.accounts.spares) == 0
     tell(engine, REQUESTS["lengths"])
     assert not engine.stats.ahead
 

@@ -39,7 +39,7 @@ def prompts(runtime: Runtime, lengths: tuple[int, ...]) -> tuple[list[Row], list
 
 
 def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
-    storage = runtime.cache.storage
+    storage = runtime.pools
     return storage.keys, storage.values, storage.recurrent, storage.conv
 
 

@@ -19,7 +19,7 @@ from test_scheduler import VOCABULARY, Toy
 from torch import Tensor
 
 from deltic.engine.engine import Engine
-from deltic.engine.fairness import Meeting, Stall, share
+from deltic.engine.fairness import Meeting, Stall, hurry, share, stall_of
 from deltic.ops.records import Batch
 from deltic.types import Request, SamplingParams
 
@@ -109,6 +109,21 @@ def test_a_stall_that_cannot_be_kept_leaves_a_page() -> None:
     assert Stall(None).limit(512) == 512
 
 
+def test_by_default_long_steps_read_a_quarter_of_the_budget() -> None:
+    stall = stall_of(None, 512)
+    stall.timed(100, 0.001)
+    assert stall.limit(512) == 512, "fast enough"
+    for _ in range(9):
+        stall.timed(100, 10.0)
+    assert stall.limit(512) == 128 and stall_of(None, 40).limit(40) == 16
+    assert stall_of(30, 512) == Stall(0.03)
+
+
+def test_a_hurried_step_gives_what_reaches_its_goal() -> None:
+    assert hurry([100, 20, 8], [300, 20, 30]) == [0, 20, 0]
+    assert hurry([100, 20], [300, 40]) == [100, 20], "nothing comes of this step, so that nobody waits for it"
+
+
 # In the engine
 
 
@@ -143,9 +158,9 @@ class Idle(Toy):
 
     def run(self, batch: Batch) -> Tensor:
         self.fed += len(batch.ids)
-        self.cache.storage.recurrent[0, batch.target], self.cache.storage.conv[0, batch.target] = 0.0, 0.0
-        self.cache.storage.recurrent[0, batch.emit_slot], self.cache.storage.conv[0, batch.emit_slot] = 0.0, 0.0
-        for pool in self.cache.storage.page_tensors:
+        self.cache.pools.recurrent[0, batch.target], self.cache.pools.conv[0, batch.target] = 0.0, 0.0
+        self.cache.pools.recurrent[0, batch.emit_slot], self.cache.pools.conv[0, batch.emit_slot] = 0.0, 0.0
+        for pool in self.cache.pools.page_tensors:
             pool.flatten()[batch.store] = 0.0
         return torch.arange(VOCABULARY).float().repeat(len(batch.logit_tokens), 1)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.tree import Mark
-from deltic.ops.records import PAGE
+from deltic.types import PAGE
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +66,7 @@ class Checkpoint:
 
 @dataclass(slots=True, eq=False)
 class Rest:
-    """What a sequence that gave its place to another one would return to."""
+    """What a sequence that gave its place to another one would return to, and how many pages it had."""
 
     guarded: list[Mark]
+    pages: int

@@ -21,16 +21,16 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: bool) -> tuple[Pl
     going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
     if len(going) < len(shares) and scheduler.waiting:
         return None  # the place that becomes free is not to stay so for a step
-    shares, cache = going, scheduler.cache
+    shares, cache, spares = going, scheduler.cache, scheduler.cache.accounts.spares
     short = [share.lease for share in shares if share.lease.done == share.lease.covered]
-    if not shares or len(shares) > len(cache.spares) or len(short) > cache.pages.free or not scheduler.pass_over():
+    if not shares or len(shares) > len(spares) or len(short) > cache.pages.free or not scheduler.pass_over():
         return None
     for lease in short:
         cache.reserve(lease, 1)
     rows = tuple(Row((UNKNOWN,), share.lease.done, tuple(share.lease.pages), share.lease.slot, 1, target=spare,
                      base=share.lease.base, ring=share.lease.ring or 0, drawn=share.draw)
-                 for share, spare in zip(shares, cache.spares, strict=False))
-    return Plan(rows), [share.sequence for share in shares]
+                 for share, spare in zip(shares, spares, strict=False))
+    return Plan(rows, cache.take_operations()), [share.sequence for share in shares]
 
 
 def _is_plain(share: Share, drafts: bool) -> bool:

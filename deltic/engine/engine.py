@@ -20,6 +20,7 @@ from deltic.cache.policy import distinct, grid_spacing, kept_positions
 from deltic.engine.ahead import plan_ahead
 from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
+from deltic.engine.fairness import stall_of
 from deltic.engine.guessing import Guessing
 from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter
@@ -64,16 +65,16 @@ class Engine:
         """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say. ahead: launch
         steps before the one in flight is collected; by default where a device computes beside the host."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
-        stall = runtime.options.max_stall_ms
-        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget,
-                                   stall / 1000 if stall else None)
+        options = runtime.options
+        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
+                                   stall_of(options.max_stall_ms, options.token_budget))
         self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
         self.launcher = Launcher(runtime)
-        self.ahead = runtime.cache.storage.device.type != "cpu" if ahead is None else ahead
+        self.ahead = runtime.pools.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
             runtime.cache.set_aside(runtime.memory.max_batch)
         self._flight: InFlight | None = None
-        self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
+        self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[TokenOut] = []
 
@@ -109,6 +110,7 @@ class Engine:
         for sequence in self._sequences.get(request, ()):
             self.guessing.forget(sequence)
             self.scheduler.pause(sequence)
+        self.runtime.cache.flush()
 
     def resume(self, request: str) -> None:
         """Have a paused request go on, before those that came after it. Others stay as they are."""
@@ -132,6 +134,8 @@ class Engine:
                 self._lose(flight, error)
             self.stats.steps += 1
             self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - read)
+        if not self.scheduler.running and not self.scheduler.waiting:
+            self.runtime.cache.flush()  # no plan will follow soon
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began - (self.launcher.seconds - before)
         return events
@@ -155,11 +159,9 @@ class Engine:
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running[:]
                  if sequence.logits is not None and self._fits(sequence)]
-        if not plan.rows and not known:
-            return None
         flight = self.launcher.launch(plan, sequences, known)
         flight.drafting = drafting
-        return flight
+        return flight if flight.shares or flight.error else None
 
     def _launch_ahead(self, flight: InFlight) -> InFlight | None:
         """The step after the one in flight; None where it has to wait for that one's tokens."""

@@ -100,8 +100,8 @@ class Launcher:
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None) -> InFlight:
-        """Run the plan and draw for its rows, and for the sequences whose logits are known. before: the step whose
-        tokens rows take that say so. Never raises."""
+        """Carry the plan out; draw for its rows, and for the sequences whose logits are known. before: the step whose
+        tokens those rows take that say so. Never raises."""
         flight = InFlight(plan, [])
         try:
             self._launch(flight, sequences, known, before)
@@ -130,14 +130,17 @@ class Launcher:
         for sequence in known:
             assert sequence.lease is not None
             flight.shares.append(Share(sequence, sequence.lease))
+        if flight.plan.operations:
+            runtime.pools.apply(flight.plan.operations)
         if flight.plan.rows:
-            batch = build(flight.plan, runtime.cache.storage.device, hidden=runtime.head is not None,
+            batch = build(flight.plan, runtime.pools.device, hidden=runtime.head is not None,
                           drawn=before.drawn if before else None)
             began = time.perf_counter()
             logits.append(runtime.run(batch))
             self.seconds += time.perf_counter() - began
         for sequence in known:
-            logits.append(sequence.logits[None].clone())  # a draw may write into them
+            # a draw may write into them, and what came from a tier lies on the host
+            logits.append(sequence.logits[None].to(runtime.pools.device, copy=True))
             sequence.logits = None
         draws = _draws(flight.shares)
         if draws:

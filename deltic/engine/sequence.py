@@ -38,7 +38,8 @@ class Sequence:
     since which it runs, or waits, without a break. rest: what it returns to, where it waits because its turn was over.
     arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those of
     the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step. drafted,
-    accepted: guesses so far, and those of them that were right. acceptance: what is known of them.
+    accepted: guesses so far, and those of them that were right. acceptance: what is known of them. group: what came
+    together has one share of its client's places; client: who has one share of all.
     """
 
     request: Request
@@ -72,15 +73,16 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     acceptance: Acceptance | None = None
+    group: str = field(init=False)
+    client: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.group = self.request.group or self.request.id
+        self.client = self.request.client or self.group
 
     @property
     def done(self) -> int:
         return self.lease.done if self.lease else 0
-
-    @property
-    def group(self) -> str:
-        """What came together has one share of the places."""
-        return self.request.group or self.request.id
 
     @property
     def pending(self) -> int:

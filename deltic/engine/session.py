@@ -201,7 +201,8 @@ class Session:
         return torch.cat(parts) if all_logits else parts[-1]
 
     def _batch(self, row: Row, all_logits: bool = False) -> Batch:
-        return build(Plan((row,)), self.runtime.cache.storage.device, all_logits, self.runtime.head is not None)
+        self.runtime.cache.flush()
+        return build(Plan((row,)), self.runtime.pools.device, all_logits, self.runtime.head is not None)
 
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
         if not isinstance(checkpoint, Checkpoint):
