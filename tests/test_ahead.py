@@ -12,6 +12,7 @@ import pytest
 from reuse_cases import runtime_of
 from speculation_cases import Dictate, EndingAt, headed
 from support import Answers, Watch, drain, embedded_runtime, greedy, numbers, odd_runtime, qwen3_runtime, take
+from test_prefix_tree import tokens_of
 
 from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import NgramDrafter
@@ -54,7 +55,7 @@ def remains(engine: Engine) -> Any:
     """What is countable, and the prefixes that are kept."""
     stats, tree = engine.stats, engine.runtime.cache.tree
     return (replace(stats, ahead=0, last_overhead=0.0),
-            sorted(tuple(tree.tokens(mark)) for mark in tree._marks),
+            sorted(tuple(tokens_of(mark)) for mark in tree._marks),
             engine.runtime.cache.pages.free, engine.runtime.cache.slots.free)
 
 
@@ -73,8 +74,8 @@ REQUESTS: dict[str, list[Request]] = {
               replace(plain("c", 3), matcher=partial(EndingAt, 1)), plain("d", 5, max_repeat=2)],
     "choices": [plain("a", 1, n=3), plain("b", 2, n=2)],
     "what is forced": [plain("a", 1), replace(plain("b", 3, max_tokens=14), guide=partial(Dictate, {12: 3}))],
-    "what the host must see": [plain("a", 1), plain("c", 5, repetition_penalty=1.2, max_tokens=19),
-                               plain("d", 2, min_tokens=6, stop_token_ids=tuple(range(250)), ignore_eos=False)],
+    "what the host must see": [plain("a", 1), plain("c", 6, repetition_penalty=0.5, max_tokens=19),
+                               plain("d", 2, min_tokens=6, stop_token_ids=tuple(range(500)), ignore_eos=False)],
     "guesses": [plain("a", 1), replace(plain("b", 2, max_tokens=25), speculate=True), plain("c", 3)],
     "more than places": [plain(name, seed, max_tokens=8 + 5 * seed) for seed, name in enumerate("abcdefghi", 1)],
 }
@@ -89,6 +90,17 @@ def test_l6_a_step_in_flight_changes_nothing(case: str, model: str) -> None:
     assert tell(found, REQUESTS[case]) == answers and remains(found) == remains(wanted)
     assert tell(found, again) == tell(wanted, again) and remains(found) == remains(wanted)
     assert found.stats.ahead > (0 if case == "guesses" else 20) and not wanted.stats.ahead
+
+
+def test_l6_who_waits_for_a_place_gets_it() -> None:
+    """Where an answer ends unforeseen that may be a step later."""
+    requests = [replace(plain(name, seed, max_tokens=70), matcher=partial(EndingAt, 9 + 5 * seed % 23))
+                for seed, name in enumerate("abcdefghij", 1)]
+    wanted, found = (engine_for(odd_runtime(), ahead, slots=60) for ahead in (False, True))
+    answers, others = tell(wanted, requests), tell(found, requests)
+    assert {key: answer.tokens for key, answer in answers.items()} == {key: a.tokens for key, a in others.items()}
+    assert wanted.stats.steps <= found.stats.steps <= 1.2 * wanted.stats.steps
+    assert found.stats.ahead > found.stats.steps / 2
 
 
 def meddled(what: str, name: str, when: int) -> Meddle:
@@ -111,7 +123,7 @@ def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: s
         longer = (*requests[1].prompt, *answers[("b", 0)].tokens)
         more = tell(engine, [replace(greedy(longer, 12, "longer"), speculate=False)])
         found.append((answers, more))
-        assert engine.runtime.cache.slots.free + len(engine.runtime.cache.spares) + len(
+        assert engine.runtime.cache.slots.free + len(engine.runtime.cache.accounts.spares) + len(
             engine.runtime.cache.tree._marks) == engine.runtime.cache.slots.size
     assert engine.stats.ahead
     for one, other in zip(*found, strict=True):
@@ -132,7 +144,7 @@ def test_l4_where_pages_are_short_nothing_is_launched_ahead_for_them(pages: int)
 
 def test_without_spare_slots_steps_go_one_by_one() -> None:
     engine = engine_for(odd_runtime(), True, slots=1)
-    assert len(engine.runtime.cache.spares) == 0
+    assert len(engine.runtime.cache.accounts.spares) == 0
     tell(engine, REQUESTS["lengths"])
     assert not engine.stats.ahead
 

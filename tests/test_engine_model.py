@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from deltic.cache.storage import allocate
 from support import drain, greedy, odd_runtime, odd_shape, reference, small_runtime
 from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
+from deltic.cache.storage import allocate
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine

@@ -9,7 +9,8 @@
                |                       | in use      |  not in the tree (yet)              |
                |<----- give way ------>|<------------------ do not ----------------------->|
 
-    slots: each free, or one owner's: a lease's (its state, and those that it emits), a checkpoint's, a mark's.
+    slots: each free, or one owner's: a lease's (its state, and those that it emits), a checkpoint's, a mark's;
+    or spare.
     rings: each free, or a lease's.
 
 What is attainable for a sequence is what is free or the tree's alone. A full page never changes, so it may have many
@@ -38,6 +39,8 @@ class Accounts:
         self.tree = PrefixTree(self.pages, self.slots, sizes.slot_tokens)
         self.leases: dict[int, Lease] = {}
         self.checkpoints: dict[int, Checkpoint] = {}
+        self.spares: list[int] = []
+        """Slots for steps in flight to write states to that are not committed yet."""
         self.queue: list[Operation] = []
 
     @property
@@ -76,6 +79,18 @@ class Accounts:
         slot = self.slots.take()
         return None if slot is None else slot[0]
 
+    def take_copy(self, pages: Sequence[int], done: int) -> tuple[int, list[int]] | None:
+        """Own a slot, the full pages below `done`, and a copy of the partial one; None, and no change, if there is no
+        slot or page for that."""
+        slot = self.take_slot()
+        if slot is None:
+            return None
+        shared = self.share_pages(pages, done)
+        if shared is None:
+            self.slots.release([slot])
+            return None
+        return slot, shared
+
     def share_pages(self, pages: Sequence[int], done: int) -> list[int] | None:
         """Own the full pages below `done` too, and a copy of the partial one; None, and no change, if there is no page
         for that."""
@@ -104,12 +119,11 @@ class Accounts:
             assert source.ring is not None
             self.queue.append(FoldRing(target, source.ring, source.base, source.done))
 
-    def check(self, spares: Iterable[int]) -> None:
-        """Assert that free + held + kept is all there is, and that nobody shares a page that will change. spares: slots
-        that are set aside."""
+    def check(self) -> None:
+        """Assert that free + held + kept is all there is, and that nobody shares a page that will change."""
         holders, leases = self.holders, self.leases.values()
         emitting = [slot for lease in leases for slot in lease.emitting.values()]
-        self.slots.check([*(holder.slot for holder in holders), *emitting, *spares, *self.tree.owned_slots()])
+        self.slots.check([*(holder.slot for holder in holders), *emitting, *self.spares, *self.tree.owned_slots()])
         self.rings.check(lease.ring for lease in leases if lease.ring is not None)
         owners = Counter(self.tree.owned_pages())
         for holder in holders:

@@ -46,8 +46,6 @@ class HybridCache:
         self.tree = self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
         self._rests: list[Rest] = []
-        self.spares: list[int] = []
-        """Slots set aside for steps to write states to that are not committed yet."""
 
     def take_operations(self) -> tuple[Operation, ...]:
         """What is to be done to the pools before anything else is, in order; it is the caller's to have it done."""
@@ -132,13 +130,10 @@ class HybridCache:
         return lease
 
     def _copy_mark(self, mark: Mark, path: Sequence[int]) -> Lease | None:
-        slot = self.accounts.take_slot()
-        if slot is None:
+        copy = self.accounts.take_copy(path, mark.done)
+        if copy is None:
             return None
-        pages = self.accounts.share_pages(path, mark.done)
-        if pages is None:
-            self.slots.release([slot])
-            return None
+        slot, pages = copy
         self.tree.use(mark)
         self._queue(CopySlot(mark.slot, slot))
         lease = self.accounts.book(Lease(slot, pages, done=mark.done, logits=mark.logits))
@@ -255,12 +250,13 @@ class HybridCache:
 
     def set_aside(self, count: int) -> None:
         """Have so many spare slots, or as many as leave one for each of as many sequences and one more."""
-        count = min(count - len(self.spares), self.slots.free - count - 1)
-        self.spares += self.slots.take(max(count, 0)) or []
+        spares, free = self.accounts.spares, self.slots.free
+        spares += self.slots.take(max(min(count - len(spares), free - count - 1), 0)) or []
 
     def exchange_spare(self, lease: Lease, spare: int) -> None:
         """The lease's state is the one that a step wrote to this spare slot; its own becomes a spare one."""
-        self.spares[self.spares.index(spare)] = lease.slot
+        spares = self.accounts.spares
+        spares[spares.index(spare)] = lease.slot
         del self.accounts.leases[lease.slot]
         lease.slot = spare
         self.accounts.book(lease)
@@ -269,13 +265,10 @@ class HybridCache:
         """A new lease at the source's position, or None if pages or slots are short. ids: its own, which begin as the
         source's; by default a copy of those."""
         self.accounts.expect(source)
-        slot = self.accounts.take_slot()
-        if slot is None:
+        copy = self.accounts.take_copy(source.pages, source.done)
+        if copy is None:
             return None
-        pages = self.accounts.share_pages(source.pages, source.done)
-        if pages is None:
-            self.slots.release([slot])
-            return None
+        slot, pages = copy
         self.accounts.copy_state(source, slot)
         return self.accounts.book(Lease(slot, pages, [*source.tokens] if ids is None else ids, source.done))
 
@@ -393,7 +386,7 @@ class HybridCache:
 
     def check(self) -> None:
         """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
-        self.accounts.check(self.spares)
+        self.accounts.check()
         guards = Counter(mark for guards in self._guarded() for mark in guards)
         assert all(mark.guards == count for mark, count in guards.items()), "a mark's guards are miscounted"
         for tier in self.tiers:

@@ -18,16 +18,18 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: bool) -> tuple[Pl
     shares = [share for share in flight.shares if share.live]
     if len(shares) != len(scheduler.running) or not all(_is_plain(share, drafts) for share in shares):
         return None
-    shares = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
-    cache = scheduler.cache
+    going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
+    if len(going) < len(shares) and scheduler.waiting:
+        return None  # the place that becomes free is not to stay so for a step
+    shares, cache, spares = going, scheduler.cache, scheduler.cache.accounts.spares
     short = [share.lease for share in shares if share.lease.done == share.lease.covered]
-    if not shares or len(shares) > len(cache.spares) or len(short) > cache.pages.free or not scheduler.pass_over():
+    if not shares or len(shares) > len(spares) or len(short) > cache.pages.free or not scheduler.pass_over():
         return None
     for lease in short:
         cache.reserve(lease, 1)
     rows = tuple(Row((UNKNOWN,), share.lease.done, tuple(share.lease.pages), share.lease.slot, 1, target=spare,
                      base=share.lease.base, ring=share.lease.ring or 0, drawn=share.draw)
-                 for share, spare in zip(shares, cache.spares, strict=False))
+                 for share, spare in zip(shares, spares, strict=False))
     return Plan(rows, cache.take_operations()), [share.sequence for share in shares]
 
 

@@ -159,12 +159,9 @@ class Engine:
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running[:]
                  if sequence.logits is not None and self._fits(sequence)]
-        if not plan.rows and not known:
-            self.runtime.cache.pools.apply(plan.operations)
-            return None
         flight = self.launcher.launch(plan, sequences, known)
         flight.drafting = drafting
-        return flight
+        return flight if flight.shares or flight.error else None
 
     def _launch_ahead(self, flight: InFlight) -> InFlight | None:
         """The step after the one in flight; None where it has to wait for that one's tokens."""

@@ -100,8 +100,8 @@ class Launcher:
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None) -> InFlight:
-        """Run the plan and draw for its rows, and for the sequences whose logits are known. before: the step whose
-        tokens rows take that say so. Never raises."""
+        """Carry the plan out; draw for its rows, and for the sequences whose logits are known. before: the step whose
+        tokens those rows take that say so. Never raises."""
         flight = InFlight(plan, [])
         try:
             self._launch(flight, sequences, known, before)

@@ -154,7 +154,7 @@ class Scheduler:
 
     def pass_over(self) -> bool:
         """Count a step that is not planned here, if `plan` would leave everybody where he is."""
-        if self.waiting:
+        if self.waiting and (len(self.running) < self.max_batch or self._due(self._step + 1)):
             return False
         self._step += 1
         return True
@@ -194,27 +194,32 @@ class Scheduler:
 
     def _take_turns(self) -> None:
         """Put those that wait in order; where no place is free, have at most one running sequence give up its own."""
-        if not self.waiting:
-            return
-        full = len(self.running) >= self.max_batch
-        if full and not self.cache.reuse:
-            return
-        ordered = in_turn(self.waiting, self.running, self._step)
-        for place, sequence in enumerate(ordered):
-            self.waiting[place] = sequence
-        first, leaving = ordered[0], None
-        if full:
-            room = len(first.tokens) + 2 * TURN * len(self.running)  # they go on while one rests
-            leaving = gives_way(first, self.running, self._step, partial(self._can_rest, room=room))
+        leaving = self._due(self._step)
         if leaving:
             self._yield(leaving, resting=True)
             self.add(leaving)
             self.turns += 1
 
+    def _due(self, step: int) -> Sequence | None:
+        """Put those that wait in order; returns who gives his place to the first of them, where no other is free."""
+        if not self.waiting:
+            return None
+        full = len(self.running) >= self.max_batch
+        if full and not self.cache.reuse:
+            return None
+        ordered = in_turn(self.waiting, self.running, step)
+        for place, sequence in enumerate(ordered):
+            self.waiting[place] = sequence
+        if not full:
+            return None
+        room = len(ordered[0].tokens) + 2 * TURN * len(self.running)  # they go on while one rests
+        return gives_way(ordered[0], self.running, step, partial(self._can_rest, room=room))
+
     def _can_rest(self, sequence: Sequence, room: int) -> bool:
         """Whether it costs little to go on later: its state stays beside so many tokens more, or a step reads as
         much."""
         return sequence.done <= self.token_budget or self.cache.can_rest(room)
+
 
     def _admit(self) -> dict[Sequence, int]:
         """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.
