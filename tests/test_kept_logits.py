@@ -21,7 +21,7 @@ def engine_of(**options: Any) -> Engine:
 def kept_bytes(engine: Engine) -> int:
     """Bytes of all logits that outlive a step."""
     cache = engine.runtime.cache
-    rows = [kept.logits for kept in (*cache.tree._marks, *cache._checkpoints.values()) if kept.logits is not None]
+    rows = [kept.logits for kept in (*cache.tree._marks, *cache.accounts.checkpoints.values()) if kept.logits is not None]
     return sum(row.untyped_storage().nbytes() for row in rows)
 
 

@@ -17,6 +17,7 @@ import pytest
 from speculation_cases import PATTERNS, Scripted
 from story_cases import AGAIN, MODELS, VOCABULARY, Room, Story, story_of
 from support import Answer, Answers, Mismatch, odd_runtime, qwen3_runtime, same_logits, serve, session_over, take
+from test_prefix_tree import tokens_of
 from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
@@ -162,7 +163,7 @@ class Stage:
         """The logits kept with a state are those that its tokens end with. Seldom is drawn from wrong ones."""
         tree = self.engine.runtime.cache.tree
         for mark in tree._marks:
-            tokens = tuple(tree.tokens(mark))
+            tokens = tuple(tokens_of(mark))
             if mark.logits is not None and self.known.get(tokens) is not mark.logits:
                 self.reader.restore(None)
                 same_logits(self.reader.prefill(tokens)[None], mark.logits[None], TOLERANCE)

@@ -76,6 +76,18 @@ class Accounts:
         slot = self.slots.take()
         return None if slot is None else slot[0]
 
+    def take_copy(self, pages: Sequence[int], done: int) -> tuple[int, list[int]] | None:
+        """Own a slot, the full pages below `done`, and a copy of the partial one; None, and no change, if there is no
+        slot or page for that."""
+        slot = self.take_slot()
+        if slot is None:
+            return None
+        shared = self.share_pages(pages, done)
+        if shared is None:
+            self.slots.release([slot])
+            return None
+        return slot, shared
+
     def share_pages(self, pages: Sequence[int], done: int) -> list[int] | None:
         """Own the full pages below `done` too, and a copy of the partial one; None, and no change, if there is no page
         for that."""

@@ -132,13 +132,10 @@ class HybridCache:
         return lease
 
     def _copy_mark(self, mark: Mark, path: Sequence[int]) -> Lease | None:
-        slot = self.accounts.take_slot()
-        if slot is None:
+        copy = self.accounts.take_copy(path, mark.done)
+        if copy is None:
             return None
-        pages = self.accounts.share_pages(path, mark.done)
-        if pages is None:
-            self.slots.release([slot])
-            return None
+        slot, pages = copy
         self.tree.use(mark)
         self._queue(CopySlot(mark.slot, slot))
         lease = self.accounts.book(Lease(slot, pages, done=mark.done, logits=mark.logits))
@@ -269,13 +266,10 @@ class HybridCache:
         """A new lease at the source's position, or None if pages or slots are short. ids: its own, which begin as the
         source's; by default a copy of those."""
         self.accounts.expect(source)
-        slot = self.accounts.take_slot()
-        if slot is None:
+        copy = self.accounts.take_copy(source.pages, source.done)
+        if copy is None:
             return None
-        pages = self.accounts.share_pages(source.pages, source.done)
-        if pages is None:
-            self.slots.release([slot])
-            return None
+        slot, pages = copy
         self.accounts.copy_state(source, slot)
         return self.accounts.book(Lease(slot, pages, [*source.tokens] if ids is None else ids, source.done))
 
