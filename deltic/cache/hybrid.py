@@ -128,8 +128,7 @@ class HybridCache:
             self._queue(CopySlot(lease.slot, slot))
 
     def _resume(self, mark: Mark, room: int) -> Lease | None:
-        """A lease at a mark; it owns a copy of the state and of the partial page, so that the mark may go at
-        once."""
+        """A lease at a mark, which may go at once: the lease owns a copy of the state and of the partial page."""
         path = self.tree.path(mark)
         missing = room - mark.done // PAGE
         if missing > self.accounts.attainable(missing, path):

@@ -1,9 +1,9 @@
 """The prefix tree: which token prefixes have K/V pages here, and at which positions a state is kept.
 
-A node is one full page of tokens below its parent; the path from the root spells a prefix. A mark is a position that
-is kept: the state after a node's prefix and the tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V
-is in a page of the mark's own. Only there can be resumed; a node without one in its subtree is of no use, and the
-tree has none (L2).
+A node is one full page of tokens below its parent; the path from the root spells a prefix. A mark is a kept
+position: the state after a node's prefix and the tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is
+in a page of the mark's own. Only marks can be resumed; a node without one in its subtree is of no use, and the tree
+has none (L2).
 
     root ── page 0 ── page 1 ── page 2
                         │          └ mark, tail of 5 tokens
@@ -227,7 +227,7 @@ class PrefixTree:
             node, tail = mark.node, mark.tail
             assert node.marks.get(tail) is mark, "a mark hangs at the wrong node"
             assert mark.done == node.depth * PAGE + len(tail) // 8, "a mark's position is wrong"
-            assert (mark.page is None) == (not tail), "a mark has a tail without page, or a page without tail"
+            assert (mark.page is None) == (not tail), "a mark has a tail and no page, or a page and no tail"
             assert (mark.logits is None) == (mark not in self._ends), "a mark's logits are miscounted"
         for node in self._nodes():
             assert node.children or node.marks, "a page is kept that no mark needs"
@@ -255,7 +255,7 @@ class PrefixTree:
             node, start = node.children.get(rest), start + _BYTES
 
     def _deepest(self, node: Node, rest: bytes, length: int) -> Mark | None:
-        """The deepest mark of a node at which a prompt of so many tokens, of which `rest` comes next, can resume."""
+        """The deepest mark of a node where a prompt of so many tokens, `rest` the next of them, can resume."""
         fits = [one for one in node.marks.values() if rest.startswith(one.tail)
                 and (one.done < length or one.logits is not None)]
         return max(fits, key=lambda one: one.done, default=None)
