@@ -91,7 +91,8 @@ class Recorder:
         return getattr(self.runtime, name)
 
     def watch(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        cache, planned, flush, hold = self.runtime.cache, engine.scheduler.plan, self.runtime.cache.flush, Storage.hold
+        cache, planned, hold = self.runtime.cache, engine.scheduler.plan, Storage.hold
+        flush = cache.flush
 
         def plan() -> Any:
             found = planned()

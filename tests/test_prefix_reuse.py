@@ -206,7 +206,7 @@ def test_side_requests_beside_a_running_conversation_do_not_take_its_last_checkp
 def test_positions_that_a_conversation_has_passed_go_first() -> None:
     engine = engine_for(slots=24, batch=1)
     last = conversation(engine, 4)
-    marks = {mark.done: mark.expected for mark in tree_of(engine)._marks if mark.done <= len(last)}
+    marks = {one.done: one.expected for one in tree_of(engine)._marks if one.done <= len(last)}
     expected = [done for done, is_expected in marks.items() if is_expected]
     assert expected == [30, len(last)], "the opening, and where the next prompt will part"
     assert {60, 85, 110} <= set(marks), "others stay as long as there is room: an edit may return to them"

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 class HybridCache:
     """Grants pages and slots, moves cursors, forks and restores. `check()` proves the accounts."""
 
-    def __init__(self, pools: Pools, reuse: bool = True, tiers: Sequence[Shelf] = (), rows: int | None = None) -> None:
+    def __init__(self, pools: Pools, reuse: bool = True, tiers: Sequence[Shelf] = (),
+                 rows: int | None = None) -> None:
         """reuse: keep prefixes of finished sequences for following ones. tiers: where to keep them too, fastest
         first. rows: positions that may be kept with their logits; None: as many as there are slots."""
         self.pools, self.reuse, self.sizes = pools, reuse, pools.sizes
@@ -77,13 +78,19 @@ class HybridCache:
         lease = self._arrive(fetch, pages, mark.done if mark else 0)
         if lease is None and mark:
             lease = self._resume(mark, pages)
-        if lease is None and not (mark and room) and pages <= self.accounts.attainable(pages) and self.make_room(pages):
-            slot = self.accounts.take_slot()
-            lease = None if slot is None else self.accounts.book(Lease(slot))
+        if lease is None and not (mark and room):
+            lease = self._begin(pages)
         if lease:
             lease.ids = prompt if isinstance(prompt, list) else [*prompt]
             lease.shared = match.shared
         return lease
+
+    def _begin(self, room: int) -> Lease | None:
+        """A lease at the start."""
+        if room > self.accounts.attainable(room) or not self.make_room(room):
+            return None
+        slot = self.accounts.take_slot()
+        return None if slot is None else self.accounts.book(Lease(slot))
 
     def fetch(self, prompt: Sequence[int]) -> Fetch:
         """Have the tiers look for a deeper position than `known` ones; to be polled, then given to `admit`."""
@@ -119,7 +126,7 @@ class HybridCache:
             self._queue(CopySlot(lease.slot, slot))
 
     def _resume(self, mark: Mark, room: int) -> Lease | None:
-        """A lease at a mark; it owns a copy of the state and of the partial page, so the mark may go at once."""
+        """A lease at a mark, which may go at once: the lease owns a copy of the state and of the partial page."""
         path = self.tree.path(mark)
         missing = room - mark.done // PAGE
         if missing > self.accounts.attainable(missing, path):
@@ -355,7 +362,7 @@ class HybridCache:
                 mark.guards -= 1
 
     def release(self, lease: Lease, keep: bool = False, lasting: bool = True) -> Mark | None:
-        """Give back all that the lease owns; keep: the tree takes over its state and pages, under the mark that is
+        """Give back all that the lease owns; keep: the tree takes over its state and pages, as the mark that is
         returned. lasting: the tiers get them too."""
         self.accounts.expect(lease)
         if keep and self.reuse:
@@ -387,8 +394,8 @@ class HybridCache:
     def check(self) -> None:
         """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
         self.accounts.check()
-        guards = Counter(mark for guards in self._guarded() for mark in guards)
-        assert all(mark.guards == count for mark, count in guards.items()), "a mark's guards are miscounted"
+        guards = Counter(one for guards in self._guarded() for one in guards)
+        assert all(one.guards == count for one, count in guards.items()), "a mark's guards are miscounted"
         for tier in self.tiers:
             tier.check()
 
@@ -411,6 +418,6 @@ def _guard(lease: Lease, mark: Mark) -> None:
 def _succeed(passed: Sequence[Mark], end: Mark, expected: set[int]) -> None:
     """A prompt that resumes where the conversation's next turn was expected leaves what came after. It is another
     conversation that resumes at the first of several positions, the end of the opening."""
-    turns = [mark for mark in passed if mark is not end and (len(expected) == 1 or mark.done > min(expected))]
-    for index, mark in enumerate(turns):
-        mark.later = [*turns[index + 1:], end]
+    turns = [one for one in passed if one is not end and (len(expected) == 1 or one.done > min(expected))]
+    for index, one in enumerate(turns):
+        one.later = [*turns[index + 1:], end]

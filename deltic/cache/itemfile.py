@@ -55,7 +55,7 @@ def encode(item: Item, tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
 
 
 def decode(file: BinaryIO, item: Item, most: int | None = None) -> dict[str, Tensor]:
-    """The tensors in an unbuffered file; MediumError if it is not exactly what `encode` made of this item, or if they
+    """The tensors in an unbuffered file; MediumError if it is not just what `encode` made of this item, or if they
     have more than `most` bytes.
 
     No more memory is taken than the file is long.

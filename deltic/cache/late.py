@@ -14,8 +14,8 @@ from deltic.cache.medium import Item
 Opening = Future[tuple[Disk, DiskNotes]]
 
 class LateDisk:
-    """A `Medium` that is not there yet. What is called in threads of its own waits for it, and raises what opening it
-    raises."""
+    """A `Medium` that is not there yet. What is called in threads of its own waits for it, and raises what opening
+    it raises."""
 
     name = "disk"
     writable = True

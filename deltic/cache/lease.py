@@ -13,12 +13,18 @@ from deltic.types import PAGE
 class Lease:
     """What one running sequence owns. Read it freely; only HybridCache changes it.
 
-    ids: the sequence's token ids, the very list that its owner appends to; committed K/V and state stand for the first
-    `done` of them. pages cover `covered` tokens.
-    logits: those of the last token where it started, if known. source: the tier that it came from, if any. shared:
-    tokens of K/V that the tree knew of its prompt. emitting: slots that steps write the state at a position to, to be
-    kept by `keep_emitted`. expected: positions where following prompts are expected to part. guarded: the marks to
-    which the sequence would return.
+    slot: of its state.
+    pages: of its K/V; they cover `covered` tokens.
+    ids: the sequence's token ids, the very list that its owner appends to.
+    done: the cursor: committed K/V and state stand for so many of the ids.
+    logits: those of the last token where it started, if known.
+    source: the tier that it came from, if any.
+    shared: tokens of K/V that the tree knew of its prompt.
+    emitting: slots that steps write the state at a position to, to be kept by `keep_emitted`.
+    expected: positions where following prompts are expected to part.
+    guarded: the marks to which the sequence would return.
+    ring: its replay ring, if it has one.
+    behind: committed tokens that are in the ring and not in the state.
     """
 
     slot: int

@@ -83,8 +83,12 @@ def operation_of(found: Sequence[Any]) -> Operation:
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """How many units there are. token_bytes, slot_bytes: of a token's K/V, and of a slot. recurrent: some layer has a
-    state, so that a sequence cannot be cut anywhere."""
+    """How many units there are, and what they cost.
+
+    token_bytes: of a token's K/V in all layers.
+    slot_bytes: of a state in all layers.
+    recurrent: some layer has a state, so that a sequence cannot be cut anywhere.
+    """
 
     pages: int
     slots: int

@@ -1,8 +1,8 @@
 """The prefix tree: which token prefixes have K/V pages here, and at which positions a state is kept.
 
-A node is one full page of tokens below its parent; the path from the root spells a prefix. A mark is a kept position:
-the state after a node's prefix and the mark's tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is in
-a page of the mark's own. Only marks can be resumed; a node without a mark in its subtree is of no use, and the tree
+A node is one full page of tokens below its parent; the path from the root spells a prefix. A mark is a kept
+position: the state after a node's prefix and the tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is
+in a page of the mark's own. Only marks can be resumed; a node without one in its subtree is of no use, and the tree
 has none (L2).
 
     root ── page 0 ── page 1 ── page 2
@@ -44,10 +44,15 @@ class Node:
 class Mark:
     """A kept position of `done` tokens: a state slot and, with a tail, the partial page.
 
-    logits: those of the last token, if a prompt ended here. above: the next kept position on the way to the root.
-    expected: a following prompt is likely to resume here. guards: how many running sequences would return here.
-    pinned: to be kept for as long as anything can be. uses: how many resumed here. locks: how many are just doing so.
-    later: marks of the same conversation that nobody will need who resumes here. age: of the tree at the last use.
+    logits: those of the last token, if a prompt ended here.
+    above: the next kept position on the way to the root.
+    expected: a following prompt is likely to resume here.
+    guards: how many running sequences would return here.
+    pinned: to be kept for as long as anything can be.
+    uses: how many resumed here.
+    locks: how many are just doing so.
+    later: those of the same conversation that nobody will need who resumes here.
+    age: of the tree at the last use.
     """
 
     node: Node
@@ -116,8 +121,8 @@ class PrefixTree:
     def diverged(self, tokens: Sequence[int]) -> int:
         """How many of the tokens some kept prefix begins with, to the token."""
         *_, (node, rest) = self._walk(tokens)
-        return node.depth * PAGE + max((common_length(rest, other) // 8 for other in (*node.children, *node.marks)),
-                                       default=0)
+        others = (*node.children, *node.marks)
+        return node.depth * PAGE + max((common_length(rest, other) // 8 for other in others), default=0)
 
     def at(self, tokens: Sequence[int]) -> Mark | None:
         """The mark at the very end of `tokens`."""
@@ -198,7 +203,7 @@ class PrefixTree:
 
     def evict(self) -> bool:
         """Give up the mark that is worth least, and the pages that only it needed; False if all are locked."""
-        victim = min((mark for mark in self._marks if not mark.locks), key=self._order, default=None)
+        victim = min((one for one in self._marks if not one.locks), key=self._order, default=None)
         if victim is None:
             return False
         if victim.pinned:
@@ -219,9 +224,10 @@ class PrefixTree:
     def check(self) -> None:
         """Assert that every mark hangs where its tokens say, and that every leaf has one."""
         for mark in self._marks:
-            assert mark.node.marks.get(mark.tail) is mark, "a mark hangs at the wrong node"
-            assert mark.done == mark.node.depth * PAGE + len(mark.tail) // 8, "a mark's position is wrong"
-            assert (mark.page is None) == (not mark.tail), "a mark has a tail without page, or a page without tail"
+            node, tail = mark.node, mark.tail
+            assert node.marks.get(tail) is mark, "a mark hangs at the wrong node"
+            assert mark.done == node.depth * PAGE + len(tail) // 8, "a mark's position is wrong"
+            assert (mark.page is None) == (not tail), "a mark has a tail and no page, or a page and no tail"
             assert (mark.logits is None) == (mark not in self._ends), "a mark's logits are miscounted"
         for node in self._nodes():
             assert node.children or node.marks, "a page is kept that no mark needs"
@@ -249,10 +255,10 @@ class PrefixTree:
             node, start = node.children.get(rest), start + _BYTES
 
     def _deepest(self, node: Node, rest: bytes, length: int) -> Mark | None:
-        """The deepest mark of a node that a prompt of so many tokens, of which `rest` comes next, can resume at."""
-        fits = [mark for mark in node.marks.values() if rest.startswith(mark.tail)
-                and (mark.done < length or mark.logits is not None)]
-        return max(fits, key=lambda mark: mark.done, default=None)
+        """The deepest mark of a node where a prompt of so many tokens, `rest` the next of them, can resume."""
+        fits = [one for one in node.marks.values() if rest.startswith(one.tail)
+                and (one.done < length or one.logits is not None)]
+        return max(fits, key=lambda one: one.done, default=None)
 
     def _child(self, node: Node, key: bytes, page: int) -> Node:
         child = node.children[key] = Node(node, key, page, node.depth + 1)
@@ -286,8 +292,8 @@ class PrefixTree:
 
 def _above(node: Node, rest: bytes, length: int) -> Mark | None:
     """The deepest mark of a node that tokens, of which `rest` comes next, pass before their end."""
-    return max((mark for mark in node.marks.values() if mark.done < length and rest.startswith(mark.tail)),
-               key=lambda mark: mark.done, default=None)
+    passed = (one for one in node.marks.values() if one.done < length and rest.startswith(one.tail))
+    return max(passed, key=lambda one: one.done, default=None)
 
 
 def _keys(tokens: Sequence[int]) -> bytes:
