@@ -67,7 +67,7 @@ class Score(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """What has come for one choice. number: counts the choices of all jobs. done: the whole choice, with its last
     piece; remember: to be called then, so that following prompts can build on it."""
@@ -107,8 +107,10 @@ class _Growing:
 
     def piece(self, number: int) -> Piece:
         """What has come since the last one."""
-        ended = self.text.region == "content" and not self.text.stopped
-        deltas, scores = merge(self.deltas + self.text.finish() if self.end else self.deltas), self.scores
+        if self.end:
+            ended = self.text.region == "content" and not self.text.stopped
+            self.deltas += self.text.finish()
+        deltas, scores = merge(self.deltas) if len(self.deltas) > 1 else self.deltas, self.scores
         self.deltas, self.scores = [], []
         if self.keeps:
             self.said += deltas
@@ -156,12 +158,15 @@ class Answers:
     def take(self, events: Iterable[TokenOut]) -> list[Piece]:
         """What these events bring, a piece for each choice that they are for."""
         touched: dict[int, _Growing] = {}
-        for row, event in ((self.row(news), event) for news in events for event in self._told(self.row(news), news)):
-            number = self._firsts[row] + event.choice
-            growing = self._growing.get(number) or self._begin(number, row, event.choice)
-            growing.take(event, self._whole)
-            self.tokens += event.token is not None
-            touched[number] = growing
+        for news in events:
+            row = self._rows[news.request]
+            plain = not self._stopped and (news.usage or not news.finish)
+            for event in (news,) if plain else self._told(row, news):
+                number = self._firsts[row] + event.choice
+                growing = self._growing.get(number) or self._begin(number, row, event.choice)
+                growing.take(event, self._whole)
+                self.tokens += event.token is not None
+                touched[number] = growing
         return [self._piece(number, growing) for number, growing in touched.items()]
 
     def stop(self, row: int) -> None:
@@ -209,7 +214,7 @@ class Answers:
     def _piece(self, number: int, growing: _Growing) -> Piece:
         piece = growing.piece(number)
         if piece.done:
-            row = self.row(growing.end) if growing.end else 0
+            row = self._rows[growing.job.request.id]
             growing.job.texts.forget(piece.done.index)
             del self._growing[number]
             if self._whole:

@@ -30,6 +30,8 @@ class StopScanner:
 
     def push(self, text: str) -> str:
         """Take more text, give the part that is certain to come before any stop string."""
+        if not self.stops:
+            return text
         text = self.held + text
         ends = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if ends:

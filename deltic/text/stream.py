@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from deltic.text.coerce import dumps, typed
 from deltic.text.deltas import Delta, Region, ToolDelta, merge
@@ -63,7 +63,7 @@ class Router:
         self._parse_calls = bool(tools)
         self._new_id = new_id
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopScanner(tuple(stop))
+        self.stops = StopScanner(tuple(stop))
         self._region: Region = start
         self._partial = ""  # perhaps the beginning of a marker
         self._spaces = ""  # whitespace that a following marker would swallow
@@ -77,7 +77,7 @@ class Router:
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete; nothing is emitted any more."""
-        return self._stops.stopped
+        return self.stops.stopped
 
     @property
     def region(self) -> Region:
@@ -106,7 +106,7 @@ class Router:
         if self._region == "tool":
             self._give_call_up()
         if not self.stopped:
-            self._put(self._stops.flush())
+            self._put(self.stops.flush())
             self._emit_spaces()
         return self._take()
 
@@ -115,12 +115,12 @@ class Router:
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         twin._utf8.setstate(self._utf8.getstate())
-        twin._stops, twin._body, twin._out = self._stops.copy(), self._body.copy(), []
+        twin.stops, twin._body, twin._out = self.stops.copy(), self._body.copy(), []
         return twin
 
     def _take(self) -> list[Delta]:
         out, self._out = self._out, []
-        return merge(out)
+        return merge(out) if len(out) > 1 else out
 
     def _scan(self, text: str) -> None:
         """Split at markers that have no token of their own."""
@@ -148,12 +148,14 @@ class Router:
                 self._announce_call()
         elif not self.stopped:
             text = self._skip_leading(text)
-            self._put(self._stops.push(text) if self._region == "content" else text)
+            self._put(self.stops.push(text) if self._region == "content" else text)
             if self.stopped:
                 self._emit_spaces()
 
     def _skip_leading(self, text: str) -> str:
-        kept = text.lstrip(self._skip) if self._skips else text
+        if not self._skips:
+            return text
+        kept = text.lstrip(self._skip)
         if len(text) - len(kept) > self._skips:
             kept = text[self._skips:]
         self._skips = 0 if kept else self._skips - len(text)
@@ -199,7 +201,7 @@ class Router:
 
     def _open_thinking(self) -> None:
         if self._region == "content":
-            self._put(self._stops.flush())
+            self._put(self.stops.flush())
             self._spaces = ""
         self._enter("reasoning", "\n", 1)
 
@@ -210,7 +212,7 @@ class Router:
         self._enter("content", "\r\n", _ENDLESS)
 
     def _open_call(self) -> None:
-        self._put(self._stops.flush())
+        self._put(self.stops.flush())
         self._gap = self._spaces if self._region == "content" else ""
         self._spaces, self._body, self._call_id = "", CallBody(), ""
         self._enter("tool", "", 0)
@@ -259,11 +261,8 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-class Said(NamedTuple):
-    """What a token of an answer says. offset: characters that tokens said before it."""
-
-    offset: int
-    deltas: list[Delta]
+Said = tuple[int, list[Delta]]
+"""Characters that an answer's tokens said before one of them, and what that one says."""
 
 
 class AnswerText:
@@ -274,7 +273,7 @@ class AnswerText:
     """
 
     def __init__(self, router: Router, hidden: frozenset[int] = frozenset()) -> None:
-        self._router, self._hidden = router, hidden
+        self._router, self._stops, self._hidden = router, router.stops, hidden
         self._ahead: deque[Said] = deque()
 
     @property
@@ -285,12 +284,12 @@ class AnswerText:
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete."""
-        return self._router.stopped
+        return self._stops.stopped
 
     def push(self, token: int, /) -> bool:
         """Route the next token before it is read; True if a stop string is complete."""
         self._ahead.append(self._route(token))
-        return self._router.stopped
+        return self._stops.stopped
 
     def take(self, token: int) -> Said:
         """What the next token says."""
@@ -301,7 +300,7 @@ class AnswerText:
         return self._router.finish()
 
     def _route(self, token: int) -> Said:
-        return Said(self._router.characters, [] if token in self._hidden else self._router.feed(token))
+        return self._router.characters, [] if token in self._hidden else self._router.feed(token)
 
 
 class AnswerTexts:
