@@ -22,6 +22,7 @@ from torch import Tensor
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.kernels import native_weight
 from deltic.ops.cpu.library import library
+from deltic.ops.memory import Arena
 from deltic.ops.qtensor import QTensor, pack_rows
 from deltic.weights.gguf.blocks import BY_NAME, LAYOUTS
 
@@ -57,7 +58,8 @@ def file_rows(name: str, rows: int, columns: int) -> NDArray[np.uint8]:
 
 def packed(name: str, raw: NDArray[np.uint8], columns: int) -> QTensor:
     flat = raw.reshape(-1)
-    return pack_rows(name, BY_NAME[name].id, len(raw), columns, raw.shape[1], lambda start, count: flat[start:][:count])
+    return pack_rows(name, BY_NAME[name].id, len(raw), columns, raw.shape[1], lambda start, count: flat[start:][:count],
+                     Arena())
 
 
 @cache
