@@ -14,7 +14,7 @@ from deltic.ops.cuda import arguments
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.sample import source
-from deltic.ops.cuda.shapes import ADD, GATE, HALF, MOST, STORE, WARPS, Multiply, Shapes
+from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes
 from deltic.ops.records import AttentionSpec, GdnSpec
 
 MODELS = {
@@ -31,7 +31,7 @@ def shapes_of(name: str) -> Shapes:
     hidden, ffn, gdn, attention = MODELS[name]
     products = {Multiply(hidden, True, STORE): None, Multiply(gdn.values, False, ADD): None,
                 Multiply(attention.queries, False, ADD): None, Multiply(hidden, True, GATE): None,
-                Multiply(ffn, False, ADD): None}
+                Multiply(ffn, False, ADD): None, Multiply(ffn, False, ADD, 4): None}
     return Shapes(tuple(products), gdn, attention)
 
 
@@ -56,10 +56,10 @@ def test_products_fit(name: str, tokens: int) -> None:
     for product in shapes_of(name).products:
         for mine in (1, 2, 8, 240):
             group = product.group(tokens, mine)
-            shared = product.shared(tokens, group, group >= mine)
-            assert group % product.units == 0 and HALF <= shared <= BLOCK
-            if tokens == 1 and mine <= 8:
-                assert shared + HALF + 2048 <= MULTIPROCESSOR, "the next kernel has no room beside it"
+            slots, shared = product.shared(tokens, group, group >= mine)
+            assert group % 2 == 0 and 2 <= slots <= 32 and MULTIPROCESSOR // 3 < shared <= BLOCK
+            if tokens == 1:
+                assert 2 * shared + 18 * 1024 <= MULTIPROCESSOR, "the next kernel has no room beside it"
 
 
 @pytest.mark.parametrize("name", MODELS)

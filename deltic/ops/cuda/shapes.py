@@ -13,13 +13,18 @@ from deltic.ops.records import AttentionSpec, GdnSpec, GdnWeights, Stack, Stores
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
 WARPS = 8
-"""Of a block that multiplies."""
-_HELD = 10
-"""Fragments of input that a thread keeps in registers."""
-_INPUT = 88 << 10
+"""Of a block that multiply; one more copies."""
+SEGMENT = 1024
+"""Columns that are copied at once."""
+HALF, WHOLE = 105 << 10, 226 << 10
+"""Bytes of shared memory of a block that leave room for the next kernel's block, and for a small one, beside it; of one
+that stays alone."""
+_ALONE = 84 << 10
+"""Of which only two blocks fit on a multiprocessor: see kernels/common.cuh."""
+_INPUT = 132 << 10
 """Bytes of input that a block keeps in shared memory at most."""
-HALF = 84 << 10
-"""More than a third of what a multiprocessor has: see kernels/common.cuh."""
+_SUMS = 8 << 10
+"""Bytes of a group's sums."""
 _NORMALISED, _PLAIN = 4096, 12288
 """Columns that products take at most."""
 STORE, ADD, GATE = range(3)
@@ -27,57 +32,56 @@ STORE, ADD, GATE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
-    """A product: columns of its weight, whether its input is normalised, what becomes of its sums."""
+    """A product: columns of its weight, whether its input is normalised, what becomes of its sums, rows of a unit."""
 
     columns: int
     norm: bool
     out: int
-
-    @property
-    def loads(self) -> int:
-        """Loads of a thread for a unit of 8 rows."""
-        return 2 * -(-self.columns // (64 * WARPS))
-
-    @property
-    def units(self) -> int:
-        """Units that are multiplied at the same time."""
-        return max(1, min(4, 16 // self.loads))
-
-    def depth(self, tokens: int) -> int:
-        """Copies of 16 bytes that a thread has on their way. More would leave no room for the next kernel's blocks
-        beside these, or for the input."""
-        if 2 < tokens <= FEW or (self.norm and tokens * self.columns * 2 > _INPUT):
-            return 16
-        return 24 if self.columns <= 4096 else 20
-
-    def held(self, tokens: int) -> bool:
-        """Whether a thread keeps its share of so many tokens of input in registers."""
-        return self.loads * (2 if tokens > FEW else 1) <= _HELD
+    unit: int = 8
 
     def direct(self, tokens: int) -> bool:
         """Whether so many tokens of input are too large for shared memory, and are read again for every unit."""
-        return not self.norm and not self.held(tokens) and tokens * self.columns * 2 > _INPUT
+        return not self.norm and tokens * self.columns * 2 > _INPUT
 
     def name(self, tokens: int) -> str:
         return (f"product_{self.columns}_{'norm' if self.norm else 'plain'}_{('store', 'add', 'gate')[self.out]}"
-                f"_{'many' if tokens > FEW else 'few'}{'_direct' if self.direct(tokens) else ''}_{self.depth(tokens)}")
+                f"_{self.unit}_{'many' if tokens > FEW else 'few'}{'_direct' if self.direct(tokens) else ''}")
 
     def source(self, tokens: int) -> str:
         many, norm, direct = (str(flag).lower() for flag in (tokens > FEW, self.norm, self.direct(tokens)))
-        return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32}, 2) {self.name(tokens)}'
+        return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32 + 32}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {many}, "
-                f"{self.units}, {self.depth(tokens)}, {direct}>(a); }}\n")
+                f"{self.unit}, {direct}>(a); }}\n")
 
     def group(self, tokens: int, units: int) -> int:
-        """Units of a block between two sums over the warps: as many as fit, a multiple of `units`."""
-        fit = max(1, (16 << 10) // (WARPS * 8 * tokens * 4))
-        return max(1, min(fit, units) // self.units) * self.units
+        """Units of a block between two sums over the warps: as many as fit, an even number."""
+        fit = max(1, _SUMS // (WARPS * 8 * tokens * 4))
+        return (max(1, min(fit, units)) + 1) // 2 * 2
 
-    def shared(self, tokens: int, group: int, single: bool) -> int:
-        """Bytes of shared memory. single: one group is all there is."""
-        inputs = 0 if self.direct(tokens) or self.held(tokens) else tokens * self.columns * 2 + 64
+    def slots(self, tokens: int, sums: int) -> int:
+        """Segments that are on their way to a block or wait there."""
+        slot, fixed = self._slot, self._fixed(tokens) + sums
+        beside = (HALF - fixed) // slot
+        return max(2, min(beside if beside >= 3 else (WHOLE - fixed) // slot, 24 if self.columns < SEGMENT else 12))
+
+    def shared(self, tokens: int, group: int, single: bool) -> tuple[int, int]:
+        """Slots, and bytes of shared memory. single: one group is all there is."""
         sums = (1 if single else 2) * group * WARPS * 8 * tokens * 4
-        return max(HALF, 512 + self.depth(tokens) * WARPS * 512 + inputs + sums)
+        slots = self.slots(tokens, sums)
+        return slots, max(_ALONE, self._fixed(tokens) + sums + slots * self._slot)
+
+    @property
+    def _slot(self) -> int:
+        return self.unit * (min(self.columns, SEGMENT) * 2 + 64)
+
+    def _fixed(self, tokens: int) -> int:
+        return 1024 + (0 if self.direct(tokens) else tokens * self.columns * 2)
+
+
+def unit_of(rows: int, out: int, blocks: int) -> int:
+    """Rows of a unit, so that the blocks have much the same to do."""
+    most = {unit: -(-rows // (unit * blocks)) * unit for unit in (8, 4)}
+    return 4 if out == ADD and most[4] < 0.95 * most[8] else 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class Shapes:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the largest block takes."""
-        return max(product.shared(tokens, product.group(tokens, 1 << 20), False)
+        return max(product.shared(tokens, product.group(tokens, 1 << 20), False)[1]
                    for product in self.products for tokens in range(1, MOST + 1))
 
     def source(self) -> str:
@@ -100,9 +104,10 @@ class Shapes:
         text += [_entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         for kind, name in (("float", "few"), ("u16", "many")):
-            if self.gdn:
-                text.append(_entry(f"gdn_{name}", "Gdn", f"{gdn_threads(self.gdn)}, 2",
-                                   f"gdn<{self.gdn.key_dim}, {self.gdn.value_dim}, {kind}>"))
+            if gdn := self.gdn:
+                size = gdn_slice(gdn, name)
+                text.append(_entry(f"gdn_{name}", "Gdn", "128, 8" if size == 16 else "128, 6",
+                                   f"gdn<{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}>"))
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
                 text.append(_entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
@@ -115,13 +120,18 @@ def _entry(name: str, type: str, bounds: str, call: str) -> str:
             f"{{ {inner}(a); }}\n")
 
 
-def gdn_threads(spec: GdnSpec) -> int:
-    return 512 if spec.key_dim * spec.value_dim >= 16384 else 128
+def gdn_slice(spec: GdnSpec, kind: str) -> int:
+    """Columns of a value head that a block has: few rows are spread over the card."""
+    return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
 
 
 def shapes_of(stack: Stack, stores: Stores) -> Shapes | None:
     """None where the kernels do not know the model: another dtype, packed weights, unusual sizes."""
+    assert isinstance(stack.embedding, Tensor)
+    if not stack.embedding.is_cuda:
+        return None
     products: dict[Multiply, None] = {}
+    blocks = blocks_of(stack.embedding.device)
     gdn: GdnSpec | None = None
     attention: AttentionSpec | None = None
     weights: list[Weight] = [stack.embedding, stack.head]
@@ -143,11 +153,16 @@ def shapes_of(stack: Stack, stores: Stores) -> Shapes | None:
         for weight, norm, out in ((inner, True, STORE), (outer, False, ADD), (layer.mlp.gate_up, True, GATE),
                                   (layer.mlp.down, False, ADD)):
             assert isinstance(weight, Tensor)
-            products[Multiply(weight.shape[1], norm, out)] = None
+            products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, blocks))] = None
     assert isinstance(stack.head, Tensor)
     products[Multiply(stack.head.shape[1], True, STORE)] = None
     shapes = Shapes(tuple(products), gdn, attention)
     return shapes if _known(shapes) and _stored(stores) else None
+
+
+def blocks_of(device: torch.device) -> int:
+    """Blocks of a product: one for each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _plain(weight: Weight) -> bool:
