@@ -11,7 +11,7 @@ class Product(Arguments):
 
 class Gdn(Arguments):
     _fields_ = fields("proj conv decay dt_bias norm state ring y count starts done source target", "eps",
-                      "key_heads value_heads stride tiled")
+                      "key_heads value_heads stride tiled heads")
 
 
 class Attention(Arguments):

@@ -39,24 +39,25 @@ class Multiply:
     out: int
     unit: int = 8
 
-    def direct(self, tokens: int) -> bool:
-        """Whether so many tokens of input are too large for shared memory, and are read again for every unit."""
-        return not self.norm and tokens * self.columns * 2 > _INPUT
+    @property
+    def most(self) -> int:
+        """Tokens whose input fits in a block's shared memory."""
+        return min(MOST, _INPUT // (self.columns * 2))
 
     def name(self, tokens: int) -> str:
         return (f"product_{self.columns}_{'norm' if self.norm else 'plain'}_{('store', 'add', 'gate')[self.out]}"
-                f"_{self.unit}_{'many' if tokens > FEW else 'few'}{'_direct' if self.direct(tokens) else ''}")
+                f"_{self.unit}_{'many' if tokens > FEW else 'few'}")
 
     def source(self, tokens: int) -> str:
-        many, norm, direct = (str(flag).lower() for flag in (tokens > FEW, self.norm, self.direct(tokens)))
+        many, norm = (str(flag).lower() for flag in (tokens > FEW, self.norm))
         return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32 + 32}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {many}, "
-                f"{self.unit}, {direct}>(a); }}\n")
+                f"{self.unit}>(a); }}\n")
 
     def group(self, tokens: int, units: int) -> int:
-        """Units of a block between two sums over the warps: as many as fit, an even number."""
+        """Units of a block between two sums over the warps: as many as fit."""
         fit = max(1, _SUMS // (WARPS * 8 * tokens * 4))
-        return (max(1, min(fit, units)) + 1) // 2 * 2
+        return max(1, min(fit, units))
 
     def slots(self, tokens: int, sums: int) -> int:
         """Segments that are on their way to a block or wait there."""
@@ -64,18 +65,18 @@ class Multiply:
         beside = (HALF - fixed) // slot
         return max(2, min(beside if beside >= 3 else (WHOLE - fixed) // slot, 24 if self.columns < SEGMENT else 12))
 
-    def shared(self, tokens: int, group: int, single: bool) -> tuple[int, int]:
-        """Slots, and bytes of shared memory. single: one group is all there is."""
-        sums = (1 if single else 2) * group * WARPS * 8 * tokens * 4
-        slots = self.slots(tokens, sums)
+    def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
+        """Slots, and bytes of shared memory, of a block with so many units."""
+        sums = (1 if group >= units else 2) * group * WARPS * 8 * tokens * 4
+        slots = max(2, min(self.slots(tokens, sums), units * -(-self.columns // SEGMENT)))
         return slots, max(_ALONE, self._fixed(tokens) + sums + slots * self._slot)
 
     @property
     def _slot(self) -> int:
-        return self.unit * (min(self.columns, SEGMENT) * 2 + 64)
+        return self.unit * (self.columns * 2 if self.columns <= SEGMENT else SEGMENT * 2 + 64)
 
     def _fixed(self, tokens: int) -> int:
-        return 1024 + (0 if self.direct(tokens) else tokens * self.columns * 2)
+        return 1024 + tokens * self.columns * 2
 
 
 def unit_of(rows: int, out: int, blocks: int) -> int:
@@ -95,19 +96,21 @@ class Shapes:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the largest block takes."""
-        return max(product.shared(tokens, product.group(tokens, 1 << 20), False)[1]
-                   for product in self.products for tokens in range(1, MOST + 1))
+        return max(product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1]
+                   for product in self.products for tokens in range(1, product.most + 1))
 
     def source(self) -> str:
         text = [headers("product", "gdn", "attention", "small")]
-        text += {product.source(tokens): None for product in self.products for tokens in range(1, MOST + 1)}
+        text += {product.source(tokens): None for product in self.products for tokens in range(1, product.most + 1)}
         text += [_entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         for kind, name in (("float", "few"), ("u16", "many")):
             if gdn := self.gdn:
                 size = gdn_slice(gdn, name)
-                text.append(_entry(f"gdn_{name}", "Gdn", "128, 8" if size == 16 else "128, 6",
-                                   f"gdn<{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}>"))
+                shape, block = f"{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}", gdn.value_dim // size * 128
+                if name == "few":
+                    text.append(_entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
+                text.append(_entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
                 text.append(_entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
@@ -121,7 +124,7 @@ def _entry(name: str, type: str, bounds: str, call: str) -> str:
 
 
 def gdn_slice(spec: GdnSpec, kind: str) -> int:
-    """Columns of a value head that a block has: few rows are spread over the card."""
+    """Columns of a value head that four warps have; of few rows such that one row's heads can be spread over the card."""
     return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
 
 

@@ -133,10 +133,14 @@ class Step:
         rows, columns = weight.shape
         tokens, blocks = len(x), self._blocks
         product = Multiply(columns, scale is not None, out, unit_of(rows, out, blocks))
+        if tokens > product.most:  # their input would not fit
+            half = tokens // 2
+            self._multiply(weight, x[:half], scale, y[:half], out)
+            return self._multiply(weight, x[half:], scale, y[half:], out)
         units = -(-rows // product.unit)
         mine = -(-units // blocks)
         group = product.group(tokens, mine)
-        slots, shared = product.shared(tokens, group, group >= mine)
+        slots, shared = product.shared(tokens, group, mine)
         self._module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, args.Product(
             weight=weight, x=x, scale=scale, y=y, eps=self._stack.eps, tokens=tokens, rows=rows,
             whole=units // blocks, rest=units % blocks, group=group, inverse=65536 // tokens + 1, slots=slots), shared)
@@ -146,12 +150,15 @@ class Step:
         mixer, batch = layer.mixer, work.batch
         if isinstance(mixer, GdnWeights):
             spec, state = mixer.spec, self._stores.states[layer.store]
-            slices = spec.value_dim // gdn_slice(spec, work.kind)
-            self._module.launch(f"k_gdn_{work.kind}", (slices * spec.value_heads * batch.layout.rows,), 128, args.Gdn(
+            slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
+            spread = work.kind == "few" and slices * heads <= 2 * self._blocks
+            size = 0 if spread else spec.key_dim * spec.value_dim * 4
+            grid, block = (slices * heads, 128) if spread else (min(heads, 8 // slices * self._blocks), slices * 128)
+            self._module.launch(f"k_gdn_{'spread' if spread else work.kind}", (grid,), block, args.Gdn(
                 proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
                 state=state.recurrent, ring=state.conv, y=work.y, count=batch.count, starts=batch.starts,
                 done=batch.done, source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
-                value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled)), cluster=slices)
+                value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads), size, cluster=slices if spread else 1)
         else:
             self._attend(layer, mixer, work, proj, stride)
 

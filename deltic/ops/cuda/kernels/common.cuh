@@ -65,6 +65,12 @@ DEVICE float4 load4_once(const float *p, u64 policy) {
     return v;
 }
 DEVICE uint4 load8(const u16 *p) { return __ldcg((const uint4 *)p); }
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE uint4 load_shared(u32 p) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+    return v;
+}
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 // Barriers in shared memory that copies report to.
 #if __CUDA_ARCH__ >= 900

@@ -14,20 +14,24 @@ struct Product {
     float eps;
     int tokens, rows;
     int whole, rest;   // units of every block; so many blocks have one more
-    int group;         // units between two sums over the warps, a multiple of UNITS
+    int group;         // units between two sums over the warps
     int inverse;       // 65536 / tokens + 1, to divide by
-    int slots;         // of the ring, at least UNITS
+    int slots;         // of the ring, at least 2
 };
 enum { kStore, kAdd, kGate };
 
-template <int K, bool NORM, int OUT, bool MANY, int ROWS, bool DIRECT> struct Multiplier {
-    static constexpr int WARPS = 8, UNITS = 2, HALVES = MANY ? 2 : 1, PIECES = K / 64;
-    static constexpr int SEGMENT = K < 1024 ? K : 1024, SEGMENTS = (K + 1023) / 1024, LOADS = SEGMENT > 512 ? 4 : 2;
-    // rows are 64 bytes further apart than long, so that the four banks' quarters of two rows do not meet
-    static constexpr int LINE = SEGMENT * 2 + 64, SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
+template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
+    static constexpr int WARPS = 8, HALVES = MANY ? 2 : 1, PIECES = K / 64, WIDEST = 1024;
+    static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
+                         LOADS = SEGMENT > 512 ? 4 : 2;
+    // a unit that is one segment is copied at once; other rows lie 64 bytes further apart than they are long, so that two
+    // of them are not in the same banks
+    static constexpr bool JOINED = SEGMENTS == 1;
+    static constexpr int LINE = SEGMENT * 2 + (JOINED ? 0 : 64), SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
+    static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // of a segment
     const Product &a;
-    int warp, lane, tid, count, slot = 0, lap = 0;
-    u32 full, empty;          // barriers, [slots] each
+    int warp, lane, tid, count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x
+    u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
     char *ring, *xs;          // [slots, ROWS, LINE]; [K / 32, T, 64 bytes]
     float *squares, *partial; // [WARPS, 16]; [2, group, WARPS, T, 8]
     float old = 0;
@@ -35,49 +39,52 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, bool DIRECT> struct Mu
     DEVICE Multiplier(const Product &args, char *shared) : a(args) {
         tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
         count = a.whole + (blockIdx.x < a.rest);
-        full = (u32)__cvta_generic_to_shared(shared), empty = full + 8 * a.slots;
         squares = (float *)(shared + 512);
         ring = shared + 1024;
         xs = ring + a.slots * SLOT;
-        partial = (float *)(xs + (DIRECT ? 0 : K * 2 * a.tokens));
+        partial = (float *)(xs + K * 2 * a.tokens);
+        pieces = 64 * a.tokens;
+        barrier = shared_address(shared);
+        at = shared_address(ring) + (lane >> 2) % ROWS * LINE + warp * 128 + (lane & 3) * 16;
+        input = shared_address(xs) + warp * 2 * pieces + (lane >> 2) * 64 + (lane & 3) * 16;
     }
     DEVICE void next() {
-        if (++slot == a.slots) slot = 0, lap ^= 1;
+        at += SLOT, barrier += 8;
+        if (++slot == a.slots) slot = 0, lap ^= 1, at -= a.slots * SLOT, barrier -= a.slots * 8;
     }
     // The copying warp: all segments in the order in which they are multiplied; the first ones need no room to be made.
     DEVICE void copy_all() {
         const u64 policy = read_once();
-        const int n = lane, first = min(a.slots, count * SEGMENTS);
+        const int total = count * SEGMENTS, first = min(a.slots, total), empty = 8 * a.slots, n = lane;
         if (lane == 0) {
-            for (int i = 0; i < a.slots; ++i) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, WARPS);
+            for (int i = 0; i < a.slots; ++i) init_barrier(barrier + 8 * i, 1), init_barrier(barrier + empty + 8 * i, WARPS);
             publish_barriers();
         }
         __syncwarp();
-        int unit = 0, segment = 0, b = 0;
-        for (int e = 0; e < count * SEGMENTS; ++e) {
-            if (e == first) begin();
-            if (e >= a.slots) await_barrier(empty + 8 * slot, lap ^ 1);
-            const int bytes = min(SEGMENT, K - segment * SEGMENT) * 2, at = blockIdx.x + (unit + b) * gridDim.x;
-            if (lane == 0) expect_bytes(full + 8 * slot, ROWS * bytes);
+        constexpr int EACH = JOINED ? WIDTH : 1;  // rows of a copy
+        const int begin = blockIdx.x * WIDTH, row = n * EACH < WIDTH ? begin + n * EACH : a.rows / 2 + begin + n * EACH - WIDTH;
+        const char *from = (const char *)a.weight + i64(row) * (K * 2), *end = (const char *)a.weight + i64(a.rows) * (K * 2);
+        const i64 step = i64(gridDim.x) * WIDTH * (K * 2);
+        at = shared_address(ring) + n * EACH * LINE;
+        for (int e = 0, segment = 0; e < total; ++e) {
+            if (e == first) __syncthreads();  // the barriers are there
+            if (e >= first) await_barrier(barrier + empty, lap ^ 1);
+            int bytes = EACH * SEGMENT * 2;
+            const char *source = from;
+            if constexpr (JOINED && OUT != kGate) {
+                if (end - from < bytes) bytes = int(end - from);
+            } else if constexpr (!JOINED) {
+                if (K % SEGMENT && segment == SEGMENTS - 1) bytes = K % SEGMENT * 2;
+                if (from >= end) source = end - K * 2;  // rows that do not exist
+            }
+            if (lane == 0) expect_bytes(barrier, bytes * COPIES);
             __syncwarp();
-            if (n < ROWS) {
-                const int row = OUT == kGate ? (n < WIDTH ? at * WIDTH + n : a.rows / 2 + at * WIDTH + n - WIDTH)
-                                             : at * ROWS + n;
-                bulk_copy((u32)__cvta_generic_to_shared(ring + slot * SLOT + n * LINE),
-                          a.weight + i64(min(row, a.rows - 1)) * K + segment * SEGMENT, bytes, full + 8 * slot, policy);
-            }
+            if (n < COPIES) bulk_copy(at, source, bytes, barrier, policy);
             next();
-            if (++b == min(UNITS, count - unit)) {
-                b = 0;
-                if (++segment == SEGMENTS) segment = 0, unit += UNITS;
-            }
+            if (SEGMENTS > 1 && ++segment < SEGMENTS) from += SEGMENT * 2;
+            else segment = 0, from += step - (SEGMENTS - 1) * (SEGMENT * 2);
         }
-        if (first == count * SEGMENTS) begin();
-    }
-    // All threads: the barriers are there, the first copies are on their way.
-    static DEVICE void begin() {
-        __syncthreads();
-        launch_dependents();
+        if (first == total) __syncthreads();
     }
     static DEVICE void meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
     DEVICE char *place(int column, int token) const {
@@ -129,63 +136,91 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, bool DIRECT> struct Mu
         }
         meet();
     }
-    // A lane's load j of a segment: 8 columns from here on.
-    DEVICE int column(int segment, int j) const {
-        return segment * 1024 + j / 2 * (WARPS * 64) + warp * 64 + j % 2 * 32 + (lane & 3) * 8;
-    }
+    // Whether a lane's load j of a segment exists: pieces of 64 columns go round the warps, each is two loads.
     DEVICE bool exists(int segment, int j) const {
-        return K % 1024 == 0 || segment * 16 + j / 2 * WARPS + warp < PIECES;
+        return K % WIDEST == 0 || segment * (WIDEST / 64) + j / 2 * WARPS + warp < PIECES;
     }
-    DEVICE uint4 fragment(int column, int half) const {
-        const int token = (lane >> 2) + 8 * half;
-        if (token >= a.tokens) return make_uint4(0, 0, 0, 0);
-        if constexpr (DIRECT) return load8((const u16 *)a.x + i64(token) * K + column);
-        return *(const uint4 *)place(column, token);
-    }
-    // Products of so many units.
-    DEVICE void multiply_units(int units, float *to) {
-        float d[UNITS][2][4] = {};
-#pragma unroll 1
-        for (int segment = 0; segment < SEGMENTS; ++segment) {
-            uint4 f[LOADS][HALVES], v[UNITS][LOADS];
+    DEVICE void load_x(uint4 (&f)[LOADS][HALVES], int segment) const {
 #pragma unroll
-            for (int j = 0; j < LOADS; ++j)
-#pragma unroll
-                for (int half = 0; half < HALVES; ++half)
-                    if (exists(segment, j)) f[j][half] = fragment(column(segment, j), half);
-#pragma unroll
-            for (int b = 0; b < UNITS; ++b) {
-                if (b >= units) break;
-                await_barrier(full + 8 * slot, lap);
-                const char *p = ring + slot * SLOT + (lane >> 2) % ROWS * LINE + (column(segment, 0) - segment * 1024) * 2;
-#pragma unroll
-                for (int j = 0; j < LOADS; ++j)
-                    if (exists(segment, j)) v[b][j] = *(const uint4 *)(p + j / 2 * (WARPS * 128) + j % 2 * 64);
-                __syncwarp();
-                if (lane == 0) arrive_barrier(empty + 8 * slot);
-                next();
-            }
-#pragma unroll
-            for (int j = 0; j < LOADS; ++j) {
-                if (!exists(segment, j)) continue;
-                const uint4 x = f[j][0], z = MANY ? f[j][HALVES - 1] : make_uint4(0, 0, 0, 0);
-#pragma unroll
-                for (int b = 0; b < UNITS; ++b) {
-                    if (b >= units) break;
-                    multiply(d[b][0], x.x, z.x, x.y, z.y, v[b][j].x, v[b][j].y);
-                    multiply(d[b][1], x.z, z.z, x.w, z.w, v[b][j].z, v[b][j].w);
-                }
-            }
-        }
-#pragma unroll
-        for (int b = 0; b < UNITS; ++b)
+        for (int j = 0; j < LOADS; ++j)
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
-                const int token = (lane >> 2) + 8 * half;
-                if (b < units && token < a.tokens)
-                    *(float2 *)(to + ((b * WARPS + warp) * a.tokens + token) * 8 + (lane & 3) * 2) =
-                        make_float2(d[b][0][2 * half] + d[b][1][2 * half], d[b][0][2 * half + 1] + d[b][1][2 * half + 1]);
+                f[j][half] = make_uint4(0, 0, 0, 0);
+                if (exists(segment, j) && (lane >> 2) + 8 * half < a.tokens)
+                    f[j][half] = load_shared(input + half * 512 + (segment * (WIDEST / 32) + j / 2 * (WARPS * 2) + j % 2) * pieces);
             }
+    }
+    // A lane's fragments of the current slot, when they are there.
+    DEVICE void load_slot(uint4 (&v)[LOADS], int segment) {
+        await_barrier(barrier, lap);
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j)
+            if (exists(segment, j)) v[j] = load_shared(at + j / 2 * (WARPS * 128) + j % 2 * 64);
+        next();
+    }
+    // What so many slots before the current one held is in registers.
+    DEVICE void release(int slots) {
+        __syncwarp();
+        if (lane < slots) {
+            const int place = slot - 1 - lane;
+            arrive_barrier(barrier + 8 * a.slots + 8 * (place - slot + (place < 0 ? a.slots : 0)));
+        }
+    }
+    DEVICE void multiply_slot(float (&d)[2][4], const uint4 (&f)[LOADS][HALVES], const uint4 (&v)[LOADS], int segment) {
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) {
+            if (!exists(segment, j)) continue;
+            const uint4 x = f[j][0], z = MANY ? f[j][HALVES - 1] : make_uint4(0, 0, 0, 0);
+            multiply(d[0], x.x, z.x, x.y, z.y, v[j].x, v[j].y);
+            multiply(d[1], x.z, z.z, x.w, z.w, v[j].z, v[j].w);
+        }
+    }
+    DEVICE void store_sums(const float (&d)[2][4], float *to) {
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half)
+            if ((lane >> 2) + 8 * half < a.tokens)
+                *(float2 *)(to + half * 64) = make_float2(d[0][2 * half] + d[1][2 * half], d[0][2 * half + 1] + d[1][2 * half + 1]);
+    }
+    // Products of so many units. Two slots at a time, so that there is more to do than to wait.
+    DEVICE void multiply_units(int units, float *to, const uint4 (&held)[LOADS][HALVES]) {
+        to += (warp * a.tokens + (lane >> 2)) * 8 + (lane & 3) * 2;
+        const int each = WARPS * 8 * a.tokens;
+        uint4 v[2][LOADS];
+        if constexpr (JOINED) {
+#pragma unroll 1
+            for (int u = 0; u < units; u += 2, to += 2 * each) {
+                const bool two = u + 1 < units;
+                float d[2][2][4] = {};
+                load_slot(v[0], 0);
+                if (two) load_slot(v[1], 0);
+                multiply_slot(d[0], held, v[0], 0);
+                if (two) multiply_slot(d[1], held, v[1], 0);
+                release(1 + two);
+                store_sums(d[0], to);
+                if (two) store_sums(d[1], to + each);
+            }
+        } else {
+#pragma unroll 1
+            for (int u = 0; u < units; ++u, to += each) {
+                float d[2][4] = {};
+#pragma unroll 1
+                for (int segment = 0; segment < SEGMENTS; segment += 2) {
+                    const bool two = SEGMENTS % 2 == 0 || segment + 1 < SEGMENTS;
+                    uint4 f[LOADS][HALVES];
+                    load_x(f, segment);
+                    load_slot(v[0], segment);
+                    if (two) load_slot(v[1], segment + 1);
+                    multiply_slot(d, f, v[0], segment);
+                    if (two) {
+                        load_x(f, segment + 1);
+                        multiply_slot(d, f, v[1], segment + 1);
+                    }
+                    release(1 + two);
+                }
+                store_sums(d, to);
+            }
+        }
     }
     DEVICE float factor(int token) const {
         float sum = 0;
@@ -222,11 +257,12 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, bool DIRECT> struct Mu
     }
     DEVICE void run() {
         const int each = (WARPS * 8) * a.tokens;
+        uint4 held[LOADS][HALVES];
+        if constexpr (JOINED) load_x(held, 0);
         for (int i = 0, turn = 0; i < count; i += a.group, turn ^= 1) {
             const int units = min(a.group, count - i);
             float *to = partial + turn * a.group * each;
-#pragma unroll 1
-            for (int u = 0; u < units; u += UNITS) multiply_units(min(UNITS, units - u), to + u * each);
+            multiply_units(units, to, held);
             meet();
             finish(i, units, to);
         }
@@ -234,15 +270,16 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, bool DIRECT> struct Mu
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, bool NORM, int OUT, bool MANY, int ROWS, bool DIRECT> DEVICE void product(const Product &a) {
+template <int K, bool NORM, int OUT, bool MANY, int ROWS> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    Multiplier<K, NORM, OUT, MANY, ROWS, DIRECT> m(a, shared);
+    Multiplier<K, NORM, OUT, MANY, ROWS> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
-    m.begin();
+    __syncthreads();
     wait();
+    launch_dependents();
     if (!m.count) return;
     if constexpr (OUT == kAdd) m.load_old();
-    if constexpr (!DIRECT) m.stage();
+    m.stage();
     m.run();
 }
