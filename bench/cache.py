@@ -12,10 +12,11 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from common import record, spread
 
@@ -26,6 +27,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.ledger import Ledger
 from deltic.cache.prefix import Source
 from deltic.cache.shelf import Shelf
+from deltic.cache.storage import Storage
 from deltic.cache.tree import PrefixTree
 from deltic.engine.engine import Engine
 from deltic.model.decoder import Stores
@@ -82,9 +84,9 @@ def _resume(llm: LLM, args: argparse.Namespace) -> None:
 
 def _engine(llm: LLM, directory: Path | None, reuse: bool = True) -> Engine:
     """An engine over the same pools with an empty cache, as after a restart."""
-    storage, ops = llm.runtime.cache.storage, llm.runtime.decoder.ops
+    storage = llm.runtime.pools
     tiers = [Shelf(Disk(directory, "bench", 20 << 30), threads=True)] if directory else []
-    cache = HybridCache(storage, ops, reuse, tiers)
+    cache = HybridCache(storage, reuse, tiers)
     return Engine(replace(llm.runtime, cache=cache, stores=Stores(storage.kv_views(), storage.state_views())))
 
 
@@ -154,7 +156,7 @@ def _cost(llm: LLM, args: argparse.Namespace) -> None:
 
 @contextmanager
 def _timed(cache: HybridCache) -> Iterator[list[float]]:
-    """Seconds of each outermost call of the cache's methods."""
+    """Seconds of each outermost call of the cache's methods, and of carrying out what they queue."""
     spent: list[float] = []
     inside = [False]
 
@@ -170,13 +172,10 @@ def _timed(cache: HybridCache) -> Iterator[list[float]]:
                 inside[0] = False
         return call
 
-    for name in METHODS:
-        setattr(cache, name, timer(getattr(cache, name)))
-    try:
+    with ExitStack() as patches:
+        for owner, name in (*((cache, name) for name in METHODS), (Storage, "apply")):
+            patches.enter_context(patch.object(owner, name, timer(getattr(owner, name))))
         yield spent
-    finally:
-        for name in METHODS:
-            delattr(cache, name)
 
 
 # How long a look takes

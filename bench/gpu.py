@@ -100,8 +100,8 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
         pstats.Stats(profile).sort_stats("tottime").print_stats(22)
     step = median(times)
     weights = weight_bytes(runtime.config, "bfloat16")
-    state = 2 * batch * runtime.cache.storage.recurrent[:, 0].nbytes
-    keys = 2 * batch * (args.prompt + args.new // 2) * runtime.cache.storage.keys[:, 0, 0].nbytes
+    state = 2 * batch * runtime.pools.recurrent[:, 0].nbytes
+    keys = 2 * batch * (args.prompt + args.new // 2) * runtime.pools.keys[:, 0, 0].nbytes
     floor = (weights + state + keys) / BANDWIDTH
     served = "torch" if runtime.step is None else "cuda"
     record("gpu", {"task": "decode", "model": runtime.name, "served": served, "batch": batch, "prompt": args.prompt,

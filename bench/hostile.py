@@ -3,7 +3,9 @@
     python bench/hostile.py                       # all cases, some minutes
     python bench/hostile.py --case bodies --case fanout
 
-Each case runs `--seconds` long on a server of its own. Ordinary clients stream short answers one after the other.
+Each case runs `--seconds` long on a server of its own. Ordinary clients stream short answers one after the other. The
+hostile one is a process of its own at the lowest priority: what it costs to make and send its requests is not measured.
+Each has an address of its own, by which the server tells clients apart.
 Printed: their time to first token and the longest silence between two pieces (median, 99th percentile, worst), how
 late the server's event loop was at worst, its longest step, and its memory at the peak.
 """
@@ -13,14 +15,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from multiprocessing import get_context
 from typing import Any
 
 from common import record
-from http_load import Reply, head, percentile, post, serving
+from http_load import SOURCE, Reply, head, percentile, post, serving
 
 ORDINARY = 10
 MEMORY = "256MiB"
@@ -103,7 +107,7 @@ async def deaf(port: int) -> None:
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 30_000, "ignore_eos": True, "logprobs": 5}).encode()
     sockets = []
     for _ in range(30):
-        sock = socket.create_connection(("127.0.0.1", port))
+        sock = socket.create_connection(("127.0.0.1", port), source_address=(SOURCE.get(), 0))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(head(TEXT, len(body)) + body)
         sockets.append(sock)
@@ -121,6 +125,7 @@ async def idle(port: int) -> None:
         for number in range(1500):
             sock = socket.socket()
             sock.setblocking(False)
+            sock.bind((SOURCE.get(), 0))
             await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port)), 5)
             if number % 3 == 0:
                 sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
@@ -155,6 +160,7 @@ CASES: dict[str, Attack | None] = {
 
 async def ordinary(port: int, number: int, until: float, replies: list[Reply]) -> None:
     """One client: a question, its answer, a pause, the next question."""
+    SOURCE.set(f"127.0.1.{number + 1}")
     draw = random.Random(number)
     while time.perf_counter() < until:
         question = f"What is the capital of {draw.choice(CITIES)}? Number {draw.randrange(1000)}."
@@ -163,23 +169,33 @@ async def ordinary(port: int, number: int, until: float, replies: list[Reply]) -
         await asyncio.sleep(draw.uniform(0.1, 0.4))
 
 
-async def attacking(port: int, attack: Attack, until: float) -> None:
-    while time.perf_counter() < until:
+async def attacking(port: int, attack: Attack) -> None:
+    while True:
         await attack(port)
         await asyncio.sleep(0.05)
 
 
-async def measure(port: int, attack: Attack | None, seconds: float) -> list[Reply]:
+def attack_on(port: int, case: str) -> None:
+    """The hostile client's process."""
+    os.nice(19)
+    SOURCE.set("127.0.0.2")
+    attack = CASES[case]
+    assert attack
+    asyncio.run(attacking(port, attack))
+
+
+async def measure(port: int, case: str, seconds: float) -> list[Reply]:
     """The ordinary clients' replies."""
     replies: list[Reply] = []
-    until = time.perf_counter() + seconds
-    hostile = asyncio.create_task(attacking(port, attack, until)) if attack else None
+    hostile = get_context("spawn").Process(target=attack_on, args=(port, case), daemon=True) if CASES[case] else None
     if hostile:
-        await asyncio.sleep(0.2)
+        hostile.start()
+        await asyncio.sleep(1)
+    until = time.perf_counter() + seconds
     await asyncio.gather(*(ordinary(port, number, until, replies) for number in range(ORDINARY)))
     if hostile:
-        hostile.cancel()
-        await asyncio.gather(hostile, return_exceptions=True)
+        hostile.terminate()
+        hostile.join()
     return replies
 
 
@@ -190,7 +206,7 @@ def run(case: str, seconds: float, options: list[str]) -> dict[str, Any]:
             for number in range(3):
                 await post(server.port, CHAT, user(f"Hello {number}", max_tokens=2))
             await server.watch()
-            replies = await measure(server.port, CASES[case], seconds)
+            replies = await measure(server.port, case, seconds)
             return replies, await server.watch()
         replies, watch = asyncio.run(work())
     good = [reply for reply in replies if reply.done]

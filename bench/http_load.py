@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from common import environment
 
 HERE = Path(__file__).resolve().parent
+SOURCE = ContextVar("SOURCE", default="127.0.0.1")
+"""The address of this machine from which the present task sends: the server tells clients apart by it."""
 
 
 @dataclass
@@ -96,7 +99,8 @@ async def send(port: int, request: bytes, patience: float = 120.0) -> Reply:
     reply, began = Reply(), time.perf_counter()
     try:
         async with asyncio.timeout(patience):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24,
+                                                           local_addr=(SOURCE.get(), 0))
             try:
                 writer.write(request)
                 await _read(reader, reply, began)

@@ -184,7 +184,8 @@ class Request:
     matcher: makes the stop-string matcher of one choice, or None.
     guide: makes what forces tokens on one choice, or None.
     speculate: whether tokens may be drafted for this request; the answer is the same.
-    group: requests that came together name the same; where places are short they share one client's part.
+    group: requests that came together name the same. client: who asks, such as an address; "": each group is one of its
+        own. Where places are short clients have equal parts, and of a client's part its groups.
     """
 
     id: str
@@ -195,6 +196,7 @@ class Request:
     speculate: bool = True
     guide: Callable[[], Guide] | None = None
     group: str = ""
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)

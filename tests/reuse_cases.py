@@ -31,7 +31,7 @@ def runtime_of(runtime: Runtime, *, reuse: bool = True, slots: int = 24, batch: 
     """The same model with pools of its own, with slots for the prefix tree too."""
     small = small_runtime(runtime, batch=batch, budget=budget, pages=pages or 24 * 16, context=context)
     storage = pools(runtime, pages or 24 * 16, slots)
-    return replace(small, cache=HybridCache(storage, runtime.decoder.ops, reuse, tiers),
+    return replace(small, cache=HybridCache(storage, reuse, tiers),
                    stores=Stores(storage.kv_views(), storage.state_views()))
 
 

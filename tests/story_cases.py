@@ -51,7 +51,7 @@ class Room:
         return replace(
             model, options=replace(model.options, token_budget=self.budget, max_batch=self.batch),
             memory=MemoryPlan(self.pages, self.slots, self.batch, min(self.context, self.pages * PAGE)),
-            cache=HybridCache(storage, model.decoder.ops, self.reuse, tiers),
+            cache=HybridCache(storage, self.reuse, tiers),
             stores=Stores(storage.kv_views(), storage.state_views()))
 
 

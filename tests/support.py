@@ -143,9 +143,9 @@ def _nest(directory: Path) -> None:
 
 def pools(runtime: Runtime, pages: int, slots: int, rings: int | None = None) -> Storage:
     """Fresh pools full of NaN: whoever reads what nobody wrote will show it. rings: by default one for everyone."""
-    like = runtime.cache.storage
+    like = runtime.pools
     extras = Extras(rings=slots if rings is None else rings, head=runtime.mtp is not None, tiled=like.tiled)
-    storage = allocate(runtime.config, pages, slots, like.keys.dtype, str(like.device), extras)
+    storage = allocate(runtime.config, pages, slots, like.keys.dtype, runtime.decoder.ops, str(like.device), extras)
     for tensor in (*storage.page_tensors, *storage.slot_tensors, *(storage.rings or ())):
         tensor.fill_(float("nan"))
     return storage
@@ -160,7 +160,7 @@ def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: 
     return replace(
         runtime, options=replace(runtime.options, token_budget=budget, max_batch=batch),
         memory=MemoryPlan(pages, batch + 1, batch, min(context, pages * PAGE)),
-        cache=HybridCache(storage, runtime.decoder.ops), stores=Stores(storage.kv_views(), storage.state_views()))
+        cache=HybridCache(storage), stores=Stores(storage.kv_views(), storage.state_views()))
 
 
 def session_over(runtime: Runtime, **limits: Any) -> Session:

@@ -74,7 +74,7 @@ class Process:
         storage = pools(runtime, 3 * CONTEXT // PAGE, 200)
         tiers = [Shelf(Disk(directory, "model", 1 << 30), threads=True)]
         self.runtime = replace(
-            runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(storage, ops, True, tiers),
+            runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(storage, True, tiers),
             stores=Stores(storage.kv_views(), storage.state_views()),
             options=replace(runtime.options, token_budget=512), memory=MemoryPlan(3 * CONTEXT // PAGE, 200, 4, CONTEXT))
         self.engine = Engine(self.runtime)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from deltic.cache import folder as layout
 from deltic.cache.disk import Disk
+from deltic.cache.door import PoolDoor
 from deltic.cache.itemfile import encode
 from deltic.cache.medium import Item, MediumError
 from deltic.cache.shelf import Shelf
-from deltic.cache.tiers import PoolDoor
 from deltic.engine.engine import Engine
 from deltic.types import PAGE
 
@@ -161,7 +161,7 @@ def test_a_file_larger_than_its_item_can_be_takes_no_memory(tmp_path: Path, monk
         asked.append(shape)
         return real((), **more)
     monkeypatch.setattr(torch, "empty", empty)
-    door = PoolDoor(odd_runtime().cache.storage)
+    door = PoolDoor(odd_runtime().pools)
     with pytest.raises(MediumError, match=r"at most .* can be right"):
         disk.read(item, door.most(item))
     assert not asked
@@ -185,7 +185,7 @@ NAMES = st.sampled_from(("keys", "values", "tokens", "recurrent", "conv", "logit
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObject) -> None:
     """Sound items with tensors replaced, removed and added: refused, with a reason, or just like what was kept."""
-    storage = odd_runtime().cache.storage
+    storage = odd_runtime().pools
     door, kind = PoolDoor(storage), data.draw(st.sampled_from(("kv", "state", "final")))
     item = Item(kind, "ab" * 16, "", 0, 5)
     sound = sound_item(item)
@@ -204,7 +204,7 @@ def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObjec
 
 
 def sound_item(item: Item) -> Tensors:
-    storage = odd_runtime().cache.storage
+    storage = odd_runtime().pools
     if item.kind == "kv":
         length = item.done - item.start
         pools = zip(("keys", "values"), storage.page_tensors, strict=True)
@@ -244,5 +244,5 @@ def test_a_state_of_few_tokens_may_have_places_that_were_never_written() -> None
     item = Item("state", "ab" * 16, "", 0, 2)
     tensors = sound_item(item)
     tensors["conv"][:, 2:] = NAN
-    door = PoolDoor(odd_runtime().cache.storage)
+    door = PoolDoor(odd_runtime().pools)
     assert door.refuse(item, tensors) == "" and "conv" in door.refuse(replace(item, done=PAGE), tensors)

@@ -225,8 +225,8 @@ def test_a_shortage_of_memory_for_copies_keeps_nothing_and_harms_nothing(caplog:
     shelf = Shelf(Recording(100_000), threads=False)
 
     def refuse(start: int) -> Any:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-    shelf.offer(replace(source_of((1, 2, 3)), kv=refuse))
+        raise MemoryError("can't allocate memory")
+    shelf.offer(replace(source_of((1, 2, 3)), run=refuse))
     shelf.check()
     assert shelf.find((1, 2, 3, 4)) is None and "--host-memory" in caplog.text
 
@@ -238,7 +238,7 @@ def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     shelf._writer = writer
 
     def counted(source: Any) -> Any:
-        return replace(source, kv=lambda start: copies.append(start) or source.kv(start), cost=(12, 100))
+        return replace(source, run=lambda start: copies.append(start) or source.run(start), cost=(12, 100))
     for start in range(0, 50_000, 1000):
         shelf.offer(counted(source_of(tuple(range(start, start + 20)))))
         assert shelf._backlog <= 2000

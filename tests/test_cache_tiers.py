@@ -50,12 +50,13 @@ def source_of(tokens: Sequence[int], logits: bool = False) -> Source:
     """A prefix whose K/V are running hashes, and whose state is the last of them."""
     found = hashes(list(tokens))
 
-    def kv(start: int) -> dict[str, Tensor]:
-        return {"keys": torch.tensor(found[start:], dtype=torch.float32)}
+    def run(start: int) -> dict[str, Tensor]:
+        return {"tokens": torch.tensor(tokens[start:], dtype=torch.int64),
+                "keys": torch.tensor(found[start:], dtype=torch.float32)}
 
     def state() -> dict[str, Tensor]:
-        return {"recurrent": torch.full((25,), float(found[-1]))}
-    return Source(tokens, kv, state, torch.ones(3) if logits else None)
+        return {"recurrent": torch.full((25,), float(found[-1]))} | ({"logits": torch.ones(3)} if logits else {})
+    return Source(tokens, run, state, logits)
 
 
 def check_loaded(loaded: Loaded, tokens: Sequence[int]) -> None:
@@ -392,8 +393,9 @@ class TierMachine(ReuseMachine):
             self.cache.clear()
 
 
-def test_l2_a_cache_over_a_tier_equals_the_naive_model() -> None:
-    run_programs(TierMachine, 120, 40)
+@pytest.mark.parametrize("looks", [1, 9])
+def test_l2_a_cache_over_a_tier_equals_the_naive_model(looks: int) -> None:
+    run_programs(type("Machine", (TierMachine,), {"looks": looks}), 80, 40)
 
 
 @pytest.mark.slow
@@ -598,8 +600,8 @@ def test_tensors_of_other_shapes_are_not_used() -> None:
     runs = {"short": good[:, :19], "other dtype": good.float(), "more heads": good.expand(2, 20, 3, 1)}
     for index, (name, keys) in enumerate(runs.items()):
         tokens = tuple(range(index * 100, index * 100 + 20))
-        kv = {"keys": keys, "values": torch.zeros((2, 20, 1, 2), dtype=torch.float64)}
-        shelf.offer(Source(tokens, lambda _, kv=kv: dict(kv), lambda: dict(state)))
+        run = {"tokens": torch.tensor(tokens), "keys": keys, "values": torch.zeros((2, 20, 1, 2), dtype=torch.float64)}
+        shelf.offer(Source(tokens, lambda _, run=run: dict(run), lambda: dict(state)))
         fetch = cache.fetch((*tokens, 1))
         assert fetch.poll()
         lease = cache.admit((*tokens, 1), 0, fetch)

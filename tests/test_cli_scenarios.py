@@ -213,7 +213,7 @@ class Fixed:
     def fresh(self) -> Engine:
         storage = pools(odd_runtime(), self.pages, self.slots)
         runtime = small_runtime(odd_runtime(), batch=4, budget=64, pages=self.pages)
-        return Engine(replace(runtime, cache=HybridCache(storage, runtime.decoder.ops),
+        return Engine(replace(runtime, cache=HybridCache(storage),
                               stores=Stores(storage.kv_views(), storage.state_views())))
 
 

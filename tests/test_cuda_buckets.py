@@ -32,13 +32,14 @@ def prompts(runtime: Runtime, lengths: tuple[int, ...]) -> tuple[list[Row], list
         tokens = numbers(seed, length + 1, runtime.config.vocab_size)
         if length:
             runtime.run(build(Plan((Row(tokens[:-1], 0, tuple(lease.pages), lease.slot, 1),)), CPU))
-        cache.commit(lease, tokens[:-1])
+        lease.ids += tokens[:-1]
+        cache.commit(lease, length)
         rows.append(Row(tokens[-1:], length, tuple(lease.pages), lease.slot, 1))
     return rows, [tuple(tensor.clone() for tensor in _memory(runtime))]
 
 
 def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
-    storage = runtime.cache.storage
+    storage = runtime.pools
     return storage.keys, storage.values, storage.recurrent, storage.conv
 
 

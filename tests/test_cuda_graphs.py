@@ -26,7 +26,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 
 def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
-    storage = runtime.cache.storage
+    storage = runtime.pools
     return storage.keys, storage.values, storage.recurrent, storage.conv
 
 
@@ -37,7 +37,7 @@ def test_a_replayed_step_has_the_bits_of_the_step(runtime: Runtime, rows: int) -
     for tensor in _memory(runtime):
         tensor.normal_(0, 0.1)
     plan = Plan(tuple(Row((7 + row,), 20 + 5 * row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows)))
-    batch = decoding(plan, runtime.cache.storage.device)
+    batch = decoding(plan, runtime.pools.device)
     assert batch.padded
     before = [tensor.clone() for tensor in _memory(runtime)]
     wanted = runtime._forward(step_of(batch.padded))[0][:rows].clone()

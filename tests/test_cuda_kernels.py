@@ -203,7 +203,7 @@ def test_attention(runtime: Runtime, done: list[int]) -> None:
 
 
 def fill(runtime: Runtime) -> None:
-    storage = runtime.cache.storage
+    storage = runtime.pools
     for seed, tensor in enumerate((storage.keys, storage.values, storage.recurrent, storage.conv)):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
 
@@ -214,12 +214,12 @@ def test_steps(runtime: Runtime, done: list[int]) -> None:
     fill(runtime)
     batch = batch_of(done, len(done))
     wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.stores))
-    states = runtime.cache.storage.recurrent.clone()
+    states = runtime.pools.recurrent.clone()
     fill(runtime)
     served_logits = served(runtime)(replace(batch, memo={}))
     assert served_logits is not None
     assert error(served_logits[0], wanted) < 3e-2
-    assert error(runtime.cache.storage.recurrent, states) < 2e-2
+    assert error(runtime.pools.recurrent, states) < 2e-2
 
 
 @torch.inference_mode()
@@ -228,7 +228,7 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
     whole = batch_of(done, 16)
     fill(runtime)
     together = served(runtime)(whole)
-    after = [tensor.clone() for tensor in (runtime.cache.storage.recurrent, runtime.cache.storage.keys)]
+    after = [tensor.clone() for tensor in (runtime.pools.recurrent, runtime.pools.keys)]
     fill(runtime)
     for row in range(16):
         one = torch.cat([torch.tensor([1], device="cuda"), whole.ids[row:row + 1], whole.done[row:row + 1].repeat(3),
@@ -236,17 +236,17 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
                              whole.done, whole.store, whole.source, whole.target)), whole.pages[row]])
         alone = served(runtime)(step_of(Padded(one, 1, whole.pages.shape[1])))
         assert together and alone and torch.equal(alone[0][0], together[0][row])
-    for tensor, wanted in zip((runtime.cache.storage.recurrent, runtime.cache.storage.keys), after, strict=True):
+    for tensor, wanted in zip((runtime.pools.recurrent, runtime.pools.keys), after, strict=True):
         assert torch.equal(tensor, wanted)
 
 
 @torch.inference_mode()
 def test_rows_that_fill_a_bucket_up_leave_nothing(runtime: Runtime) -> None:
     fill(runtime)
-    before = runtime.cache.storage.recurrent.clone()
+    before = runtime.pools.recurrent.clone()
     batch = batch_of([5, 9, 20, 30], 2)
     served(runtime)(batch)
-    changed = (runtime.cache.storage.recurrent != before).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    changed = (runtime.pools.recurrent != before).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
     assert sorted(changed) == sorted(batch.source[:2].tolist())
 
 

@@ -339,10 +339,10 @@ def test_the_heads_rows_are_made_of_the_models_own_states() -> None:
             parts.restore(mark)
             parts.drop(mark)
     for kind in (0, 1):
-        ours, theirs = (session.runtime.cache.storage.page_tensors[kind][-1].flatten(0, 1)[places(session)]
+        ours, theirs = (session.runtime.pools.page_tensors[kind][-1].flatten(0, 1)[places(session)]
                         for session in (parts, whole))
         assert float((ours - theirs).abs().max()) < 1e-4 < float(theirs.abs().max())
-    ours, theirs = (session.runtime.cache.storage.named_slots["hidden"][0, session._lease.slot]
+    ours, theirs = (session.runtime.pools.named_slots["hidden"][0, session._lease.slot]
                     for session in (parts, whole))
     assert float((ours - theirs).abs().max()) < 1e-3
 

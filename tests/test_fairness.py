@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from reuse_cases import runtime_of
-from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
+from support import Answers, Watch, drain, greedy, numbers, odd_runtime, serve, take
 from test_scheduler import VOCABULARY, Toy
 from torch import Tensor
 
 from deltic.engine.engine import Engine
-from deltic.engine.fairness import Meeting, Stall, share
+from deltic.engine.fairness import Meeting, Stall, hurry, share, stall_of
 from deltic.ops.records import Batch
 from deltic.types import Request, SamplingParams
 
@@ -110,23 +109,43 @@ def test_a_stall_that_cannot_be_kept_leaves_a_page() -> None:
     assert Stall(None).limit(512) == 512
 
 
+def test_by_default_long_steps_read_a_quarter_of_the_budget() -> None:
+    stall = stall_of(None, 512)
+    stall.timed(100, 0.001)
+    assert stall.limit(512) == 512, "fast enough"
+    for _ in range(9):
+        stall.timed(100, 10.0)
+    assert stall.limit(512) == 128 and stall_of(None, 40).limit(40) == 16
+    assert stall_of(30, 512) == Stall(0.03)
+
+
+def test_a_hurried_step_gives_what_reaches_its_goal() -> None:
+    assert hurry([100, 20, 8], [300, 20, 30]) == [0, 20, 0]
+    assert hurry([100, 20], [300, 40]) == [100, 20], "nothing comes of this step, so that nobody waits for it"
+
+
 # In the engine
+
+
+class Slow(Watch):
+    """A runtime whose steps take some milliseconds."""
+
+    def run(self, batch: Batch) -> Tensor:
+        time.sleep(0.002)
+        return Watch.run(self, batch)
 
 
 def test_prompts_beside_answers_are_read_in_smaller_chunks_if_a_step_would_take_too_long() -> None:
     runtime = odd_runtime()
     options = replace(runtime.options, max_stall_ms=1, max_batch=8, token_budget=512)
-    engine = Engine(replace(runtime_of(runtime, budget=512, context=900), options=options))
-    chunks, run = list[tuple[int, ...]](), engine.runtime.run
-    watched = SimpleNamespace(**{name: getattr(engine.runtime, name) for name in (
-        "cache", "memory", "options", "config", "generation", "decoder", "head", "name")})
-    watched.run = lambda batch: (chunks.append(batch.layout.chunks), time.sleep(0.002), run(batch))[2]
-    engine.runtime = watched  # type: ignore[assignment]
+    slow = Slow(replace(runtime_of(runtime, budget=512, context=900), options=options))
+    engine = Engine(slow)  # type: ignore[arg-type]
     engine.add(greedy(numbers(1, 30, 500), 60, "a"))
     found = Answers()
     take(found, engine.step())
     engine.add(greedy(numbers(2, 800, 500), 5, "b"))
     drain(engine, found)
+    chunks = slow.chunks
     assert all(max(chunk) <= 16 for chunk in chunks if len(chunk) > 1) and (1, 16) in chunks
     assert max(map(max, chunks)) > 16, "alone it is read as fast as it can be"
     for name, seed, length in (("a", 1, 30), ("b", 2, 800)):
@@ -139,9 +158,9 @@ class Idle(Toy):
 
     def run(self, batch: Batch) -> Tensor:
         self.fed += len(batch.ids)
-        self.cache.storage.recurrent[0, batch.target], self.cache.storage.conv[0, batch.target] = 0.0, 0.0
-        self.cache.storage.recurrent[0, batch.emit_slot], self.cache.storage.conv[0, batch.emit_slot] = 0.0, 0.0
-        for pool in self.cache.storage.page_tensors:
+        self.cache.pools.recurrent[0, batch.target], self.cache.pools.conv[0, batch.target] = 0.0, 0.0
+        self.cache.pools.recurrent[0, batch.emit_slot], self.cache.pools.conv[0, batch.emit_slot] = 0.0, 0.0
+        for pool in self.cache.pools.page_tensors:
             pool.flatten()[batch.store] = 0.0
         return torch.arange(VOCABULARY).float().repeat(len(batch.logit_tokens), 1)
 

@@ -82,7 +82,10 @@ def test_the_rule_notices_a_wrong_import() -> None:
     assert not wrong_imports(ROOT / "engine" / "llm.py", tree)
 
 
-@pytest.mark.parametrize("names", ["types", "errors", "cache/ledger", "cache/policy", "engine/scheduler", "config"])
+@pytest.mark.parametrize("names", [
+    "types", "errors", "config", "engine/scheduler", "engine/fairness", "engine/turns",
+    *(f"cache/{name}" for name in ("accounts", "hybrid", "lease", "ledger", "operations", "policy", "tiers", "tree")),
+])
 def test_policy_knows_no_torch(names: str) -> None:
     """Pure rooms can be tested by brute force, and a command line built without torch."""
     path = ROOT / names

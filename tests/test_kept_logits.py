@@ -21,7 +21,8 @@ def engine_of(**options: Any) -> Engine:
 def kept_bytes(engine: Engine) -> int:
     """Bytes of all logits that outlive a step."""
     cache = engine.runtime.cache
-    rows = [kept.logits for kept in (*cache.tree._marks, *cache._checkpoints.values()) if kept.logits is not None]
+    kept = (*cache.tree._marks, *cache.accounts.checkpoints.values())
+    rows = [one.logits for one in kept if one.logits is not None]
     return sum(row.untyped_storage().nbytes() for row in rows)
 
 

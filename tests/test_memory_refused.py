@@ -18,7 +18,7 @@ from deltic import LLM, RandomModel
 from deltic.cache.storage import allocate
 from deltic.config import available_memory
 from deltic.errors import ConfigError
-from deltic.ops import memory
+from deltic.ops import backends, memory
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_pools_say_what_they_are_for(refused: None) -> None:
     with pytest.raises(ConfigError, match=r"no memory for the cache, [0-9,]+ MiB in 1,000 pages and 80,000 states"
                                           r" \(the last [0-9.]+ MiB of it were refused\).* --memory") as caught:
-        allocate(odd_shape(), 1000, 80_000, torch.float32)
+        allocate(odd_shape(), 1000, 80_000, torch.float32, backends()["torch"])
     assert caught.value.option == "memory" and "--max-context" in str(caught.value)
 
 

@@ -180,7 +180,7 @@ def test_hidden_states_come_from_the_trunks_own_forward(pair: Pair) -> None:
     """What `Decoder.forward` returns is what the head wants."""
     decoder, mtp = pair.mtp(backends()["torch"])
     tokens = tokens_of(pair.config, seed=1)
-    storage = allocate(pair.config, 4, 1, torch.float32)
+    storage = allocate(pair.config, 4, 1, torch.float32, decoder.ops)
     row = Row(tokens[:PROMPT], 0, (0, 1, 2), 0, logits=True)
     batch = build_batch(Plan((row,)), torch.device("cpu"), all_logits=True)
     hidden = decoder.forward(batch, Stores(storage.kv_views(), storage.state_views()))

@@ -46,8 +46,8 @@ def model(level: int, count: int = 1, **changes: Any) -> Runtime:
 
 def cleared(runtime: Runtime) -> Runtime:
     """With zeros in the pools: some batches here stand for sequences whose beginning nobody has read."""
-    for field in fields(runtime.cache.storage):
-        value = getattr(runtime.cache.storage, field.name)
+    for field in fields(runtime.pools):
+        value = getattr(runtime.pools, field.name)
         for tensor in value if isinstance(value, tuple) else (value,):
             if isinstance(tensor, Tensor):
                 tensor.zero_()

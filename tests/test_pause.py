@@ -147,7 +147,7 @@ def test_l3_a_paused_prompt_with_nan_leaves_nothing(kind: str) -> None:
     engine.step()
     lease = engine.scheduler.running[0].lease
     assert lease is not None
-    runtime.cache.storage.keys[-1, lease.pages[0], 3] = float(kind)
+    runtime.pools.keys[-1, lease.pages[0], 3] = float(kind)
     engine.pause("a")
     assert len(tree_of(engine)) == 0 and engine.runtime.cache.slots.free == engine.runtime.cache.slots.size
     engine.resume("a")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -38,8 +38,9 @@ from torch import Tensor
 
 from deltic.cache.disk import Disk
 from deltic.cache.host import Host
-from deltic.cache.hybrid import HybridCache
+from deltic.cache.operations import CopyPage, CopySlot, Operation
 from deltic.cache.shelf import Shelf
+from deltic.cache.storage import Storage
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.ops.records import Sampled, Sampling
@@ -333,25 +334,30 @@ def test_l6_thousands_of_workloads_of_related_prompts(shape: dict[str, int], pro
 # The comparison must notice K/V without its state
 
 
-class WrongState(HybridCache):
+def without_state(storage: Storage, operation: Operation) -> None:
     """Resumes with the state of another position."""
+    if isinstance(operation, CopySlot):
+        for pool in storage.slot_tensors:
+            pool[:, operation.target] = 0
 
-    def _copy_slot(self, source: int, target: int) -> None:
-        for pool in self.storage.slot_tensors:
-            pool[:, target] = 0
 
-
-class WrongPage(HybridCache):
+def without_page(storage: Storage, operation: Operation) -> None:
     """Resumes mid-page without the page's tokens."""
+    if isinstance(operation, CopyPage):
+        for pool in storage.page_tensors:
+            pool[:, operation.target] = 0
 
-    def _copy_page(self, source: int, target: int) -> None:
-        for pool in self.storage.page_tensors:
-            pool[:, target] = 0
 
+@pytest.mark.parametrize("spoil", [without_state, without_page])
+def test_l6_the_comparison_notices(spoil: Callable[[Storage, Operation], None], monkeypatch: pytest.MonkeyPatch,
+                                   tmp_path: Path) -> None:
+    case, apply = Case("odd", "resumed mid-page", 64, 1, False), Storage.apply
 
-@pytest.mark.parametrize("kind", [WrongState, WrongPage])
-def test_l6_the_comparison_notices(kind: type[HybridCache], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    case = Case("odd", "resumed mid-page", 64, 1, False)
-    monkeypatch.setattr("reuse_cases.HybridCache", kind)
+    def spoiled(storage: Storage, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            apply(storage, [operation])
+            spoil(storage, operation)
+
+    monkeypatch.setattr(Storage, "apply", spoiled)
     with pytest.raises(AssertionError):
         test_l6_same_logits_whatever_the_cache_knows(case, tmp_path)

@@ -325,6 +325,6 @@ def wrong_page(batch: Batch) -> Batch:
 def test_l6_the_comparison_notices(bug: Callable[[Batch], Batch], monkeypatch: pytest.MonkeyPatch) -> None:
     answer = expected("odd", drawn=False)
     same_logits(answer.logits, recorded_logits())
-    monkeypatch.setattr("deltic.engine.engine.build", lambda *arguments, **options: bug(build(*arguments, **options)))
+    monkeypatch.setattr("deltic.engine.launch.build", lambda *arguments, **options: bug(build(*arguments, **options)))
     with pytest.raises(Mismatch):
         same_logits(answer.logits, recorded_logits())

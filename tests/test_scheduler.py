@@ -72,8 +72,8 @@ class Toy:
         ops = backends()["torch"]
         slots = self.slots or self.max_batch + 1
         storage = Storage(full(1, self.pages, PAGE, 1, 1), full(1, self.pages, PAGE, 1, 1), full(1, slots, 1, 1, 1),
-                          full(1, slots, 1, 1))
-        self.cache = HybridCache(storage, ops)
+                          full(1, slots, 1, 1), ops)
+        self.cache, self.pools = HybridCache(storage), storage
         self.memory = SimpleNamespace(max_batch=self.max_batch, max_context=self.context)
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
                                        max_stall_ms=None)
@@ -84,7 +84,7 @@ class Toy:
 
     def run(self, batch: Batch) -> Tensor:
         self.before(batch)
-        storage, states = self.cache.storage, []
+        storage, states = self.cache.pools, []
         starts, done = batch.starts.tolist(), batch.done.tolist()
         storage.keys.flatten()[batch.store] = batch.ids.double()
         storage.values.flatten()[batch.store] = batch.ids.double()
@@ -116,8 +116,8 @@ class Toy:
 
     def _context(self, batch: Batch, row: int, length: int) -> list[int]:
         places = [int(batch.pages[row, i // PAGE]) * PAGE + i % PAGE for i in range(length)]
-        keys = self.cache.storage.keys.flatten()[places].tolist()
-        assert keys == self.cache.storage.values.flatten()[places].tolist()
+        keys = self.cache.pools.keys.flatten()[places].tolist()
+        assert keys == self.cache.pools.values.flatten()[places].tolist()
         assert not any(key != key for key in keys), "K/V is read that nobody wrote"
         return [int(key) for key in keys]
 

@@ -328,8 +328,8 @@ def test_prompts_do_not_wait_for_guesses(depth: int) -> None:
 def test_without_rings_nothing_is_guessed() -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     small = runtime_of(runtime)
-    plain = replace(small.cache.storage, rings=None)
-    small.cache.__init__(plain, runtime.decoder.ops)  # type: ignore[misc]
+    plain = replace(small.pools, rings=None)
+    small.cache.__init__(plain)  # type: ignore[misc]
     engine = Engine(small, Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
     engine.add(Request("a", answer.prompt, PARAMS["greedy"]))
     answers = drain(engine)
@@ -365,12 +365,12 @@ def test_l6_the_comparison_notices(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         if base is not None and bug == "lost token" and lease.behind > 1:
             lease.behind -= 1
         if base is not None and bug == "leaked guess" and lease.done % 5 == 0:
-            storage = cache.storage
+            storage = cache.pools
             assert storage.rings is not None
             storage.rings[2][:, :, (lease.done - 1) % 16] *= 1.5
         if base is not None and bug == "stale ring" and lease.done % 3 == 0:
-            assert cache.storage.rings is not None
-            cache.storage.rings[1].copy_(cache.storage.rings[1].roll(1, 2))
+            assert cache.pools.rings is not None
+            cache.pools.rings[1].copy_(cache.pools.rings[1].roll(1, 2))
 
     monkeypatch.setattr(cache, "commit", broken)
     engine.add(Request("a", answer.prompt, PARAMS["greedy"]))

@@ -17,6 +17,7 @@ import pytest
 from speculation_cases import PATTERNS, Scripted
 from story_cases import AGAIN, MODELS, VOCABULARY, Room, Story, story_of
 from support import Answer, Answers, Mismatch, odd_runtime, qwen3_runtime, same_logits, serve, session_over, take
+from test_prefix_tree import tokens_of
 from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
@@ -32,7 +33,7 @@ from deltic.types import PAGE
 PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime}
 """Who answers the same: a head guesses, and leaves the rest as it is."""
 OTHER = {"odd": qwen3_runtime, "headed": qwen3_runtime, "qwen3": odd_runtime}
-TOLERANCE, FAST, SLOW, GROUP = 2e-3, (*range(50, 120), 412), 1500, 50
+TOLERANCE, FAST, FLYING, SLOW, GROUP = 2e-3, (*range(50, 120), 412), range(1500, 1540), 1500, 50
 
 
 def alone(story: Story) -> Answers:
@@ -117,13 +118,16 @@ class Stage:
     pauses: int = 0
 
     @classmethod
-    def of(cls, story: Story, place: str) -> Stage:
+    def of(cls, story: Story, place: str, ahead: bool = False) -> Stage:
+        """ahead: steps are launched while others are in flight, with as many slots beside the room's as that takes."""
         guessing, draw, wanted = story.guessing, Random(story.seed), alone(story)
-        runtime = story.room.furnish(MODELS[story.model](), place)
+        room = replace(story.room, slots=story.room.slots + story.room.batch) if ahead else story.room
+        runtime = room.furnish(MODELS[story.model](), place)
         guessers = [guesser_of(kind, story, runtime, wanted) for kind in guessing.guessers]
         depths: dict[str, Depth] = {"fixed": FixedDepth(guessing.limit), "adaptive": Clockwork(guessing.limit),
                                     "fickle": Fickle(guessing.limit, draw)}
-        engine = Engine(runtime, Several(guessers, guessing.limit, draw, guessing.breaks), depths[guessing.depth])
+        engine = Engine(runtime, Several(guessers, guessing.limit, draw, guessing.breaks), depths[guessing.depth],
+                        ahead)
         drafts = [guesser._runtime.cache for guesser in guessers if isinstance(guesser, ModelDrafter)]
         return cls(story, engine, drafts, wanted, session_over(PLAIN[story.model](), batch=1))
 
@@ -159,7 +163,7 @@ class Stage:
         """The logits kept with a state are those that its tokens end with. Seldom is drawn from wrong ones."""
         tree = self.engine.runtime.cache.tree
         for mark in tree._marks:
-            tokens = tuple(tree.tokens(mark))
+            tokens = tuple(tokens_of(mark))
             if mark.logits is not None and self.known.get(tokens) is not mark.logits:
                 self.reader.restore(None)
                 same_logits(self.reader.prefill(tokens)[None], mark.logits[None], TOLERANCE)
@@ -183,7 +187,7 @@ class Stage:
             "preempted": self.engine.scheduler.preemptions, "accepted": accepted, "rejected": drafted - accepted,
             "aborted": sum(answer.last.finish == "abort" for answer in self.answers.values()),
             "reused": stats.reused_tokens, "restored": sum(tier.hits for tier in tiers),
-            "broken": int(self.engine.guessing.drafter is None), "paused": self.pauses})
+            "ahead": stats.ahead, "broken": int(self.engine.guessing.drafter is None), "paused": self.pauses})
 
 
 def same(wanted: Answer, found: Answer, aborted: bool) -> None:
@@ -202,12 +206,12 @@ def same(wanted: Answer, found: Answer, aborted: bool) -> None:
             raise Mismatch("other probabilities")
 
 
-def tell(seeds: Sequence[int]) -> Counter[str]:
+def tell(seeds: Sequence[int], ahead: bool = False) -> Counter[str]:
     """What happened in all these stories."""
     happened: Counter[str] = Counter()
     for story in map(story_of, seeds):
         with tempfile.TemporaryDirectory() as place:
-            stage = Stage.of(story, place)
+            stage = Stage.of(story, place, ahead)
             try:
                 stage.tell()
                 stage.compare()
@@ -226,7 +230,14 @@ def test_some_stories() -> None:
                                                "broken", "paused")), f"too little happened: {happened}"
 
 
+def test_some_stories_with_a_step_in_flight() -> None:
+    happened = tell(FLYING, ahead=True)
+    assert all(happened[what] > 2 for what in ("ahead", "preempted", "aborted", "reused", "restored", "paused")), (
+        f"too little happened: {happened}")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("first", range(0, SLOW, GROUP))
-def test_many_stories(first: int) -> None:
-    tell(range(first, first + GROUP))
+def test_many_stories(first: int, ahead: bool) -> None:
+    tell(range(first, first + GROUP), ahead)

@@ -130,3 +130,43 @@ def test_without_a_prefix_cache_nobody_gives_way() -> None:
         engine.add(request)
     drain(engine, answers)
     assert engine.scheduler.turns == 0 and len(answers) == 3
+
+
+def of(client: str, requests: list[Request]) -> list[Request]:
+    return [replace(request, client=client, id=f"{client}-{request.id}") for request in requests]
+
+
+def test_clients_take_turns_however_many_requests_one_has() -> None:
+    """Each body of the one is a group of its own; the other's two come to their places at once."""
+    engine, answers = started(4, of("many", long_ones(12)), 5)
+    for request in of("few", [greedy(numbers(50 + index, 20, 500), 4, name=f"new{index}") for index in range(2)]):
+        engine.add(request)
+    assert until_first(engine, answers, "few-new0") <= 3
+    assert until_first(engine, answers, "few-new1") <= SHORT_TURN
+    engine.check()
+
+
+def test_bodies_of_one_client_wait_for_their_turn() -> None:
+    engine, answers = started(2, of("one", long_ones(2)), TURN // 2)
+    engine.add(*of("one", [greedy(numbers(9, 20, 500), 4, name="new")]))
+    assert TURN // 2 - 3 <= until_first(engine, answers, "one-new") <= TURN // 2 + 3
+
+
+def test_clients_with_as_many_places_keep_them() -> None:
+    engine, answers = started(2, [*of("a", long_ones(1)), *of("b", long_ones(1))], TURN + 2)
+    for request in (*of("a", long_ones(3)[1:]), *of("b", long_ones(3)[1:])):
+        engine.add(request)
+    for _ in range(2 * TURN):
+        take(answers, engine.step())
+    assert len({sequence.client for sequence in engine.scheduler.running}) == 2
+
+
+def test_few_give_way_where_what_was_read_would_be_lost() -> None:
+    """Eight long conversations for two places, and memory for four: if all took turns, most would be read again."""
+    requests = [greedy(numbers(index, 150, 500), 2 * TURN, name=f"long{index}") for index in range(8)]
+    engine, answers = engine_for(batch=2, pages=60, slots=80, budget=64), Answers()
+    for request in requests:
+        engine.add(request)
+    drain(engine, answers)
+    assert engine.stats.prompt_tokens <= 9 * 150 and engine.scheduler.preemptions == 0
+    assert 0 < engine.scheduler.turns < 8

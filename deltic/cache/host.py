@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from deltic.cache.medium import Item, MediumError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Host:

@@ -1,4 +1,5 @@
-"""The hybrid cache: K/V pages and recurrent state slots under one account.
+"""The hybrid cache: K/V pages and recurrent state slots under one account. Accounting alone: what is to be done to the
+pools is queued (`operations`).
 
 A sequence holds a `Lease`: pages for its K/V, one slot for its recurrent state, and the cursor `done` that says how
 many tokens both contain. Only `commit` moves a cursor forward and only `restore` moves it back (L1, L2).
@@ -6,9 +7,6 @@ many tokens both contain. Only `commit` moves a cursor forward and only `restore
     tokens     0 ........ 16 ........ 32 ........ done ..... covered
     pages      [ full    ][ full     ][ partial              ]
     owners     shared      shared      one lease only         granted, not yet written
-
-Full pages hold committed tokens, never change again and may have many owners. A partial page has exactly one
-owner: whoever forks or checkpoints in the middle of a page copies it. State slots are never shared.
 
 A sequence that speculates also has a replay ring: its slot then stays as of `base` tokens, and the ring holds what came
 after. What leaves the lease (a fork, a kept end) is folded first; what is rejected is not committed.
@@ -21,46 +19,53 @@ what it has been given lies in the tiers too (host memory, disk), and comes back
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from deltic.cache.accounts import Accounts
 from deltic.cache.lease import Checkpoint, Lease, Rest
-from deltic.cache.ledger import Ledger
-from deltic.cache.shelf import Shelf
-from deltic.cache.storage import Storage
-from deltic.cache.tiers import NOTHING, Fetch, Kept, PoolDoor, restore, source_of
-from deltic.cache.tree import Mark, Match, PrefixTree
-from deltic.ops import Ops
-from deltic.ops.records import PAGE, RING
+from deltic.cache.operations import CopySlot, Operation, Pools, RestoreItem, StoreItem
+from deltic.cache.tiers import NOTHING, Fetch, Offer
+from deltic.cache.tree import Mark, Match
+from deltic.types import PAGE, RING
+
+if TYPE_CHECKING:
+    from deltic.cache.shelf import Shelf
 
 
 class HybridCache:
     """Grants pages and slots, moves cursors, forks and restores. `check()` proves the accounts."""
 
-    def __init__(self, storage: Storage, ops: Ops, reuse: bool = True, tiers: Sequence[Shelf] = (),
-                 rows: int | None = None) -> None:
+    def __init__(self, pools: Pools, reuse: bool = True, tiers: Sequence[Shelf] = (), rows: int | None = None) -> None:
         """reuse: keep prefixes of finished sequences for following ones. tiers: where to keep them too, fastest
         first. rows: positions that may be kept with their logits; None: as many as there are slots."""
-        self.storage, self.ops, self.reuse = storage, ops, reuse
+        self.pools, self.reuse, self.sizes = pools, reuse, pools.sizes
         self.tiers = tuple(tiers) if reuse else ()
-        self.pages = Ledger("page", storage.keys.shape[1])
-        self.slots = Ledger("slot", storage.recurrent.shape[1])
-        self.rings = Ledger("replay ring", storage.ring_units)
-        self.tree = PrefixTree(self.pages, self.slots, storage.slot_tokens)
+        self.accounts = Accounts(self.sizes)
+        self.pages, self.slots, self.rings = self.accounts.pages, self.accounts.slots, self.accounts.rings
+        self.tree = self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
-        self._leases: dict[int, Lease] = {}
-        self._checkpoints: dict[int, Checkpoint] = {}
         self._rests: list[Rest] = []
+
+    def take_operations(self) -> tuple[Operation, ...]:
+        """What is to be done to the pools before anything else is, in order; it is the caller's to have it done."""
+        operations = tuple(self.accounts.queue)
+        self.accounts.queue.clear()
+        return operations
+
+    def flush(self) -> None:
+        """Have all that is queued done now, outside of a plan."""
+        if self.accounts.queue:
+            self.pools.apply(self.take_operations())
 
     @property
     def at_rest(self) -> bool:
         """Whether nothing is leased or kept outside of the tree."""
-        return not self._leases and not self._checkpoints and not self._rests
+        return not self.accounts.leases and not self.accounts.checkpoints and not self._rests
 
     def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING) -> Lease | None:
-        """A lease at the deepest kept position that `prompt` begins with, or at its start.
+        """A lease at the deepest kept position that `prompt` begins with, or at its start. Its ids are the prompt: that
+        very list, if it is one.
 
         None, and nothing is given up for it, if no pages for `room` tokens in all could be had; None if no slot could.
         Without `room`, for a sequence that is alone, a start from nothing comes before none: the kept position itself
@@ -72,16 +77,17 @@ class HybridCache:
         lease = self._arrive(fetch, pages, mark.done if mark else 0)
         if lease is None and mark:
             lease = self._resume(mark, pages)
-        if lease is None and not (mark and room) and pages <= self._attainable(pages) and self.make_room(pages):
-            slot = self._take_slot()
-            lease = None if slot is None else self._book(Lease(slot))
+        if lease is None and not (mark and room) and pages <= self.accounts.attainable(pages) and self.make_room(pages):
+            slot = self.accounts.take_slot()
+            lease = None if slot is None else self.accounts.book(Lease(slot))
         if lease:
+            lease.ids = prompt if isinstance(prompt, list) else [*prompt]
             lease.shared = match.shared
         return lease
 
     def fetch(self, prompt: Sequence[int]) -> Fetch:
         """Have the tiers look for a deeper position than `known` ones; to be polled, then given to `admit`."""
-        return Fetch(prompt, self.known(prompt), self.tiers, PoolDoor(self.storage)) if self.tiers else NOTHING
+        return Fetch(prompt, self.known(prompt), self.tiers, self.pools.door) if self.tiers else NOTHING
 
     def _arrive(self, fetch: Fetch, room: int, known: int) -> Lease | None:
         """A lease at a position that came from a tier."""
@@ -90,18 +96,17 @@ class HybridCache:
             return None
         full = self.tree.shared(loaded.tokens)
         missing = max(room, -(-loaded.done // PAGE)) - len(full)
-        if missing > self._attainable(missing, full):
+        if missing > self.accounts.attainable(missing, full):
             return None
         self.pages.share(full)
-        slot = self._take_slot() if self.make_room(missing) else None
+        slot = self.accounts.take_slot() if self.make_room(missing) else None
         fresh = None if slot is None else self.pages.take(-(-loaded.done // PAGE) - len(full))
         if slot is None or fresh is None:
             self.pages.release(full)
             self.slots.release([] if slot is None else [slot])
             return None
-        logits = None if loaded.logits is None else loaded.logits.to(self.storage.device)
-        lease = self._book(Lease(slot, [*full, *fresh], list(loaded.tokens), logits, fetch.shelf.name))
-        restore(self.storage, loaded, lease.pages, len(full) * PAGE, slot)
+        lease = self.accounts.book(Lease(slot, [*full, *fresh], [], loaded.done, loaded.logits, fetch.shelf.name))
+        self._queue(RestoreItem(self.pools.hold(loaded), tuple(lease.pages), len(full) * PAGE, slot))
         fetch.shelf.hits += 1
         fetch.shelf.hit_tokens += loaded.done - known
         self._emit_here(lease)
@@ -111,13 +116,13 @@ class HybridCache:
         """Have the present position kept, for other sequences."""
         slot = self.emit(lease, lease.done)
         if slot is not None:
-            self._copy_slot(lease.slot, slot)
+            self._queue(CopySlot(lease.slot, slot))
 
     def _resume(self, mark: Mark, room: int) -> Lease | None:
         """A lease at a mark; it owns a copy of the state and of the partial page, so the mark may go at once."""
         path = self.tree.path(mark)
         missing = room - mark.done // PAGE
-        if missing > self._attainable(missing, path):
+        if missing > self.accounts.attainable(missing, path):
             return None
         mark.locks += 1
         lease = self._copy_mark(mark, path) if self.make_room(missing) else None
@@ -125,16 +130,13 @@ class HybridCache:
         return lease
 
     def _copy_mark(self, mark: Mark, path: Sequence[int]) -> Lease | None:
-        slot = self._take_slot()
-        if slot is None:
+        copy = self.accounts.take_copy(path, mark.done)
+        if copy is None:
             return None
-        pages = self._share_pages(path, mark.done)
-        if pages is None:
-            self.slots.release([slot])
-            return None
+        slot, pages = copy
         self.tree.use(mark)
-        self._copy_slot(mark.slot, slot)
-        lease = self._book(Lease(slot, pages, self.tree.tokens(mark), mark.logits))
+        self._queue(CopySlot(mark.slot, slot))
+        lease = self.accounts.book(Lease(slot, pages, done=mark.done, logits=mark.logits))
         _guard(lease, mark)
         return lease
 
@@ -145,16 +147,7 @@ class HybridCache:
 
     def make_room(self, pages: int) -> bool:
         """Have the tree give up prefixes until so many pages are free, or as many as can be; True if all are."""
-        wanted = min(pages, self._attainable(pages))
-        while self.pages.free < wanted and self.tree.evict():
-            pass
-        return self.pages.free >= pages
-
-    def _attainable(self, pages: int, spared: Sequence[int] = ()) -> int:
-        """How many pages would be free without the tree, but for the `spared` ones; only so far as `pages` asks."""
-        if self.pages.free >= pages:
-            return self.pages.free
-        return self.pages.size - len({*spared, *(page for holder in self._holders() for page in holder.pages)})
+        return self.accounts.make_room(pages)
 
     def reserve(self, lease: Lease, tokens: int) -> int:
         """Grant pages for up to `tokens` tokens after the cursor; returns for how many there is room now (L4)."""
@@ -168,7 +161,7 @@ class HybridCache:
         """A slot for a step to write the lease's state at `position` to; None if none can be had."""
         if not self.reuse or position in lease.emitting:
             return None
-        slot = self._take_slot()
+        slot = self.accounts.take_slot()
         if slot is not None:
             lease.emitting[position] = slot
         return slot
@@ -178,7 +171,7 @@ class HybridCache:
         emitting, lease.emitting = lease.emitting, {}
         for position, slot in emitting.items():
             tail = position % PAGE
-            page = self._own_page(lease.pages[position // PAGE]) if tail and position <= lease.done else None
+            page = self.accounts.own_page(lease.pages[position // PAGE]) if tail and position <= lease.done else None
             if position > lease.done or (tail and page is None):
                 self.slots.release([slot])
                 continue
@@ -191,11 +184,12 @@ class HybridCache:
               lasting: bool = True) -> Mark:
         """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers if it
         shall be lasting."""
-        tokens = lease.tokens[:done]
+        tokens = lease.ids[:done]
         mark = self.tree.insert(tokens, lease.pages, slot, page, logits)
         self.tree.keep_logits(self.rows - self._rows_held)
-        for tier in self.tiers if lasting else ():
-            tier.offer(source_of(self.storage, Kept(tokens, lease.pages, mark.slot, mark.logits)))
+        if lasting and self.tiers:
+            item = self.pools.hold(Offer(tokens, mark.logits, self.tiers))
+            self._queue(StoreItem(item, tuple(lease.pages[:-(-done // PAGE)]), mark.slot))
         return mark
 
     def keep_sound(self, lease: Lease) -> bool:
@@ -203,46 +197,42 @@ class HybridCache:
         lease holds is finite; else give them up. Returns whether it is."""
         if not self.reuse:
             return False
-        sound = all(bool(tensor.isfinite().all()) for tensor in self._held(lease))
+        self.settle(lease)
+        self.flush()
+        sound = self.pools.sound((lease.slot, *lease.emitting.values()), lease.pages, lease.done)
         if sound:
             self.keep_emitted(lease)
         self.slots.release(lease.emitting.values())
         lease.emitting = {}
         return sound
 
-    def _held(self, lease: Lease) -> Iterator[torch.Tensor]:
-        """States and K/V of all committed tokens."""
-        self.settle(lease)
-        for pool in self.storage.slot_tensors:
-            yield from (pool[:, slot] for slot in (lease.slot, *lease.emitting.values()))
-        pages = torch.tensor(lease.pages[:-(-lease.done // PAGE)], dtype=torch.int64, device=self.storage.device)
-        for pool in self.storage.page_tensors:
-            yield from (layer.index_select(0, pages).flatten(0, 1)[:lease.done] for layer in pool)
-
-    def commit(self, lease: Lease, tokens: Sequence[int], base: int | None = None) -> None:
-        """Move the cursor over tokens whose K/V and state were just written: the one place that does (L1).
+    def commit(self, lease: Lease, count: int, base: int | None = None) -> None:
+        """Move the cursor over the next `count` ids, whose K/V and state were just written: the one place that does
+        (L1).
 
         base: tokens that the state in the slot stands for now, where the step appended to the replay ring; those of
         the step's tokens that are not committed leave nothing behind.
         """
-        assert lease.done + len(tokens) <= lease.covered, "tokens are committed past the granted pages"
-        lease.tokens += tokens
+        assert lease.done + count <= lease.covered, "tokens are committed past the granted pages"
+        assert 0 <= count <= len(lease.ids) - lease.done, "tokens are committed that the sequence does not have"
+        lease.done += count
         lease.behind = 0 if base is None else lease.done - base
         assert 0 <= lease.behind <= RING, "the cursor is not within the replay ring"
 
     def retreat(self, lease: Lease, done: int) -> bool:
         """Take back the last committed tokens, which were guesses that nobody else has seen; False, and no change, if
-        they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2)."""
-        if not (lease.base if len(self.storage.recurrent) else 0) <= done <= lease.done:
+        they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2). The ids are the
+        caller's to change."""
+        if not (lease.base if self.sizes.recurrent else 0) <= done <= lease.done:
             return False
         assert self.pages.alone(lease.pages[done // PAGE:]), "tokens are taken back that others have"
         lease.behind = max(lease.behind - (lease.done - done), 0)
-        del lease.tokens[done:]
+        lease.done = done
         return True
 
     def settle(self, lease: Lease) -> None:
         """Bring the state in the slot forward to the cursor, so that all of the replay ring is free."""
-        self._copy_state(lease, lease.slot)
+        self.accounts.copy_state(lease, lease.slot)
         lease.behind = 0
 
     def take_ring(self, lease: Lease) -> bool:
@@ -251,59 +241,70 @@ class HybridCache:
         if lease.ring is None:
             unit = self.rings.take()
             lease.ring = unit[0] if unit else None
-        return lease.ring is not None or not len(self.storage.recurrent)
+        return lease.ring is not None or not self.sizes.recurrent
 
     def exchange_slots(self, lease: Lease, other: Lease) -> None:
         """Swap slots: `lease` takes the state that a step wrote into the slot of `other` instead of its own."""
         lease.slot, other.slot = other.slot, lease.slot
-        self._leases[lease.slot], self._leases[other.slot] = lease, other
+        self.accounts.leases[lease.slot], self.accounts.leases[other.slot] = lease, other
 
-    def fork(self, source: Lease | Checkpoint) -> Lease | None:
-        """A new lease at the source's position, or None if pages or slots are short."""
-        self._expect(source)
-        slot = self._take_slot()
-        if slot is None:
+    def set_aside(self, count: int) -> None:
+        """Have so many spare slots, or as many as leave one for each of as many sequences and one more."""
+        spares, free = self.accounts.spares, self.slots.free
+        spares += self.slots.take(max(min(count - len(spares), free - count - 1), 0)) or []
+
+    def exchange_spare(self, lease: Lease, spare: int) -> None:
+        """The lease's state is the one that a step wrote to this spare slot; its own becomes a spare one."""
+        spares = self.accounts.spares
+        spares[spares.index(spare)] = lease.slot
+        del self.accounts.leases[lease.slot]
+        lease.slot = spare
+        self.accounts.book(lease)
+
+    def fork(self, source: Lease | Checkpoint, ids: list[int] | None = None) -> Lease | None:
+        """A new lease at the source's position, or None if pages or slots are short. ids: its own, which begin as the
+        source's; by default a copy of those."""
+        self.accounts.expect(source)
+        copy = self.accounts.take_copy(source.pages, source.done)
+        if copy is None:
             return None
-        pages = self._share_pages(source.pages, source.done)
-        if pages is None:
-            self.slots.release([slot])
-            return None
-        self._copy_state(source, slot)
-        return self._book(Lease(slot, pages, list(source.tokens)))
+        slot, pages = copy
+        self.accounts.copy_state(source, slot)
+        return self.accounts.book(Lease(slot, pages, [*source.tokens] if ids is None else ids, source.done))
 
     def checkpoint(self, lease: Lease, logits: Any = None) -> Checkpoint | None:
         """Keep the lease's present position, or None if pages, slots or room for its logits are short."""
         copy = self.fork(lease) if logits is None or self._rows_held < self.rows else None
         if copy is None:
             return None
-        del self._leases[copy.slot]
+        del self.accounts.leases[copy.slot]
         kept = Checkpoint(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
-        self._checkpoints[kept.slot] = kept
+        self.accounts.checkpoints[kept.slot] = kept
         self.tree.keep_logits(self.rows - self._rows_held)
         return kept
 
     @property
     def _rows_held(self) -> int:
         """Checkpoints with logits."""
-        return sum(kept.logits is not None for kept in self._checkpoints.values())
+        return sum(kept.logits is not None for kept in self.accounts.checkpoints.values())
 
     def restore(self, lease: Lease, checkpoint: Checkpoint | None) -> bool:
         """Take the lease back to a checkpoint (None: to the start); False, and no change, if a page is short."""
-        self._expect(lease)
+        self.accounts.expect(lease)
         if checkpoint is None:
             self.pages.release(lease.pages)
-            lease.pages, lease.tokens, lease.behind = [], [], 0
+            lease.pages, lease.ids, lease.done, lease.behind = [], [], 0, 0
             return True
-        self._expect(checkpoint)
-        others = {page for holder in self._holders() if holder is not lease for page in holder.pages}
+        self.accounts.expect(checkpoint)
+        others = {page for holder in self.accounts.holders if holder is not lease for page in holder.pages}
         if checkpoint.done % PAGE and len(others) == self.pages.size:
             return False
         self.pages.release(lease.pages)
         lease.pages = []
-        pages = self._share_pages(checkpoint.pages, checkpoint.done)
+        pages = self.accounts.share_pages(checkpoint.pages, checkpoint.done)
         assert pages is not None
-        lease.pages, lease.tokens, lease.behind = pages, list(checkpoint.tokens), 0
-        self._copy_slot(checkpoint.slot, lease.slot)
+        lease.pages, lease.ids, lease.done, lease.behind = pages, [*checkpoint.tokens], checkpoint.done, 0
+        self._queue(CopySlot(checkpoint.slot, lease.slot))
         return True
 
     def clear(self) -> None:
@@ -321,13 +322,22 @@ class HybridCache:
 
     def close(self) -> None:
         """Wait until the tiers have written what they were given."""
+        self.flush()
         for tier in self.tiers:
             tier.close()
+
+    def can_rest(self, room: int) -> bool:
+        """Whether what a lease holds would stay in the tree if it rested, beside all that runs and rests, and a
+        newcomer, where all together take `room` tokens more."""
+        holders = self.accounts.holders
+        states = len(holders) + len(self._rests) + 1
+        pages = sum(len(holder.pages) for holder in holders) + sum(rest.pages for rest in self._rests) - (-room // PAGE)
+        return states <= self.slots.size - self.slots.size // 8 and pages <= self.pages.size
 
     def rest(self, lease: Lease, keep: bool) -> Rest:
         """Give back all that the lease owns, as `release`, for a sequence that will go on soon: what it would return to
         stays guarded until `wake`, and the tiers get nothing."""
-        rest, lease.guarded = Rest(lease.guarded), []
+        rest, lease.guarded = Rest(lease.guarded, len(lease.pages)), []
         end = self.release(lease, keep, lasting=False)
         if end:
             rest.guarded.append(end)
@@ -347,10 +357,10 @@ class HybridCache:
     def release(self, lease: Lease, keep: bool = False, lasting: bool = True) -> Mark | None:
         """Give back all that the lease owns; keep: the tree takes over its state and pages, under the mark that is
         returned. lasting: the tiers get them too."""
-        self._expect(lease)
+        self.accounts.expect(lease)
         if keep and self.reuse:
             self.settle(lease)
-        del self._leases[lease.slot]
+        del self.accounts.leases[lease.slot]
         self.rings.release([] if lease.ring is None else [lease.ring])
         self.slots.release(lease.emitting.values())
         full, rest = divmod(lease.done, PAGE)
@@ -369,90 +379,28 @@ class HybridCache:
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """Give back all that the checkpoint owns."""
-        self._expect(checkpoint)
-        del self._checkpoints[checkpoint.slot]
+        self.accounts.expect(checkpoint)
+        del self.accounts.checkpoints[checkpoint.slot]
         self.pages.release(checkpoint.pages)
         self.slots.release([checkpoint.slot])
 
     def check(self) -> None:
         """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
-        holders = self._holders()
-        emitting = [slot for lease in self._leases.values() for slot in lease.emitting.values()]
-        self.slots.check([*(holder.slot for holder in holders), *emitting, *self.tree.owned_slots()])
-        self.rings.check(lease.ring for lease in self._leases.values() if lease.ring is not None)
-        self.pages.check([*(page for holder in holders for page in holder.pages), *self.tree.owned_pages()])
-        self.tree.check()
+        self.accounts.check()
         guards = Counter(mark for guards in self._guarded() for mark in guards)
         assert all(mark.guards == count for mark, count in guards.items()), "a mark's guards are miscounted"
         for tier in self.tiers:
             tier.check()
-        owners = Counter(self.tree.owned_pages())
-        for holder in holders:
-            assert len(holder.pages) * PAGE >= holder.done, "a cursor stands past its pages"
-            owners.update(holder.pages)
-        for holder in holders:
-            changing = holder.pages[holder.done // PAGE:]
-            assert all(owners[page] == 1 for page in changing), "a page that is not full is shared"
+
+    def _queue(self, operation: Operation) -> None:
+        self.accounts.queue.append(operation)
 
     def _guarded(self) -> list[list[Mark]]:
-        return [*(lease.guarded for lease in self._leases.values()), *(rest.guarded for rest in self._rests)]
+        return [*(lease.guarded for lease in self.accounts.leases.values()), *(rest.guarded for rest in self._rests)]
 
     def owns(self, holder: Lease | Checkpoint) -> bool:
         """Whether the lease or checkpoint is one of this cache and still stands."""
-        return self._leases.get(holder.slot) is holder or self._checkpoints.get(holder.slot) is holder
-
-    def _holders(self) -> list[Lease | Checkpoint]:
-        return [*self._leases.values(), *self._checkpoints.values()]
-
-    def _expect(self, holder: Lease | Checkpoint) -> None:
-        assert self.owns(holder), "a lease or checkpoint was given back before, or belongs to another cache"
-
-    def _book(self, lease: Lease) -> Lease:
-        self._leases[lease.slot] = lease
-        return lease
-
-    def _share_pages(self, pages: Sequence[int], done: int) -> list[int] | None:
-        """Own the full pages below `done` too, and a copy of the partial one."""
-        full, rest = divmod(done, PAGE)
-        self.pages.share(pages[:full])
-        own = self._own_page(pages[full]) if rest else None
-        if rest and own is None:
-            self.pages.release(pages[:full])
-            return None
-        return [*pages[:full]] if own is None else [*pages[:full], own]
-
-    def _own_page(self, page: int) -> int | None:
-        """A copy of a page."""
-        self.make_room(1)
-        own = self.pages.take()
-        if own is None:
-            return None
-        self._copy_page(page, own[0])
-        return own[0]
-
-    def _take_slot(self) -> int | None:
-        while not self.slots.free and self.tree.evict():
-            pass
-        slot = self.slots.take()
-        return None if slot is None else slot[0]
-
-    def _copy_state(self, source: Lease | Checkpoint, target: int) -> None:
-        """Write the state of all committed tokens into a slot, which may be the source's own."""
-        behind = source.behind if isinstance(source, Lease) else 0
-        if source.slot != target:
-            self._copy_slot(source.slot, target)
-        if behind:
-            assert isinstance(source, Lease) and source.ring is not None
-            self.ops.fold_ring(self.storage.state_views(), target, source.ring, source.base, source.done, target)
-
-    def _copy_slot(self, source: int, target: int) -> None:
-        self.ops.copy_slots(self.storage.slot_tensors, self._index(source), self._index(target))
-
-    def _copy_page(self, source: int, target: int) -> None:
-        self.ops.copy_pages(self.storage.page_tensors, self._index(source), self._index(target))
-
-    def _index(self, unit: int) -> torch.Tensor:
-        return torch.tensor([unit], device=self.storage.device)
+        return self.accounts.owns(holder)
 
 
 def _guard(lease: Lease, mark: Mark) -> None:

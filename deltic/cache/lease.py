@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.cache.tree import Mark
-from deltic.ops.records import PAGE
+from deltic.types import PAGE
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
     """What one running sequence owns. Read it freely; only HybridCache changes it.
 
-    tokens: the ids that the committed K/V and state stand for; `done` is their count. pages cover `covered` tokens.
+    ids: the sequence's token ids, the very list that its owner appends to; committed K/V and state stand for the first
+    `done` of them. pages cover `covered` tokens.
     logits: those of the last token where it started, if known. source: the tier that it came from, if any. shared:
     tokens of K/V that the tree knew of its prompt. emitting: slots that steps write the state at a position to, to be
     kept by `keep_emitted`. expected: positions where following prompts are expected to part. guarded: the marks to
@@ -22,7 +23,8 @@ class Lease:
 
     slot: int
     pages: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    done: int = 0
     logits: Any = None
     source: str = ""
     shared: int = 0
@@ -33,8 +35,9 @@ class Lease:
     behind: int = 0
 
     @property
-    def done(self) -> int:
-        return len(self.tokens)
+    def tokens(self) -> list[int]:
+        """A copy of the committed ids."""
+        return self.ids[:self.done]
 
     @property
     def base(self) -> int:
@@ -63,6 +66,7 @@ class Checkpoint:
 
 @dataclass(slots=True, eq=False)
 class Rest:
-    """What a sequence that gave its place to another one would return to."""
+    """What a sequence that gave its place to another one would return to, and how many pages it had."""
 
     guarded: list[Mark]
+    pages: int

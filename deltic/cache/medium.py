@@ -8,12 +8,12 @@ last of them. `key` is a hash of all tokens up to `done`, `parent` the key of th
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, Protocol
-
-import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,10 @@ class PrefixHash:
     """Keys of ever longer prefixes of one token sequence."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._bytes = np.asarray(tokens, dtype="<i8").tobytes()
+        numbers = array("q", tokens)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        self._bytes = numbers.tobytes()
         self._hash, self._done = blake2b(digest_size=KEY_BYTES), 0
 
     def key(self, done: int) -> str:

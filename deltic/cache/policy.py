@@ -19,7 +19,8 @@ _ROWS = 16
 class MemoryNeeds:
     """page_bytes, slot_bytes: cost of one unit. model_context: tokens the model was made for.
     max_batch: sequences that should run at once. max_context: tokens that one of them may have (None: the model's).
-    row_bytes: cost of the logits that are kept with the end of a prompt."""
+    row_bytes: cost of the logits that are kept with the end of a prompt. ahead: steps are launched while others are in
+    flight, for which a sequence has two slots."""
 
     page_bytes: int
     slot_bytes: int
@@ -27,6 +28,7 @@ class MemoryNeeds:
     max_batch: int
     max_context: int | None = None
     row_bytes: int = 0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     choices fork; of what is left beside one whole context, half goes to slots for states worth keeping. Logits of
     prompts' ends get a sixteenth, and room for one at least.
     """
-    context = needs.max_context or needs.model_context
-    smallest = needs.page_bytes + 2 * needs.slot_bytes + needs.row_bytes
+    context, own = needs.max_context or needs.model_context, 1 + needs.ahead
+    smallest = needs.page_bytes + (own + 1) * needs.slot_bytes + needs.row_bytes
     if budget < smallest:
         raise ConfigError(f"memory: {_mib(budget)} cannot hold one sequence, which takes at least {_mib(smallest)}; "
                           "raise --memory", "memory")
@@ -61,13 +63,14 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     budget -= rows * needs.row_bytes
     batch, warnings = needs.max_batch, []
     if needs.slot_bytes:
-        batch = max(1, min(batch, budget // 2 // needs.slot_bytes - 1))
+        batch = max(1, min(batch, (budget // 2 // needs.slot_bytes - 1) // own))
     if context > needs.model_context:
         warnings.append(f"max_context {context} is more than the {needs.model_context} that the model is made for")
     if batch < needs.max_batch:
         warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a state slot takes "
                         f"{_mib(needs.slot_bytes)} and the cache has {_mib(budget)} (raise --memory)")
-    slots = batch + 1 + _kept_slots(budget, needs, batch + 1, context)
+    slots = own * batch + 1
+    slots += _kept_slots(budget, needs, slots, context)
     pages = (budget - slots * needs.slot_bytes) // needs.page_bytes if needs.page_bytes else 1 << 20
     wanted = -(-context // PAGE)
     if pages < wanted:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from deltic.cache.medium import Item, Medium, PrefixHash
 
-Tensors = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = Mapping[str, "Tensor"]
 Keys = set[str]
 
 
@@ -61,13 +62,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the tensors of a prefix can be had: K/V of the tokens from a position on, and the state at its end with,
-    perhaps, the last token's logits. cost: bytes of a token's K/V, and of a state."""
+    """Where copies of a prefix's tensors can be had. run: tokens and K/V from a position on. state: the state at its
+    end, with, if `final`, the last token's logits. Both raise MemoryError if there is none for the copy. cost: bytes of
+    a token's K/V, and of a state."""
 
     tokens: Sequence[int]
-    kv: Callable[[int], dict[str, Tensor]]
+    run: Callable[[int], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]
-    logits: Tensor | None = None
+    final: bool = False
     cost: tuple[int, int] = (0, 0)
 
 

@@ -18,9 +18,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from deltic.cache.medium import FullError, Item, Kind, Medium, PrefixHash
 from deltic.cache.prefix import (
     ANYTHING,
@@ -34,7 +31,6 @@ from deltic.cache.prefix import (
     read_prefix,
     size_of,
 )
-from deltic.ops.memory import is_shortage
 from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
@@ -104,7 +100,7 @@ class Shelf:
         done, now = len(source.tokens), time.monotonic()
         path = list(self._matching(source.tokens))
         parent = path[-1] if path else self._root
-        kind: Kind = "state" if source.logits is None else "final"
+        kind: Kind = "final" if source.final else "state"
         stated = [entry for entry in path if entry.state]
         if parent.done == done and parent.state and (parent.state.kind == kind or kind == "state"):
             self._use(parent)
@@ -178,10 +174,8 @@ class Shelf:
             return  # nothing is copied for it
         key = PrefixHash(source.tokens).key(done)
         try:
-            run, state = _copies(source, parent.done)
-        except (MemoryError, RuntimeError) as error:
-            if not is_shortage(error):
-                raise
+            run, state = source.run(parent.done) if parent.done < done else {}, source.state()
+        except MemoryError:
             self._complain(f"there is no memory for a copy of {done:,} tokens; choose a smaller --memory or "
                            "--host-memory")
             return
@@ -439,14 +433,6 @@ class Shelf:
         self.prefixes = sum(entry.state is not None for entry in self._entries.values())
         while self.bytes > self.budget and self._evict(self._root):
             pass
-
-
-def _copies(source: Source, start: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What is to be written of a prefix: the K/V of its tokens from `start` on, and its state."""
-    run = {}
-    if start < len(source.tokens):
-        run = {"tokens": torch.tensor(source.tokens[start:], dtype=torch.int64), **source.kv(start)}
-    return run, source.state() | ({} if source.logits is None else {"logits": source.logits.cpu()})
 
 
 def _scan(medium: Medium) -> tuple[list[Item], list[Item]]:

@@ -1,15 +1,23 @@
 """The tensors behind the ledgers: K/V pages of the attention layers, state slots and replay rings of the recurrent
-layers."""
+layers; and how the operations that the accounts queue are carried out on them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
 
+from deltic.cache.door import PoolDoor
+from deltic.cache.operations import CopyPage, CopySlot, FoldRing, Operation, PoolSizes, RestoreItem, StoreItem
+from deltic.cache.prefix import Loaded, Source
+from deltic.cache.tiers import Offer
 from deltic.config import ModelConfig
-from deltic.ops.memory import memory_for, reserve
+from deltic.ops import Ops
+from deltic.ops.memory import is_shortage, memory_for, reserve
 from deltic.ops.records import PAGE, RING, KvView, RingView, StateView
 
 STATE_LAYOUT = 1
@@ -62,7 +70,8 @@ class Storage:
     conv [G, slots, conv_kernel, C], for A attention layers (the draft head's last) and G recurrent layers.
     hidden [1, slots, H] float32: the hidden state of a slot's last token after the final norm; None without a draft
     head. rings: inputs, keys, updates, decays of `RingView`, each with a leading dimension G; None without rings.
-    tiled: as in `GdnSpec`. vocabulary: of the logits that are kept with states; None: anything is.
+    ops: what copies and folds. tiled: as in `GdnSpec`. vocabulary: of the logits that are kept with states; None:
+    anything is. held: what operations that are still queued name by a number, the next of `numbers`.
 
     Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry
     only below its sequence's cursor. Pages that are never used are never touched, so they cost no real memory.
@@ -72,10 +81,13 @@ class Storage:
     values: Tensor
     recurrent: Tensor
     conv: Tensor
+    ops: Ops
     hidden: Tensor | None = None
     rings: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     tiled: bool = False
     vocabulary: int | None = None
+    held: dict[int, object] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def page_tensors(self) -> tuple[Tensor, ...]:
@@ -92,21 +104,17 @@ class Storage:
         return tuple(self.named_slots.values())
 
     @property
-    def ring_units(self) -> int:
-        """How many sequences may have a replay ring."""
-        return self.rings[0].shape[1] if self.rings else 0
+    def sizes(self) -> PoolSizes:
+        """How many units there are, and what they cost."""
+        page, slot = (sum(tensor[:, :1].numel() * tensor.itemsize for tensor in tensors)
+                      for tensors in (self.page_tensors, self.slot_tensors))
+        return PoolSizes(self.keys.shape[1], self.recurrent.shape[1], self.rings[0].shape[1] if self.rings else 0,
+                         page // PAGE, slot, len(self.recurrent) > 0)
 
     @property
-    def cost(self) -> tuple[int, int]:
-        """Bytes of a token's K/V, and of a slot."""
-        page = sum(t[:, :1].numel() * t.itemsize for t in self.page_tensors)
-        return page // PAGE, sum(t[:, :1].numel() * t.itemsize for t in self.slot_tensors)
-
-    @property
-    def slot_tokens(self) -> float:
-        """What a slot costs, in tokens of K/V."""
-        token, slot = self.cost
-        return PAGE * slot / max(PAGE * token, 1)
+    def door(self) -> PoolDoor:
+        """What may come in from a tier."""
+        return PoolDoor(self)
 
     @property
     def device(self) -> torch.device:
@@ -121,18 +129,54 @@ class Storage:
             rings = [RingView(*layer, self.tiled) for layer in zip(*self.rings, strict=True)]
         return tuple(map(StateView, self.recurrent, self.conv, rings))
 
+    def hold(self, content: object) -> int:
+        """Keep something for an operation to name by this number, until it is carried out."""
+        number = next(self.numbers)
+        self.held[number] = content
+        return number
 
-def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, device: str = "cpu",
+    def apply(self, operations: Sequence[Operation]) -> None:
+        """Carry these out, in order."""
+        for operation in operations:
+            match operation:
+                case CopySlot(source, target):
+                    self.ops.copy_slots(self.slot_tensors, self._index(source), self._index(target))
+                case CopyPage(source, target):
+                    self.ops.copy_pages(self.page_tensors, self._index(source), self._index(target))
+                case FoldRing(slot, ring, base, done):
+                    self.ops.fold_ring(self.state_views(), slot, ring, base, done, slot)
+                case StoreItem(item, pages, slot):
+                    offer = self.held.pop(item)
+                    assert isinstance(offer, Offer)
+                    offer.make(_source(self, offer, pages, slot))
+                case RestoreItem(item, pages, start, slot):
+                    loaded = self.held.pop(item)
+                    assert isinstance(loaded, Loaded)
+                    _restore(self, loaded, pages, start, slot)
+
+    def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
+        """Whether the states in these slots, and the K/V of the first `done` tokens in these pages, are finite."""
+        index = torch.tensor(pages[:-(-done // PAGE)], dtype=torch.int64, device=self.device)
+        return (all(bool(pool[:, slot].isfinite().all()) for pool in self.slot_tensors for slot in slots)
+                and all(bool(layer.index_select(0, index).flatten(0, 1)[:done].isfinite().all())
+                        for pool in self.page_tensors for layer in pool))
+
+    def _index(self, unit: int) -> Tensor:
+        return torch.tensor([unit], device=self.device)
+
+
+def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
              extras: Extras = PLAIN) -> Storage:
     """Reserve address space for the pools; ConfigError naming what makes them smaller if that is refused."""
     size = (pages * page_bytes(config, dtype, extras.head) + slots * slot_bytes(config, dtype, extras.head)
             + extras.rings * ring_bytes(config, dtype))
     with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
                     "choose a smaller --memory, which --max-context and --max-batch must then fit", "memory"):
-        return _allocate(config, pages, slots, dtype, device, extras)
+        return _allocate(config, pages, slots, dtype, ops, device, extras)
 
 
-def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, device: str, extras: Extras) -> Storage:
+def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str,
+              extras: Extras) -> Storage:
     attention, recurrent = len(config.attention_layers) + extras.head, len(config.linear_layers)
     kv = (attention, pages, PAGE, config.num_key_value_heads, config.head_dim)
     linear = config.linear
@@ -143,6 +187,7 @@ def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, d
         values=reserve(kv, dtype, device),
         recurrent=reserve((recurrent, slots, *heads), torch.float32, device),
         conv=reserve((recurrent, slots, *conv), dtype, device),
+        ops=ops,
         hidden=reserve((1, slots, config.hidden_size), torch.float32, device) if extras.head else None,
         rings=_rings(config, extras.rings, dtype, device), tiled=extras.tiled,
         vocabulary=config.vocab_size,
@@ -159,3 +204,60 @@ def _rings(config: ModelConfig, units: int, dtype: torch.dtype,
             reserve((*lead, linear.num_key_heads, linear.key_head_dim), torch.float32, device),
             reserve((*lead, linear.num_value_heads, linear.value_head_dim), torch.float32, device),
             reserve((*lead, linear.num_value_heads), torch.float32, device))
+
+
+def _source(storage: Storage, offer: Offer, pages: Sequence[int], slot: int) -> Source:
+    """What a tier may read of a prefix in the pools, before they change."""
+    def run(start: int) -> dict[str, Tensor]:
+        with _named_shortage():
+            tokens = torch.tensor(offer.tokens[start:], dtype=torch.int64)
+            return {"tokens": tokens, **_read_kv(storage, pages, start, len(offer.tokens))}
+
+    def state() -> dict[str, Tensor]:
+        with _named_shortage():
+            logits = {} if offer.logits is None else {"logits": offer.logits.cpu()}
+            return _read_state(storage, slot) | logits
+
+    sizes = storage.sizes
+    return Source(offer.tokens, run, state, offer.logits is not None, (sizes.token_bytes, sizes.slot_bytes))
+
+
+@contextmanager
+def _named_shortage() -> Iterator[None]:
+    """Where memory runs out in this block, it is a MemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        raise MemoryError(str(error)) from error
+
+
+def _restore(storage: Storage, loaded: Loaded, pages: Sequence[int], known: int, slot: int) -> None:
+    """Write what came from a tier into a slot, and into pages of the prefix from the token `known` on."""
+    for start, tensors in loaded.runs:
+        skip = max(known - start, 0)
+        if skip < tensors["keys"].shape[1]:
+            index = _places(storage, pages, start + skip, start + tensors["keys"].shape[1])
+            for pool, name in zip(storage.page_tensors, ("keys", "values"), strict=True):
+                pool.flatten(1, 2).index_copy_(1, index, tensors[name][:, skip:].to(pool.device))
+    for name, pool in storage.named_slots.items():
+        pool[:, slot] = loaded.state[name].to(pool.device)
+
+
+def _read_kv(storage: Storage, pages: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
+    """keys, values [A, tokens, kv_heads, head_dim] of the positions `start` to `end`."""
+    index = _places(storage, pages, start, end)
+    return {name: pool.flatten(1, 2).index_select(1, index).cpu()
+            for name, pool in zip(("keys", "values"), storage.page_tensors, strict=True)}
+
+
+def _read_state(storage: Storage, slot: int) -> dict[str, Tensor]:
+    """recurrent [G, Hv, Dk, Dv], conv [G, conv_kernel, C]; with a draft head, hidden [1, H]."""
+    return {name: pool[:, slot].to("cpu", copy=True) for name, pool in storage.named_slots.items()}
+
+
+def _places(storage: Storage, pages: Sequence[int], start: int, end: int) -> Tensor:
+    """Where the tokens from `start` to `end` lie in the flat pool."""
+    positions = torch.arange(start, end)
+    return (torch.tensor(list(pages))[positions // PAGE] * PAGE + positions % PAGE).to(storage.device)

@@ -158,14 +158,6 @@ class PrefixTree:
             node = node.parent
         return pages[::-1]
 
-    def tokens(self, mark: Mark) -> list[int]:
-        """The token keys that the mark stands for."""
-        keys, node = [mark.tail], mark.node
-        while node.parent is not None:
-            keys.append(node.key)
-            node = node.parent
-        return array("q", b"".join(reversed(keys))).tolist()
-
     def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, page: int | None,
                logits: Any = None) -> Mark:
         """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`."""

@@ -135,7 +135,7 @@ def _without_reuse(engine: Engine) -> Engine:
     known = engine.runtime.cache
     known.clear()
     assert not len(known.tree) and known.at_rest, "the pools are in use"
-    return Engine(replace(engine.runtime, cache=HybridCache(known.storage, known.ops, reuse=False)))
+    return Engine(replace(engine.runtime, cache=HybridCache(known.pools, reuse=False)))
 
 
 def _summary(requests: Sequence[Timed], last: Sequence[Timed], cold: Sequence[Timed], evictions: int) -> Summary:

@@ -44,7 +44,7 @@ class EngineConfig:
     token_budget: int = _option(512, "tokens that one step aims at; longer prompts are read in chunks")
     max_stall_ms: int | None = _option(None, "milliseconds that a step should take at most in which answers wait for "
                                              "prompts, which are then read in smaller chunks and take longer (default: "
-                                             "no limit)")
+                                             "50, but chunks of a quarter of --token-budget at least)")
     prefix_cache: bool = _option(True, "keep the states of prompts and answers, and resume where a prompt repeats them")
     host_memory: str | None = _option(None, "host memory for prefixes for which the device has no room, such as 16GiB "
                                             "(default: with a GPU a quarter of what is free, else none)")

@@ -16,14 +16,16 @@ _FEWEST_PAGES = 16
 """Pages of the smallest bucket."""
 
 
-def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False) -> Batch:
-    """Lay out the plan's rows as one ragged batch; one host-to-device copy.
+def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False,
+          drawn: Tensor | None = None) -> Batch:
+    """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
 
-    all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states.
+    all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
+    int64, on the device: what the step in flight has drawn; then every row takes its token from there.
     """
     rows = plan.rows
     if device.type == "cuda" and not hidden and decodes(plan):
-        return decoding(plan, device)
+        return decoding(plan, device, drawn)
     chunks = tuple(len(row.tokens) for row in rows)
     starts = [0]
     for chunk in chunks:
@@ -36,7 +38,7 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     targets = [row.slot if row.target is None else row.target for row in rows]
     done = [row.done for row in rows]
     fields = _upload(device,
-                     ids=[token for row in rows for token in row.tokens],
+                     ids=[token for row in rows for token in _ids(row)],
                      positions=positions * 3, starts=starts, done=done,
                      pages=[page for row in rows for page in (*row.pages, *(0,) * (width - len(row.pages)))],
                      store=[_flat(row, index) for row, chunk in zip(rows, chunks, strict=True)
@@ -48,6 +50,8 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
                      emit_slot=[slot for row in rows for _, slot in row.emits])
     singles = sum(chunk == 1 for chunk in chunks)
     appends = [row.append for row in rows]
+    if drawn is not None:
+        _take_drawn(fields["ids"], drawn)
     layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted),
                     len(fields["emit_row"]), any(appends), hidden)
     return Batch(
@@ -66,8 +70,8 @@ def decodes(plan: Plan) -> bool:
                and row.base in (None, row.done) for row in plan.rows)
 
 
-def decoding(plan: Plan, device: torch.device) -> Batch:
-    """A plan that `decodes`, with its bucket: both are views of one upload."""
+def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None) -> Batch:
+    """A plan that `decodes`, with its bucket: both are views of one upload. drawn: as in `build`."""
     rows = [*plan.rows]
     real, pages = len(rows), power_of_two(max(_FEWEST_PAGES, *(len(row.pages) for row in rows)))
     rows += [rows[-1]] * (power_of_two(real) - real)
@@ -75,13 +79,15 @@ def decoding(plan: Plan, device: torch.device) -> Batch:
     slots = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     numbers = array("q", (real,))
-    for values in ([row.tokens[0] for row in rows], done * 3, range(len(rows) + 1), done,
+    for values in ([_ids(row)[0] for row in rows], done * 3, range(len(rows) + 1), done,
                    [_flat(row, row.done) for row in rows], slots, targets):
         numbers.extend(values)
     for row in rows:
         numbers.extend(row.pages)
         numbers.extend((0,) * (pages - len(row.pages)))
-    padded = Padded(torch.frombuffer(numbers, dtype=torch.int64).to(device), len(rows), pages)
+    padded = Padded(upload(numbers, torch.int64, device), len(rows), pages)
+    if drawn is not None:
+        _take_drawn(padded.numbers[1:1 + len(rows)], drawn)
     layout = Layout((1,) * real, tuple(row.done + 1 for row in plan.rows), real, real)
     return step_of(padded, layout, _span(slots[:real], targets[:real]))
 
@@ -129,8 +135,24 @@ def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
     return None
 
 
+def _ids(row: Row) -> tuple[int, ...]:
+    """The row's tokens; instead of one that is not known the number of its draw."""
+    return row.tokens if row.drawn is None else (row.drawn,)
+
+
+def _take_drawn(ids: Tensor, drawn: Tensor) -> None:
+    """Replace numbers of draws by what they have given."""
+    ids.copy_(drawn[ids])
+
+
+def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers on the device. They are copied from pinned memory, which nobody gets again before that is done, so
+    that nobody has to wait for it."""
+    host = torch.frombuffer(numbers, dtype=dtype)  # torch.tensor looks at every number several times
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
 def _upload(device: torch.device, **lists: list[int]) -> dict[str, Tensor]:
-    # torch.tensor looks at every number several times
-    flat = torch.frombuffer(array("q", chain.from_iterable(lists.values())), dtype=torch.int64).to(device)
+    flat = upload(array("q", chain.from_iterable(lists.values())), torch.int64, device)
     sizes = [len(values) for values in lists.values()]
     return dict(zip(lists, flat.split(sizes), strict=True))

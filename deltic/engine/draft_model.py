@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 
 import torch
+from torch import Tensor
 
+from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.engine.batch import build
 from deltic.engine.drafters import Wants
@@ -97,9 +99,9 @@ class ModelDrafter:
         if not rows:
             return
         rows.sort(key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
-        self._runtime.run(build(Plan(tuple(row for _, row in rows)), cache.storage.device))
+        self._run([row for _, row in rows])
         for lease, row in rows:
-            cache.commit(lease, row.tokens)
+            _commit(cache, lease, row)
             cache.keep_emitted(lease)
 
     def _is_ready(self, sequence: Sequence) -> bool:
@@ -117,22 +119,33 @@ class ModelDrafter:
         if lease:
             cache.release(lease, keep=cache.retreat(lease, _sound(lease, sequence)))
 
+    def _run(self, rows: List[Row]) -> Tensor:
+        self._runtime.cache.flush()
+        return self._runtime.run(build(Plan(tuple(rows)), self._runtime.pools.device))
+
     def _step(self, active: list[tuple[int, Sequence]], guesses: list[list[int]]) -> None:
         """One more guess for each of these sequences."""
-        device, rows = self._runtime.cache.storage.device, []
+        rows = []
         for index, sequence in active:
             lease = self._leases[sequence]
             token = guesses[index][-1] if guesses[index] else sequence.tokens[-1]
             rows.append(Row((token,), lease.done, tuple(lease.pages), lease.slot, 1, base=lease.base,
                             ring=lease.ring or 0, append=lease.ring is not None))
-        logits = self._runtime.run(build(Plan(tuple(rows)), device))
+        logits = self._run(rows)
         draws = [Draw(sequence, tuple(guesses[index])) for index, sequence in active]
-        tokens = self._runtime.decoder.ops.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
+        sampling = sampling_of(draws, logits.device, logits.shape[1])
+        tokens = self._runtime.decoder.ops.sample(logits, sampling).tokens.tolist()
         for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
-            self._runtime.cache.commit(self._leases[sequence], row.tokens, base_after(row))
+            _commit(self._runtime.cache, self._leases[sequence], row)
             guesses[index].append(token)
+
+
+def _commit(cache: HybridCache, lease: Lease, row: Row) -> None:
+    """Its ids are its own: guesses are among them."""
+    lease.ids[lease.done:] = row.tokens
+    cache.commit(lease, len(row.tokens), base_after(row))
 
 
 def _sound(lease: Lease, sequence: Sequence) -> int:
     """How many of the tokens that were read came true; the sequence's last one is read with the next guess."""
-    return min(common_length(lease.tokens, sequence.tokens), len(sequence.tokens) - 1)
+    return min(common_length(lease.ids, sequence.tokens), lease.done, len(sequence.tokens) - 1)

@@ -80,7 +80,8 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
-        device, most = self._runtime.cache.storage.device, max(count for _, count in wants)
+        self._runtime.cache.flush()  # the head writes to pages right away
+        device, most = self._runtime.pools.device, max(count for _, count in wants)
         batch = build(Plan(tuple(_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants)), device)
         # what is guessed before matters for penalties alone
         draws = [Draw(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
@@ -91,7 +92,7 @@ class HeadDrafter:
         return [row[:count] for row, (_, count) in zip(tokens.tolist(), wants, strict=True)]
 
     def _one_by_one(self, wants: Wants, most: int) -> list[list[int]]:
-        device, ops = self._runtime.cache.storage.device, self._runtime.decoder.ops
+        device, ops = self._runtime.pools.device, self._runtime.decoder.ops
         guesses: list[list[int]] = [[] for _ in wants]
         hidden = torch.empty(0)
         before: list[int] = []

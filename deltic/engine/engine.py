@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from deltic.cache.policy import distinct, grid_spacing, kept_positions
-from deltic.engine.batch import build
+from deltic.engine.ahead import plan_ahead
 from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
+from deltic.engine.fairness import stall_of
 from deltic.engine.guessing import Guessing
+from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter
 from deltic.engine.repeats import Repeats
 from deltic.engine.runtime import Runtime
-from deltic.engine.sampler import Draw, logprobs_of, sampling_of
-from deltic.engine.scheduler import Plan, Row, Scheduler, base_after
+from deltic.engine.scheduler import Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.errors import RequestError
-from deltic.ops.records import Sampled
-from deltic.types import Finish, Request, TokenLogprobs, TokenOut
+from deltic.types import Finish, Request, TokenOut
 
 log = logging.getLogger("deltic")
 
@@ -43,11 +43,12 @@ _NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one, or
 class EngineStats:
     """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
 
-    prompt_tokens: processed ones, so those of a preempted request count again. reused_tokens: prompt tokens of
-    finished requests that the cache knew.
+    ahead: steps that were launched before the tokens of the one before were seen. prompt_tokens: processed ones, so
+    those of a preempted request count again. reused_tokens: prompt tokens of finished requests that the cache knew.
     """
 
     steps: int = 0
+    ahead: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -56,50 +57,24 @@ class EngineStats:
     last_overhead: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A sequence whose next token is to be drawn. row: its share of the step, which begins at the batch's token
-    `start`; None if its logits were known."""
-
-    sequence: Sequence
-    row: Row | None = None
-    start: int = 0
-
-    @property
-    def guesses(self) -> tuple[int, ...]:
-        return self.row.guesses if self.row else ()
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What a step has drawn; the lists are those of `sampled`. raw [L, V]: the model's logits, where the probability
-    of another token than the drawn one may have to be reported."""
-
-    sampled: Sampled
-    tokens: list[int]
-    healthy: list[bool]
-    possible: list[bool]
-    raw: Tensor | None = None
-
-    def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
-        """The report of one row that gave this token, drawn or forced."""
-        found = logprobs_of(self.sampled, row, wanted)
-        if found is None or self.raw is None or token == self.tokens[row]:
-            return found
-        return replace(found, token=float(self.raw[row].double().log_softmax(-1)[token]))
-
-
 class Engine:
     """Continuous batching over one `Runtime`."""
 
-    def __init__(self, runtime: Runtime, drafter: Drafter | None = None, depth: Depth | None = None) -> None:
-        """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say."""
+    def __init__(self, runtime: Runtime, drafter: Drafter | None = None, depth: Depth | None = None,
+                 ahead: bool | None = None) -> None:
+        """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say. ahead: launch
+        steps before the one in flight is collected; by default where a device computes beside the host."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
-        stall = runtime.options.max_stall_ms
-        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, runtime.options.token_budget,
-                                   stall / 1000 if stall else None)
+        options = runtime.options
+        self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
+                                   stall_of(options.max_stall_ms, options.token_budget))
         self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
-        self._spacing = grid_spacing(runtime.cache.storage.slot_tokens)
+        self.launcher = Launcher(runtime)
+        self.ahead = runtime.pools.device.type != "cpu" if ahead is None else ahead
+        if self.ahead:
+            runtime.cache.set_aside(runtime.memory.max_batch)
+        self._flight: InFlight | None = None
+        self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[TokenOut] = []
 
@@ -135,6 +110,7 @@ class Engine:
         for sequence in self._sequences.get(request, ()):
             self.guessing.forget(sequence)
             self.scheduler.pause(sequence)
+        self.runtime.cache.flush()
 
     def resume(self, request: str) -> None:
         """Have a paused request go on, before those that came after it. Others stay as they are."""
@@ -142,27 +118,26 @@ class Engine:
             self.scheduler.resume(sequence)
 
     def step(self) -> list[TokenOut]:
-        """Draft, admit, plan, run, choose, commit, emit."""
-        began = start = time.perf_counter()
-        read = self.stats.prompt_tokens
-        drafting = self.guessing.draft()
-        plan, sequences = self.scheduler.plan()
-        known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
-        if plan.rows or known:
+        """Collect a step: the one in flight, or else one that is launched now. Where the step after it needs nothing
+        that the host has to see first, it is launched before that, so that no device waits for the host."""
+        began, before, read = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
+        flight = self._flight if self._flight and self._flight.live else self._launch()
+        self._flight = None
+        if flight:
             try:
-                began += self._advance(plan, sequences, known)
+                if flight.error:
+                    raise flight.error
+                self._commit(flight)
+                self._flight = self._launch_ahead(flight) if self.ahead else None
+                self._collect(flight)
             except Exception as error:
-                log.exception("a step failed; its requests end with an error")
-                for sequence in [s for request in {s.request.id for s in (*sequences, *known)}
-                                 for s in self._sequences.get(request, ())]:
-                    self._fail(sequence, f"internal error: {error}")
+                self._lose(flight, error)
             self.stats.steps += 1
-            self.scheduler.stall.timed(self.stats.prompt_tokens - read, time.perf_counter() - start)
-            if drafting and len(drafting) == len(plan.rows) and not known:
-                tokens = sum(event.token is not None for event in self._events)
-                self.guessing.timed(plan, time.perf_counter() - start, tokens)
+            self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - read)
+        if not self.scheduler.running and not self.scheduler.waiting:
+            self.runtime.cache.flush()  # no plan will follow soon
         events, self._events = self._events, []
-        self.stats.last_overhead = time.perf_counter() - began
+        self.stats.last_overhead = time.perf_counter() - began - (self.launcher.seconds - before)
         return events
 
     def check(self) -> None:
@@ -178,68 +153,83 @@ class Engine:
         """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
         self.runtime.cache.close()
 
-    def _advance(self, plan: Plan, sequences: list[Sequence], known: list[Sequence]) -> float:
-        """Run the plan, and let the sequences whose logits the cache knew draw with it; returns the seconds spent in
-        the model's forward."""
-        ready, spent, logits, first = list[Turn](), 0.0, [], 0
-        if plan.rows:
-            batch = build(plan, self.runtime.cache.storage.device, hidden=self.runtime.head is not None)
-            started = time.perf_counter()
-            logits.append(self.runtime.run(batch))
-            spent = time.perf_counter() - started
-        for row, sequence in zip(plan.rows, sequences, strict=True):
-            assert sequence.lease is not None
-            if not row.drafts:
-                self.runtime.cache.commit(sequence.lease, row.tokens)
-            start, first = first, first + len(row.tokens)
-            self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
-            if row.logits:
-                ready.append(Turn(sequence, row, start))
-        for sequence in known:
-            kept, sequence.logits = sequence.logits, None
-            if kept.shape != (self.runtime.config.vocab_size,) or kept.dtype != torch.float32:
-                self._fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}")
-                continue
-            logits.append(kept[None].clone())  # a draw may write into them
-            ready.append(Turn(sequence))
-        if ready:
-            self._choose(ready, logits[0] if len(logits) == 1 else torch.cat(logits))
-        return spent
+    def _launch(self) -> InFlight | None:
+        """Draft, admit, plan, run and draw; None if there is nothing to do."""
+        drafting = self.guessing.draft()
+        plan, sequences = self.scheduler.plan()
+        known = [sequence for sequence in self.scheduler.running[:]
+                 if sequence.logits is not None and self._fits(sequence)]
+        flight = self.launcher.launch(plan, sequences, known)
+        flight.drafting = drafting
+        return flight if flight.shares or flight.error else None
 
-    @torch.inference_mode()
-    def _choose(self, ready: list[Turn], logits: Tensor) -> None:
-        """Draw what follows in every sequence that is ready. logits [L, V]: those of all their draws."""
-        turns, draws, ends = list[tuple[Turn, int]](), list[Draw](), dict[Sequence, Tensor]()
-        for turn in ready:
-            sequence, guesses = turn.sequence, turn.guesses
-            if (sequence.emits_end or self._splits(sequence)) and not guesses:  # with guesses nothing is committed yet
-                ends[sequence] = logits[len(draws)].clone()  # a draw may write into the logits
-            turns.append((turn, len(draws)))
-            draws += [Draw(sequence, guesses[:count]) for count in range(len(guesses) + 1)]
-        scored = any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws)
-        raw = logits.clone() if scored else None
-        sampled = self.runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device, logits.shape[1]))
-        chosen = Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
-        for turn, place in turns:
-            sequence = turn.sequence
+    def _launch_ahead(self, flight: InFlight) -> InFlight | None:
+        """The step after the one in flight; None where it has to wait for that one's tokens."""
+        ahead = plan_ahead(self.scheduler, flight, drafts=self.guessing.drafter is not None)
+        self.stats.ahead += ahead is not None
+        return self.launcher.launch(*ahead, before=flight) if ahead else None
+
+    def _commit(self, flight: InFlight) -> None:
+        """Move the cursors over what the step has processed, but for guesses: all of it is known to be right by now."""
+        cache = self.runtime.cache
+        for share in flight.shares:
+            row, sequence = share.row, share.sequence
+            if row is None or not share.live:
+                continue
+            if not row.drafts:
+                cache.commit(share.lease, len(row.tokens))
+            if row.target is not None:
+                cache.exchange_spare(share.lease, row.target)
+            self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))
+
+    def _collect(self, flight: InFlight) -> None:
+        """See what the step has drawn, and follow it in every sequence that still runs."""
+        if flight.sampled is None:
+            return
+        chosen = self.launcher.wait(flight)
+        for share in flight.shares:
+            if share.draw is None or not share.live:
+                continue
+            sequence = share.sequence
             try:
-                if sequence.lease and chosen.healthy[place]:
-                    if sequence.lease.emitting:
-                        self.runtime.cache.keep_emitted(sequence.lease, ends.get(sequence))
-                    if self._splits(sequence):
-                        self._split(sequence, ends[sequence])
-                self._follow(turn, chosen, place)
+                if chosen.healthy[share.draw]:
+                    if share.lease.emitting:
+                        self.runtime.cache.keep_emitted(share.lease, share.end)
+                    if sequence.splits:
+                        self._split(sequence, share.end)
+                self._follow(share, chosen, share.draw)
             except Exception as error:
                 self._blame(sequence, error)
 
-    def _follow(self, turn: Turn, chosen: Chosen, place: int) -> None:
+    def _lose(self, flight: InFlight, error: Exception) -> None:
+        """The step has raised this error: the requests in it end."""
+        log.error("a step failed; its requests end with an error", exc_info=error)
+        for request in {share.sequence.request.id for share in flight.shares if share.live}:
+            for sequence in self._sequences.get(request, ())[:]:
+                self._fail(sequence, f"internal error: {error}")
+
+    def _timed(self, flight: InFlight, seconds: float, read: int) -> None:
+        """The step took so long, and read so many tokens of prompts."""
+        self.scheduler.stall.timed(read, seconds)
+        if flight.drafting and len(flight.drafting) == len(flight.shares) == len(flight.plan.rows):
+            self.guessing.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether the logits that the cache has kept are of this model; else the sequence has failed."""
+        kept: Tensor = sequence.logits
+        fits = kept.shape == (self.runtime.config.vocab_size,) and kept.dtype == torch.float32
+        if not fits:
+            self._fail(sequence, f"internal error: the cache has kept logits of shape {list(kept.shape)}")
+        return fits
+
+    def _follow(self, share: Share, chosen: Chosen, place: int) -> None:
         """Take the tokens that were chosen for a sequence, from `place` on, as far as its guesses are right."""
-        sequence, guesses, right = turn.sequence, turn.guesses, 0
+        sequence, guesses, right = share.sequence, share.guesses, 0
         while True:
             if not chosen.healthy[place + right]:
                 return self._fail(sequence, _SICK)
             if guesses:
-                self._commit_guess(turn, right)
+                self._commit_guess(share, right)
             forced = sequence.forced
             if forced is None and not chosen.possible[place + right]:
                 return self._fail(sequence, _NONE_LEFT)
@@ -262,11 +252,7 @@ class Engine:
         elif finish:
             self._end(sequence)
 
-    def _splits(self, sequence: Sequence) -> bool:
-        """Whether the request's other choices go on from here: its prompt has just been processed."""
-        return sequence.sampling.n > 1 and not sequence.choice and not sequence.generated
-
-    def _split(self, sequence: Sequence, logits: Tensor) -> None:
+    def _split(self, sequence: Sequence, logits: Tensor | None) -> None:
         """Make the request's other choices. They fork the prompt's end when they run, and draw from its logits [V]."""
         count = sequence.sampling.n - 1
         siblings = [self._sequence(sequence.request, choice, sequence.seed) for choice in range(1, count + 1)]
@@ -278,13 +264,13 @@ class Engine:
             sibling.origin, sibling.keys = origin, sequence.keys
             self.scheduler.add(sibling)
 
-    def _commit_guess(self, turn: Turn, index: int) -> None:
+    def _commit_guess(self, share: Share, index: int) -> None:
         """One more token of a step with guesses is known to be right: the first, or a guess that was."""
-        row, lease = turn.row, turn.sequence.lease
-        assert row is not None and lease is not None
-        self.runtime.cache.commit(lease, row.tokens[index:index + 1], base_after(row))
+        row, lease = share.row, share.lease
+        assert row is not None
+        self.runtime.cache.commit(lease, 1, base_after(row))
         if self.runtime.head:
-            self.runtime.head.settle(lease.slot, turn.start + index)
+            self.runtime.head.settle(lease.slot, share.start + index)
 
     def _take(self, sequence: Sequence, token: int, chosen: Chosen, row: int) -> Finish | None:
         """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""

@@ -18,6 +18,8 @@ _STEP = 2 * PAGE
 """Tokens that a step costs as much as, besides those that it reads: weights are read, rows laid out."""
 _RECENT = 5
 """Steps whose median is the time of a prompt token: one that others disturbed does not count."""
+_STALL = 0.05
+"""Seconds of a step with prompts that readers of answers do not notice."""
 _MARGIN = 0.9
 """Share of the longest stall that is aimed at: times scatter."""
 
@@ -43,6 +45,15 @@ def share(budget: int, pending: Sequence[int], goals: Sequence[int]) -> list[int
         counts[index] += more
         left -= more
     return counts
+
+
+def hurry(counts: Sequence[int], goals: Sequence[int]) -> list[int]:
+    """Of a step's shares those of the prompts that reach their goal in it, so that it is soon over; all, if none does.
+
+    Meant for every other step at most: the others go on in the next.
+    """
+    near = [count if count >= goal else 0 for count, goal in zip(counts, goals, strict=True)]
+    return near if any(near) else list(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +92,11 @@ def _reading(budget: int, others: int, own: int) -> int:
 @dataclass(slots=True)
 class Stall:
     """Keeps steps in which answers wait for prompts below a time: the prompts' share is scaled by how long it took
-    lately, so that it needs no model of the machine. seconds: the longest step; None: no limit."""
+    lately, so that it needs no model of the machine. seconds: the longest step; None: no limit. least: prompt tokens
+    of a step however long they take."""
 
     seconds: float | None
+    least: int = PAGE
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def timed(self, tokens: int, seconds: float) -> None:
@@ -92,8 +105,16 @@ class Stall:
             self.recent.append(seconds / tokens)
 
     def limit(self, budget: int) -> int:
-        """Prompt tokens of a step in which answers wait for them: a page at least, and as long as nothing is known."""
+        """Prompt tokens of a step in which answers wait for them: as few as may be as long as nothing is known."""
         if self.seconds is None:
             return budget
-        wanted = int(_MARGIN * self.seconds / median(self.recent)) if self.recent else PAGE
-        return min(max(wanted, PAGE), budget)
+        wanted = int(_MARGIN * self.seconds / median(self.recent)) if self.recent else self.least
+        return min(max(wanted, self.least), budget)
+
+
+def stall_of(max_stall_ms: int | None, token_budget: int) -> Stall:
+    """As the options say it. By default a step that is too long reads a quarter of the budget at least: much less, and
+    most of its time would go into reading the weights."""
+    if max_stall_ms is None:
+        return Stall(_STALL, max(token_budget // 4, PAGE))
+    return Stall(max_stall_ms / 1000)

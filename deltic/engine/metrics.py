@@ -11,6 +11,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deltic.types import PAGE
+
 if TYPE_CHECKING:
     from deltic.cache.hybrid import HybridCache
     from deltic.cache.ledger import Ledger
@@ -164,9 +166,7 @@ def _pool(ledger: Ledger) -> Pool:
 
 
 def _device(cache: HybridCache) -> Tier:
-    storage = cache.storage
-    page = sum(tensor.nbytes for tensor in storage.page_tensors) // cache.pages.size
-    slot = sum(tensor.nbytes for tensor in storage.slot_tensors) // cache.slots.size
+    page, slot = PAGE * cache.sizes.token_bytes, cache.sizes.slot_bytes
     pages, slots = _pool(cache.pages), _pool(cache.slots)
     return Tier("device", pages.used * page + slots.used * slot, pages.size * page + slots.size * slot,
                 len(cache.tree), cache.tree.evictions)

@@ -20,7 +20,7 @@ def wanted(sequence: Sequence) -> bool:
     """Whether any logit of this sequence's next tokens may be changed."""
     params = sequence.sampling
     return bool(params.repetition_penalty not in (None, 1.0) or params.presence_penalty or params.frequency_penalty
-                or params.logit_bias or (params.min_tokens and sequence.eos))
+                or params.logit_bias or (sequence.eos and sequence.generated < params.min_tokens))
 
 
 class Penalties:

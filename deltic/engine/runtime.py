@@ -19,7 +19,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.late import LateDisk, LateNotes
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.shelf import Shelf
-from deltic.cache.storage import Extras, allocate, page_bytes, ring_bytes, slot_bytes
+from deltic.cache.storage import Extras, Storage, allocate, page_bytes, ring_bytes, slot_bytes
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.engine.graphs import Graphs
 from deltic.engine.head import DraftHead
@@ -104,11 +104,17 @@ class Runtime:
     def __post_init__(self) -> None:
         # made anew for every copy: they have taken pointers into the stores
         object.__setattr__(self, "step", self.decoder.ops.step(self.decoder.ops, self.decoder.stack, self.stores))
-        hidden = self.cache.storage.hidden
+        hidden = self.pools.hidden
         object.__setattr__(self, "head", DraftHead(self.mtp, self.stores, hidden)
                            if self.mtp is not None and hidden is not None else None)
         object.__setattr__(self, "graphs", Graphs(lambda batch: self._forward(batch)[0])
                            if self.options.device.startswith("cuda") and not self.options.debug_layers else None)
+
+    @property
+    def pools(self) -> Storage:
+        """The tensors behind the cache."""
+        assert isinstance(self.cache.pools, Storage)
+        return self.cache.pools
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
@@ -207,8 +213,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     for warning in memory.warnings:
         log.warning("%s%s", f"the draft model {name}: " if drafts else "", warning)
     extras = replace(extras, tiled=tiled)
-    storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), options.device, extras)
-    cache = HybridCache(storage, decoder.ops, options.prefix_cache, rows=memory.rows)
+    storage = allocate(config, memory.pages, memory.slots, getattr(torch, dtype), decoder.ops, options.device, extras)
+    cache = HybridCache(storage, options.prefix_cache, rows=memory.rows)
     stores = Stores(storage.kv_views(), storage.state_views())
     runtime = Runtime(name, files.path if files else None, config, options, generation, memory, decoder, cache, stores,
                       files.tokenizer() if files else None, mtp=mtp)
@@ -263,7 +269,8 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     # rings take a quarter at most: who gets none is served without guesses
     rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
-                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size)
+                        config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
+                        ahead=options.device != "cpu")
     memory = split_memory(budget - rings * ring, needs)
     if wanted and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
@@ -285,7 +292,7 @@ def _with_tiers(runtime: Runtime, made: Identity) -> Runtime:
             tiers.append(shelf)
         except (DelticError, OSError) as error:
             log.warning("nothing is kept on disk: %s", error)
-    cache = HybridCache(runtime.cache.storage, runtime.decoder.ops, options.prefix_cache, tiers, runtime.memory.rows)
+    cache = HybridCache(runtime.cache.pools, options.prefix_cache, tiers, runtime.memory.rows)
     return replace(runtime, cache=cache, notes=notes)
 
 
@@ -293,7 +300,7 @@ def _on_disk(runtime: Runtime, made: Identity, directory: str, budget: int) -> t
     """The tier in a directory and the notes beside it. They open when it is known which model it is, which for large
     files that are new is later."""
     facts = {**made.facts, **machine_facts(runtime.options, runtime.decoder.ops)}
-    about = f"{str(runtime.cache.storage.keys.dtype).removeprefix('torch.')}, {computes(facts)}"
+    about = f"{str(runtime.pools.keys.dtype).removeprefix('torch.')}, {computes(facts)}"
     opening, abandon = open_under(
         Identity(facts, made.marks), Memory(open_root(directory) / WEIGHTS),
         lambda digest: (Disk(directory, digest, budget, runtime.name, about), DiskNotes(directory, digest)))

@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from deltic.engine.batch import upload
 from deltic.engine.penalties import Penalties, wanted
 from deltic.engine.sequence import Sequence
 from deltic.ops.noise import sample_key
@@ -44,8 +45,8 @@ def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int) -> Sam
     integers = array("q", [p.top_k or 0 for p in params])
     integers.extend(0 if p.temperature == 0 else sample_key(draw.sequence.seed, draw.sequence.choice, draw.position)
                     for p, draw in zip(params, draws, strict=True))
-    temperature, top_p, min_p = torch.frombuffer(numbers, dtype=torch.float32).to(device).view(3, -1)
-    top_k, key = torch.frombuffer(integers, dtype=torch.int64).to(device).view(2, -1)
+    temperature, top_p, min_p = upload(numbers, torch.float32, device).view(3, -1)
+    top_k, key = upload(integers, torch.int64, device).view(2, -1)
     return Sampling(
         temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, key=key, adjust=adjust, greedy=greedy,
         filtered=not greedy and any(map(_filters, params)), top_logprobs=max(reports) if reports else None)

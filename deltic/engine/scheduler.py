@@ -7,17 +7,21 @@ When pages run out, the youngest running sequence is sent back to wait and later
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
+from deltic.cache.operations import Operation, operation_of, plain
 from deltic.cache.tiers import NOTHING
-from deltic.engine.fairness import Meeting, Stall, share
+from deltic.engine.fairness import Meeting, Stall, hurry, share
 from deltic.engine.sequence import Sequence
-from deltic.engine.turns import SHORT_TURN, gives_way, in_turn
+from deltic.engine.turns import TURN, gives_way, in_turn
 from deltic.types import PAGE, common_length, ring_base
 
 log = logging.getLogger("deltic")
@@ -33,13 +37,18 @@ _PATIENCE = 0.01
 """Seconds to sleep at a time while there is nothing to do but to wait for a tier."""
 
 
+UNKNOWN = -1
+"""Stands for a token that is not on the host yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read
     the state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
     emits: (position, slot) pairs: also write the state after `position` tokens to this slot. base: tokens that the
     state in the slot stands for (None: done); those after it are in the replay ring `ring`. append: leave this step's
-    tokens there too. drafts: how many of the tokens, the last ones, are guesses."""
+    tokens there too. drafts: how many of the tokens, the last ones, are guesses. drawn: the one token is what this draw
+    of the step in flight gives, and is not known yet."""
 
     tokens: tuple[int, ...]
     done: int
@@ -52,6 +61,7 @@ class Row:
     ring: int = 0
     append: bool = False
     drafts: int = 0
+    drawn: int | None = None
 
     @property
     def guesses(self) -> tuple[int, ...]:
@@ -75,21 +85,39 @@ def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The rows of one step, single-token rows first, those by slot."""
+    """A step as plain data. operations: what is to be done to the pools before, in order. rows: those of single tokens
+    first, by slot."""
 
     rows: tuple[Row, ...]
+    operations: tuple[Operation, ...] = ()
+
+    def to_json(self) -> str:
+        """All of it: who carries it out on other pools, which have had all plans before, does the same."""
+        return json.dumps({"rows": [asdict(row) for row in self.rows], "operations": [*map(plain, self.operations)]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        found = json.loads(text)
+        return cls(tuple(Row(**{name: _tuples(value) for name, value in row.items()}) for row in found["rows"]),
+                   tuple(map(operation_of, found["operations"])))
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows lists alone."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class Scheduler:
     """Queues of waiting and running sequences over a cache that grants them pages and slots."""
 
-    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, max_stall: float | None = None) -> None:
-        """max_stall: seconds that a step in which answers wait for prompts should take at most."""
-        self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, Stall(max_stall)
+    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, stall: Stall | None = None) -> None:
+        """stall: how long a step may take in which answers wait for prompts; None: as long as it takes."""
+        self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, stall or Stall(None)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.preemptions = self.turns = self._step = 0
+        self._hurried = False
 
     def add(self, sequence: Sequence) -> None:
         sequence.turn = self._step
@@ -112,12 +140,24 @@ class Scheduler:
         prompts = [sequence for sequence in prompts if sequence.lease]
         goals = [min(sequence.pending, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
                  for sequence in prompts]
-        counts = share(self.stall.limit(budget) if shares else budget, [s.pending for s in prompts], goals)
+        limit = self.stall.limit(budget) if shares else budget
+        counts = given = share(limit, [s.pending for s in prompts], goals)
+        if limit < budget and not self._hurried:
+            counts = hurry(given, goals)
+        self._hurried = counts != given
         for sequence, count in zip(prompts, counts, strict=True):
             if count and sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
-        return Plan(tuple(self._row(sequence, count) for sequence, count in shares)), [s for s, _ in shares]
+        rows = tuple(self._row(sequence, count) for sequence, count in shares)
+        return Plan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
+
+    def pass_over(self) -> bool:
+        """Count a step that is not planned here, if `plan` would leave everybody where he is."""
+        if self.waiting and (len(self.running) < self.max_batch or self._due(self._step + 1)):
+            return False
+        self._step += 1
+        return True
 
     def pause(self, sequence: Sequence) -> None:
         """Have a sequence neither run nor wait until `resume`. It owns nothing meanwhile; what it has read is kept like
@@ -154,19 +194,32 @@ class Scheduler:
 
     def _take_turns(self) -> None:
         """Put those that wait in order; where no place is free, have at most one running sequence give up its own."""
-        if not self.waiting:
-            return
-        full = len(self.running) >= self.max_batch
-        if full and not (self.cache.reuse and any(self._step - other.turn >= SHORT_TURN for other in self.running)):
-            return
-        ordered = in_turn(self.waiting, self.running, self._step)
-        for place, sequence in enumerate(ordered):
-            self.waiting[place] = sequence
-        leaving = gives_way(ordered[0], self.running, self._step) if full else None
+        leaving = self._due(self._step)
         if leaving:
             self._yield(leaving, resting=True)
             self.add(leaving)
             self.turns += 1
+
+    def _due(self, step: int) -> Sequence | None:
+        """Put those that wait in order; returns who gives his place to the first of them, where no other is free."""
+        if not self.waiting:
+            return None
+        full = len(self.running) >= self.max_batch
+        if full and not self.cache.reuse:
+            return None
+        ordered = in_turn(self.waiting, self.running, step)
+        for place, sequence in enumerate(ordered):
+            self.waiting[place] = sequence
+        if not full:
+            return None
+        room = len(ordered[0].tokens) + 2 * TURN * len(self.running)  # they go on while one rests
+        return gives_way(ordered[0], self.running, step, partial(self._can_rest, room=room))
+
+    def _can_rest(self, sequence: Sequence, room: int) -> bool:
+        """Whether it costs little to go on later: its state stays beside so many tokens more, or a step reads as
+        much."""
+        return sequence.done <= self.token_budget or self.cache.can_rest(room)
+
 
     def _admit(self) -> dict[Sequence, int]:
         """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.
@@ -242,16 +295,16 @@ class Scheduler:
     def _lease(self, sequence: Sequence) -> Lease | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
         room = len(sequence.tokens) + 1 if self.running else 0
-        origin, lease = sequence.origin, None
+        origin, lease, ids = sequence.origin, None, sequence.own_tokens()
         if origin is not None:
             if self.cache.make_room(-(-room // PAGE) - origin.checkpoint.done // PAGE):
-                lease = self.cache.fork(origin.checkpoint)
+                lease = self.cache.fork(origin.checkpoint, ids)
             if lease is None and self.running:
                 return None
             self._forget_origin(sequence)
         if lease is None:
             diverged = self.cache.tree.diverged(sequence.tokens) if log.isEnabledFor(logging.DEBUG) else 0
-            lease = self.cache.admit(sequence.tokens, room, sequence.fetch or NOTHING)
+            lease = self.cache.admit(ids, room, sequence.fetch or NOTHING)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None

@@ -38,7 +38,8 @@ class Sequence:
     since which it runs, or waits, without a break. rest: what it returns to, where it waits because its turn was over.
     arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those of
     the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step. drafted,
-    accepted: guesses so far, and those of them that were right. acceptance: what is known of them.
+    accepted: guesses so far, and those of them that were right. acceptance: what is known of them. group: what came
+    together has one share of its client's places; client: who has one share of all.
     """
 
     request: Request
@@ -72,15 +73,16 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     acceptance: Acceptance | None = None
+    group: str = field(init=False)
+    client: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.group = self.request.group or self.request.id
+        self.client = self.request.client or self.group
 
     @property
     def done(self) -> int:
         return self.lease.done if self.lease else 0
-
-    @property
-    def group(self) -> str:
-        """What came together has one share of the places."""
-        return self.request.group or self.request.id
 
     @property
     def pending(self) -> int:
@@ -119,14 +121,18 @@ class Sequence:
         return self.lease is not None and self.generated > 0 and self.pending == 1 and self.logits is None
 
     @property
-    def emits_end(self) -> bool:
-        """Whether the state at the end of the prompt is about to be kept."""
-        return self.lease is not None and self.lease.done in self.lease.emitting
+    def splits(self) -> bool:
+        """Whether the request's other choices go on from here: its prompt has just been processed."""
+        return self.sampling.n > 1 and not self.choice and not self.generated
+
+    def own_tokens(self) -> list[int]:
+        """The tokens, in a list that from now on is the sequence's own."""
+        self.tokens = self.tokens if isinstance(self.tokens, list) else list(self.tokens)
+        return self.tokens
 
     def start(self, lease: Lease) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
         self.lease, self.fetch, self.hold = lease, None, None
-        self.tokens = self.tokens if isinstance(self.tokens, list) else list(self.tokens)
         if self.admitted is None:  # later it may find what it has read itself
             self.admitted = time.perf_counter()
             self.cached = lease.done

@@ -136,7 +136,7 @@ class Session:
         if not row.append:
             row = replace(row, target=self._scratch.slot)
         logits = self.runtime.run(self._batch(row)).clone()
-        cache.commit(lease, (), base_after(row))  # the step may have brought the state in the slot forward
+        cache.commit(lease, 0, base_after(row))  # the step may have brought the state in the slot forward
         _check_health(logits)
         self._verified = row
         return logits
@@ -149,7 +149,8 @@ class Session:
             raise RequestError("there is nothing to accept: call verify right before", "count")
         count = _checked_count(count, 0, len(row.tokens))
         cache, lease = self.runtime.cache, self._lease
-        cache.commit(lease, row.tokens[:count], base_after(row))
+        lease.ids += row.tokens[:count]
+        cache.commit(lease, count, base_after(row))
         if self.runtime.head and count:
             self.runtime.head.settle(lease.slot, count - 1)
 
@@ -195,11 +196,13 @@ class Session:
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
         cache.exchange_slots(lease, scratch)
-        cache.commit(lease, tokens)
+        lease.ids += tokens
+        cache.commit(lease, len(tokens))
         return torch.cat(parts) if all_logits else parts[-1]
 
     def _batch(self, row: Row, all_logits: bool = False) -> Batch:
-        return build(Plan((row,)), self.runtime.cache.storage.device, all_logits, self.runtime.head is not None)
+        self.runtime.cache.flush()
+        return build(Plan((row,)), self.runtime.pools.device, all_logits, self.runtime.head is not None)
 
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
         if not isinstance(checkpoint, Checkpoint):

@@ -1,16 +1,17 @@
 """Who gets a place in the batch, and who gives one up, when more want to run than may.
 
-Who came first runs first, but of those that came together (the prompts of one body, the choices of one request) each
-waits behind one of everybody else. And an answer has its place for a turn of some steps, a short one if its client has
-more places: after that a sequence of another client takes it if it waits, and the answer goes on later, from the state
-that it left.
+Who came first runs first, but clients take turns: each waits behind one of everybody else's. So do, among a client's
+own, the bodies that it sent: of the prompts of one body, or the choices of one request, each waits behind one of every
+other. And an answer has its place for a turn of some steps, a short one if its client has more places: after that a
+sequence of another client takes it if it waits, and the answer goes on later, from the state that it left.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
+from operator import attrgetter
 
 from deltic.engine.sequence import Sequence
 
@@ -24,21 +25,46 @@ _SCAN = 256
 
 def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int) -> list[Sequence]:
     """The first of those that wait, in the order in which they shall run."""
-    before = Counter(sequence.group for sequence in running)
-    ranks = list[tuple[bool, int, bool, Sequence]]()
+    running = list(running)
+    groups = Counter(sequence.group for sequence in running)
+    clients = Counter(sequence.client for sequence in running)
+    ranks = list[tuple[int, bool, Sequence]]()
+    patient = list[Sequence]()
     for sequence in islice(waiting, _SCAN):
-        patient = step - sequence.turn >= LONGEST_WAIT
-        ranks.append((not patient, 0 if patient else before[sequence.group], sequence.rest is not None, sequence))
-        before[sequence.group] += 1
-    return [rank[-1] for rank in sorted(ranks, key=lambda rank: rank[:-1])]
+        if step - sequence.turn >= LONGEST_WAIT:
+            patient.append(sequence)
+            continue
+        ranks.append((groups[sequence.group], sequence.rest is not None, sequence))
+        groups[sequence.group] += 1
+    ranks.sort(key=lambda rank: rank[:2])
+    places = list[tuple[int, int, bool, Sequence]]()
+    for group, rests, sequence in ranks:
+        places.append((clients[sequence.client], group, rests, sequence))
+        clients[sequence.client] += 1
+    return patient + [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
 
 
-def gives_way(first: Sequence, running: Iterable[Sequence], step: int) -> Sequence | None:
-    """Which running sequence gives its place to the first that waits, if one shall: of the client with most places the
-    one that has generated most. Who has had a turn itself waits for as long as that before it takes one."""
+def gives_way(first: Sequence, running: Iterable[Sequence], step: int,
+              can_rest: Callable[[Sequence], bool]) -> Sequence | None:
+    """Which running sequence gives its place to the first that waits, if one shall: of the client, then of the body
+    with most places, the one that has generated most. Who has none takes an answer's place from one that has several at
+    once; else it has its turn. Who has had a turn itself waits for as long as that before it takes one.
+    can_rest: whether what it has read would still be there when a sequence goes on."""
     if first.held or (first.rest and step - first.turn < TURN):
         return None
-    places = Counter(sequence.group for sequence in running)
-    over = [sequence for sequence in running if places[sequence.group] > places[first.group]
-            and step - sequence.turn >= (TURN if places[sequence.group] == 1 else SHORT_TURN)]
-    return max(over, key=lambda sequence: (places[sequence.group], sequence.generated), default=None)
+    running = list(running)
+    clients, groups = (Counter(map(attrgetter(name), running)) for name in ("client", "group"))
+
+    def may_stay(sequence: Sequence) -> bool:
+        own = sequence.client == first.client
+        places = groups[sequence.group] if own else clients[sequence.client]
+        wanted = groups[first.group] if own else clients[first.client]
+        if places <= wanted:
+            return True
+        if places > 1 and not wanted:
+            return not sequence.generated
+        return step - sequence.turn < (TURN if places == 1 else SHORT_TURN)
+
+    over = [sequence for sequence in running if not may_stay(sequence)]
+    return max(filter(can_rest, over), default=None, key=lambda sequence: (
+        clients[sequence.client], groups[sequence.group], sequence.generated))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -76,6 +77,8 @@ class Desk:
 
     async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str) -> Run:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from."""
+        client = _client_of(request)
+        jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
         try:
             return await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory))
         except RequestError as error:
@@ -111,6 +114,16 @@ class Desk:
     @property
     def _has_words(self) -> bool:
         return self.llm.runtime.path is not None
+
+
+def _client_of(request: Request) -> str:
+    """What of the address of a request's sender tells clients apart: a network of IPv6 has one owner."""
+    host = request.client.host if request.client else ""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else host
 
 
 def public_name(llm: LLM) -> str:

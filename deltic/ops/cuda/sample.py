@@ -1,4 +1,4 @@
-"""Choosing tokens: the plain cases by kernels of our own, one copy back for all that the host wants to know."""
+"""Choosing tokens: the plain cases by kernels of our own."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def source() -> str:
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
-    """The tensors of the result lie on the host where our kernels served it."""
+    """Waits for nothing. What our kernels choose lies there until the thread draws from so many rows again."""
     plain = (sampling.adjust is None and not sampling.filtered and sampling.top_logprobs is None
              and logits.is_cuda and logits.dtype == torch.float32 and logits.is_contiguous())
     module = _module(logits.device) if plain else None
     if module is None:
         return TORCH.sample(logits, sampling)
     with torch.cuda.device(logits.device):
-        found = _drawer(module, *logits.shape, get_ident())(logits, sampling)
-        tokens, healthy = found.cpu().view(2, -1)
-    return Sampled(tokens, healthy.bool(), healthy.bool())
+        tokens, sound = _drawer(module, *logits.shape, get_ident())(logits, sampling).view(2, -1)
+        healthy = sound.bool()
+    return Sampled(tokens, healthy, healthy)
 
 
 @cache

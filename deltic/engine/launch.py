@@ -1,0 +1,182 @@
+"""A step from its plan to the tokens that it draws. Launching waits for nothing that a device computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deltic.cache.lease import Lease
+from deltic.engine.batch import build
+from deltic.engine.runtime import Runtime
+from deltic.engine.sampler import Draw, logprobs_of, sampling_of
+from deltic.engine.scheduler import Plan, Row
+from deltic.engine.sequence import Sequence
+from deltic.ops.records import Sampled
+from deltic.types import TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """One sequence's share of a step, on the lease that it had then. row: None if it only draws from logits that were
+    known. start: the row's first token in the batch. draw: the first of its draws; None: it draws nothing. end [V]: the
+    logits of its prompt's end, where they will be kept."""
+
+    sequence: Sequence
+    lease: Lease
+    row: Row | None = None
+    start: int = 0
+    draw: int | None = None
+    end: Tensor | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether the sequence still runs; else what the step did for it is of no use, and leaves no trace."""
+        return self.sequence.lease is self.lease
+
+    @property
+    def guesses(self) -> tuple[int, ...]:
+        return self.row.guesses if self.row else ()
+
+    @property
+    def draws(self) -> list[Draw]:
+        """The sequence's next token, and those after each guess; after a token that is not known yet, where it takes
+        one from the step before."""
+        if self.row and self.row.drawn is not None:
+            return [Draw(self.sequence, self.row.tokens)]
+        return [Draw(self.sequence, self.guesses[:count]) for count in range(len(self.guesses) + 1)]
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A step that was launched, whose tokens the host has not seen.
+
+    drafting: the sequences that guesses were asked for. drawn [L] int64: the tokens, on the device. sampled: all that
+    was drawn, on the host as soon as `arrived`. raw [L, V]: the model's logits, where the probability of another token
+    than the drawn one may be reported. error: what launching raised.
+    """
+
+    plan: Plan
+    shares: list[Share]
+    drafting: List[Sequence] = ()
+    drawn: Tensor | None = None
+    sampled: Sampled | None = None
+    arrived: torch.cuda.Event | None = None
+    raw: Tensor | None = None
+    error: Exception | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether any of its sequences still runs."""
+        return any(share.live for share in self.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a step has drawn; the lists are those of `sampled`. raw: as in `InFlight`."""
+
+    sampled: Sampled
+    tokens: list[int]
+    healthy: list[bool]
+    possible: list[bool]
+    raw: Tensor | None = None
+
+    def logprobs(self, row: int, token: int, wanted: int | None) -> TokenLogprobs | None:
+        """The report of one row that gave this token, drawn or forced."""
+        found = logprobs_of(self.sampled, row, wanted)
+        if found is None or self.raw is None or token == self.tokens[row]:
+            return found
+        return replace(found, token=float(self.raw[row].double().log_softmax(-1)[token]))
+
+
+class Launcher:
+    """Launches steps of one runtime. seconds: spent in the model's forward so far, or waiting for it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self.seconds = runtime, 0.0
+
+    def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
+               before: InFlight | None = None) -> InFlight:
+        """Carry the plan out; draw for its rows, and for the sequences whose logits are known. before: the step whose
+        tokens those rows take that say so. Never raises."""
+        flight = InFlight(plan, [])
+        try:
+            self._launch(flight, sequences, known, before)
+        except Exception as error:
+            flight.error = error
+        return flight
+
+    def wait(self, flight: InFlight) -> Chosen:
+        """What the step has drawn."""
+        assert flight.sampled is not None
+        if flight.arrived:
+            began = time.perf_counter()
+            flight.arrived.synchronize()
+            self.seconds += time.perf_counter() - began
+        sampled = flight.sampled
+        return Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), flight.raw)
+
+    @torch.inference_mode()
+    def _launch(self, flight: InFlight, sequences: List[Sequence], known: List[Sequence],
+                before: InFlight | None) -> None:
+        runtime, logits, start = self._runtime, list[Tensor](), 0
+        for row, sequence in zip(flight.plan.rows, sequences, strict=True):
+            assert sequence.lease is not None
+            flight.shares.append(Share(sequence, sequence.lease, row, start))
+            start += len(row.tokens)
+        for sequence in known:
+            assert sequence.lease is not None
+            flight.shares.append(Share(sequence, sequence.lease))
+        if flight.plan.operations:
+            runtime.pools.apply(flight.plan.operations)
+        if flight.plan.rows:
+            batch = build(flight.plan, runtime.pools.device, hidden=runtime.head is not None,
+                          drawn=before.drawn if before else None)
+            began = time.perf_counter()
+            logits.append(runtime.run(batch))
+            self.seconds += time.perf_counter() - began
+        for sequence in known:
+            # a draw may write into them, and what came from a tier lies on the host
+            logits.append(sequence.logits[None].to(runtime.pools.device, copy=True))
+            sequence.logits = None
+        draws = _draws(flight.shares)
+        if draws:
+            self._draw(flight, draws, logits[0] if len(logits) == 1 else torch.cat(logits))
+
+    def _draw(self, flight: InFlight, draws: list[Draw], logits: Tensor) -> None:
+        """logits [L, V]: those of all draws; a draw may write into them."""
+        for share in flight.shares:
+            if share.draw is not None and not share.guesses and _keeps_end(share):
+                share.end = logits[share.draw].clone()
+        if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
+            flight.raw = logits.clone()
+        sampled = self._runtime.decoder.ops.sample(logits, sampling_of(draws, logits.device, logits.shape[1]))
+        flight.drawn, flight.sampled = sampled.tokens, sampled
+        if sampled.tokens.is_cuda:
+            flight.sampled, flight.arrived = _on_host(sampled), torch.cuda.Event()
+            flight.arrived.record(torch.cuda.current_stream(sampled.tokens.device))
+
+
+def _draws(shares: List[Share]) -> list[Draw]:
+    """All draws of a step, in the order of its logits."""
+    draws = list[Draw]()
+    for share in shares:
+        if share.row is None or share.row.logits:
+            share.draw = len(draws)
+            draws += share.draws
+    return draws
+
+
+def _keeps_end(share: Share) -> bool:
+    done = share.row.done + len(share.row.tokens) if share.row else share.lease.done
+    return done in share.lease.emitting or share.sequence.splits
+
+
+def _on_host(sampled: Sampled) -> Sampled:
+    """Copies in pinned memory, which are there when the device has come so far."""
+    tensors = {name: tensor for name in Sampled.__slots__ if (tensor := getattr(sampled, name)) is not None}
+    copies = {tensor: tensor.to("cpu", non_blocking=True) for tensor in {*tensors.values()}}
+    return replace(sampled, **{name: copies[tensor] for name, tensor in tensors.items()})

@@ -1,0 +1,268 @@
+"""An engine without torch: the scheduler and the accounts of the cache over pools that only remember which tokens they
+stand for. Run as a program it serves random requests in a process where importing torch raises.
+
+Whatever a row reads or an operation moves is compared with the tokens that its sequence has (L1, L2), so that a plan
+whose operations are missing, late or in another order shows.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.operations import (
+    CopyPage,
+    CopySlot,
+    FoldRing,
+    Operation,
+    PoolSizes,
+    RestoreItem,
+    StoreItem,
+)
+from deltic.cache.prefix import ANYTHING, OpenDoor
+from deltic.engine.scheduler import Plan, Row, Scheduler, base_after
+from deltic.engine.sequence import Origin, Sequence
+from deltic.types import PAGE, RING, Request, SamplingParams
+
+State = tuple[int, ...]
+"""A state: the tokens that it has seen."""
+
+
+@dataclass
+class PlainPools:
+    """Pages of tokens, slots of states, rings of tokens; None where nobody wrote."""
+
+    sizes: PoolSizes
+    door: OpenDoor = ANYTHING
+    pages: list[list[int | None]] = field(init=False)
+    slots: list[State | None] = field(init=False)
+    rings: list[list[int | None]] = field(init=False)
+    held: dict[int, Any] = field(default_factory=dict)
+    numbers: int = 0
+    applied: int = 0
+
+    def __post_init__(self) -> None:
+        self.pages = [[None] * PAGE for _ in range(self.sizes.pages)]
+        self.slots = [None] * self.sizes.slots
+        self.rings = [[None] * RING for _ in range(self.sizes.rings)]
+
+    def hold(self, content: object) -> int:
+        self.numbers += 1
+        self.held[self.numbers] = content
+        return self.numbers
+
+    def sound(self, slots: List[int], pages: List[int], done: int) -> bool:
+        assert all(token is not None for token in self.read(pages, done)) and all(self.slots[slot] for slot in slots)
+        return True
+
+    def apply(self, operations: List[Operation]) -> None:
+        self.applied += len(operations)
+        for operation in operations:
+            match operation:
+                case CopyPage(source, target):
+                    self.pages[target] = list(self.pages[source])
+                case CopySlot(source, target):
+                    self.slots[target] = self.slots[source]
+                case FoldRing(slot, ring, base, done):
+                    self.fold(slot, ring, base, done)
+                case StoreItem(item, pages, slot):
+                    tokens = tuple(self.held.pop(item).tokens)
+                    assert self.slots[slot] == tokens == tuple(self.read(pages, len(tokens)))
+                case RestoreItem():
+                    raise AssertionError("there is no tier")
+
+    def fold(self, slot: int, ring: int, base: int, done: int) -> None:
+        state = self.slots[slot]
+        assert state is not None and len(state) == base, "a state is brought forward from where it is not"
+        fresh = [self.rings[ring][position % RING] for position in range(base, done)]
+        self.slots[slot] = (*state, *(token for token in fresh if token is not None))
+
+    def read(self, pages: List[int], done: int) -> list[int | None]:
+        return [self.pages[pages[i // PAGE]][i % PAGE] for i in range(done)]
+
+    def run(self, row: Row, expected: List[int]) -> State:
+        """What a step does with a row; the state after it. expected: the committed tokens of the row's sequence."""
+        base = row.done if row.base is None else row.base
+        state = self.slots[row.slot] if base else ()
+        assert state == tuple(expected[:base]), "L1: the state is not that of the cursor"
+        assert self.read(row.pages, row.done) == list(expected), "L2: K/V and state have different histories"
+        for offset, token in enumerate(row.tokens):
+            place = row.done + offset
+            self.pages[row.pages[place // PAGE]][place % PAGE] = token
+        whole = (*expected, *row.tokens)
+        if row.append:
+            after = base_after(row)
+            assert after is not None and row.target is None
+            if after != base:
+                self.slots[row.slot] = tuple(expected)
+            for offset, token in enumerate(row.tokens):
+                self.rings[row.ring][(row.done + offset) % RING] = token
+        else:
+            self.slots[row.slot if row.target is None else row.target] = whole
+        for position, slot in row.emits:
+            self.slots[slot] = whole[:position]
+        return whole
+
+
+class PlainEngine:
+    """Serves requests as the engine does; draws tokens that depend on all before."""
+
+    def __init__(self, seed: int, pages: int, slots: int, rings: int, batch: int, tiers: tuple[Any, ...] = ()) -> None:
+        self.random = random.Random(seed)
+        self.pools = PlainPools(PoolSizes(pages, slots, rings, 64, 4096))
+        self.cache = HybridCache(self.pools, tiers=tiers)
+        self.scheduler = Scheduler(self.cache, batch, 48)
+        self.answers: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.live: set[Sequence] = set()
+        self.forks = self.guessed = self.resumed = 0
+
+    def add(self, name: str, prompt: tuple[int, ...], new: int, choices: int = 1) -> None:
+        request = Request(name, prompt, SamplingParams(n=choices, max_tokens=new, temperature=0.0),
+                          boundaries=(len(prompt) // 2,))
+        sequence = self._sequence(request, 0)
+        sequence.wanted = tuple({len(prompt) // 2, len(prompt)} - {0})
+        self._queue(sequence)
+
+    def _sequence(self, request: Request, choice: int) -> Sequence:
+        assert request.sampling.max_tokens
+        return Sequence(request, choice, request.sampling, 0, frozenset(),
+                        len(request.prompt) + request.sampling.max_tokens, request.prompt,
+                        boundaries=request.boundaries, keys=bytes(request.prompt) * 8)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self.live.add(sequence)
+        self.scheduler.add(sequence)
+
+    def step(self) -> None:
+        for sequence in self.scheduler.running:
+            if sequence.answering:
+                self._guess(sequence)
+        plan, sequences = self.scheduler.plan()
+        known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
+        plan = Plan.from_json(plan.to_json())
+        self.pools.apply(plan.operations)
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            assert sequence.lease
+            state = self.pools.run(row, sequence.lease.tokens)
+            self._follow(sequence, row, state)
+        for sequence in known:
+            sequence.logits = None
+            assert sequence.lease and sequence.done == len(sequence.tokens)
+            self._draw(sequence, tuple(sequence.tokens))
+        self.cache.check()
+
+    def _guess(self, sequence: Sequence) -> None:
+        """Some guesses are right, some are not."""
+        lease, count = sequence.lease, min(self.random.randint(0, 3), sequence.limit - len(sequence.tokens) - 1)
+        sequence.drafts = ()
+        if lease and count > 0 and self.cache.take_ring(lease):
+            count = self.cache.reserve(lease, count + 1) - 1
+            tokens = list(sequence.tokens)
+            for _ in range(count):
+                tokens.append(drawn(tokens, sequence.choice) ^ (self.random.random() < 0.3))
+            sequence.drafts = tuple(tokens[len(sequence.tokens):])
+            self.guessed += len(sequence.drafts)
+
+    def _follow(self, sequence: Sequence, row: Row, state: State) -> None:
+        lease = sequence.lease
+        assert lease
+        if not row.drafts:
+            self.cache.commit(lease, len(row.tokens))
+            if row.logits:
+                self._draw(sequence, state)
+            return
+        for index in range(row.drafts + 1):
+            self.cache.commit(lease, 1, base_after(row))
+            token = self._draw(sequence, state[:row.done + index + 1])
+            if sequence not in self.live or index == row.drafts or token != row.guesses[index]:
+                return
+
+    def _draw(self, sequence: Sequence, state: State) -> int:
+        assert state == tuple(sequence.tokens), "the logits are of other tokens"
+        lease = sequence.lease
+        assert lease
+        if lease.emitting:
+            self.cache.keep_emitted(lease, "logits" if sequence.emits_end else None)
+        if sequence.sampling.n > 1 and not sequence.choice and not sequence.generated:
+            self._split(sequence)
+        token = drawn(list(state), sequence.choice)
+        if sequence.append(token):
+            self.answers[sequence.request.id, sequence.choice] = tuple(sequence.tokens)
+            self.remove(sequence, keep=True)
+        return token
+
+    def _split(self, sequence: Sequence) -> None:
+        assert sequence.lease
+        kept = self.cache.checkpoint(sequence.lease, "logits")
+        origin = Origin(kept, sequence.sampling.n - 1) if kept else None
+        self.forks += kept is not None
+        for choice in range(1, sequence.sampling.n):
+            sibling = self._sequence(sequence.request, choice)
+            sibling.origin = origin
+            self._queue(sibling)
+
+    def remove(self, sequence: Sequence, keep: bool = False) -> None:
+        self.live.remove(sequence)
+        self.resumed += sequence.cached
+        self.scheduler.remove(sequence, keep)
+
+
+def drawn(tokens: list[int], choice: int) -> int:
+    """The token that follows: any function of all of them."""
+    state = choice
+    for token in tokens:
+        state = (state * 31 + token + 7) % 2_147_483_647
+    return state % 4
+
+
+def serve(seed: int, requests: int) -> PlainEngine:
+    """Random requests that begin like each other, in pools too small for those that run; some are aborted, some are
+    paused, and now and then all prefixes are given up. Every answer is checked."""
+    chance = random.Random(seed)
+    engine = PlainEngine(seed, pages=chance.choice((14, 22, 40)), slots=chance.choice((6, 12, 30)),
+                         rings=chance.choice((0, 2, 4)), batch=4)
+    openings = [tuple(chance.choices(range(4), k=chance.randint(1, 60))) for _ in range(4)]
+    news: dict[str, int] = {}
+    for index in range(requests):
+        opening = chance.choice(openings)
+        prompt = (*opening[:chance.randint(1, len(opening))], *chance.choices(range(4), k=chance.randint(0, 40)))
+        news[str(index)] = chance.randint(1, 30)
+        engine.add(str(index), prompt, news[str(index)], chance.choice((1, 1, 1, 3)))
+        for _ in range(chance.randint(0, 12)):
+            engine.step()
+        if chance.random() < 0.1 and engine.live:
+            engine.remove(chance.choice(sorted(engine.live, key=lambda one: one.arrived)))
+        if chance.random() < 0.1 and engine.live:
+            one = chance.choice(sorted(engine.live, key=lambda one: one.arrived))
+            engine.scheduler.pause(one)
+            engine.scheduler.resume(one)
+        if chance.random() < 0.03:
+            engine.cache.clear()
+    for _ in range(20_000):
+        if not engine.live:
+            break
+        engine.step()
+    assert not engine.live and engine.cache.at_rest
+    for (name, choice), tokens in engine.answers.items():
+        expected = list(tokens[:len(tokens) - news[name]])
+        while len(expected) < len(tokens):
+            expected.append(drawn(expected, choice))
+        assert tuple(expected) == tokens
+    engine.cache.flush()
+    engine.cache.clear()
+    engine.cache.check()
+    assert engine.cache.pages.free == engine.cache.pages.size and not engine.pools.held
+    return engine
+
+
+if __name__ == "__main__":
+    loaded = {name.partition(".")[0] for name in sys.modules} & {"torch", "numpy"}
+    assert not loaded, loaded
+    served = [serve(seed, 60) for seed in range(int(sys.argv[1]))]
+    print(len([answer for engine in served for answer in engine.answers]),
+          *(sum(getattr(engine, name) for engine in served) for name in ("forks", "guessed", "resumed")),
+          sum(engine.scheduler.preemptions for engine in served), sum(engine.cache.tree.evictions for engine in served))

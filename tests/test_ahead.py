@@ -1,0 +1,187 @@
+"""Steps that are launched while another one is in flight: what comes out is the same as one by one, to the last bit,
+and so is what stays. On a CPU a step runs when it is launched; everything else is as on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from reuse_cases import runtime_of
+from speculation_cases import Dictate, EndingAt, headed
+from support import Answers, Watch, drain, embedded_runtime, greedy, numbers, odd_runtime, qwen3_runtime, take
+from test_prefix_tree import tokens_of
+
+from deltic.engine.depth import FixedDepth
+from deltic.engine.drafters import NgramDrafter
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import Runtime
+from deltic.types import Request
+
+MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime, "headed": headed, "embedded": embedded_runtime}
+BATCH = 4
+Meddle = Callable[[Engine, int], None]
+
+
+def engine_for(model: Runtime, ahead: bool, **changes: Any) -> Engine:
+    """An engine with the same slots for the tree in both cases."""
+    limits: dict[str, Any] = {"batch": BATCH, "slots": 24, **changes}
+    limits["slots"] += limits["batch"] if ahead else 0
+    return Engine(runtime_of(model, **limits), NgramDrafter(3), FixedDepth(3), ahead)
+
+
+def nothing(engine: Engine, step: int) -> None:
+    pass
+
+
+def tell(engine: Engine, requests: Sequence[Request], meddle: Meddle = nothing) -> Answers:
+    """All at once, then whatever meddles before each step."""
+    answers, step = Answers(), 0
+    for request in requests:
+        engine.add(request)
+    while engine.has_work or engine.scheduler.paused:
+        meddle(engine, step)
+        take(answers, engine.step())
+        engine.check()
+        step += 1
+        assert step < 3000
+    assert all(answer.last.finish for answer in answers.values())
+    return answers
+
+
+def remains(engine: Engine) -> Any:
+    """What is countable, and the prefixes that are kept."""
+    stats, tree = engine.stats, engine.runtime.cache.tree
+    return (replace(stats, ahead=0, last_overhead=0.0),
+            sorted(tuple(tokens_of(mark)) for mark in tree._marks),
+            engine.runtime.cache.pages.free, engine.runtime.cache.slots.free)
+
+
+def plain(name: str, seed: int, **params: Any) -> Request:
+    """Nobody guesses for it, so that it can be launched ahead."""
+    settings = {"temperature": 0.8 * (seed % 2), "seed": seed, **params}
+    return replace(greedy(numbers(seed, 20 + 7 * seed % 40, 250), 40, name, **settings), speculate=False)
+
+
+REQUESTS: dict[str, list[Request]] = {
+    "greedy and drawn": [plain("a", 1), plain("b", 2), plain("c", 3, top_p=0.9), plain("d", 4, logprobs=3)],
+    "lengths": [plain("a", 1, max_tokens=1), plain("b", 2, max_tokens=2), plain("c", 3, max_tokens=17),
+                plain("d", 4, max_tokens=None)],
+    "stops": [plain("a", 1, stop_token_ids=tuple(range(0, 250, 9)), ignore_eos=False),
+              replace(plain("b", 2), matcher=partial(EndingAt, 7)),
+              replace(plain("c", 3), matcher=partial(EndingAt, 1)), plain("d", 5, max_repeat=2)],
+    "choices": [plain("a", 1, n=3), plain("b", 2, n=2)],
+    "what is forced": [plain("a", 1), replace(plain("b", 3, max_tokens=14), guide=partial(Dictate, {12: 3}))],
+    "what the host must see": [plain("a", 1), plain("c", 6, repetition_penalty=0.5, max_tokens=19),
+                               plain("d", 2, min_tokens=6, stop_token_ids=tuple(range(500)), ignore_eos=False)],
+    "guesses": [plain("a", 1), replace(plain("b", 2, max_tokens=25), speculate=True), plain("c", 3)],
+    "more than places": [plain(name, seed, max_tokens=8 + 5 * seed) for seed, name in enumerate("abcdefghi", 1)],
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", REQUESTS)
+def test_l6_a_step_in_flight_changes_nothing(case: str, model: str) -> None:
+    wanted, found = (engine_for(MODELS[model](), ahead) for ahead in (False, True))
+    answers = tell(wanted, REQUESTS[case])
+    again = [replace(request, id=f"{request.id} again") for request in REQUESTS[case]]
+    assert tell(found, REQUESTS[case]) == answers and remains(found) == remains(wanted)
+    assert tell(found, again) == tell(wanted, again) and remains(found) == remains(wanted)
+    assert found.stats.ahead > (0 if case == "guesses" else 20) and not wanted.stats.ahead
+
+
+def test_l6_who_waits_for_a_place_gets_it() -> None:
+    """Where an answer ends unforeseen that may be a step later."""
+    requests = [replace(plain(name, seed, max_tokens=70), matcher=partial(EndingAt, 9 + 5 * seed % 23))
+                for seed, name in enumerate("abcdefghij", 1)]
+    wanted, found = (engine_for(odd_runtime(), ahead, slots=60) for ahead in (False, True))
+    answers, others = tell(wanted, requests), tell(found, requests)
+    assert {key: answer.tokens for key, answer in answers.items()} == {key: a.tokens for key, a in others.items()}
+    assert wanted.stats.steps <= found.stats.steps <= 1.2 * wanted.stats.steps
+    assert found.stats.ahead > found.stats.steps / 2
+
+
+def meddled(what: str, name: str, when: int) -> Meddle:
+    def meddle(engine: Engine, step: int) -> None:
+        if step == when:
+            getattr(engine, what)(name)
+        if what == "pause" and step == when + 5:
+            engine.resume(name)
+    return meddle
+
+
+@pytest.mark.parametrize("when", range(1, 16, 2))
+@pytest.mark.parametrize("what", ["abort", "pause"])
+def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: str, when: int) -> None:
+    """A prompt that goes on from there finds the same state."""
+    requests, found = REQUESTS["greedy and drawn"], []
+    for ahead in (False, True):
+        engine = engine_for(odd_runtime(), ahead)
+        answers = tell(engine, requests, meddled(what, "b", when))
+        longer = (*requests[1].prompt, *answers[("b", 0)].tokens)
+        more = tell(engine, [replace(greedy(longer, 12, "longer"), speculate=False)])
+        found.append((answers, more))
+        assert engine.runtime.cache.slots.free + len(engine.runtime.cache.accounts.spares) + len(
+            engine.runtime.cache.tree._marks) == engine.runtime.cache.slots.size
+    assert engine.stats.ahead
+    for one, other in zip(*found, strict=True):
+        assert {key: answer.tokens for key, answer in one.items()} == {key: a.tokens for key, a in other.items()}
+        if what == "abort":
+            assert one == other
+
+
+@pytest.mark.parametrize("pages", [12, 15, 18])
+def test_l4_where_pages_are_short_nothing_is_launched_ahead_for_them(pages: int) -> None:
+    wanted, found = (engine_for(odd_runtime(), ahead, pages=pages, context=96) for ahead in (False, True))
+    requests = [replace(request, sampling=replace(request.sampling, max_tokens=50))
+                for request in REQUESTS["greedy and drawn"]]
+    answers, others = tell(wanted, requests), tell(found, requests)
+    assert {key: answer.tokens for key, answer in answers.items()} == {key: a.tokens for key, a in others.items()}
+    assert found.scheduler.preemptions and found.stats.ahead
+
+
+def test_without_spare_slots_steps_go_one_by_one() -> None:
+    engine = engine_for(odd_runtime(), True, slots=1)
+    assert len(engine.runtime.cache.accounts.spares) == 0
+    tell(engine, REQUESTS["lengths"])
+    assert not engine.stats.ahead
+
+
+class Breaking(Watch):
+    """A runtime whose n-th step fails."""
+
+    at = 0
+
+    def run(self, batch: Any) -> Any:
+        if len(self.chunks) == self.at:
+            self.chunks.append(())
+            raise RuntimeError("this step breaks")
+        return Watch.run(self, batch)
+
+
+@pytest.mark.parametrize("at", [5, 6, 11])
+def test_l8_a_step_that_fails_in_flight_fails_its_requests_when_it_is_due(at: int) -> None:
+    found = []
+    for ahead in (False, True):
+        watch = Breaking(runtime_of(odd_runtime(), batch=BATCH))
+        watch.at = at
+        engine = Engine(watch, ahead=ahead)  # type: ignore[arg-type]
+        found.append(tell(engine, [plain("a", 1, max_tokens=6), plain("b", 2)]))
+        later = tell(engine, [plain("c", 3)])
+        assert later[("c", 0)].last.finish == "length"
+    assert engine.stats.ahead and found[0] == found[1]
+    assert found[0][("b", 0)].last.finish == "error"
+
+
+def test_nothing_is_left_in_flight_when_all_is_over() -> None:
+    engine = engine_for(odd_runtime(), True)
+    engine.add(plain("a", 1))
+    answers = Answers()
+    for _ in range(6):
+        take(answers, engine.step())
+    engine.abort("a")
+    engine.add(plain("b", 2, max_tokens=3))
+    drain(engine, answers)
+    assert len(answers[("b", 0)].tokens) == 3 and engine.stats.steps == 6 + 3

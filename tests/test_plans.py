@@ -1,0 +1,203 @@
+"""A plan is plain data: the scheduler makes it without torch, and whoever carries it out on pools of their own gets the
+same bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_engine import serve as serve_plainly
+from reuse_cases import runtime_of
+from speculation_cases import PATTERNS, Scripted, expected
+from support import drain, greedy, numbers, odd_runtime, pools
+from torch import Tensor
+
+from deltic.cache.host import Host
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.operations import CopyPage, CopySlot, FoldRing, RestoreItem, StoreItem, operation_of, plain
+from deltic.cache.prefix import Loaded
+from deltic.cache.shelf import Shelf
+from deltic.cache.storage import Storage
+from deltic.cache.tiers import Offer
+from deltic.engine.batch import build
+from deltic.engine.depth import FixedDepth
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import Runtime
+from deltic.engine.scheduler import Plan, Row
+from deltic.model.decoder import Stores
+from deltic.ops.records import Batch
+from deltic.types import SamplingParams
+
+WITHOUT_TORCH = """
+import runpy, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy"):
+            raise ImportError(f"{name} is imported")
+sys.meta_path.insert(0, Refuse())
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+def test_the_scheduler_serves_in_a_process_that_has_no_torch() -> None:
+    """Hundreds of random requests: prefixes, forks, guesses, preemption, pauses, aborts."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, "5", str(Path(__file__).with_name("plain_engine.py"))]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
+    assert result.returncode == 0, result.stderr
+    answers, *others = map(int, result.stdout.split())
+    assert answers > 300 and all(count > 10 for count in others), result.stdout
+
+
+@pytest.mark.slow
+def test_thousands_of_plain_requests() -> None:
+    for seed in range(100, 200):
+        serve_plainly(seed, 80)
+
+
+OPERATIONS = (CopyPage(1, 2), CopySlot(3, 4), FoldRing(5, 6, 7, 9), StoreItem(0, (1, 2), 3), RestoreItem(1, (), 16, 0))
+
+
+def test_a_plan_is_written_and_read_back() -> None:
+    rows = (Row((5,), 31, (3, 4), 2, 1, base=30, ring=1, append=True), Row((1, 2, 3), 0, (7,), 1, 0, emits=((2, 5),)))
+    for plan in (Plan(()), Plan(rows), Plan((), OPERATIONS), Plan(rows, OPERATIONS)):
+        again = Plan.from_json(plan.to_json())
+        assert again == plan and hash(again) == hash(plan)
+    assert all(operation_of(plain(operation)) == operation for operation in OPERATIONS)
+
+
+def test_what_is_no_operation_is_refused() -> None:
+    with pytest.raises(KeyError):
+        operation_of(["os.remove", "/"])
+    with pytest.raises(TypeError):
+        operation_of(["CopyPage", 1, 2, 3])
+
+
+@dataclass
+class Recorder:
+    """Stands before a runtime and writes down all that reaches its pools: plans, what was carried out outside of one,
+    and what came from tiers. logits: of each plan with rows."""
+
+    runtime: Runtime
+    plans: list[str] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    arrived: dict[int, Loaded] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runtime, name)
+
+    def watch(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache, planned, flush, hold = self.runtime.cache, engine.scheduler.plan, self.runtime.cache.flush, Storage.hold
+
+        def plan() -> Any:
+            found = planned()
+            self.plans.append(found[0].to_json())
+            return found
+
+        def flushed() -> None:
+            self.plans.append(Plan((), tuple(cache.accounts.queue)).to_json())
+            flush()
+
+        def held(storage: Storage, content: object) -> int:
+            number = hold(storage, content)
+            if isinstance(content, Loaded):
+                self.arrived[number] = content
+            return number
+
+        monkeypatch.setattr(engine.scheduler, "plan", plan)
+        monkeypatch.setattr(cache, "flush", flushed)
+        monkeypatch.setattr(Storage, "hold", held)
+
+    def run(self, batch: Batch) -> Tensor:
+        logits = self.runtime.run(batch)
+        self.logits.append(logits.clone())
+        return logits
+
+    def operations(self) -> list[str]:
+        return [type(operation).__name__ for text in self.plans for operation in Plan.from_json(text).operations]
+
+
+def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefix hits inside and at the end of pages, forks, guesses right and wrong, preemption, a pause in the middle of
+    a prompt, a prompt known to its end, one that comes back from a tier, and the turn after an answer with guesses."""
+    answer = expected("odd", "greedy")
+    engine = Engine(recorder, Scripted({("a", 0): answer.tokens}, PATTERNS["alternating"], 4),  # type: ignore[arg-type]
+                    FixedDepth(4))
+    recorder.watch(engine, monkeypatch)
+    opening = numbers(1, 70, 509)
+    engine.add(replace(greedy((*opening, *numbers(2, 30, 509)), 12, "first"), boundaries=(len(opening),)))
+    engine.step()
+    engine.pause("first")
+    engine.resume("first")
+    engine.add(greedy(answer.prompt, len(answer.tokens), "a"))
+    for index in range(3):
+        engine.add(greedy((*opening, *numbers(10 + index, 9 + 20 * index, 509)), 40, f"n{index}"))
+    engine.add(replace(greedy(numbers(3, 37, 509), 9, "choices"),
+                       sampling=SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)))
+    drain(engine)
+    engine.add(greedy(numbers(3, 37, 509), 3, "again"))
+    drain(engine)
+    engine.runtime.cache.clear()
+    for name in ("late", "later"):
+        engine.add(greedy((*opening, *numbers(2, 30, 509), *numbers(4, 5, 509)), 4, name))
+    drain(engine)
+    engine.add(greedy(answer.prompt, len(answer.tokens), "a", stop_token_ids=(answer.tokens[10],)))
+    ended = drain(engine)["a", 0].tokens
+    engine.add(greedy((*answer.prompt, *ended, 7), 4, "turn"))
+    assert 0 < drain(engine)["turn", 0].last.usage.cached_tokens - len(answer.prompt) < len(answer.tokens)
+    assert engine.scheduler.preemptions > 0 and engine.guessing.stats.accepted_at[0] > 0
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    tiers = [Shelf(Host(1 << 24), threads=False)]
+    recorder = Recorder(runtime_of(odd_runtime(), pages=18, slots=16, batch=4, context=200, tiers=tiers))
+    story(recorder, monkeypatch)
+    return recorder
+
+
+def second(recorder: Recorder) -> Runtime:
+    """The model over pools of its own. What came from tiers is given to it by its numbers."""
+    sizes = recorder.runtime.cache.sizes
+    storage = pools(recorder.runtime, sizes.pages, sizes.slots, sizes.rings)
+    storage.held.update(recorder.arrived)
+    return replace(recorder.runtime, cache=HybridCache(storage),
+                   stores=Stores(storage.kv_views(), storage.state_views()))
+
+
+def test_plans_that_were_written_down_give_the_same_bits_on_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorded(monkeypatch)
+    assert set(recorder.operations()) == {"CopyPage", "CopySlot", "FoldRing", "StoreItem", "RestoreItem"}
+    assert replayed(second(recorder), recorder) == len(recorder.logits) > 50
+
+
+@pytest.mark.parametrize("kind", [CopyPage, CopySlot, FoldRing, RestoreItem])
+def test_no_kind_of_operation_is_for_nothing(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorded(monkeypatch)
+    recorder.plans = [without(Plan.from_json(text), kind).to_json() for text in recorder.plans]
+    with pytest.raises(AssertionError, match="differs"):
+        replayed(second(recorder), recorder)
+
+
+def without(plan: Plan, kind: type) -> Plan:
+    return replace(plan, operations=tuple(one for one in plan.operations if not isinstance(one, kind)))
+
+
+def replayed(runtime: Runtime, recorder: Recorder) -> int:
+    """Carry out what was written down; returns how many steps gave the same bits. What is offered to tiers stays."""
+    logits = iter(recorder.logits)
+    steps = 0
+    for text in recorder.plans:
+        plan = Plan.from_json(text)
+        for operation in plan.operations:
+            if isinstance(operation, StoreItem):
+                runtime.pools.held[operation.item] = Offer((), None, ())
+        runtime.pools.apply(plan.operations)
+        if plan.rows:
+            found = runtime.run(build(plan, runtime.pools.device))
+            assert torch.equal(found, next(logits)), f"step {steps} differs"
+            steps += 1
+    return steps
