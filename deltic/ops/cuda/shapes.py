@@ -124,7 +124,7 @@ def _entry(name: str, type: str, bounds: str, call: str) -> str:
 
 
 def gdn_slice(spec: GdnSpec, kind: str) -> int:
-    """Columns of a value head that four warps have; of few rows such that one row's heads can be spread over the card."""
+    """Columns of a value head that four warps have; of few rows so few that a row's heads spread over the card."""
     return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
 
 

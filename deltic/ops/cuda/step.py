@@ -158,7 +158,8 @@ class Step:
                 proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
                 state=state.recurrent, ring=state.conv, y=work.y, count=batch.count, starts=batch.starts,
                 done=batch.done, source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
-                value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads), size, cluster=slices if spread else 1)
+                value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads), size,
+                cluster=slices if spread else 1)
         else:
             self._attend(layer, mixer, work, proj, stride)
 

@@ -6,9 +6,10 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 #define PAGE 16
 
-// Every kernel of a step of few rows has one block for each multiprocessor, of half its registers and of more than a third
-// of its shared memory, and a block without work waits all the same. So the next kernel's blocks, which start early, come
-// to lie one on each, beside these. Else two of them would share a multiprocessor and take twice as long.
+// Every product of a step of few rows has one block for each multiprocessor, of less than half its registers and of more
+// than a third of its shared memory, and a block without work waits all the same. So the next product's blocks, which start
+// early, come to lie one on each, beside these, and the small blocks of what is between two products find room, too. Else
+// two of a product's blocks would share a multiprocessor and take twice as long.
 
 // The next kernel of the stream may start: it waits itself, with `wait`, before it touches what this one writes.
 DEVICE void launch_dependents() {
