@@ -11,7 +11,9 @@ import argparse
 import cProfile
 import pstats
 import time
+from collections import defaultdict
 from statistics import median
+from typing import Any
 
 import torch
 from common import record
@@ -62,6 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--ops", nargs="*", default=[])
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="the time of each kernel of a replayed step")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes")
     return parser.parse_args()
 
@@ -108,13 +111,15 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
                    "host_us": round(median(forwards) * 1e6, 1), "floor_us": round(floor * 1e6, 1),
                    "over_floor": round(step / floor, 2), "ready_s": ready,
                    "reserved_mib": torch.cuda.memory_reserved() >> 20, "replay_us": _replays(runtime, batch)})
+    if args.kernels:
+        _kernels(runtime, batch)
 
 
 def _replays(runtime: Runtime, batch: int) -> float | None:
     """Microseconds of the step's graph alone, replayed again and again."""
     if runtime.graphs is None:
         return None
-    captured = next((found for (rows, _), found in reversed(runtime.graphs._captured.items()) if rows >= batch), None)
+    captured = _captured(runtime, batch)
     if captured is None:
         return None
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -125,6 +130,29 @@ def _replays(runtime: Runtime, batch: int) -> float | None:
     end.record()
     torch.cuda.synchronize()
     return round(begin.elapsed_time(end) * 20, 1)
+
+
+def _captured(runtime: Runtime, batch: int) -> Any:
+    assert runtime.graphs
+    return next((found for (rows, _), found in reversed(runtime.graphs._captured.items()) if rows >= batch), None)
+
+
+def _kernels(runtime: Runtime, batch: int) -> None:
+    """Microseconds of each kernel in a replayed step: all together, how many, one. What waits for the kernel before it
+    counts its waiting."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph, found = _captured(runtime, batch).graph, defaultdict[str, list[float]](list)
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    for event in profiler.events() or ():
+        if event.device_time:
+            found[event.name].append(event.device_time)
+    for name, times in sorted(found.items(), key=lambda item: -sum(item[1])):
+        print(f"  {sum(times):9.1f} {len(times):5} {median(times):8.2f}  {name[:90]}", flush=True)
 
 
 def _prefill(runtime: Runtime, args: argparse.Namespace, tokens: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -9,6 +11,15 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("deltic", deadline=None, derandomize=True, database=None,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.load_profile("deltic")
+
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the engines of the tests run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["DELTIC_TEST_DEVICE"] = config.getoption("--device")
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reuse_cases import runtime_of
 from support import (
+    DEVICE,
     Reference,
     drain,
     numbers,
@@ -137,12 +138,13 @@ def expected(model: str, params: str, choice: int = 0) -> Reference:
 def headed() -> Runtime:
     """The odd model with a random head, whose guesses are all wrong."""
     model = RandomModel(shape=odd_shape(), initializer_range=0.1, head=True)
-    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1))
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
 @cache
 def embedded_with_head() -> Runtime:
-    return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1))
+    return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1,
+                                   device=DEVICE))
 
 
 def embedded_prompt() -> tuple[int, ...]:

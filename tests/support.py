@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,6 +27,8 @@ from deltic.ops.noise import gumbel, sample_key
 from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import PAGE, Request, SamplingParams, TokenOut
 
+DEVICE = os.environ.get("DELTIC_TEST_DEVICE", "cpu")
+"""Where the tests' engines run: pytest's option --device."""
 TAU = 1e-3
 """Largest difference of logits between two paths of one float32 model (random at range 0.1, or embedded)."""
 DECIDED = 0.95
@@ -55,14 +58,14 @@ def odd_shape(**changes: Any) -> ModelConfig:
 def odd_runtime() -> Runtime:
     """The odd shape with random weights of range 0.1, in float32."""
     model = RandomModel(shape=odd_shape(), initializer_range=0.1)
-    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1))
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
 @lru_cache(maxsize=1)
 def embedded_runtime() -> Runtime:
     """The model that comes with deltic, in float32, without its draft head."""
     return load(None, EngineConfig(dtype="float32", memory="64MiB", max_batch=8, max_context=512, threads=1,
-                                   speculate="off"))
+                                   speculate="off", device=DEVICE))
 
 
 @lru_cache(maxsize=1)
@@ -73,7 +76,7 @@ def qwen3_runtime() -> Runtime:
         architecture="qwen3", num_hidden_layers=3, layer_types=("full_attention",) * 3, attention_output_gate=False,
         rope=RopeConfig(1e4, 14, ()), linear=None)
     model = RandomModel(shape=shape, initializer_range=0.2, seed=2)
-    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1))
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
 RUNTIMES = {"odd": odd_runtime, "qwen3": qwen3_runtime, "embedded": embedded_runtime}
@@ -206,7 +209,7 @@ class Reference:
 
 def stepwise_logits(session: Session, tokens: Iterable[int]) -> Tensor:
     """The logits after each of the tokens, fed one by one: [n, V]."""
-    return torch.stack([session.step(token) for token in tokens])
+    return torch.stack([session.step(token).cpu() for token in tokens])
 
 
 def reference(runtime: Runtime, prompt: Sequence[int], count: int, params: SamplingParams | None = None,
@@ -216,7 +219,7 @@ def reference(runtime: Runtime, prompt: Sequence[int], count: int, params: Sampl
     logits = stepwise_logits(session, prompt)[-1]
     rows, tokens = [logits], [drawn(logits, params, choice, len(prompt))]
     while len(tokens) < count:
-        logits = session.step(tokens[-1])
+        logits = session.step(tokens[-1]).cpu()
         tokens.append(drawn(logits, params, choice, len(prompt) + len(tokens)))
         rows.append(logits)
     return Reference(tuple(prompt), tuple(tokens), torch.stack(rows))
@@ -362,7 +365,7 @@ class Forcing:
         return torch.stack([rows[index] for index in range(len(rows))])
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
-        raw = logits.clone()
+        raw = logits.clone().cpu()
         sampled = self.runtime.decoder.ops.sample(logits, sampling)
         tokens = sampled.tokens.clone()
         for row, key in enumerate(sampling.key.tolist()):

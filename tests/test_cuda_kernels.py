@@ -44,8 +44,8 @@ COLUMNS = (192, 576, 1024, 2560, 4096, 3584, 9216)
 
 @pytest.fixture(scope="module")
 def products() -> Module:
-    known = [Multiply(columns, norm, out) for columns in COLUMNS for norm, out in
-             ((True, STORE), (True, GATE), (False, ADD))]
+    known = [Multiply(columns, norm, out, unit) for columns in COLUMNS for norm, out, unit in
+             ((True, STORE, 8), (True, GATE, 8), (False, ADD, 8), (False, ADD, 4))]
     return Module(Shapes(tuple(known), None, None).source(), torch.device("cuda"))
 
 
@@ -53,13 +53,17 @@ BLOCKS = 24
 """Few, so that every one has several groups of units."""
 
 
-def multiply(module: Module, weight: Tensor, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
+def multiply(module: Module, weight: Tensor, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
+             unit: int = 8) -> None:
     rows, columns = weight.shape
-    product, units = Multiply(columns, scale is not None, out), -(-rows // 8)
+    if len(x) > Multiply(columns, scale is not None, out, unit).most:
+        pytest.skip("no such product")
+    product, units = Multiply(columns, scale is not None, out, unit), -(-rows // unit)
     group = product.group(len(x), -(-units // BLOCKS))
-    module.launch(product.name(len(x)), (BLOCKS,), WARPS * 32, Product(
+    slots, shared = product.shared(len(x), group, -(-units // BLOCKS))
+    module.launch(product.name(len(x)), (BLOCKS,), WARPS * 32 + 32, Product(
         weight=weight, x=x, scale=scale, y=y, eps=1e-6, tokens=len(x), rows=rows, whole=units // BLOCKS,
-        rest=units % BLOCKS, group=group, inverse=65536 // len(x) + 1), product.shared(len(x), group, False))
+        rest=units % BLOCKS, group=group, inverse=65536 // len(x) + 1, slots=slots), shared)
     torch.cuda.synchronize()
 
 
@@ -85,9 +89,10 @@ def test_products(products: Module, columns: int, tokens: int) -> None:
         if columns in (192, 576, 1024, 2560, 4096):
             check_norm(products, weight, tokens)
         packed, old = randn(tokens, columns, seed=4, dtype=torch.bfloat16), randn(tokens, rows, seed=5)
-        y = old.clone()
-        multiply(products, weight, packed, None, y, ADD)
-        assert error(y, old.double() + packed.double() @ weight.double().t()) < 1e-5
+        for unit in (8, 4):
+            y = old.clone()
+            multiply(products, weight, packed, None, y, ADD, unit)
+            assert error(y, old.double() + packed.double() @ weight.double().t()) < 1e-5
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16])

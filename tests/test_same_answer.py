@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support import (
+    DEVICE,
     RUNTIMES,
     Answers,
     Forcing,
@@ -262,6 +263,7 @@ def half_and_exact(*ops: str) -> tuple[Runtime, Runtime]:
     return half, replace(odd_runtime(), decoder=exact)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="about the ops of a CPU")
 @pytest.mark.parametrize("ops", ["cpu", "torch"])
 @pytest.mark.parametrize("budget", [7, 64, WHOLE])
 def test_l6_in_bfloat16_paths_differ_by_no_more_than_their_rounding(budget: int, ops: str) -> None:
@@ -311,7 +313,8 @@ def stale_cursor(batch: Batch) -> Batch:
 def swapped_states(batch: Batch) -> Batch:
     """Decoding rows read each other's states."""
     if batch.layout.singles == batch.layout.rows == 3:
-        return replace(batch, source=batch.source.roll(1), span=None)
+        batch.source.copy_(batch.source.roll(1))  # in place: a bucket has the same numbers
+        return replace(batch, span=None)
     return batch
 
 

@@ -6,17 +6,17 @@ from deltic.ops.cuda.driver import Arguments, fields
 
 
 class Product(Arguments):
-    _fields_ = fields("weight x scale y", "eps", "tokens rows whole rest group inverse")
+    _fields_ = fields("weight x scale y", "eps", "tokens rows whole rest group inverse slots")
 
 
 class Gdn(Arguments):
     _fields_ = fields("proj conv decay dt_bias norm state ring y count starts done source target", "eps",
-                      "key_heads value_heads stride tiled items")
+                      "key_heads value_heads stride tiled heads")
 
 
 class Attention(Arguments):
     _fields_ = fields("proj query_norm key_norm turns keys values mixed mass y ended count starts done pages", "eps",
-                      "heads kv_heads stride rotary width parts items")
+                      "heads kv_heads stride rotary width parts")
 
 
 class Enter(Arguments):

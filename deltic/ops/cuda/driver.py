@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import Structure, byref, c_float, c_int, c_uint, c_void_p, cast, pointer
+from ctypes import Structure, byref, c_float, c_int, c_uint, c_void_p, cast
 from functools import cache
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 
 from deltic.ops.cuda.nvrtc import compile_source
 
-_PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 6, 8, 9, 97
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
+_CLUSTER, _PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 4, 6, 8, 9, 97
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
 
 
 class _Attribute(Structure):
@@ -59,24 +60,27 @@ class Module:
         self._functions: dict[str, c_void_p] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
-               overlap: bool = True) -> None:
+               overlap: bool = True, cluster: int = 1) -> None:
         """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
-        start earlier."""
+        start earlier. cluster: blocks beside each other that can reach each other's shared memory."""
         function = self._function(name)
         if shared:
             _check(_driver().cuFuncSetAttribute(function, _SHARED_BYTES, shared))
-        self.prepare(name, grid, block, arguments, shared, overlap)()
+        self.prepare(name, grid, block, arguments, shared, overlap, cluster)()
 
     def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
-                overlap: bool = False) -> Callable[[], None]:
+                overlap: bool = False, cluster: int = 1) -> Callable[[], None]:
         """A launch to be made again and again; what the arguments point to must stay where it is."""
-        function, attribute = self._function(name), _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1))
-        sizes = (c_uint * 3)(*grid, *(1,) * (3 - len(grid)))
-        launch = _Launch(sizes, (c_uint * 3)(block, 1, 1), shared, None, cast(pointer(attribute), c_void_p),
-                         int(overlap and self._overlaps))
+        function, attributes = self._function(name), list[_Attribute]()
+        if overlap and self._overlaps:
+            attributes.append(_Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1)))
+        if cluster > 1:
+            attributes.append(_Attribute(_CLUSTER, 0, (c_int * 16)(cluster, 1, 1)))
+        sizes, given = (c_uint * 3)(*grid, *(1,) * (3 - len(grid))), (_Attribute * len(attributes))(*attributes)
+        launch = _Launch(sizes, (c_uint * 3)(block, 1, 1), shared, None, cast(given, c_void_p), len(attributes))
         parameters, by_reference, call = (c_void_p * 1)(ctypes.addressof(arguments)), byref(launch), _driver()
 
-        def run(_kept: tuple[object, ...] = (arguments, attribute)) -> None:
+        def run(_kept: tuple[object, ...] = (arguments, given)) -> None:
             launch.stream = torch.cuda.current_stream().cuda_stream
             _check(call.cuLaunchKernelEx(by_reference, function, parameters, None))
 

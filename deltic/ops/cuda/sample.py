@@ -15,8 +15,12 @@ from deltic.ops.cuda.nvrtc import CompileError, headers
 from deltic.ops.records import Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
 
-_PARTS = 32
-"""Blocks of a row."""
+
+def _parts(rows: int) -> int:
+    """Blocks of a row."""
+    return max(32, 128 // rows)
+
+
 _SOURCE = ('extern "C" __global__ void __launch_bounds__(256) k_choose_part(const __grid_constant__ Choice a) '
            "{ choose_part(a); }\n"
            'extern "C" __global__ void __launch_bounds__(32) k_choose(const __grid_constant__ Choice a) '
@@ -45,12 +49,13 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
 def _drawer(module: Module, rows: int, vocabulary: int, thread: int) -> Callable[[Tensor, Sampling], Tensor]:
     """Draws from so many rows: tokens, then whether they are sound [2 * rows] int64, until the thread's next call."""
     device = module.device
-    numbers = torch.empty(rows * (2 + 3 * _PARTS), dtype=torch.int64, device=device)
+    parts = _parts(rows)
+    numbers = torch.empty(rows * (2 + 3 * parts), dtype=torch.int64, device=device)
     chosen: Tensor
-    chosen, token, score, bounds = numbers.split((2 * rows, *(rows * _PARTS,) * 3))
+    chosen, token, score, bounds = numbers.split((2 * rows, *(rows * parts,) * 3))
     given = Choice(logits=None, temperature=None, key=None, score=score, bounds=bounds, token=token, chosen=chosen,
-                   vocabulary=vocabulary, parts=_PARTS, rows=rows)
-    steps = (module.prepare("k_choose_part", (_PARTS, rows), 256, given),
+                   vocabulary=vocabulary, parts=parts, rows=rows)
+    steps = (module.prepare("k_choose_part", (parts, rows), 256, given),
              module.prepare("k_choose", (rows,), 32, given))
 
     def draw(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -13,13 +13,18 @@ from deltic.ops.records import AttentionSpec, GdnSpec, GdnWeights, Stack, Stores
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
 WARPS = 8
-"""Of a block that multiplies."""
-_HELD = 10
-"""Fragments of input that a thread keeps in registers."""
-_INPUT = 88 << 10
+"""Of a block that multiply; one more copies."""
+SEGMENT = 1024
+"""Columns that are copied at once."""
+HALF, WHOLE = 105 << 10, 226 << 10
+"""Bytes of shared memory of a block that leave room for the next kernel's block, and for a small one, beside it; of one
+that stays alone."""
+_ALONE = 84 << 10
+"""Of which only two blocks fit on a multiprocessor: see kernels/common.cuh."""
+_INPUT = 132 << 10
 """Bytes of input that a block keeps in shared memory at most."""
-HALF = 84 << 10
-"""More than a third of what a multiprocessor has: see kernels/common.cuh."""
+_SUMS = 8 << 10
+"""Bytes of a group's sums."""
 _NORMALISED, _PLAIN = 4096, 12288
 """Columns that products take at most."""
 STORE, ADD, GATE = range(3)
@@ -27,57 +32,57 @@ STORE, ADD, GATE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
-    """A product: columns of its weight, whether its input is normalised, what becomes of its sums."""
+    """A product: columns of its weight, whether its input is normalised, what becomes of its sums, rows of a unit."""
 
     columns: int
     norm: bool
     out: int
+    unit: int = 8
 
     @property
-    def loads(self) -> int:
-        """Loads of a thread for a unit of 8 rows."""
-        return 2 * -(-self.columns // (64 * WARPS))
-
-    @property
-    def units(self) -> int:
-        """Units that are multiplied at the same time."""
-        return max(1, min(4, 16 // self.loads))
-
-    def depth(self, tokens: int) -> int:
-        """Copies of 16 bytes that a thread has on their way. More would leave no room for the next kernel's blocks
-        beside these, or for the input."""
-        if 2 < tokens <= FEW or (self.norm and tokens * self.columns * 2 > _INPUT):
-            return 16
-        return 24 if self.columns <= 4096 else 20
-
-    def held(self, tokens: int) -> bool:
-        """Whether a thread keeps its share of so many tokens of input in registers."""
-        return self.loads * (2 if tokens > FEW else 1) <= _HELD
-
-    def direct(self, tokens: int) -> bool:
-        """Whether so many tokens of input are too large for shared memory, and are read again for every unit."""
-        return not self.norm and not self.held(tokens) and tokens * self.columns * 2 > _INPUT
+    def most(self) -> int:
+        """Tokens whose input fits in a block's shared memory."""
+        return min(MOST, _INPUT // (self.columns * 2))
 
     def name(self, tokens: int) -> str:
         return (f"product_{self.columns}_{'norm' if self.norm else 'plain'}_{('store', 'add', 'gate')[self.out]}"
-                f"_{'many' if tokens > FEW else 'few'}{'_direct' if self.direct(tokens) else ''}_{self.depth(tokens)}")
+                f"_{self.unit}_{'many' if tokens > FEW else 'few'}")
 
     def source(self, tokens: int) -> str:
-        many, norm, direct = (str(flag).lower() for flag in (tokens > FEW, self.norm, self.direct(tokens)))
-        return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32}, 2) {self.name(tokens)}'
+        many, norm = (str(flag).lower() for flag in (tokens > FEW, self.norm))
+        return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32 + 32}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {many}, "
-                f"{self.units}, {self.depth(tokens)}, {direct}>(a); }}\n")
+                f"{self.unit}>(a); }}\n")
 
     def group(self, tokens: int, units: int) -> int:
-        """Units of a block between two sums over the warps: as many as fit, a multiple of `units`."""
-        fit = max(1, (16 << 10) // (WARPS * 8 * tokens * 4))
-        return max(1, min(fit, units) // self.units) * self.units
+        """Units of a block between two sums over the warps: as many as fit."""
+        fit = max(1, _SUMS // (WARPS * 8 * tokens * 4))
+        return max(1, min(fit, units))
 
-    def shared(self, tokens: int, group: int, single: bool) -> int:
-        """Bytes of shared memory. single: one group is all there is."""
-        inputs = 0 if self.direct(tokens) or self.held(tokens) else tokens * self.columns * 2 + 64
-        sums = (1 if single else 2) * group * WARPS * 8 * tokens * 4
-        return max(HALF, 512 + self.depth(tokens) * WARPS * 512 + inputs + sums)
+    def slots(self, tokens: int, sums: int) -> int:
+        """Segments that are on their way to a block or wait there."""
+        slot, fixed = self._slot, self._fixed(tokens) + sums
+        beside = (HALF - fixed) // slot
+        return max(2, min(beside if beside >= 3 else (WHOLE - fixed) // slot, 24 if self.columns < SEGMENT else 12))
+
+    def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
+        """Slots, and bytes of shared memory, of a block with so many units."""
+        sums = (1 if group >= units else 2) * group * WARPS * 8 * tokens * 4
+        slots = max(2, min(self.slots(tokens, sums), units * -(-self.columns // SEGMENT)))
+        return slots, max(_ALONE, self._fixed(tokens) + sums + slots * self._slot)
+
+    @property
+    def _slot(self) -> int:
+        return self.unit * (self.columns * 2 if self.columns <= SEGMENT else SEGMENT * 2 + 64)
+
+    def _fixed(self, tokens: int) -> int:
+        return 1024 + tokens * self.columns * 2
+
+
+def unit_of(rows: int, out: int, blocks: int) -> int:
+    """Rows of a unit, so that the blocks have much the same to do."""
+    most = {unit: -(-rows // (unit * blocks)) * unit for unit in (8, 4)}
+    return 4 if out == ADD and most[4] < 0.95 * most[8] else 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +96,21 @@ class Shapes:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the largest block takes."""
-        return max(product.shared(tokens, product.group(tokens, 1 << 20), False)
-                   for product in self.products for tokens in range(1, MOST + 1))
+        return max(product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1]
+                   for product in self.products for tokens in range(1, product.most + 1))
 
     def source(self) -> str:
         text = [headers("product", "gdn", "attention", "small")]
-        text += {product.source(tokens): None for product in self.products for tokens in range(1, MOST + 1)}
+        text += {product.source(tokens): None for product in self.products for tokens in range(1, product.most + 1)}
         text += [_entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         for kind, name in (("float", "few"), ("u16", "many")):
-            if self.gdn:
-                text.append(_entry(f"gdn_{name}", "Gdn", f"{gdn_threads(self.gdn)}, 2",
-                                   f"gdn<{self.gdn.key_dim}, {self.gdn.value_dim}, {kind}>"))
+            if gdn := self.gdn:
+                size = gdn_slice(gdn, name)
+                shape, block = f"{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}", gdn.value_dim // size * 128
+                if name == "few":
+                    text.append(_entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
+                text.append(_entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
                 text.append(_entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
@@ -115,13 +123,18 @@ def _entry(name: str, type: str, bounds: str, call: str) -> str:
             f"{{ {inner}(a); }}\n")
 
 
-def gdn_threads(spec: GdnSpec) -> int:
-    return 512 if spec.key_dim * spec.value_dim >= 16384 else 128
+def gdn_slice(spec: GdnSpec, kind: str) -> int:
+    """Columns of a value head that four warps have; of few rows so few that a row's heads spread over the card."""
+    return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
 
 
 def shapes_of(stack: Stack, stores: Stores) -> Shapes | None:
     """None where the kernels do not know the model: another dtype, packed weights, unusual sizes."""
+    assert isinstance(stack.embedding, Tensor)
+    if not stack.embedding.is_cuda:
+        return None
     products: dict[Multiply, None] = {}
+    blocks = blocks_of(stack.embedding.device)
     gdn: GdnSpec | None = None
     attention: AttentionSpec | None = None
     weights: list[Weight] = [stack.embedding, stack.head]
@@ -143,11 +156,16 @@ def shapes_of(stack: Stack, stores: Stores) -> Shapes | None:
         for weight, norm, out in ((inner, True, STORE), (outer, False, ADD), (layer.mlp.gate_up, True, GATE),
                                   (layer.mlp.down, False, ADD)):
             assert isinstance(weight, Tensor)
-            products[Multiply(weight.shape[1], norm, out)] = None
+            products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, blocks))] = None
     assert isinstance(stack.head, Tensor)
     products[Multiply(stack.head.shape[1], True, STORE)] = None
     shapes = Shapes(tuple(products), gdn, attention)
     return shapes if _known(shapes) and _stored(stores) else None
+
+
+def blocks_of(device: torch.device) -> int:
+    """Blocks of a product: one for each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _plain(weight: Weight) -> bool:

@@ -13,20 +13,30 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Arguments, Module, shared_memory
+from deltic.ops.cuda.driver import Module, shared_memory
 from deltic.ops.cuda.nvrtc import CompileError
-from deltic.ops.cuda.shapes import ADD, GATE, HALF, MOST, STORE, WARPS, Multiply, Shapes, gdn_threads, shapes_of
+from deltic.ops.cuda.shapes import (
+    ADD,
+    GATE,
+    MOST,
+    STORE,
+    WARPS,
+    Multiply,
+    Shapes,
+    blocks_of,
+    gdn_slice,
+    shapes_of,
+    unit_of,
+)
 from deltic.ops.records import AttentionWeights, Batch, GdnWeights, Layer, RopeSpec, Stack, Stores
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
 
 log = logging.getLogger("deltic")
-_FEW_PARTS, _MANY_PARTS = 32, 8
-"""Parts of a context: powers of two, at most 64; fewer where many rows fill the card."""
+_PARTS = 32
+"""Parts of a context: a power of two, at most 64; fewer where many rows fill the card."""
 _MOST_ROWS = 1024
-_OWN = 20 << 10
-"""Bytes of shared memory, or a little less, that the kernels which are dealt items declare themselves."""
 
 
 def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
@@ -73,7 +83,7 @@ class Step:
         assert isinstance(stack.embedding, Tensor)
         self._device, self._hidden = stack.embedding.device, stack.embedding.shape[1]
         self._module = _module(shapes.source(), self._device)
-        self._blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._blocks = blocks_of(self._device)
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
         self._frequencies, self._axes = _frequencies(stack.rope, self._device)
@@ -86,7 +96,8 @@ class Step:
     def _begin(self, batch: Batch, kind: str) -> _Work:
         tokens, attention, gdn = batch.layout.tokens, self._shapes.attention, self._shapes.gdn
         heads, size = (attention.heads, attention.head_dim) if attention else (1, 1)
-        parts = _MANY_PARTS if kind == "many" else _FEW_PARTS
+        fill = 512 // (tokens * (attention.kv_heads if attention else 1))
+        parts = _PARTS if kind == "few" else max(1, min(8, 1 << max(fill, 1).bit_length() - 1))
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -98,7 +109,7 @@ class Step:
         self._module.launch("k_enter", (self._blocks,), 256, args.Enter(
             ids=batch.ids, positions=batch.positions, embedding=self._stack.embedding, frequencies=self._frequencies,
             axes=self._axes, residual=work.residual, turns=work.turns, hidden=self._hidden, rotary=rotary,
-            tokens=tokens), HALF, overlap=False)
+            tokens=tokens), overlap=False)
         return work
 
     def _few(self, batch: Batch) -> Tensor:
@@ -121,43 +132,47 @@ class Step:
     def _multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
         assert isinstance(weight, Tensor)
         rows, columns = weight.shape
-        tokens, product = len(x), Multiply(columns, scale is not None, out)
-        blocks, units = self._blocks, -(-rows // 8)
+        tokens, blocks = len(x), self._blocks
+        product = Multiply(columns, scale is not None, out, unit_of(rows, out, blocks))
+        if tokens > product.most:  # their input would not fit
+            half = tokens // 2
+            self._multiply(weight, x[:half], scale, y[:half], out)
+            return self._multiply(weight, x[half:], scale, y[half:], out)
+        units = -(-rows // product.unit)
         mine = -(-units // blocks)
         group = product.group(tokens, mine)
-        self._module.launch(product.name(tokens), (blocks,), WARPS * 32, args.Product(
+        slots, shared = product.shared(tokens, group, mine)
+        self._module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, args.Product(
             weight=weight, x=x, scale=scale, y=y, eps=self._stack.eps, tokens=tokens, rows=rows,
-            whole=units // blocks, rest=units % blocks, group=group, inverse=65536 // tokens + 1),
-            product.shared(tokens, group, group >= mine))
+            whole=units // blocks, rest=units % blocks, group=group, inverse=65536 // tokens + 1, slots=slots), shared)
 
     def _mix(self, layer: Layer, work: _Work, proj: Tensor, stride: int) -> None:
         """From the projections to `work.y`."""
         mixer, batch = layer.mixer, work.batch
         if isinstance(mixer, GdnWeights):
             spec, state = mixer.spec, self._stores.states[layer.store]
-            items = spec.value_heads * batch.layout.rows
-            self._deal(f"k_gdn_{work.kind}", items, gdn_threads(spec), args.Gdn(
+            slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
+            spread = work.kind == "few" and slices * heads <= 2 * self._blocks
+            size = 0 if spread else spec.key_dim * spec.value_dim * 4
+            grid, block = (slices * heads, 128) if spread else (min(heads, 8 // slices * self._blocks), slices * 128)
+            self._module.launch(f"k_gdn_{'spread' if spread else work.kind}", (grid,), block, args.Gdn(
                 proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
                 state=state.recurrent, ring=state.conv, y=work.y, count=batch.count, starts=batch.starts,
                 done=batch.done, source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
-                value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), items=items))
+                value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads), size,
+                cluster=slices if spread else 1)
         else:
             self._attend(layer, mixer, work, proj, stride)
 
     def _attend(self, layer: Layer, mixer: AttentionWeights, work: _Work, proj: Tensor, stride: int) -> None:
         spec, kv, batch = mixer.spec, self._stores.kv[layer.store], work.batch
-        items = work.parts * spec.kv_heads * batch.layout.rows
-        self._deal(f"k_attention_{work.kind}", items, 256, args.Attention(
+        blocks = work.parts * spec.kv_heads * batch.layout.rows
+        self._module.launch(f"k_attention_{work.kind}", (blocks,), 256, args.Attention(
             proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, keys=kv.keys,
             values=kv.values, mixed=work.mixed, mass=work.mass, y=work.y, ended=self._ended, count=batch.count,
             starts=batch.starts, done=batch.done, pages=batch.pages, eps=spec.eps, heads=spec.heads,
             kv_heads=spec.kv_heads, stride=stride, rotary=spec.rotary_dim, width=batch.pages.shape[1],
-            parts=work.parts, items=items))
-
-    def _deal(self, name: str, items: int, threads: int, given: Arguments) -> None:
-        """Launch a kernel that deals items to its blocks: of few rows one for each multiprocessor, else one an item."""
-        few = name.endswith("few")
-        self._module.launch(name, (self._blocks if few else items,), threads, given, HALF - _OWN if few else 0)
+            parts=work.parts))
 
     def _many(self, batch: Batch) -> Tensor:
         stack, work = self._stack, self._begin(batch, "many")

@@ -12,7 +12,7 @@ struct Attention {
     int *ended;          // [rows, kv_heads]: parts that have ended; zero before and after
     const i64 *count, *starts, *done, *pages;
     float eps;
-    int heads, kv_heads, stride, rotary, width, parts, items;  // width: pages of a row in the table; parts: a power of 2
+    int heads, kv_heads, stride, rotary, width, parts;  // width: pages of a row in the table; parts: a power of 2
 };
 
 // A head's vector, normalised and rotated: lane has elements lane * D / 32 ... buffer: D floats of the warp's own. The
@@ -47,6 +47,10 @@ template <int D, class In> DEVICE void turn(float (&v)[D / 32], const In *from, 
 template <int N> struct Vector {
     u32 w[N / 2];
     DEVICE void read(const u16 *p) { load_words<N>(w, p); }
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) w[i] = 0;
+    }
     DEVICE float at(int i) const { return i & 1 ? high(w[i / 2]) : low(w[i / 2]); }
 };
 
@@ -59,7 +63,7 @@ template <int D, int SHARE, class In> struct Attend {
     };
     const Attention &a;
     Shared &m;
-    int part, kv, row, start, tokens, done, tid, warp, lane;
+    int part, kv, row, start, tokens, done, all, tid, warp, lane;  // all: parts that the row has
     const i64 *table;
 
     DEVICE Attend(const Attention &args, Shared &shared, int item) : a(args), m(shared) {
@@ -70,6 +74,7 @@ template <int D, int SHARE, class In> struct Attend {
         start = int(a.starts[row]), tokens = int(a.starts[row + 1]) - start, done = int(a.done[row]);
         table = a.pages + i64(row) * a.width;
         if (row >= *a.count || part * PAGE >= done + tokens) tokens = 0;
+        all = min(a.parts, (done + tokens - 1) / PAGE + 1);
     }
     DEVICE i64 place(int position) const {
         return ((table[position / PAGE] * PAGE + position % PAGE) * a.kv_heads + kv) * D + lane * N;
@@ -95,6 +100,18 @@ template <int D, int SHARE, class In> struct Attend {
             store_all<N>(to, v);
         }
     }
+    // A warp's two keys and values of a page, those of positions from ... to - 1; zeros for others, if from is 0.
+    DEVICE void fetch(int page, int from, int to, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
+        const int first = page * PAGE + warp * 2;
+        const i64 at = first < to ? place(first) : 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (first + h >= from && first + h < to)
+                key[h].read(a.keys + at + h * a.kv_heads * D), value[h].read(a.values + at + h * a.kv_heads * D);
+            else if (from == 0)
+                key[h].clear(), value[h].clear();
+        }
+    }
     // This part's share of one token's attention.
     DEVICE void attend(int token, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
         const int position = done + token;
@@ -105,30 +122,31 @@ template <int D, int SHARE, class In> struct Attend {
 #pragma unroll
             for (int i = 0; i < N; ++i) acc[g][i] = 0;
         }
+        fetch(part, token ? 0 : done, position + 1, key, value);
         for (int page = part; page * PAGE <= position; page += a.parts) {
             const int first = page * PAGE + warp * 2;
-            const i64 at = first <= position ? place(first) : 0;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const bool known = token == 0 && page == part && first + h < done;
-                if (first + h <= position && !known)
-                    key[h].read(a.keys + at + h * a.kv_heads * D), value[h].read(a.values + at + h * a.kv_heads * D);
-            }
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                if (first + h > position) break;
+            Vector<N> next_key[2], next_value[2];
+            fetch(page + a.parts, 0, position + 1, next_key, next_value);
+            if (first <= position) {
 #pragma unroll
                 for (int g = 0; g < SHARE; ++g) {
-                    float score = 0;
+                    float one = 0, two = 0;
 #pragma unroll
-                    for (int i = 0; i < N; ++i) score += m.query[g][lane * N + i] * key[h].at(i);
-                    score = warp_sum(score);
-                    const float top = fmaxf(best[g], score), old = __expf(best[g] - top), now = __expf(score - top);
-                    best[g] = top, mass[g] = mass[g] * old + now;
+                    for (int i = 0; i < N; ++i) {
+                        const float q = m.query[g][lane * N + i];
+                        one += q * key[0].at(i), two += q * key[1].at(i);
+                    }
+                    one = warp_sum(one), two = warp_sum(two);
+                    if (first == position) two = -1e30f;
+                    const float top = fmaxf(best[g], fmaxf(one, two)), old = __expf(best[g] - top);
+                    one = __expf(one - top), two = __expf(two - top);
+                    best[g] = top, mass[g] = mass[g] * old + one + two;
 #pragma unroll
-                    for (int i = 0; i < N; ++i) acc[g][i] = acc[g][i] * old + now * value[h].at(i);
+                    for (int i = 0; i < N; ++i) acc[g][i] = acc[g][i] * old + one * value[0].at(i) + two * value[1].at(i);
                 }
             }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) key[h] = next_key[h], value[h] = next_value[h];
         }
 #pragma unroll
         for (int g = 0; g < SHARE; ++g) {
@@ -147,24 +165,46 @@ template <int D, int SHARE, class In> struct Attend {
                 const float share = __expf(m.top[w][g] - high);
                 sum += share * m.buffers[w][g][d], total += share * m.weight[w][g];
             }
+            if (all == 1) {
+                finish(start + token, g, d, sum * (1.f / total));
+                continue;
+            }
             const i64 at = (i64(start + token) * a.heads + kv * SHARE + g) * a.parts + part;
             a.mixed[at * D + d] = sum;
             if (d == 0) a.mass[at * 2] = high, a.mass[at * 2 + 1] = total;
         }
     }
+    DEVICE void finish(int token, int g, int d, float sum) {
+        const int head = kv * SHARE + g;
+        const float gate = load((const In *)a.proj + i64(token) * a.stride + head * 2 * D + D + d);
+        a.y[i64(token) * (a.heads * D) + head * D + d] = narrow(sum * sigmoid(gate));
+    }
     // The last block of a row's K/V head joins what all have found.
     DEVICE void join() {
-        const int all = min(a.parts, (done + tokens - 1) / PAGE + 1);
-        __threadfence();
         __syncthreads();
-        if (tid == 0) m.last = atomicAdd(a.ended + row * a.kv_heads + kv, 1) == all - 1;
+        if (tid == 0) {
+            __threadfence();
+            m.last = atomicAdd(a.ended + row * a.kv_heads + kv, 1) == all - 1;
+            __threadfence();
+        }
         __syncthreads();
         if (!m.last) return;
-        __threadfence();
         if (tid == 0) a.ended[row * a.kv_heads + kv] = 0;
         for (int token = start; token < start + tokens; ++token) {
             const int parts = min(a.parts, (done + token - start) / PAGE + 1);
             const i64 at = (i64(token) * a.heads + kv * SHARE) * a.parts;
+            constexpr int SPLIT = WARPS * 32 / D, EACH = (SHARE + SPLIT - 1) / SPLIT, AHEAD = 8;
+            const int d = tid % D, sub = tid / D;
+            float found[AHEAD][EACH], sum[EACH];
+            const auto read = [&](int from) {  // so many parts at once
+#pragma unroll
+                for (int p = 0; p < AHEAD; ++p)
+#pragma unroll
+                    for (int k = 0; k < EACH; ++k)
+                        found[p][k] = sub + k * SPLIT < SHARE && from + p < parts
+                            ? load(a.mixed + (at + (sub + k * SPLIT) * a.parts + from + p) * D + d) : 0.f;
+            };
+            read(0);
             for (int g = warp; g < SHARE; g += WARPS) {  // what each part counts for
                 const float *mass = a.mass + (at + g * a.parts) * 2;
                 float top[2], own[2], high = -1e30f;
@@ -178,43 +218,32 @@ template <int D, int SHARE, class In> struct Attend {
                 for (int i = 16; i; i >>= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, i));
 #pragma unroll
                 for (int i = 0; i < 2; ++i) top[i] = __expf(top[i] - high);
-                const float total = warp_sum(top[0] * own[0] + top[1] * own[1]);
+                const float whole = 1.f / warp_sum(top[0] * own[0] + top[1] * own[1]);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) m.share[g][lane + 32 * i] = top[i] / total;
+                for (int i = 0; i < 2; ++i) m.share[g][lane + 32 * i] = top[i] * whole;
             }
             __syncthreads();
-            constexpr int SPLIT = WARPS * 32 / D, EACH = (SHARE + SPLIT - 1) / SPLIT;
-            const int d = tid % D, sub = tid / D;
-            float sum[EACH];
 #pragma unroll
             for (int k = 0; k < EACH; ++k) sum[k] = 0;
-#pragma unroll 4
-            for (int p = 0; p < parts; ++p)
+            for (int from = 0; from < parts; from += AHEAD) {
+                if (from) read(from);
 #pragma unroll
-                for (int k = 0; k < EACH; ++k)
-                    if (const int g = sub + k * SPLIT; g < SHARE)
-                        sum[k] += m.share[g][p] * load(a.mixed + (at + g * a.parts + p) * D + d);
+                for (int p = 0; p < AHEAD; ++p)
+#pragma unroll
+                    for (int k = 0; k < EACH; ++k)
+                        if (sub + k * SPLIT < SHARE) sum[k] += m.share[sub + k * SPLIT][from + p] * found[p][k];
+            }
 #pragma unroll
             for (int k = 0; k < EACH; ++k)
-                if (const int g = sub + k * SPLIT; g < SHARE) {
-                    const int head = kv * SHARE + g;
-                    const float gate = load((const In *)a.proj + i64(token) * a.stride + head * 2 * D + D + d);
-                    a.y[i64(token) * (a.heads * D) + head * D + d] = narrow(sum[k] * sigmoid(gate));
-                }
+                if (sub + k * SPLIT < SHARE) finish(token, sub + k * SPLIT, d, sum[k]);
             __syncthreads();
         }
     }
-    DEVICE void run(bool first) {
+    DEVICE void run() {
         Vector<N> key[2], value[2];
-        if (tokens) {  // what earlier steps have stored can be read at once
-            const int from = part * PAGE + warp * 2;
-            const i64 at = from < done ? place(from) : 0;
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (from + h < done)
-                    key[h].read(a.keys + at + h * a.kv_heads * D), value[h].read(a.values + at + h * a.kv_heads * D);
-        }
-        if (first) wait();
+        if (tokens) fetch(part, 0, done, key, value);  // what earlier steps have stored can be read at once
+        if (tid * 32 < D) prefetch(a.query_norm + tid * 32), prefetch(a.key_norm + tid * 32);
+        wait();
         for (int token = 0; token < tokens; ++token) {
             if (part * PAGE > done + token) continue;
             __syncthreads();
@@ -222,15 +251,13 @@ template <int D, int SHARE, class In> struct Attend {
             __syncthreads();
             attend(token, key, value);
         }
-        if (tokens) join();
+        if (tokens && all > 1) join();
     }
 };
 
-// Parts of K/V heads of rows, `items` in all, dealt to blocks of 256 threads.
+// Grid [parts * K/V heads * rows], 256 threads.
 template <int D, int SHARE, class In> DEVICE void attention(const Attention &a) {
     __shared__ typename Attend<D, SHARE, In>::Shared shared;
     launch_dependents();
-    if (blockIdx.x >= a.items) wait();
-    for (int item = blockIdx.x; item < a.items; item += gridDim.x)
-        Attend<D, SHARE, In>(a, shared, item).run(item == blockIdx.x);
+    Attend<D, SHARE, In>(a, shared, blockIdx.x).run();
 }

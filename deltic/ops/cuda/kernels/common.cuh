@@ -6,9 +6,10 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 #define PAGE 16
 
-// Every kernel of a step of few rows has one block for each multiprocessor, of half its registers and of more than a third
-// of its shared memory, and a block without work waits all the same. So the next kernel's blocks, which start early, come
-// to lie one on each, beside these. Else two of them would share a multiprocessor and take twice as long.
+// Every product of a step of few rows has one block for each multiprocessor, of less than half its registers and of more
+// than a third of its shared memory, and a block without work waits all the same. So the next product's blocks, which start
+// early, come to lie one on each, beside these, and the small blocks of what is between two products find room, too. Else
+// two of a product's blocks would share a multiprocessor and take twice as long.
 
 // The next kernel of the stream may start: it waits itself, with `wait`, before it touches what this one writes.
 DEVICE void launch_dependents() {
@@ -51,14 +52,67 @@ DEVICE float4 load4(const float *p) { return __ldcg((const float4 *)p); }
 DEVICE void store4(float *p, float4 v) {
     asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
-DEVICE uint4 load8(const u16 *p) { return __ldcg((const uint4 *)p); }
-// Asynchronous copies of weights, 16 bytes each, past the first-level cache.
-DEVICE void copy_weight(u32 to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+// For data that nobody reads again soon: it shall not push other data out of the second-level cache.
+DEVICE u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
 }
-DEVICE void end_copy() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the newest N ended copies of this thread are there.
-template <int N> DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+// A load that does not push other data out of the caches. policy: of `read_once`.
+DEVICE float4 load4_once(const float *p, u64 policy) {
+    float4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.f32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p), "l"(policy));
+    return v;
+}
+DEVICE uint4 load8(const u16 *p) { return __ldcg((const uint4 *)p); }
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE uint4 load_shared(u32 p) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+    return v;
+}
+DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+// Barriers in shared memory that copies report to.
+#if __CUDA_ARCH__ >= 900
+DEVICE void init_barrier(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void expect_bytes(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void arrive_barrier(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+DEVICE void await_barrier(u32 barrier, u32 parity) {
+    u32 done;
+    do asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                    : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    while (!done);
+}
+DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+// Clusters of blocks: what a thread has stored before it arrives, also to its peers, is seen by those that have waited.
+DEVICE void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void store_peer(float *p, int block, float v) {  // to where p points in another block's shared memory
+    asm volatile("{ .reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2; }"
+                 :: "r"((u32)__cvta_generic_to_shared(p)), "r"(block), "f"(v) : "memory");
+}
+#else  // where these are missing, no kernel that calls them is launched
+DEVICE void init_barrier(u32, int) {}
+DEVICE void publish_barriers() {}
+DEVICE void expect_bytes(u32, int) {}
+DEVICE void arrive_barrier(u32) {}
+DEVICE void await_barrier(u32, u32) {}
+DEVICE void arrive_cluster() {}
+DEVICE void await_cluster() {}
+DEVICE void store_peer(float *, int, float) {}
+DEVICE void bulk_copy(u32, const void *, int, u32, u64) {}
+#endif
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));

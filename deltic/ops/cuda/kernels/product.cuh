@@ -1,10 +1,10 @@
 // y[t, n] = sum of x[t, k] * weight[n, k] for up to 16 tokens: a linear layer of a decode step, near the memory's speed.
 //
-// A block of 8 warps works on units of 8 rows of the weight. Each warp has every 8th piece of 64 columns, a line of the
-// caches in each row. Every thread copies the fragments that it multiplies itself into a ring in shared memory that only it
-// reads (loads into as many registers would wait for each other), and the first copies are on their way before the kernel
-// waits for its input. x is the tensor cores' matrix of 16 rows; tokens that do not exist are zeros. The sum over the warps
-// is made in their order. So a token's sums have one order, whatever the batch.
+// A block works on units of ROWS rows of the weight, cut into segments of 1,024 columns. One warp copies segments into a
+// ring of slots in shared memory, the first ones before the kernel waits for its input; the copies are asynchronous and
+// leave other data in the second-level cache. Eight warps multiply: each has every 8th piece of 64 columns. x is the
+// tensor cores' matrix of 16 rows; tokens that do not exist are zeros. The sum over the warps is made in their order. So a
+// token's sums have one order, whatever the batch.
 
 struct Product {
     const u16 *weight;   // [rows, K]
@@ -14,144 +14,213 @@ struct Product {
     float eps;
     int tokens, rows;
     int whole, rest;   // units of every block; so many blocks have one more
-    int group;         // units between two sums over the warps, a multiple of UNITS
+    int group;         // units between two sums over the warps
     int inverse;       // 65536 / tokens + 1, to divide by
+    int slots;         // of the ring, at least 2
 };
 enum { kStore, kAdd, kGate };
 
-// UNITS: multiplied at the same time. DEPTH: places of the ring.
-template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIRECT> struct Multiplier {
-    static constexpr int WARPS = 8, PIECES = K / 64, L = 2 * ((PIECES + WARPS - 1) / WARPS), HALVES = MANY ? 2 : 1;
-    static constexpr int CHAINS = UNITS >= 4 ? 1 : 2;
-    static constexpr bool HELD = L * HALVES <= 10 && !DIRECT;  // x stays in registers
-    static constexpr int ALL = UNITS * L, PLACE = WARPS * 512;
+template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
+    static constexpr int WARPS = 8, HALVES = MANY ? 2 : 1, PIECES = K / 64, WIDEST = 1024;
+    static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
+                         LOADS = SEGMENT > 512 ? 4 : 2;
+    // a unit that is one segment is copied at once; other rows lie 64 bytes further apart than they are long, so that two
+    // of them are not in the same banks
+    static constexpr bool JOINED = SEGMENTS == 1;
+    static constexpr int LINE = SEGMENT * 2 + (JOINED ? 0 : 64), SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
+    static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // of a segment
     const Product &a;
-    int warp, lane, tid, count, now = 0, before = (DEPTH - 1) * PLACE;  // now, before: places in the ring
-    char *xs;                 // [K / 32, T, 64 bytes], then 64 bytes of zeros
-    char *ring;               // [DEPTH, threads, 16 bytes]: the thread's
+    int warp, lane, tid, count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x
+    u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
+    char *ring, *xs;          // [slots, ROWS, LINE]; [K / 32, T, 64 bytes]
     float *squares, *partial; // [WARPS, 16]; [2, group, WARPS, T, 8]
-    const char *base, *limit; // a lane's row of the block's first unit, of the weight's last row
-    i64 stride;
     float old = 0;
-    uint4 x[HELD ? L : 1][HALVES];
 
     DEVICE Multiplier(const Product &args, char *shared) : a(args) {
         tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
         count = a.whole + (blockIdx.x < a.rest);
-        squares = (float *)shared;
-        ring = shared + 512 + tid * 16;
-        xs = shared + 512 + DEPTH * PLACE;
-        partial = (float *)(xs + (HELD || DIRECT ? 0 : PIECES * a.tokens * 128 + 64));
-        const int n = lane >> 2, unit = blockIdx.x;
-        const i64 row = OUT == kGate ? (n < 4 ? unit * 4 + n : a.rows / 2 + unit * 4 + n - 4) : unit * 8 + n;
-        base = (const char *)a.weight + row * (K * 2) + (lane & 3) * 16 + warp * 128;
-        limit = (const char *)a.weight + i64(a.rows - 1) * (K * 2) + (lane & 3) * 16 + warp * 128;
-        stride = i64(gridDim.x) * ((OUT == kGate ? 4 : 8) * K * 2);
+        squares = (float *)(shared + 512);
+        ring = shared + 1024;
+        xs = ring + a.slots * SLOT;
+        partial = (float *)(xs + K * 2 * a.tokens);
+        pieces = 64 * a.tokens;
+        barrier = shared_address(shared);
+        at = shared_address(ring) + (lane >> 2) % ROWS * LINE + warp * 128 + (lane & 3) * 16;
+        input = shared_address(xs) + warp * 2 * pieces + (lane >> 2) * 64 + (lane & 3) * 16;
     }
-    DEVICE const char *row(int i) const {
-        const char *p = base + i * stride;
-        return p < limit ? p : limit;
+    DEVICE void next() {
+        at += SLOT, barrier += 8;
+        if (++slot == a.slots) slot = 0, lap ^= 1, at -= a.slots * SLOT, barrier -= a.slots * 8;
     }
-    // A lane's loads of a unit, j = 0 ... L - 1: bytes from its row's start, beside those of the warp's first piece.
-    static DEVICE constexpr int offset(int j) { return j / 2 * (WARPS * 128) + j % 2 * 64; }
-    static DEVICE bool exists(int j, int warp) { return PIECES % WARPS == 0 || j / 2 * WARPS + warp < PIECES; }
-    // Copy fragment e of those from unit i on, which come one load of UNITS units after the other.
-    DEVICE void copy(int i, int e, int to) {
-        const int j = e % ALL / UNITS, b = i + e / ALL * UNITS + e % UNITS;
-        if (b < count && exists(j, warp))
-            copy_weight((u32)__cvta_generic_to_shared(ring + to), row(b) + offset(j));
-        end_copy();
-    }
-    DEVICE void copy_first() {
-#pragma unroll
-        for (int e = 0; e < DEPTH - 1; ++e) copy(0, e, e * PLACE);
-    }
-    DEVICE const u16 *input(int j, int token) const {
-        return (const u16 *)a.x + i64(token) * K + warp * 64 + offset(j) / 2 + (lane & 3) * 8;
-    }
-    DEVICE char *place(int token) const { return xs + (warp * 2 * a.tokens + token) * 64 + (lane & 3) * 16; }
-    // Of load j beside `place`, whose pieces are [WARPS, 2] for each two loads.
-    DEVICE int beside(int j) const { return (j / 2 * (WARPS * 2) + j % 2) * 64 * a.tokens; }
-    // The thread's own fragments of x, into registers or into shared memory that only it reads; with a norm, times its
-    // scale: what is the same for a whole token is multiplied at the end.
-    DEVICE void load_x() {
-#pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-            const int token = (lane >> 2) + 8 * half;
-            const bool real = token < a.tokens;
-            float sum = 0;
-#pragma unroll
-            for (int j = 0; j < L; ++j) {
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if (real && exists(j, warp)) {
-                    if constexpr (!NORM) {
-                        v = load8(input(j, token));
-                    } else {
-                        const int k = warp * 64 + offset(j) / 2 + (lane & 3) * 8;
-                        const float *p = (const float *)a.x + i64(token) * K + k;
-                        const float4 f = load4(p), g = load4(p + 4);
-                        const float4 s = __ldg((const float4 *)(a.scale + k)), t = __ldg((const float4 *)(a.scale + k + 4));
-                        sum += f.x * f.x + f.y * f.y + f.z * f.z + f.w * f.w + g.x * g.x + g.y * g.y + g.z * g.z + g.w * g.w;
-                        v = make_uint4(narrow2(f.x * s.x, f.y * s.y), narrow2(f.z * s.z, f.w * s.w),
-                                       narrow2(g.x * t.x, g.y * t.y), narrow2(g.z * t.z, g.w * t.w));
-                    }
-                }
-                if constexpr (HELD) x[j][half] = v;
-                else if (real && exists(j, warp)) *(uint4 *)(place(token) + beside(j)) = v;
-            }
-            if constexpr (NORM) {
-                sum += __shfl_xor_sync(~0u, sum, 1);
-                sum += __shfl_xor_sync(~0u, sum, 2);
-                if ((lane & 3) == 0) squares[warp * 16 + token] = sum;
-            }
+    // The copying warp: all segments in the order in which they are multiplied; the first ones need no room to be made.
+    DEVICE void copy_all() {
+        const u64 policy = read_once();
+        const int total = count * SEGMENTS, first = min(a.slots, total), empty = 8 * a.slots, n = lane;
+        if (lane == 0) {
+            for (int i = 0; i < a.slots; ++i) init_barrier(barrier + 8 * i, 1), init_barrier(barrier + empty + 8 * i, WARPS);
+            publish_barriers();
         }
-        if (!HELD && tid < 4) *(uint4 *)(xs + PIECES * a.tokens * 128 + tid * 16) = make_uint4(0, 0, 0, 0);
-        if (!HELD) __syncthreads();
+        __syncwarp();
+        constexpr int EACH = JOINED ? WIDTH : 1;  // rows of a copy
+        const int begin = blockIdx.x * WIDTH, row = n * EACH < WIDTH ? begin + n * EACH : a.rows / 2 + begin + n * EACH - WIDTH;
+        const char *from = (const char *)a.weight + i64(row) * (K * 2), *end = (const char *)a.weight + i64(a.rows) * (K * 2);
+        const i64 step = i64(gridDim.x) * WIDTH * (K * 2);
+        at = shared_address(ring) + n * EACH * LINE;
+        for (int e = 0, segment = 0; e < total; ++e) {
+            if (e == first) __syncthreads();  // the barriers are there
+            if (e >= first) await_barrier(barrier + empty, lap ^ 1);
+            int bytes = EACH * SEGMENT * 2;
+            const char *source = from;
+            if constexpr (JOINED && OUT != kGate) {
+                if (end - from < bytes) bytes = int(end - from);
+            } else if constexpr (!JOINED) {
+                if (K % SEGMENT && segment == SEGMENTS - 1) bytes = K % SEGMENT * 2;
+                if (from >= end) source = end - K * 2;  // rows that do not exist
+            }
+            if (lane == 0) expect_bytes(barrier, bytes * COPIES);
+            __syncwarp();
+            if (n < COPIES) bulk_copy(at, source, bytes, barrier, policy);
+            next();
+            if (SEGMENTS > 1 && ++segment < SEGMENTS) from += SEGMENT * 2;
+            else segment = 0, from += step - (SEGMENTS - 1) * (SEGMENT * 2);
+        }
+        if (first == total) __syncthreads();
     }
-    DEVICE uint4 fragment(int j, int half) const {
-        const int token = (lane >> 2) + 8 * half;
-        const bool real = token < a.tokens;
-        if constexpr (HELD) return x[j][half];
-        if constexpr (DIRECT) return real ? load8(input(j, token)) : make_uint4(0, 0, 0, 0);
-        const char *p = real ? place(token) : xs + PIECES * a.tokens * 128 + (lane & 3) * 16;
-        return *(const uint4 *)(p + (real ? beside(j) : 0));
+    static DEVICE void meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+    DEVICE char *place(int column, int token) const {
+        return xs + (column / 32 * a.tokens + token) * 64 + column % 32 * 2;
     }
-    // Products of units i ... i + UNITS - 1, whatever exists of them. The place of a fragment is taken by another one a
-    // step after it was read.
-    DEVICE void multiply_units(int i, int units, float *to) {
-        float d[UNITS][CHAINS][4];
+    // x into shared memory; with a norm, times its scale: what is the same for a whole token is multiplied at the end.
+    template <int N> DEVICE void stage_normalised(int token) {
+        constexpr int PASSES = (K + 1023) / 1024;
+        float4 v[PASSES][N];
 #pragma unroll
-        for (int b = 0; b < UNITS; ++b)
+        for (int p = 0; p < PASSES; ++p)
 #pragma unroll
-            for (int c = 0; c < CHAINS * 4; ++c) d[b][c / 4][c % 4] = 0;
+            for (int n = 0; n < N; ++n) {
+                const int k = p * 1024 + tid * 4;
+                v[p][n] = k < K && token + n < a.tokens ? load4((const float *)a.x + i64(token + n) * K + k)
+                                                        : make_float4(0, 0, 0, 0);
+            }
+        float sum[N];
 #pragma unroll
-        for (int j = 0; j < L; ++j) {
-            const bool real = exists(j, warp);
-            const uint4 none = make_uint4(0, 0, 0, 0), f = real ? fragment(j, 0) : none;
-            const uint4 g = MANY && real ? fragment(j, HALVES - 1) : none;
+        for (int p = 0; p < PASSES; ++p) {
+            const int k = p * 1024 + tid * 4;
+            const float4 s = k < K ? __ldg((const float4 *)(a.scale + k)) : make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int b = 0; b < UNITS; ++b) {
-                await_copies<DEPTH - 2>();
-                const uint4 v = *(const uint4 *)(ring + now);
-                if (real) {
-                    multiply(d[b][0], f.x, g.x, f.y, g.y, v.x, v.y);
-                    multiply(d[b][CHAINS - 1], f.z, g.z, f.w, g.w, v.z, v.w);
-                }
-                copy(i, j * UNITS + b + DEPTH - 1, before);
-                before = now;
-                now = now == (DEPTH - 1) * PLACE ? 0 : now + PLACE;
+            for (int n = 0; n < N; ++n) {
+                const float4 f = v[p][n];
+                sum[n] = __fmaf_rn(f.x, f.x, __fmaf_rn(f.y, f.y, __fmaf_rn(f.z, f.z, __fmaf_rn(f.w, f.w, p ? sum[n] : 0.f))));
+                if (k < K && token + n < a.tokens)
+                    *(uint2 *)place(k, token + n) = make_uint2(narrow2(f.x * s.x, f.y * s.y), narrow2(f.z * s.z, f.w * s.w));
             }
         }
 #pragma unroll
-        for (int b = 0; b < UNITS; ++b)
+        for (int n = 0; n < N; ++n) {
+            const float all = warp_sum(sum[n]);
+            if (lane == 0 && token + n < a.tokens) squares[warp * 16 + token + n] = all;
+        }
+    }
+    DEVICE void stage() {
+        if constexpr (NORM) {
+            constexpr int N = K > 2048 ? 2 : 4;
+            if (a.tokens == 1) stage_normalised<1>(0);
+            else
+                for (int token = 0; token < a.tokens; token += N) stage_normalised<N>(token);
+        } else {
+#pragma unroll 4
+            for (int e = tid; e < a.tokens * (K / 8); e += 256) {
+                const int token = e / (K / 8);
+                *(uint4 *)place((e - token * (K / 8)) * 8, token) = load8((const u16 *)a.x + i64(e) * 8);
+            }
+        }
+        meet();
+    }
+    // Whether a lane's load j of a segment exists: pieces of 64 columns go round the warps, each is two loads.
+    DEVICE bool exists(int segment, int j) const {
+        return K % WIDEST == 0 || segment * (WIDEST / 64) + j / 2 * WARPS + warp < PIECES;
+    }
+    DEVICE void load_x(uint4 (&f)[LOADS][HALVES], int segment) const {
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j)
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
-                const int token = (lane >> 2) + 8 * half;
-                float2 v = make_float2(d[b][0][2 * half], d[b][0][2 * half + 1]);
-                if (CHAINS > 1) v.x += d[b][CHAINS - 1][2 * half], v.y += d[b][CHAINS - 1][2 * half + 1];
-                if (b < units && token < a.tokens)
-                    *(float2 *)(to + ((b * WARPS + warp) * a.tokens + token) * 8 + (lane & 3) * 2) = v;
+                f[j][half] = make_uint4(0, 0, 0, 0);
+                if (exists(segment, j) && (lane >> 2) + 8 * half < a.tokens)
+                    f[j][half] = load_shared(input + half * 512 + (segment * (WIDEST / 32) + j / 2 * (WARPS * 2) + j % 2) * pieces);
             }
+    }
+    // A lane's fragments of the current slot, when they are there.
+    DEVICE void load_slot(uint4 (&v)[LOADS], int segment) {
+        await_barrier(barrier, lap);
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j)
+            if (exists(segment, j)) v[j] = load_shared(at + j / 2 * (WARPS * 128) + j % 2 * 64);
+        next();
+    }
+    // What so many slots before the current one held is in registers.
+    DEVICE void release(int slots) {
+        __syncwarp();
+        if (lane < slots) {
+            const int place = slot - 1 - lane;
+            arrive_barrier(barrier + 8 * a.slots + 8 * (place - slot + (place < 0 ? a.slots : 0)));
+        }
+    }
+    DEVICE void multiply_slot(float (&d)[2][4], const uint4 (&f)[LOADS][HALVES], const uint4 (&v)[LOADS], int segment) {
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) {
+            if (!exists(segment, j)) continue;
+            const uint4 x = f[j][0], z = MANY ? f[j][HALVES - 1] : make_uint4(0, 0, 0, 0);
+            multiply(d[0], x.x, z.x, x.y, z.y, v[j].x, v[j].y);
+            multiply(d[1], x.z, z.z, x.w, z.w, v[j].z, v[j].w);
+        }
+    }
+    DEVICE void store_sums(const float (&d)[2][4], float *to) {
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half)
+            if ((lane >> 2) + 8 * half < a.tokens)
+                *(float2 *)(to + half * 64) = make_float2(d[0][2 * half] + d[1][2 * half], d[0][2 * half + 1] + d[1][2 * half + 1]);
+    }
+    // Products of so many units. Two slots at a time, so that there is more to do than to wait.
+    DEVICE void multiply_units(int units, float *to, const uint4 (&held)[LOADS][HALVES]) {
+        to += (warp * a.tokens + (lane >> 2)) * 8 + (lane & 3) * 2;
+        const int each = WARPS * 8 * a.tokens;
+        uint4 v[2][LOADS];
+        if constexpr (JOINED) {
+#pragma unroll 1
+            for (int u = 0; u < units; u += 2, to += 2 * each) {
+                const bool two = u + 1 < units;
+                float d[2][2][4] = {};
+                load_slot(v[0], 0);
+                if (two) load_slot(v[1], 0);
+                multiply_slot(d[0], held, v[0], 0);
+                if (two) multiply_slot(d[1], held, v[1], 0);
+                release(1 + two);
+                store_sums(d[0], to);
+                if (two) store_sums(d[1], to + each);
+            }
+        } else {
+#pragma unroll 1
+            for (int u = 0; u < units; ++u, to += each) {
+                float d[2][4] = {};
+#pragma unroll 1
+                for (int segment = 0; segment < SEGMENTS; segment += 2) {
+                    const bool two = SEGMENTS % 2 == 0 || segment + 1 < SEGMENTS;
+                    uint4 f[LOADS][HALVES];
+                    load_x(f, segment);
+                    load_slot(v[0], segment);
+                    if (two) load_slot(v[1], segment + 1);
+                    multiply_slot(d, f, v[0], segment);
+                    if (two) {
+                        load_x(f, segment + 1);
+                        multiply_slot(d, f, v[1], segment + 1);
+                    }
+                    release(1 + two);
+                }
+                store_sums(d, to);
+            }
+        }
     }
     DEVICE float factor(int token) const {
         float sum = 0;
@@ -167,47 +236,50 @@ template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIREC
     }
     // What a thread's first sum is added to.
     DEVICE void load_old() {
-        const int slot = (tid / 8 * a.inverse) >> 16, token = tid / 8 - slot * a.tokens;
-        const int column = (blockIdx.x + slot * gridDim.x) * 8 + tid % 8;
+        const int slot = (tid / WIDTH * a.inverse) >> 16, token = tid / WIDTH - slot * a.tokens;
+        const int column = (blockIdx.x + slot * gridDim.x) * WIDTH + tid % WIDTH;
         if (slot < count && column < a.rows) old = load((const float *)a.y + i64(token) * a.rows + column);
     }
     // The sums of units i ... of this block, to where they belong.
     DEVICE void finish(int i, int units, const float *from) {
-        constexpr int WIDTH = OUT == kGate ? 4 : 8;
         for (int o = tid; o < units * a.tokens * WIDTH; o += WARPS * 32) {
             const int n = o % WIDTH, slot = (o / WIDTH * a.inverse) >> 16, token = o / WIDTH - slot * a.tokens;
             const int column = (blockIdx.x + (i + slot) * gridDim.x) * WIDTH + n;
             const float *part = from + slot * (WARPS * 8) * a.tokens;
             if (OUT == kAdd && (i || o != tid) && column < a.rows)
                 old = load((const float *)a.y + i64(token) * a.rows + column);
-            float f = NORM ? factor(token) : 1.f, v = sum(part, token, n) * f;
+            const float f = NORM ? factor(token) : 1.f, v = sum(part, token, n) * f;
             if constexpr (OUT == kGate)
-                ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(v) * (sum(part, token, n + 4) * f));
+                ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(v) * (sum(part, token, n + WIDTH) * f));
             else if (column < a.rows)
                 ((float *)a.y)[i64(token) * a.rows + column] = OUT == kAdd ? old + v : v;
         }
     }
     DEVICE void run() {
         const int each = (WARPS * 8) * a.tokens;
+        uint4 held[LOADS][HALVES];
+        if constexpr (JOINED) load_x(held, 0);
         for (int i = 0, turn = 0; i < count; i += a.group, turn ^= 1) {
             const int units = min(a.group, count - i);
             float *to = partial + turn * a.group * each;
-#pragma unroll 1
-            for (int u = 0; u < units; u += UNITS) multiply_units(i + u, units - u, to + u * each);
-            __syncthreads();
+            multiply_units(units, to, held);
+            meet();
             finish(i, units, to);
         }
     }
 };
 
-template <int K, bool NORM, int OUT, bool MANY, int UNITS, int DEPTH, bool DIRECT> DEVICE void product(const Product &a) {
-    extern __shared__ __align__(16) char shared[];
-    Multiplier<K, NORM, OUT, MANY, UNITS, DEPTH, DIRECT> m(a, shared);
-    m.copy_first();
-    launch_dependents();
+// Blocks of 8 warps that multiply and one that copies.
+template <int K, bool NORM, int OUT, bool MANY, int ROWS> DEVICE void product(const Product &a) {
+    extern __shared__ __align__(128) char shared[];
+    Multiplier<K, NORM, OUT, MANY, ROWS> m(a, shared);
+    if (m.warp == m.WARPS) return m.copy_all();
+    if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
+    __syncthreads();
     wait();
+    launch_dependents();
     if (!m.count) return;
     if constexpr (OUT == kAdd) m.load_old();
-    if constexpr (!DIRECT) m.load_x();
+    m.stage();
     m.run();
 }
