@@ -52,12 +52,14 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     appends = [row.append for row in rows]
     if drawn is not None:
         _take_drawn(fields["ids"], drawn)
+    behind = any(row.base not in (None, row.done) for row in rows)
     layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted),
                     len(fields["emit_row"]), any(appends), hidden)
     return Batch(
         layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
         done=fields["done"], pages=fields["pages"].view(len(rows), width), store=fields["store"],
-        source=fields["sources"], target=fields["targets"], base=fields["base"], ring=fields["rings"],
+        source=fields["sources"], target=fields["targets"], base=fields["base" if behind else "done"],
+        ring=fields["rings"],
         append=torch.tensor(appends, device=device) if layout.appends else _no_appends(len(rows), device),
         emit_row=fields["emit_row"], emit_length=fields["emit_length"], emit_slot=fields["emit_slot"],
         logit_tokens=fields["logit_tokens"],

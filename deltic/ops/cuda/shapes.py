@@ -97,19 +97,20 @@ class Shapes:
     def source(self) -> str:
         text = [headers("product", "gdn", "attention", "small")]
         text += {product.source(tokens): None for product in self.products for tokens in range(1, MOST + 1)}
-        text += [_entry(name, type, "256", name) for name, type in (
+        text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         for kind, name in (("float", "few"), ("u16", "many")):
             if self.gdn:
-                text.append(_entry(f"gdn_{name}", "Gdn", f"{gdn_threads(self.gdn)}, 2",
+                text.append(entry(f"gdn_{name}", "Gdn", f"{gdn_threads(self.gdn)}, 2",
                                    f"gdn<{self.gdn.key_dim}, {self.gdn.value_dim}, {kind}>"))
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
-                text.append(_entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
+                text.append(entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
         return "".join(text)
 
 
-def _entry(name: str, type: str, bounds: str, call: str) -> str:
+def entry(name: str, type: str, bounds: str, call: str) -> str:
+    """The text of a kernel that calls a function of the kernel files."""
     inner = call if "<" in call else f"::{call}"
     return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
             f"{{ {inner}(a); }}\n")

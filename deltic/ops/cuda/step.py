@@ -15,6 +15,7 @@ from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Arguments, Module, shared_memory
 from deltic.ops.cuda.nvrtc import CompileError
+from deltic.ops.cuda.prompts import Prompts
 from deltic.ops.cuda.shapes import ADD, GATE, HALF, MOST, STORE, WARPS, Multiply, Shapes, gdn_threads, shapes_of
 from deltic.ops.records import AttentionWeights, Batch, GdnWeights, Layer, RopeSpec, Stack, Stores
 from deltic.ops.ref import frequency_axis
@@ -77,9 +78,12 @@ class Step:
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
         self._frequencies, self._axes = _frequencies(stack.rope, self._device)
+        self._prompts = Prompts(self, shapes, self._device)
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
-        if batch.count is None or batch.layout.hidden or batch.layout.rows > _MOST_ROWS:
+        if batch.count is None:
+            return self._prompts(batch) if self._prompts.serves(batch) else None
+        if batch.layout.hidden or batch.layout.rows > _MOST_ROWS:
             return None
         return (self._few if batch.layout.tokens <= MOST else self._many)(batch), None
 
