@@ -46,7 +46,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 
 def prompts_of(runtime: Runtime) -> Prompts:
-    assert isinstance(runtime.step, Step), "the kernels do not serve this model"
+    assert isinstance(runtime.step, Step) and runtime.step._prompts, "the kernels do not serve this model"
     return runtime.step._prompts
 
 

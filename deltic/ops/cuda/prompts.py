@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 65535
 """Of a step: blocks of a grid's second axis."""
-_LINE, _STAGES, _COLUMNS = 72, 3, 32
+_LINE, _STAGES = 72, 3
 """As in kernels/delta.cuh."""
 
 
@@ -40,20 +40,24 @@ def terms_shared(size: int) -> int:
 
 def scan_shared(size: int) -> int:
     """Bytes of shared memory of a block of `delta_scan`."""
-    columns = 2 * _COLUMNS
-    stage = 3 * CHUNK * size * 2 + CHUNK * CHUNK * 2 + CHUNK * columns + 4 * CHUNK * 4
-    return _STAGES * stage + size * columns + 3 * CHUNK * columns + 64
+    tile, part = CHUNK * size * 2, CHUNK * columns(size) * 2
+    return _STAGES * (3 * tile + CHUNK * CHUNK * 2 + part + 4 * CHUNK * 4) + 2 * part + 64 + 1024
+
+
+def columns(size: int) -> int:
+    """Of the state that a block of `delta_scan` has."""
+    return min(size, 64)
 
 
 def source(shapes: Shapes) -> str:
     """The text of the kernels for a model."""
-    text = [headers("attention", "prompt", "delta"), entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
+    text = [headers("prompt", "delta", "scan"), entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
             entry("copy_slot", "CopySlot", "256", "copy_slot")]
     if shapes.gdn:
         text += [entry(name, type, bounds, f"{name}<{shapes.gdn.key_dim}>") for name, type, bounds in (
-            ("prompt_conv", "PromptConv", "128"), ("prompt_ring", "PromptRing", "128"),
+            ("prompt_conv", "PromptConv", "128, 5"), ("prompt_ring", "PromptRing", "128"),
             ("gated_norm", "GatedNorm", "256"), ("delta_terms", "DeltaTerms", "128, 3"),
-            ("delta_scan", "DeltaScan", "256, 1"))]
+            ("delta_scan", "DeltaScan", "128, 1"))]
     if shapes.attention:
         text.append(entry("prompt_heads", "PromptHeads", "256", f"prompt_heads<{shapes.attention.head_dim}>"))
     return "".join(text)
@@ -150,7 +154,7 @@ class Prompts:
         both = _product(self._norm(residual, delta, layer.post_norm), layer.mlp.gate_up)
         width = both.shape[1] // 2
         gated = both.new_empty(len(both), width)
-        self._step._module.launch("k_gate", (-(-width // 512), len(both)), 256,
+        self._step._module.launch("k_gate", (-(-width // 2048), len(both)), 256,
                                   args.Gate(x=both, y=gated, width=width))
         return _product(gated, layer.mlp.down)
 
@@ -193,7 +197,7 @@ class Prompts:
                 proj=proj, tiles=tiles, units=units, decay=mixer.decay, dt_bias=mixer.dt_bias, terms=terms,
                 gates=gates, starts=batch.starts, chunks=plan.chunks, stride=stride,
                 gate_column=spec.channels + spec.values, **heads), terms_shared(size))
-            launch("k_delta_scan", (size // _COLUMNS, spec.value_heads, plan.rows), 256, args.DeltaScan(
+            launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 128, args.DeltaScan(
                 tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
                 firsts=plan.firsts, row=singles, emits=batch.layout.emits, **heads, **places, **emits),
                 scan_shared(size))

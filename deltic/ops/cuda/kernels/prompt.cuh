@@ -1,9 +1,13 @@
 // What lies around the delta rule and the attention of rows of several tokens. Their tokens are cut into chunks of 64 that
-// never cross rows; the tiles of a chunk are [64, D], 8 columns to a unit of 16 bytes, unit u of row t at place
-// u ^ (t % 8): eight rows of one unit then lie in different banks.
+// never cross rows; the tiles of a chunk are [64, D] in pieces of 64 columns, 8 columns to a unit of 16 bytes. Units are
+// ordered so that the same one of eight rows lies in different banks, in the way that wgmma knows: swizzled by 128 bytes,
+// or by 64 where there are 32 columns.
 #define CHUNK 64
 
-template <int D> DEVICE int tile_unit(int t, int u) { return t * (D / 8) + (u ^ (t & (D >= 64 ? 7 : D / 8 - 1))); }
+template <int D> DEVICE int tile_unit(int t, int u) {
+    if constexpr (D >= 64) return (u >> 3) * (CHUNK * 8) + t * 8 + ((u ^ t) & 7);
+    return t * 4 + (u ^ (t >> 1 & 3));
+}
 // 8 numbers of a projection, whose rows begin at multiples of 16 bytes where heads are large, else of 8.
 template <int D> DEVICE uint4 load_unit(const u16 *p) {
     if constexpr (D >= 128) return load8(p);
@@ -39,36 +43,40 @@ template <int D> DEVICE void prompt_conv(const PromptConv &a) {
         if (p < 0 && done + p >= 0) raw[j] = load8(old + ((done + p) & 3) * a.channels);
         if (p >= 0 && p < tokens) raw[j] = load_unit<D>(a.proj + (start + p) * a.stride + channel);
     }
-    uint2 taps[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) taps[i] = __ldg((const uint2 *)a.conv + channel + i);
     const int head = channel / D, heads = a.channels / D, unit = channel % D / 8;
+    u32 out[8][4];
+    float square[8] = {};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const uint4 taps = __ldg((const uint4 *)a.conv + channel / 2 + w);
+        float l[3], h[3];
+#pragma unroll
+        for (int j = 0; j < 3; ++j) l[j] = low(word(raw[j], w)), h[j] = high(word(raw[j], w));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float lo = low(word(raw[i + 3], w)), hi = high(word(raw[i + 3], w));
+            const float x = low(taps.x) * l[0] + high(taps.x) * l[1] + low(taps.y) * l[2] + high(taps.y) * lo;
+            const float y = low(taps.z) * h[0] + high(taps.z) * h[1] + low(taps.w) * h[2] + high(taps.w) * hi;
+            out[i][w] = first + i < tokens ? narrow2(silu(x), silu(y)) : 0;
+            square[i] += low(out[i][w]) * low(out[i][w]) + high(out[i][w]) * high(out[i][w]);
+            l[0] = l[1], l[1] = l[2], l[2] = lo, h[0] = h[1], h[1] = h[2], h[2] = hi;
+        }
+    }
     u16 *tile = a.tiles + (i64(chunk) * heads + head) * CHUNK * D;
+    const bool value = head >= 2 * a.key_heads;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int t = group * 8 + i;
-        u32 out[4];
-        float square = 0;
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const u32 x0 = word(raw[i], w), x1 = word(raw[i + 1], w), x2 = word(raw[i + 2], w), x3 = word(raw[i + 3], w);
-            const uint2 lo = taps[2 * w], hi = taps[2 * w + 1];
-            const float l = low(lo.x) * low(x0) + high(lo.x) * low(x1) + low(lo.y) * low(x2) + high(lo.y) * low(x3);
-            const float h = low(hi.x) * high(x0) + high(hi.x) * high(x1) + low(hi.y) * high(x2) + high(hi.y) * high(x3);
-            out[w] = first + i < tokens ? narrow2(silu(l), silu(h)) : 0;
-            square += low(out[w]) * low(out[w]) + high(out[w]) * high(out[w]);
-        }
-        if (head < 2 * a.key_heads) {
-            *(uint4 *)(tile + tile_unit<D>(t, unit) * 8) = make_uint4(out[0], out[1], out[2], out[3]);
-        } else {
+        for (int s = D / 16; s; s >>= 1) square[i] += __shfl_xor_sync(~0u, square[i], s);
+        if (value) {
 #pragma unroll
             for (int w = 0; w < 4; ++w)
-                *(u32 *)(tile + tile_unit<D>(t, unit / 4 * 4 + w) * 8 + (unit & 3) * 2) = out[w];
+                *(u32 *)(tile + tile_unit<D>(t, unit / 4 * 4 + w) * 8 + (unit & 3) * 2) = out[i][w];
+            continue;
         }
-#pragma unroll
-        for (int s = D / 16; s; s >>= 1) square += __shfl_xor_sync(~0u, square, s);
-        if (unit == 0 && head < 2 * a.key_heads)
-            a.units[(i64(chunk) * 2 * a.key_heads + head) * CHUNK + t] = rsqrtf(square + 1e-6f);
+        *(uint4 *)(tile + tile_unit<D>(t, unit) * 8) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
+        if (unit == 0) a.units[(i64(chunk) * 2 * a.key_heads + head) * CHUNK + t] = rsqrtf(square[i] + 1e-6f);
     }
 }
 
@@ -167,30 +175,52 @@ struct PromptHeads {
     float eps;
     int heads, kv_heads, stride, rotary, token;  // token: the first of those that are asked for
 };
+// A head's vector, normalised and rotated: lane has elements lane * D / 32 ...; the lane that has their partners is a
+// whole number of lanes away.
+template <int D> DEVICE void turn_lanes(float (&v)[D / 32], const float *norm, const float *turns, int rotary, float eps) {
+    constexpr int N = D / 32;
+    const int lane = threadIdx.x & 31, first = lane * N, half = rotary / 2;
+    float scale[N], sum = 0;
+    load_all<N>(scale, norm + first);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += v[i] * v[i];
+    const float factor = rsqrtf(warp_sum(sum) / D + eps);
+    const bool second = first >= half, turned = first < rotary;
+    const int at = second ? first - half : first;
+    float cosine[N] = {}, sine[N] = {};
+    if (turned) {
+        load_all<N>(cosine, turns + at);
+        load_all<N>(sine, turns + half + at);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        v[i] *= factor * scale[i];
+        const float other = __shfl_sync(~0u, v[i], second ? lane - half / N : lane + half / N);
+        if (turned) v[i] = v[i] * cosine[i] + (second ? other : -other) * sine[i];
+    }
+}
+
 // Queries and keys normalised and rotated, keys and values stored: a warp for each; blocks (token, 8 of them).
 template <int D> DEVICE void prompt_heads(const PromptHeads &a) {
-    __shared__ float buffers[8][D];
     launch_dependents();
     wait();
     constexpr int N = D / 32;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, job = blockIdx.y * 8 + warp;
     const i64 token = a.token + i64(blockIdx.x);
     if (job >= a.heads + 2 * a.kv_heads) return;
-    const u16 *row = a.proj + token * a.stride;
+    const bool query = job < a.heads, value = job >= a.heads + a.kv_heads;
+    const i64 place = query ? 0 : a.store[token];
     float v[N];
-    u16 *to;
-    if (job < a.heads) {
-        turn<D>(v, row + job * 2 * D, a.query_norm, a.turns + token * a.rotary, a.rotary, a.eps, buffers[warp]);
-        to = a.query + (token * a.heads + job) * D;
-    } else {
-        const int kv = (job - a.heads) % a.kv_heads;
-        const bool key = job < a.heads + a.kv_heads;
-        const u16 *raw = row + a.heads * 2 * D + (job - a.heads) * D;
-        if (key) turn<D>(v, raw, a.key_norm, a.turns + token * a.rotary, a.rotary, a.eps, buffers[warp]);
-        else load_all<N>(v, raw + lane * N);
-        to = (key ? a.keys : a.values) + (a.store[token] * a.kv_heads + kv) * D;
-    }
-    store_all<N>(to + lane * N, v);
+    load_all<N>(v, a.proj + token * a.stride + (query ? job * 2 : job + a.heads) * D + lane * N);
+    if (!value) turn_lanes<D>(v, query ? a.query_norm : a.key_norm, a.turns + token * a.rotary, a.rotary, a.eps);
+    u16 *to = query ? a.query + (token * a.heads + job) * D
+                    : (value ? a.values : a.keys) + (place * a.kv_heads + (job - a.heads) % a.kv_heads) * D;
+    u32 out[N / 2];
+#pragma unroll
+    for (int i = 0; i < N; i += 2) out[i / 2] = narrow2(v[i], v[i + 1]);
+    if constexpr (N == 8) *(uint4 *)(to + lane * N) = make_uint4(out[0], out[1], out[2], out[3]);
+    if constexpr (N == 4) *(uint2 *)(to + lane * N) = make_uint2(out[0], out[1]);
+    if constexpr (N == 2) *(u32 *)(to + lane * N) = out[0];
 }
 
 struct PromptGate {
