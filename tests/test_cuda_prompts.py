@@ -16,6 +16,7 @@ from deltic.engine.runtime import RandomModel, Runtime, load
 from deltic.engine.scheduler import Plan, Row
 from deltic.ops import ref
 from deltic.ops.cuda import long_attention
+from deltic.ops.cuda import prompts as prompts_module
 from deltic.ops.cuda.prompts import Prompts, _Work, plan_of
 from deltic.ops.cuda.step import Step
 from deltic.ops.records import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights, KvView, Rope, StateView
@@ -156,13 +157,17 @@ def test_delta_rule_alone(runtime: Runtime, slow_decay: bool) -> None:
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["flash", "cudnn"])
-@pytest.mark.parametrize("shape", [[(0, 2)], [(0, 65)], [(40, 130)], RAGGED, [(500, 1), (513, 300), (0, 33)]],
+@pytest.mark.parametrize("shape", [[(0, 2)], [(0, 65)], [(40, 130)], [(128, 64)], [(300, 200)], RAGGED,
+                                   [(500, 1), (513, 300), (0, 33)]],
                          ids=lambda shape: f"{len(shape)}-{shape[-1][1]}")
 @torch.inference_mode()
 def test_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
                    monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
         monkeypatch.setattr(long_attention, "_LARGE", 60 * 60)
+        monkeypatch.setattr(long_attention, "_LONG", 60)
+        monkeypatch.setattr(long_attention, "GRAIN", 128)
+        monkeypatch.setattr(prompts_module, "GRAIN", 128)
     prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[3]
     assert isinstance(layer.mixer, AttentionWeights)
     kv, spec, batch = runtime.stores.kv[0], layer.mixer.spec, batch_of(shape)

@@ -56,6 +56,7 @@ class Module:
     def __init__(self, source: str, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         self.device, self._overlaps = device, major >= 9
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         # of 9.0 alone: what other cards have not, too
         self._code = compile_source(source, f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}")
         self._module = c_void_p()
@@ -74,13 +75,15 @@ class Module:
         if call is None:
             if shared:
                 _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
-            call = self._calls[key] = _Call(self._function(name), block, shared, overlap and self._overlaps, cluster)
+            call = self._calls[key] = _Call(self._function(name), self._index, block, shared,
+                                                 overlap and self._overlaps, cluster)
         call(grid, arguments)
 
     def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
                 overlap: bool = False, cluster: int = 1) -> Callable[[], None]:
         """A launch to be made again and again; what the arguments point to must stay where it is."""
-        return partial(_Call(self._function(name), block, shared, overlap and self._overlaps, cluster), grid, arguments)
+        call = _Call(self._function(name), self._index, block, shared, overlap and self._overlaps, cluster)
+        return partial(call, grid, arguments)
 
     def _function(self, name: str) -> c_void_p:
         if name not in self._functions:
@@ -95,7 +98,9 @@ class Module:
 class _Call:
     """A kernel with all that a launch of it needs but the grid and the arguments; for one thread."""
 
-    def __init__(self, function: c_void_p, block: int, shared: int, overlap: bool, cluster: int) -> None:
+    def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool,
+                 cluster: int) -> None:
+        self._device = device
         self._function, self._parameters, self._go = function, (c_void_p * 1)(), _driver().cuLaunchKernelEx
         wanted = [(_PROGRAMMATIC, (1,))] * overlap + [(_CLUSTER, (cluster, 1, 1))] * (cluster > 1)
         self._attributes = (_Attribute * len(wanted))(*[_Attribute(id, 0, (c_int * 16)(*values))
@@ -107,7 +112,8 @@ class _Call:
     def __call__(self, grid: tuple[int, ...], arguments: Arguments) -> None:
         launch = self._launch
         launch.x, launch.y, launch.z = (*grid, 1, 1)[:3]
-        launch.stream = torch.cuda.current_stream().cuda_stream
+        # a tenth of the time of torch.cuda.current_stream
+        launch.stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._parameters[0] = ctypes.addressof(arguments)
         _check(self._go(self._reference, self._function, self._parameters, None))
 

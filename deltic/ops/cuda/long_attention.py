@@ -1,6 +1,6 @@
 """Attention of rows of several tokens: K/V gathered from the pages, then the flash kernels that torch has. cuDNN's are
-twice as fast where contexts are long, but want to be told the lengths when they are built, and know no cached prefix:
-for those the row's own tokens and what lies before them are two parts, joined afterwards."""
+twice as fast where contexts are long, but are built for given lengths (37 ms each), and know no cached prefix: for
+those the row's own tokens and most of what lies before them are two parts, joined afterwards."""
 
 from __future__ import annotations
 
@@ -10,17 +10,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltic.ops.records import PAGE, Batch, KvView
+from deltic.ops.records import PAGE, AttentionSpec, Batch, KvView
 
 _LARGE = 1 << 22
-"""Products of tokens and context from which on a row has a kernel of cuDNN for itself."""
+"""Products of tokens and context from which on a row has cuDNN's kernels for itself."""
+_LONG = 1024
+"""Tokens that such a row has at least."""
+GRAIN = 1024
+"""Of the cached tokens that such a row's first part reads: kernels are built for each number of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Square:
+    """How a large row is served. prefix: cached tokens, a multiple of GRAIN, that all its queries read. before: the
+    other ones, which come before its own tokens in a plainly causal square. side: of that square, rounded up."""
+
+    prefix: int
+    before: int
+    side: int
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
     """Neighbouring rows that one call serves. first: their first token; tokens: of all. longest, context: of a row.
     places [sum of contexts] int64: where their K/V lie. queries, keys [rows + 1] int32: where each row begins.
-    done: what is cached of the only row, if it is large; None: many rows, or small ones."""
+    square: of the only row, if it is large; places then has what the square reads behind the prefix, and repeats the
+    last one."""
 
     first: int
     tokens: int
@@ -29,7 +44,7 @@ class Context:
     places: Tensor
     queries: Tensor
     keys: Tensor
-    done: int | None
+    square: Square | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +63,8 @@ def contexts(batch: Batch) -> tuple[Context, ...]:
 
 
 def _large(batch: Batch, row: int) -> bool:
-    layout = batch.layout
-    return layout.chunks[row] * layout.contexts[row] >= _LARGE
+    tokens, context = batch.layout.chunks[row], batch.layout.contexts[row]
+    return tokens >= _LONG and tokens * context >= _LARGE
 
 
 def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
@@ -68,43 +83,57 @@ def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
 def _context(batch: Batch, first: int, end: int) -> Context:
     layout, device = batch.layout, batch.done.device
     chunks, lengths = layout.chunks[first:end], layout.contexts[first:end]
-    total = sum(lengths)
+    square = _square(chunks[0], lengths[0]) if end == first + 1 and _large(batch, first) else None
     # from the device's own numbers: nothing to copy, and nothing to wait for
     starts = batch.starts[first:end + 1]
     ends = (batch.done[first:end] + starts[1:] - starts[:-1]).cumsum(0)
     keys = torch.cat((torch.zeros_like(ends[:1]), ends))
-    place = torch.arange(total, device=device)
+    place = torch.arange(square.prefix + square.side if square else sum(lengths), device=device)
+    place.clamp_(max=sum(lengths) - 1)
     row = torch.bucketize(place, ends, right=True)
     position = place - keys[row]
     places = batch.pages[first + row, position // PAGE] * PAGE + position % PAGE
-    large = end == first + 1 and _large(batch, first)
     return Context(sum(layout.chunks[:first]), sum(chunks), max(chunks), max(lengths), places,
-                   (starts - starts[0]).int(), keys.int(), lengths[0] - chunks[0] if large else None)
+                   (starts - starts[0]).int(), keys.int(), square)
+
+
+def _square(tokens: int, context: int) -> Square:
+    before = (context - tokens) % GRAIN
+    side = before + tokens
+    grain = max(64, 1 << side.bit_length() - 4)  # at most an eighth more, and eight kernels for each doubling
+    return Square(context - tokens - before, before, -(-side // grain) * grain)
 
 
 class Attend:
-    """Attention of a context's tokens, query [T, heads, D] bfloat16, to K/V that are stored already."""
+    """Attention of a context's tokens to K/V that are stored already."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cudnn = torch.cuda.get_device_capability(device) == (9, 0) and torch.backends.cudnn.is_available()
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self._cudnn = torch.backends.cudnn.is_available()
+        if self._cudnn:  # it takes a second to set itself up
+            query, keys = (torch.zeros(64, heads, spec.head_dim, dtype=torch.bfloat16, device=device)
+                           for heads in (spec.heads, spec.kv_heads))
+            _part(query, keys, keys, True)
 
     def __call__(self, query: Tensor, kv: KvView, context: Context) -> Attended:
-        query = query[context.first:context.first + context.tokens]
+        """query [GRAIN + T + side of the largest square, heads, D] bfloat16: those of the tokens after the first
+        GRAIN."""
+        begin, square = GRAIN + context.first, context.square
         keys, values = (pool.flatten(0, 1).index_select(0, context.places) for pool in (kv.keys, kv.values))
-        if context.done is None or not self._cudnn or query.shape[-1] > 256:
+        if square is None or not self._cudnn:
             return Attended(torch.ops.aten._flash_attention_forward(
-                query, keys, values, context.queries, context.keys, context.longest, context.context, 0.0, True,
-                False)[0])
-        done = context.done
-        if not done:
-            return Attended(_part(query, keys, values, True)[0])
-        own, own_mass = _part(query, keys[done:], values[done:], True)
-        prefix, prefix_mass = _part(query, keys[:done], values[:done], False)
-        return Attended(own, prefix, own_mass, prefix_mass)
+                query[begin:begin + context.tokens], keys, values, context.queries,
+                context.keys, context.longest, context.context, 0.0, True, False)[0])
+        # rows before and after the row's own give something that nobody looks at
+        wide, own = query[begin - square.before:][:square.side], slice(square.before, square.before + context.tokens)
+        near, near_mass = _part(wide, keys[square.prefix:], values[square.prefix:], True)
+        if not square.prefix:
+            return Attended(near[own])
+        far, far_mass = _part(wide, keys[:square.prefix], values[:square.prefix], False)
+        return Attended(near[own], far[own], near_mass[own], far_mass[own])
 
 
 def _part(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """One row's attention to some tokens, all or, if it is causal, as many as its own: [n, heads, D] and the masses
+    """Attention to some tokens, all or, if it is causal, one more for each query: [n, heads, D] and the masses
     [n, heads] float32."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
     out, mass, *_ = torch.ops.aten._cudnn_attention_forward(q, k, v, None, None, None, q.shape[2], k.shape[2], True,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.long_attention import Attend, Context, contexts
+from deltic.ops.cuda.long_attention import GRAIN, Attend, Context, contexts
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.shapes import Shapes, entry
 from deltic.ops.records import CHUNK, AttentionWeights, Batch, GdnWeights, Layer, Layout
@@ -41,7 +41,7 @@ def terms_shared(size: int) -> int:
 def scan_shared(size: int) -> int:
     """Bytes of shared memory of a block of `delta_scan`."""
     tile, part = CHUNK * size * 2, CHUNK * columns(size) * 2
-    return _STAGES * (3 * tile + CHUNK * CHUNK * 2 + part + 4 * CHUNK * 4) + 2 * part + 64 + 1024
+    return _STAGES * (3 * tile + CHUNK * CHUNK * 2 + part + 4 * CHUNK * 4) + (size // 16 + 4) * 2048 + 64 + 1024
 
 
 def columns(size: int) -> int:
@@ -57,9 +57,11 @@ def source(shapes: Shapes) -> str:
         text += [entry(name, type, bounds, f"{name}<{shapes.gdn.key_dim}>") for name, type, bounds in (
             ("prompt_conv", "PromptConv", "128, 5"), ("prompt_ring", "PromptRing", "128"),
             ("gated_norm", "GatedNorm", "256"), ("delta_terms", "DeltaTerms", "128, 3"),
-            ("delta_scan", "DeltaScan", "128, 1"))]
+            ("delta_scan", "DeltaScan", "256, 1"))]
     if shapes.attention:
-        text.append(entry("prompt_heads", "PromptHeads", "256", f"prompt_heads<{shapes.attention.head_dim}>"))
+        spec = shapes.attention
+        text.append(entry("prompt_heads", "PromptHeads", "256",
+                          f"prompt_heads<{spec.head_dim}, {spec.heads + 2 * spec.kv_heads}>"))
     return "".join(text)
 
 
@@ -116,7 +118,7 @@ class Prompts:
     def __init__(self, step: Step, shapes: Shapes, device: torch.device) -> None:
         self._step, self._shapes, self._device = step, shapes, device
         self._module = _module(source(shapes), device)
-        self._attend = Attend(device)
+        self._attend = Attend(shapes.attention, device) if shapes.attention else None
 
     def serves(self, batch: Batch) -> bool:
         layout, step = batch.layout, self._step
@@ -197,7 +199,7 @@ class Prompts:
                 proj=proj, tiles=tiles, units=units, decay=mixer.decay, dt_bias=mixer.dt_bias, terms=terms,
                 gates=gates, starts=batch.starts, chunks=plan.chunks, stride=stride,
                 gate_column=spec.channels + spec.values, **heads), terms_shared(size))
-            launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 128, args.DeltaScan(
+            launch("k_delta_scan", (size // columns(size), spec.value_heads, plan.rows), 256, args.DeltaScan(
                 tiles=tiles, terms=terms, gates=gates, state=state.recurrent, core=core, target=batch.target,
                 firsts=plan.firsts, row=singles, emits=batch.layout.emits, **heads, **places, **emits),
                 scan_shared(size))
@@ -222,12 +224,13 @@ class Prompts:
         self._single_rows(layer, proj, y, work.singles)
         if not plan.rows:
             return y
-        query = proj.new_empty(len(proj), spec.heads, spec.head_dim)
-        jobs = spec.heads + 2 * spec.kv_heads
-        self._module.launch("k_prompt_heads", (plan.tokens, -(-jobs // 8)), 256, args.PromptHeads(
-            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, query=query, keys=kv.keys,
-            values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
+        spare = max((context.square.side for context in plan.contexts if context.square), default=0)
+        query = proj.new_empty(GRAIN + len(proj) + spare, spec.heads, spec.head_dim)
+        self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeads(
+            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns,
+            query=query[GRAIN:], keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
             stride=proj.shape[1], rotary=spec.rotary_dim, token=singles))
+        assert self._attend
         for context in plan.contexts:
             found = self._attend(query, kv, context)
             self._module.launch("k_prompt_gate", (len(found.own), -(-spec.queries // 2048)), 256, args.PromptGate(

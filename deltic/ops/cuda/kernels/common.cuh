@@ -41,8 +41,13 @@ DEVICE float warp_sum(float v) {
     for (int i = 16; i; i >>= 1) v += __shfl_xor_sync(~0u, v, i);
     return v;
 }
-DEVICE float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
-DEVICE float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+DEVICE float sigmoid(float x) {  // nothing is lost where denormal numbers are not told from zero
+    float e, y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + e));
+    return y;
+}
+DEVICE float silu(float x) { return x * sigmoid(x); }
 // Activations: written by kernels that may still be running when this one starts, so never from the first-level cache.
 DEVICE float load(const float *p) { return __ldcg(p); }
 DEVICE float load(const u16 *p) { return wide(__ldcg(p)); }

@@ -42,7 +42,7 @@ template <int D> struct DeltaShape {
                          INNER = 2 * MATRIX + 2 * TILE + 6 * CHUNK * 4,  // shared memory of delta_terms: q lies in a matrix
                          COLUMNS = D >= 64 ? 64 : D, SLICE = CHUNK * COLUMNS * 2,
                          STAGE = 3 * TILE + SCORES + SLICE + 4 * CHUNK * 4, STAGES = 3,
-                         SCAN = STAGES * STAGE + 2 * SLICE + 64 + 1024;  // shared memory of delta_scan
+                         SCAN = STAGES * STAGE + (STEPS + 4) * 2048 + 64 + 1024;  // shared memory of delta_scan
     static_assert(MATRIX >= TILE && STAGE % 1024 == 0, "tiles do not fit");
 };
 
@@ -228,14 +228,18 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = warp * 16 + g + h * 8, column = n * 8 + q * 2;
+                u32 *const score = (u32 *)(scores_tile + tile_unit<64>(row, n) * 8 + q * 2);
+                if (n > warp * 2 + 1) {
+                    *score = 0;
+                    continue;
+                }
                 const float2 from = *(const float2 *)(sums + column), unit = *(const float2 *)(unit_k + column);
                 const float x = row >= column ? __expf(sums[row] - from.x) * unit.x : 0.f;
                 const float y = row > column ? __expf(sums[row] - from.y) * unit.y : 0.f;
                 const float own = beta[row] * unit_k[row];
                 *(float2 *)(M + row * LINE + column) = make_float2(
                     row > column ? system[n][h * 2] * x * own : 0.f, row > column + 1 ? system[n][h * 2 + 1] * y * own : 0.f);
-                *(u32 *)(scores_tile + tile_unit<64>(row, n) * 8 + q * 2) =
-                    narrow2(scores[n][h * 2] * x * unit_q[row], scores[n][h * 2 + 1] * y * unit_q[row]);
+                *score = narrow2(scores[n][h * 2] * x * unit_q[row], scores[n][h * 2 + 1] * y * unit_q[row]);
             }
     }
     await_copies<0>();

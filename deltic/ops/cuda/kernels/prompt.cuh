@@ -175,52 +175,54 @@ struct PromptHeads {
     float eps;
     int heads, kv_heads, stride, rotary, token;  // token: the first of those that are asked for
 };
-// A head's vector, normalised and rotated: lane has elements lane * D / 32 ...; the lane that has their partners is a
-// whole number of lanes away.
-template <int D> DEVICE void turn_lanes(float (&v)[D / 32], const float *norm, const float *turns, int rotary, float eps) {
-    constexpr int N = D / 32;
-    const int lane = threadIdx.x & 31, first = lane * N, half = rotary / 2;
-    float scale[N], sum = 0;
-    load_all<N>(scale, norm + first);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum += v[i] * v[i];
-    const float factor = rsqrtf(warp_sum(sum) / D + eps);
-    const bool second = first >= half, turned = first < rotary;
-    const int at = second ? first - half : first;
-    float cosine[N] = {}, sine[N] = {};
-    if (turned) {
-        load_all<N>(cosine, turns + at);
-        load_all<N>(sine, turns + half + at);
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        v[i] *= factor * scale[i];
-        const float other = __shfl_sync(~0u, v[i], second ? lane - half / N : lane + half / N);
-        if (turned) v[i] = v[i] * cosine[i] + (second ? other : -other) * sine[i];
-    }
-}
-
-// Queries and keys normalised and rotated, keys and values stored: a warp for each; blocks (token, 8 of them).
-template <int D> DEVICE void prompt_heads(const PromptHeads &a) {
+// Queries and keys normalised and rotated, keys and values stored: a warp for every eighth head of a token, all of which it
+// loads at once. Lane has elements lane * D / 32 ... of a head; those that they are rotated with are whole lanes away.
+template <int D, int HEADS> DEVICE void prompt_heads(const PromptHeads &a) {
     launch_dependents();
     wait();
-    constexpr int N = D / 32;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, job = blockIdx.y * 8 + warp;
-    const i64 token = a.token + i64(blockIdx.x);
-    if (job >= a.heads + 2 * a.kv_heads) return;
-    const bool query = job < a.heads, value = job >= a.heads + a.kv_heads;
-    const i64 place = query ? 0 : a.store[token];
-    float v[N];
-    load_all<N>(v, a.proj + token * a.stride + (query ? job * 2 : job + a.heads) * D + lane * N);
-    if (!value) turn_lanes<D>(v, query ? a.query_norm : a.key_norm, a.turns + token * a.rotary, a.rotary, a.eps);
-    u16 *to = query ? a.query + (token * a.heads + job) * D
-                    : (value ? a.values : a.keys) + (place * a.kv_heads + (job - a.heads) % a.kv_heads) * D;
-    u32 out[N / 2];
+    constexpr int N = D / 32, MOST = (HEADS + 7) / 8;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = lane * N, half = a.rotary / 2;
+    const i64 token = a.token + i64(blockIdx.x), place = a.store[token];
+    const u16 *row = a.proj + token * a.stride + first;
+    const bool second = first >= half, turned = first < a.rotary;
+    float v[MOST][N], cosine[N] = {}, sine[N] = {};
 #pragma unroll
-    for (int i = 0; i < N; i += 2) out[i / 2] = narrow2(v[i], v[i + 1]);
-    if constexpr (N == 8) *(uint4 *)(to + lane * N) = make_uint4(out[0], out[1], out[2], out[3]);
-    if constexpr (N == 4) *(uint2 *)(to + lane * N) = make_uint2(out[0], out[1]);
-    if constexpr (N == 2) *(u32 *)(to + lane * N) = out[0];
+    for (int i = 0; i < MOST; ++i) {
+        const int head = warp + i * 8;
+        if (head < HEADS) load_all<N>(v[i], row + (head < a.heads ? head * 2 : head + a.heads) * D);
+    }
+    if (turned) {
+        const float *turns = a.turns + token * a.rotary + (second ? first - half : first);
+        load_all<N>(cosine, turns);
+        load_all<N>(sine, turns + half);
+    }
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+        const int head = warp + i * 8;
+        if (head >= HEADS) break;
+        const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
+        if (!value) {
+            const float *norm = (query ? a.query_norm : a.key_norm) + first;
+            float sum = 0;
+#pragma unroll
+            for (int k = 0; k < N; ++k) sum += v[i][k] * v[i][k];
+            const float factor = rsqrtf(warp_sum(sum) / D + a.eps);
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                const float x = v[i][k] * factor * __ldg(norm + k);
+                const float other = __shfl_sync(~0u, x, second ? lane - half / N : lane + half / N);
+                v[i][k] = turned ? x * cosine[k] + (second ? other : -other) * sine[k] : x;
+            }
+        }
+        u16 *to = query ? a.query + (token * a.heads + head) * D
+                        : (value ? a.values : a.keys) + (place * a.kv_heads + (head - a.heads) % a.kv_heads) * D;
+        u32 out[N / 2];
+#pragma unroll
+        for (int k = 0; k < N; k += 2) out[k / 2] = narrow2(v[i][k], v[i][k + 1]);
+        if constexpr (N == 8) *(uint4 *)(to + first) = make_uint4(out[0], out[1], out[2], out[3]);
+        if constexpr (N == 4) *(uint2 *)(to + first) = make_uint2(out[0], out[1]);
+        if constexpr (N == 2) *(u32 *)(to + first) = out[0];
+    }
 }
 
 struct PromptGate {
