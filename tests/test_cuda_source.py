@@ -68,7 +68,7 @@ def test_products_fit(name: str, tokens: int) -> None:
 def test_models_fit(name: str) -> None:
     shapes = shapes_of(name)
     assert shapes.shared <= BLOCK and shapes.gdn
-    assert 3 * (prompts.terms_shared(shapes.gdn.key_dim) + 1024) <= MULTIPROCESSOR
+    assert 4 * (prompts.terms_shared(shapes.gdn.key_dim) + 1024) <= MULTIPROCESSOR
     assert prompts.scan_shared(shapes.gdn.key_dim) <= BLOCK
 
 

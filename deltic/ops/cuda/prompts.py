@@ -35,7 +35,7 @@ def terms_bytes(size: int) -> int:
 
 def terms_shared(size: int) -> int:
     """Bytes of shared memory of a block of `delta_terms`."""
-    return 2 * CHUNK * _LINE * 4 + 2 * CHUNK * size * 2 + 6 * CHUNK * 4
+    return 2 * CHUNK * _LINE * 4 + CHUNK * size * 2 + 6 * CHUNK * 4
 
 
 def scan_shared(size: int) -> int:
@@ -56,7 +56,7 @@ def source(shapes: Shapes) -> str:
     if shapes.gdn:
         text += [entry(name, type, bounds, f"{name}<{shapes.gdn.key_dim}>") for name, type, bounds in (
             ("prompt_conv", "PromptConv", "128, 5"), ("prompt_ring", "PromptRing", "128"),
-            ("gated_norm", "GatedNorm", "256"), ("delta_terms", "DeltaTerms", "128, 3"),
+            ("gated_norm", "GatedNorm", "256"), ("delta_terms", "DeltaTerms", "128, 4"),
             ("delta_scan", "DeltaScan", "256, 1"))]
     if shapes.attention:
         spec = shapes.attention
@@ -227,8 +227,8 @@ class Prompts:
         spare = max((context.square.side for context in plan.contexts if context.square), default=0)
         query = proj.new_empty(GRAIN + len(proj) + spare, spec.heads, spec.head_dim)
         self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeads(
-            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns,
-            query=query[GRAIN:], keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
+            proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, query=query[GRAIN:],
+            keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,
             stride=proj.shape[1], rotary=spec.rotary_dim, token=singles))
         assert self._attend
         for context in plan.contexts:

@@ -39,7 +39,7 @@ struct DeltaTerms {
 template <int D> struct DeltaShape {
     static constexpr int TILE = CHUNK * D * 2, SCORES = CHUNK * CHUNK * 2, TERMS = 2 * TILE + SCORES, STEPS = D / 16,
                          LINE = 72, MATRIX = CHUNK * LINE * 4,           // bytes of a float32 matrix
-                         INNER = 2 * MATRIX + 2 * TILE + 6 * CHUNK * 4,  // shared memory of delta_terms: q lies in a matrix
+                         INNER = 2 * MATRIX + TILE + 6 * CHUNK * 4,  // shared memory of delta_terms: k is beside matrices
                          COLUMNS = D >= 64 ? 64 : D, SLICE = CHUNK * COLUMNS * 2,
                          STAGE = 3 * TILE + SCORES + SLICE + 4 * CHUNK * 4, STAGES = 3,
                          SCAN = STAGES * STAGE + (STEPS + 4) * 2048 + 64 + 1024;  // shared memory of delta_scan
@@ -112,7 +112,13 @@ template <int LINE> DEVICE void invert(float *M, float *X) {
         for (int i = 0; i < 16; ++i) {
             float sums[2] = {i == column ? 1.f : 0.f, 0.f};
 #pragma unroll
-            for (int j = 0; j < i; ++j) sums[(i - j) & 1] -= m[i * LINE + j] * x[j];
+            for (int j = 0; j < i; j += 4) {
+                const float4 row = *(const float4 *)(m + i * LINE + j);
+                sums[0] -= row.x * x[j];
+                if (j + 1 < i) sums[1] -= row.y * x[j + 1];
+                if (j + 2 < i) sums[0] -= row.z * x[j + 2];
+                if (j + 3 < i) sums[1] -= row.w * x[j + 3];
+            }
             x[i] = sums[0] + sums[1];
             X[(block + i) * LINE + block + column] = x[i];
         }
@@ -144,11 +150,11 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
     using Shape = DeltaShape<D>;
     constexpr int LINE = Shape::LINE;
     extern __shared__ __align__(1024) unsigned char memory[];
-    float *X = (float *)memory, *M = (float *)(memory + Shape::MATRIX);  // the query's tile lies in X
-    unsigned char *rest = memory + 2 * Shape::MATRIX + 2 * Shape::TILE;
+    float *X = (float *)memory, *M = (float *)(memory + Shape::MATRIX);  // q lies in X, and v in M afterwards
+    unsigned char *rest = memory + 2 * Shape::MATRIX + Shape::TILE;
     float *sums = (float *)rest, *beta = sums + CHUNK, *unit_q = beta + CHUNK, *unit_k = unit_q + CHUNK,
           *scale_k = unit_k + CHUNK, *carry = scale_k + CHUNK;
-    const u32 tile_q = shared_address(memory), tile_k = tile_q + 2 * Shape::MATRIX, tile_v = tile_k + Shape::TILE;
+    const u32 tile_q = shared_address(memory), tile_v = tile_q + Shape::MATRIX, tile_k = tile_v + Shape::MATRIX;
     launch_dependents();
     wait();
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
@@ -160,9 +166,6 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
         copy_weight(tile_k + i * 16, tiles + (a.key_heads + from) * CHUNK * D + i * 8);
     }
     end_copy();
-    for (int i = tid; i < Shape::TILE / 16; i += 128)
-        copy_weight(tile_v + i * 16, tiles + (2 * a.key_heads + head) * CHUNK * D + i * 8);
-    end_copy();
     float sum = 0;
     if (tid < CHUNK) {
         const int row = int(a.chunks[2 * chunk]);
@@ -172,7 +175,7 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
             const u16 *gates = a.proj + token * a.stride + a.gate_column + head;
             b = sigmoid(load(gates));
             const float steep = load(gates + a.value_heads) + __ldg(a.dt_bias + head);
-            sum = __ldg(a.decay + head) * (steep > 20.f ? steep : log1pf(__expf(steep)));
+            sum = __ldg(a.decay + head) * (steep > 20.f ? steep : log1pf(exponential(steep)));
         }
         beta[tid] = b;
         const float *units = a.units + i64(chunk) * 2 * a.key_heads * CHUNK + tid;
@@ -190,14 +193,14 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
         if (warp == 1) sum += carry[0];
         sums[tid] = sum;
     }
-    await_copies<1>();
+    await_copies<0>();
     __syncthreads();
     float *gates = a.gates + (i64(chunk) * a.value_heads + head) * 4 * CHUNK;
     if (tid < CHUNK) {
-        const float start = __expf(sum);
+        const float start = exponential(sum);
         scale_k[tid] = beta[tid] * start * unit_k[tid];
         gates[tid] = start * unit_q[tid];
-        gates[CHUNK + tid] = __expf(sums[CHUNK - 1] - sum) * unit_k[tid];
+        gates[CHUNK + tid] = exponential(sums[CHUNK - 1] - sum) * unit_k[tid];
         gates[2 * CHUNK + tid] = sum;
         gates[3 * CHUNK + tid] = unit_k[tid];
     }
@@ -234,18 +237,35 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
                     continue;
                 }
                 const float2 from = *(const float2 *)(sums + column), unit = *(const float2 *)(unit_k + column);
-                const float x = row >= column ? __expf(sums[row] - from.x) * unit.x : 0.f;
-                const float y = row > column ? __expf(sums[row] - from.y) * unit.y : 0.f;
+                const float x = row >= column ? exponential(sums[row] - from.x) * unit.x : 0.f;
+                const float y = row > column ? exponential(sums[row] - from.y) * unit.y : 0.f;
                 const float own = beta[row] * unit_k[row];
                 *(float2 *)(M + row * LINE + column) = make_float2(
                     row > column ? system[n][h * 2] * x * own : 0.f, row > column + 1 ? system[n][h * 2 + 1] * y * own : 0.f);
                 *score = narrow2(scores[n][h * 2] * x * unit_q[row], scores[n][h * 2 + 1] * y * unit_q[row]);
             }
     }
-    await_copies<0>();
     __syncthreads();
     invert<LINE>(M, X);
+    for (int i = tid; i < Shape::TILE / 16; i += 128)
+        copy_weight(tile_v + i * 16, tiles + (2 * a.key_heads + head) * CHUNK * D + i * 8);
+    end_copy();
     float acc[D / 8][4];
+    lower_product<D>(acc, X, scale_k, tile_k);
+    await_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < D / 8; n += 2)  // where k was, a warp's own rows
+        store_matrices<false>(tile_k + tile_unit<D>(warp * 16 + (lane & 15), n + (lane >> 4)) * 16,
+                              narrow2(acc[n][0], acc[n][1]), narrow2(acc[n][2], acc[n][3]),
+                              narrow2(acc[n + 1][0], acc[n + 1][1]), narrow2(acc[n + 1][2], acc[n + 1][3]));
+    __syncwarp();
+    constexpr int PIECE = Shape::COLUMNS / 8;
+#pragma unroll
+    for (int i = 0; i < 16 * D / 8; i += 32) {
+        const int at = i / (16 * PIECE) * (CHUNK * PIECE) + warp * 16 * PIECE + i % (16 * PIECE) + lane;
+        ((uint4 *)terms)[at] = ((const uint4 *)(memory + 2 * Shape::MATRIX))[at];
+    }
     lower_product<D>(acc, X, beta, tile_v);
 #pragma unroll
     for (int n = 0; n < D / 8; n += 4)
@@ -254,19 +274,4 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
             *(uint4 *)(updates + tile_unit<D>(warp * 16 + g + h * 8, n + q) * 8) = make_uint4(
                 narrow2(acc[n][h * 2], acc[n][h * 2 + 1]), narrow2(acc[n + 1][h * 2], acc[n + 1][h * 2 + 1]),
                 narrow2(acc[n + 2][h * 2], acc[n + 2][h * 2 + 1]), narrow2(acc[n + 3][h * 2], acc[n + 3][h * 2 + 1]));
-    lower_product<D>(acc, X, scale_k, tile_k);
-    const u32 to = shared_address(M);  // a warp's own rows go through shared memory
-#pragma unroll
-    for (int n = 0; n < D / 8; n += 2)
-        store_matrices<false>(to + tile_unit<D>(warp * 16 + (lane & 15), n + (lane >> 4)) * 16,
-                              narrow2(acc[n][0], acc[n][1]), narrow2(acc[n][2], acc[n][3]),
-                              narrow2(acc[n + 1][0], acc[n + 1][1]), narrow2(acc[n + 1][2], acc[n + 1][3]));
-    __syncwarp();
-    constexpr int PIECE = Shape::COLUMNS / 8;
-#pragma unroll
-    for (int i = 0; i < 16 * D / 8; i += 32) {
-        const int at = i / (16 * PIECE) * (CHUNK * PIECE) + warp * 16 * PIECE + i % (16 * PIECE) + lane;
-        ((uint4 *)terms)[at] = ((const uint4 *)M)[at];
-    }
 }
-

@@ -23,23 +23,23 @@ DEVICE void await_bytes(u32 barrier, u32 parity) {
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                      : "=r"(there) : "r"(barrier), "r"(parity) : "memory");
 }
-// Asynchronous products of a warp group: d [64, N] (warp w has rows 16 w ..., laid out as by mma) = d * keep + a b, with
+// Asynchronous products of a warp group: d [64, N] (warp w has rows 16 w ..., laid out as by mma) = d * keep + SIGN a b, with
 // a [64, 16] in registers and b a descriptor of [N, 16], or of [16, N] for N that are not 64, in shared memory.
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
-DEVICE void multiply_64(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
+template <int SIGN> DEVICE void multiply_64(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %37, 0; "
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        "}, {%32, %33, %34, %35}, %36, p, %38, 1, 0; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
           "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
           "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep), "n"(SIGN));
 }
 DEVICE void multiply_128(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
     asm volatile(
@@ -112,14 +112,15 @@ template <int D> struct Scan {
         chunks = (tokens + CHUNK - 1) / CHUNK;
     }
     DEVICE bool has_columns() const { return C == 64 || warp * 16 < C; }
-    DEVICE float *state_at(i64 slot, int i) const {  // of s[i]
-        const int r = (i >> 2) * 8 + q * 2 + (i & 1), c = block * C + warp * 16 + g + (i >> 1 & 1) * 8;
-        return a.state + ((slot * a.value_heads + head) * D + r) * D + c;
+    DEVICE float *state_at(i64 slot) const {  // of s[0]
+        return a.state + ((slot * a.value_heads + head) * D + q * 2) * D + block * C + warp * 16 + g;
     }
+    DEVICE static int offset(int i) { return ((i >> 2) * 8 + (i & 1)) * D + (i >> 1 & 1) * 8; }
     DEVICE void store_state(i64 slot, const float (&x)[D / 2]) const {
         if (!has_columns()) return;
+        float *to = state_at(slot);
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) *state_at(slot, i) = x[i];
+        for (int i = 0; i < D / 2; ++i) to[offset(i)] = x[i];
     }
     template <int N> DEVICE void publish(int at, const u32 (&x)[N][4]) const {
 #pragma unroll
@@ -159,11 +160,11 @@ template <int D> struct Scan {
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
                 const int t = (i >> 2) * 8 + q * 2 + (i & 1);
-                y[i] = t <= last ? v[i] * __expf(sums[last] - sums[t]) * unit[t] : 0.f;
+                y[i] = t <= last ? v[i] * exponential(sums[last] - sums[t]) * unit[t] : 0.f;
             }
             narrow_all<4>(u, y);
 #pragma unroll
-            for (int i = 0; i < D / 2; ++i) x[i] = s[i] * __expf(sums[last]);
+            for (int i = 0; i < D / 2; ++i) x[i] = s[i] * exponential(sums[last]);
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -196,62 +197,81 @@ template <int D> struct Scan {
     DEVICE void await_stage(int chunk) const {
         await_bytes(barriers + chunk % Shape::STAGES * 8, chunk / Shape::STAGES & 1);
     }
-    DEVICE void run_states() {
-        constexpr int T = Shape::TILE, P = Shape::SCORES;
-        float s[D / 2], v[32];        // [columns, D], [columns, tokens]
-        u32 left[STEPS][4], plain[4][4], scaled[4][4];
+    DEVICE void load_updates(float (&v)[32], int chunk) const {
+        const u32 slice = shared_address(stage_of(chunk)) + 3 * Shape::TILE + Shape::SCORES;
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) s[i] = done && has_columns() ? load(state_at(a.source[row], i)) : 0.f;
+        for (int n = 0; n < 4; ++n) {
+            u32 u[4] = {};
+            if (has_columns()) load_matrices<true>(u, slice + slice_unit(n * 2) * 16);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[n * 8 + i * 2] = low(u[i]), v[n * 8 + i * 2 + 1] = high(u[i]);
+        }
+    }
+    // All that the next products do not wait for happens while others run.
+    template <bool EMITS> DEVICE void run_states() {
+        constexpr int T = Shape::TILE, P = Shape::SCORES;
+        float s[D / 2] = {}, v[32];  // [columns, D], [columns, tokens]
+        u32 left[STEPS][4], u[4][4];
+        if (done && has_columns()) {
+            const float *from = state_at(a.source[row]);
+#pragma unroll
+            for (int i = 0; i < D / 2; ++i) s[i] = load(from + offset(i));
+        }
         narrow_all<STEPS>(left, s);
-        publish<STEPS>(0, left);
-        arrive(STATE);
+        await_stage(0);
+        load_updates(v, 0);
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            await_stage(chunk);
-            const unsigned char *data = stage_of(chunk), *slice = data + 3 * T + P;
+            const unsigned char *data = stage_of(chunk);
             const u32 tile_k = shared_address(data) + T, tile_w = tile_k + T;
-            const float *gates = (const float *)(slice + Shape::SLICE);
+            const float *gates = (const float *)(data + 3 * T + P + Shape::SLICE);
             const int first = chunk * CHUNK, count = min(CHUNK, tokens - first);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < STEPS; ++k) multiply_64(v, left[k], columns_step<D>(tile_w, k), k > 0);
+            for (int k = 0; k < STEPS; ++k) multiply_64<-1>(v, left[k], columns_step<D>(tile_w, k), 1);
             end_products();
-            u32 u[4][4] = {};
-            if (has_columns())
+            if (chunk) meet(TAKEN, 256);
+            publish<STEPS>(0, left);
+            arrive(STATE);
+            const float decay = exponential(gates[3 * CHUNK - 1]);
+            float2 factors[8];
 #pragma unroll
-                for (int n = 0; n < 4; ++n) load_matrices<true>(u[n], shared_address(slice) + slice_unit(n * 2) * 16);
-            const float decay = __expf(gates[3 * CHUNK - 1]);
+            for (int n = 0; n < 8; ++n) factors[n] = *(const float2 *)(gates + CHUNK + n * 8 + q * 2);
+            if constexpr (!EMITS)
+#pragma unroll
+                for (int i = 0; i < D / 2; ++i) s[i] *= decay;
             await_products<0>();
 #pragma unroll
-            for (int n = 0; n < 4; ++n)
+            for (int k = 0; k < 4; ++k)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    v[n * 8 + i * 2] = low(u[n][i]) - v[n * 8 + i * 2];
-                    v[n * 8 + i * 2 + 1] = high(u[n][i]) - v[n * 8 + i * 2 + 1];
+                    const float2 f = factors[k * 2 + (i >> 1)];
+                    u[k][i] = narrow2(v[k * 8 + i * 2] * f.x, v[k * 8 + i * 2 + 1] * f.y);
                 }
-            {
-                float x[32];
-                scale_tokens(x, v, gates + CHUNK);
-                narrow_all<4>(scaled, x);
-            }
-            if (a.emits) emit(s, v, first, count, gates + 2 * CHUNK, gates + 3 * CHUNK, tile_k);
+            if constexpr (EMITS) {
+                emit(s, v, first, count, gates + 2 * CHUNK, gates + 3 * CHUNK, tile_k);
 #pragma unroll
-            for (int i = 0; i < D / 2; ++i) s[i] *= decay;
+                for (int i = 0; i < D / 2; ++i) s[i] *= decay;
+            }
             begin_products();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) multiply_state<D>(s, scaled[k], rows_step<D>(tile_k, k));
+            for (int k = 0; k < 4; ++k) multiply_state<D>(s, u[k], rows_step<D>(tile_k, k));
             end_products();
+            u32 plain[4][4];
             narrow_all<4>(plain, v);
             publish<4>(STEPS, plain);
             arrive(UPDATES);
+            if (chunk + 1 < chunks) {
+                await_stage(chunk + 1);
+                load_updates(v, chunk + 1);
+            }
             await_products<0>();
             narrow_all<STEPS>(left, s);
-            meet(TAKEN, 256);
-            publish<STEPS>(0, left);
-            arrive(STATE);
-            if (a.emits)
+            if constexpr (EMITS)
                 for (int e = 0; e < a.emits; ++e)
                     if (a.emit_row[e] == row && a.emit_length[e] == done + first + count) store_state(a.emit_slot[e], s);
         }
+        meet(TAKEN, 256);
+        arrive(STATE);
         store_state(a.target[row], s);
     }
     DEVICE void run_outputs() {
@@ -271,9 +291,9 @@ template <int D> struct Scan {
             const float *gates = (const float *)(data + 3 * T + P + Shape::SLICE);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < STEPS; ++k) multiply_64(o, left[k], columns_step<D>(tile_q, k), k > 0);
+            for (int k = 0; k < STEPS; ++k) multiply_64<1>(o, left[k], columns_step<D>(tile_q, k), k > 0);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) multiply_64(inner, updates[k], columns_step<64>(tile_p, k), k > 0);
+            for (int k = 0; k < 4; ++k) multiply_64<1>(inner, updates[k], columns_step<64>(tile_p, k), k > 0);
             end_products();
             await_products<0>();
             scale_tokens(o, o, gates);
@@ -308,8 +328,9 @@ template <int D> struct Scan {
             for (int i = 0; i < Shape::STAGES && i < chunks; ++i) fetch(i);
         }
         __syncthreads();
-        if (threadIdx.x < 128) run_states();
-        else run_outputs();
+        if (threadIdx.x >= 128) run_outputs();
+        else if (a.emits) run_states<true>();
+        else run_states<false>();
     }
 };
 #endif
