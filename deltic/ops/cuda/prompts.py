@@ -96,7 +96,8 @@ def plan_of(batch: Batch) -> Plan:
     counts = [0 if row < layout.singles else -(-chunk // CHUNK) for row, chunk in enumerate(layout.chunks)]
     cuts = [number for row, count in enumerate(counts) for j in range(count) for number in (row, j * CHUNK)]
     firsts = [0, *accumulate(counts)][:-1]
-    numbers = torch.tensor(cuts + firsts, dtype=torch.int64).to(device, non_blocking=True)
+    # pinned, so that nobody waits for the copy
+    numbers = torch.tensor(cuts + firsts, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
     return Plan(_singles(batch) if layout.singles else None, layout.rows - layout.singles,
                 layout.tokens - layout.singles, len(cuts) // 2, numbers[:len(cuts)], numbers[len(cuts):],
                 contexts(batch))
