@@ -19,7 +19,7 @@ test-all: .venv/.installed-dev lint
 
 # With whatever Python and torch are there: those that find a CUDA device, and engines on it.
 test-gpu:
-	$(PYTHON) -m pytest tests/test_cuda_kernels.py tests/test_cuda_graphs.py tests/test_cuda_buckets.py tests/test_cuda_source.py
+	$(PYTHON) -m pytest tests/test_cuda_kernels.py tests/test_cuda_prompts.py tests/test_cuda_graphs.py tests/test_cuda_buckets.py tests/test_cuda_source.py
 	$(PYTHON) -m pytest --device cuda tests/test_same_answer.py
 
 lint: .venv/.installed-dev

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deltic.ops.cuda import arguments
+from deltic.ops.cuda import arguments, prompts
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.sample import source
@@ -44,7 +44,9 @@ def members(struct: str) -> list[str]:
     return [re.findall(r"\w+", name)[-1] for line in lines.split(";") for name in line.split(",") if name.strip()]
 
 
-@pytest.mark.parametrize("name", ["Product", "Gdn", "Attention", "Enter", "AddNorm", "Gate", "Choice"])
+@pytest.mark.parametrize("name", ["Product", "Gdn", "Attention", "Enter", "AddNorm", "Gate", "Choice", "PromptConv",
+                                  "PromptRing", "CopySlot", "GatedNorm", "PromptHeads", "PromptGate", "DeltaTerms",
+                                  "DeltaScan"])
 def test_structs_are_the_kernels(name: str) -> None:
     given: type[Arguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)
@@ -64,7 +66,10 @@ def test_products_fit(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_fit(name: str) -> None:
-    assert shapes_of(name).shared <= BLOCK
+    shapes = shapes_of(name)
+    assert shapes.shared <= BLOCK and shapes.gdn
+    assert 4 * (prompts.terms_shared(shapes.gdn.key_dim) + 1024) <= MULTIPROCESSOR
+    assert prompts.scan_shared(shapes.gdn.key_dim) <= BLOCK
 
 
 def test_a_kernels_name_says_what_it_is() -> None:
@@ -92,12 +97,15 @@ def test_importing_loads_no_driver() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS, "draws"])
+@pytest.mark.parametrize("name", [*MODELS, "draws", *(f"{model} prompts" for model in MODELS)])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    text = source() if name == "draws" else shapes_of(name).source()
+    model, for_prompts = name.removesuffix(" prompts"), name.endswith("prompts")
+    text = source() if name == "draws" else shapes_of(model).source()
+    if for_prompts:
+        text = prompts.source(shapes_of(model))
     try:
-        for architecture in ("sm_90", "sm_80"):
+        for architecture in ("sm_90a",) if for_prompts else ("sm_90a", "sm_80"):
             assert compile_source(text, architecture)[:4] == b"\x7fELF"
         return
     except CompileError as error:
@@ -107,8 +115,8 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if compiler is None:
         pytest.skip("neither NVRTC nor nvcc is installed")
     (tmp_path / "kernels.cu").write_text(text, encoding="utf-8")
-    subprocess.run([compiler, "-arch=sm_90", "-std=c++17", "-cubin", "-o", str(tmp_path / "kernels.cubin"),
-                    str(tmp_path / "kernels.cu")], check=True)
+    subprocess.run([compiler, "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-o",
+                    str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.cu")], check=True)
 
 
 def test_blocks_are_whole_warps() -> None:

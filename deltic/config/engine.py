@@ -41,7 +41,8 @@ class EngineConfig:
     memory: str | None = _option(None, "memory for the cache, such as 4GiB (default: a share of the rest)")
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
-    token_budget: int = _option(512, "tokens that one step aims at; longer prompts are read in chunks")
+    token_budget: int = _option(None, "tokens that one step aims at; longer prompts are read in chunks (default: 512, "
+                                "on a GPU 8192)")
     max_stall_ms: int | None = _option(None, "milliseconds that a step should take at most in which answers wait for "
                                              "prompts, which are then read in smaller chunks and take longer (default: "
                                              "50, but chunks of a quarter of --token-budget at least)")
@@ -67,6 +68,8 @@ class EngineConfig:
     limits: Limits = field(default_factory=Limits, metadata={"help": "what one client may ask for"})
 
     def __post_init__(self) -> None:
+        if self.token_budget is None:  # a GPU needs thousands to be busy
+            object.__setattr__(self, "token_budget", 512 if self.device == "cpu" else 8192)
         self._check_types()
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)

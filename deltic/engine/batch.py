@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain
 
@@ -33,16 +34,15 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     wanted = list(range(starts[-1])) if all_logits else [token for row, end in zip(rows, starts[1:], strict=True)
                                                          for token in range(end - row.logits, end)]
     width = max(len(row.pages) for row in rows)
-    positions = [index for row, chunk in zip(rows, chunks, strict=True) for index in range(row.done, row.done + chunk)]
+    positions = array("q", chain.from_iterable(range(row.done, row.done + len(row.tokens)) for row in rows))
     sources = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     done = [row.done for row in rows]
     fields = _upload(device,
-                     ids=[token for row in rows for token in _ids(row)],
-                     positions=positions * 3, starts=starts, done=done,
+                     ids=chain.from_iterable(map(_ids, rows)), positions=positions * 3, starts=starts,
+                     done=done,
                      pages=[page for row in rows for page in (*row.pages, *(0,) * (width - len(row.pages)))],
-                     store=[_flat(row, index) for row, chunk in zip(rows, chunks, strict=True)
-                            for index in range(row.done, row.done + chunk)],
+                     store=chain.from_iterable(places for row in rows for places in _places(row)),
                      sources=sources, targets=targets, logit_tokens=wanted, rings=[row.ring for row in rows],
                      base=[row.done if row.base is None else row.base for row in rows],
                      emit_row=[index for index, row in enumerate(rows) for _ in row.emits],
@@ -52,12 +52,14 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     appends = [row.append for row in rows]
     if drawn is not None:
         _take_drawn(fields["ids"], drawn)
+    behind = any(row.base not in (None, row.done) for row in rows)
     layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted),
                     len(fields["emit_row"]), any(appends), hidden)
     return Batch(
         layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
         done=fields["done"], pages=fields["pages"].view(len(rows), width), store=fields["store"],
-        source=fields["sources"], target=fields["targets"], base=fields["base"], ring=fields["rings"],
+        source=fields["sources"], target=fields["targets"], base=fields["base" if behind else "done"],
+        ring=fields["rings"],
         append=torch.tensor(appends, device=device) if layout.appends else _no_appends(len(rows), device),
         emit_row=fields["emit_row"], emit_length=fields["emit_length"], emit_slot=fields["emit_slot"],
         logit_tokens=fields["logit_tokens"],
@@ -129,6 +131,15 @@ def _flat(row: Row, index: int) -> int:
     return row.pages[index // PAGE] * PAGE + index % PAGE
 
 
+def _places(row: Row) -> Iterator[range]:
+    """`_flat` of all the row's tokens, page by page."""
+    index, end = row.done, row.done + len(row.tokens)
+    while index < end:
+        count = min(PAGE - index % PAGE, end - index)
+        yield range(_flat(row, index), _flat(row, index) + count)
+        index += count
+
+
 def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
     if sources and sources == targets == list(range(sources[0], sources[0] + len(sources))):
         return sources[0], sources[0] + len(sources)
@@ -152,7 +163,10 @@ def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _upload(device: torch.device, **lists: list[int]) -> dict[str, Tensor]:
-    flat = upload(array("q", chain.from_iterable(lists.values())), torch.int64, device)
-    sizes = [len(values) for values in lists.values()]
-    return dict(zip(lists, flat.split(sizes), strict=True))
+def _upload(device: torch.device, **lists: Iterable[int]) -> dict[str, Tensor]:
+    flat, sizes = array("q"), list[int]()
+    for values in lists.values():
+        before = len(flat)
+        flat.extend(values)
+        sizes.append(len(flat) - before)
+    return dict(zip(lists, upload(flat, torch.int64, device).split(sizes), strict=True))

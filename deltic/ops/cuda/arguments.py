@@ -33,3 +33,39 @@ class Gate(Arguments):
 
 class Choice(Arguments):
     _fields_ = fields("logits temperature key score bounds token chosen", "", "vocabulary parts rows")
+
+
+class PromptConv(Arguments):
+    _fields_ = fields("proj conv ring tiles units starts done source chunks", "", "stride channels key_heads")
+
+
+class PromptRing(Arguments):
+    _fields_ = fields("proj ring starts done source target emit_row emit_length emit_slot", "",
+                      "stride channels row emits")
+
+
+class CopySlot(Arguments):
+    _fields_ = fields("state ring target emit_row emit_slot", "", "state_size ring_size rows")
+
+
+class GatedNorm(Arguments):
+    _fields_ = fields("proj core norm y", "eps", "stride channels values token")
+
+
+class PromptHeads(Arguments):
+    _fields_ = fields("proj query_norm key_norm turns query keys values store", "eps",
+                      "heads kv_heads stride rotary token")
+
+
+class PromptGate(Arguments):
+    _fields_ = fields("proj own prefix own_mass prefix_mass y", "", "heads size stride token")
+
+
+class DeltaTerms(Arguments):
+    _fields_ = fields("proj tiles units decay dt_bias terms gates starts chunks", "",
+                      "key_heads value_heads stride gate_column tiled")
+
+
+class DeltaScan(Arguments):
+    _fields_ = fields("tiles terms gates state core starts done source target firsts emit_row emit_length emit_slot",
+                      "", "key_heads value_heads tiled row emits")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import Structure, byref, c_float, c_int, c_uint, c_void_p, cast
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from threading import get_ident
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from deltic.ops.cuda.nvrtc import compile_source
 
@@ -23,27 +25,28 @@ class _Attribute(Structure):
 
 
 class _Launch(Structure):
-    _fields_ = [("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
-                ("attributes", c_void_p), ("count", c_uint)]
+    _fields_ = [("x", c_uint), ("y", c_uint), ("z", c_uint), ("block", c_uint * 3), ("shared", c_uint),
+                ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint)]
 
 
 class Arguments(Structure):
-    """A kernel's parameter: a struct of pointers (tensors), floats and ints, given by name."""
+    """A kernel's parameter: a struct of pointers (tensors), floats and ints, all given by name."""
+
+    names: ClassVar[tuple[str, ...]]
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(**{name: _plain(value) for name, value in values.items()})
-        missing = {name for name, *_ in self._fields_} - values.keys()
-        assert not missing, f"{type(self).__name__} lacks {missing}"
+        super().__init__(*[value.data_ptr() if isinstance(value, Tensor) else value
+                           for value in map(values.__getitem__, self.names)])
+        assert len(values) == len(self.names), f"{type(self).__name__} knows no {values.keys() - {*self.names}}"
+
+    def __init_subclass__(cls) -> None:
+        cls.names = tuple(name for name, *_ in cls._fields_)
 
 
 def fields(pointers: str, floats: str, integers: str) -> list[tuple[str, Any]]:
     """The members of an `Arguments`, in this order; names separated by blanks."""
     return [(name, kind) for names, kind in ((pointers, c_void_p), (floats, c_float), (integers, c_int))
             for name in names.split()]
-
-
-def _plain(value: Any) -> Any:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
 class Module:
@@ -53,38 +56,34 @@ class Module:
     def __init__(self, source: str, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         self.device, self._overlaps = device, major >= 9
-        self._code, self._module = compile_source(source, f"sm_{major}{minor}"), c_void_p()
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        # of 9.0 alone: what other cards have not, too
+        self._code = compile_source(source, f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}")
+        self._module = c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # torch makes the context current
             _check(_driver().cuModuleLoadData(byref(self._module), self._code))
         self._functions: dict[str, c_void_p] = {}
+        self._calls: dict[tuple[str, int, int, bool, int, int], _Call] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
                overlap: bool = True, cluster: int = 1) -> None:
         """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
         start earlier. cluster: blocks beside each other that can reach each other's shared memory."""
-        function = self._function(name)
-        if shared:
-            _check(_driver().cuFuncSetAttribute(function, _SHARED_BYTES, shared))
-        self.prepare(name, grid, block, arguments, shared, overlap, cluster)()
+        key = (name, block, shared, overlap, cluster, get_ident())
+        call = self._calls.get(key)
+        if call is None:
+            if shared:
+                _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
+            call = self._calls[key] = _Call(self._function(name), self._index, block, shared,
+                                                 overlap and self._overlaps, cluster)
+        call(grid, arguments)
 
     def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
                 overlap: bool = False, cluster: int = 1) -> Callable[[], None]:
         """A launch to be made again and again; what the arguments point to must stay where it is."""
-        function, attributes = self._function(name), list[_Attribute]()
-        if overlap and self._overlaps:
-            attributes.append(_Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1)))
-        if cluster > 1:
-            attributes.append(_Attribute(_CLUSTER, 0, (c_int * 16)(cluster, 1, 1)))
-        sizes, given = (c_uint * 3)(*grid, *(1,) * (3 - len(grid))), (_Attribute * len(attributes))(*attributes)
-        launch = _Launch(sizes, (c_uint * 3)(block, 1, 1), shared, None, cast(given, c_void_p), len(attributes))
-        parameters, by_reference, call = (c_void_p * 1)(ctypes.addressof(arguments)), byref(launch), _driver()
-
-        def run(_kept: tuple[object, ...] = (arguments, given)) -> None:
-            launch.stream = torch.cuda.current_stream().cuda_stream
-            _check(call.cuLaunchKernelEx(by_reference, function, parameters, None))
-
-        return run
+        call = _Call(self._function(name), self._index, block, shared, overlap and self._overlaps, cluster)
+        return partial(call, grid, arguments)
 
     def _function(self, name: str) -> c_void_p:
         if name not in self._functions:
@@ -94,6 +93,29 @@ class Module:
             _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100))
             self._functions[name] = function
         return self._functions[name]
+
+
+class _Call:
+    """A kernel with all that a launch of it needs but the grid and the arguments; for one thread."""
+
+    def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool,
+                 cluster: int) -> None:
+        self._device = device
+        self._function, self._parameters, self._go = function, (c_void_p * 1)(), _driver().cuLaunchKernelEx
+        wanted = [(_PROGRAMMATIC, (1,))] * overlap + [(_CLUSTER, (cluster, 1, 1))] * (cluster > 1)
+        self._attributes = (_Attribute * len(wanted))(*[_Attribute(id, 0, (c_int * 16)(*values))
+                                                        for id, values in wanted])
+        self._launch = _Launch(1, 1, 1, (c_uint * 3)(block, 1, 1), shared, None,
+                               cast(self._attributes, c_void_p), len(wanted))
+        self._reference = byref(self._launch)
+
+    def __call__(self, grid: tuple[int, ...], arguments: Arguments) -> None:
+        launch = self._launch
+        launch.x, launch.y, launch.z = (*grid, 1, 1)[:3]
+        # a tenth of the time of torch.cuda.current_stream
+        launch.stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._parameters[0] = ctypes.addressof(arguments)
+        _check(self._go(self._reference, self._function, self._parameters, None))
 
 
 def shared_memory(device: torch.device) -> int:

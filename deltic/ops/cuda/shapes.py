@@ -102,22 +102,23 @@ class Shapes:
     def source(self) -> str:
         text = [headers("product", "gdn", "attention", "small")]
         text += {product.source(tokens): None for product in self.products for tokens in range(1, product.most + 1)}
-        text += [_entry(name, type, "256", name) for name, type in (
+        text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         for kind, name in (("float", "few"), ("u16", "many")):
             if gdn := self.gdn:
                 size = gdn_slice(gdn, name)
                 shape, block = f"{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}", gdn.value_dim // size * 128
                 if name == "few":
-                    text.append(_entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
-                text.append(_entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
+                    text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
+                text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
-                text.append(_entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
+                text.append(entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
         return "".join(text)
 
 
-def _entry(name: str, type: str, bounds: str, call: str) -> str:
+def entry(name: str, type: str, bounds: str, call: str) -> str:
+    """The text of a kernel that calls a function of the kernel files."""
     inner = call if "<" in call else f"::{call}"
     return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
             f"{{ {inner}(a); }}\n")

@@ -15,6 +15,7 @@ from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, shared_memory
 from deltic.ops.cuda.nvrtc import CompileError
+from deltic.ops.cuda.prompts import Prompts
 from deltic.ops.cuda.shapes import (
     ADD,
     GATE,
@@ -87,9 +88,13 @@ class Step:
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
         self._frequencies, self._axes = _frequencies(stack.rope, self._device)
+        self._prompts = (Prompts(self, shapes, self._device)
+                         if torch.cuda.get_device_capability(self._device) == (9, 0) else None)
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
-        if batch.count is None or batch.layout.hidden or batch.layout.rows > _MOST_ROWS:
+        if batch.count is None:
+            return self._prompts(batch) if self._prompts and self._prompts.serves(batch) else None
+        if batch.layout.hidden or batch.layout.rows > _MOST_ROWS:
             return None
         return (self._few if batch.layout.tokens <= MOST else self._many)(batch), None
 
@@ -185,7 +190,7 @@ class Step:
             both = _linear(self._norm(work, delta, layer.post_norm), layer.mlp.gate_up)
             width = both.shape[1] // 2
             gated = both.new_empty(len(both), width)
-            self._module.launch("k_gate", (-(-width // 512), len(both)), 256, args.Gate(x=both, y=gated, width=width))
+            self._module.launch("k_gate", (-(-width // 2048), len(both)), 256, args.Gate(x=both, y=gated, width=width))
             delta = _linear(gated, layer.mlp.down)
         assert isinstance(stack.head, Tensor)
         return torch.mm(self._norm(work, delta, stack.norm), stack.head.t(), out_dtype=torch.float32)

@@ -67,12 +67,17 @@ struct Gate {
     u16 *y;        // [T, F]
     int width;     // F
 };
+// A thread for 8 numbers.
 DEVICE void gate(const Gate &a) {
     launch_dependents();
     wait();
-    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 2;
+    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
     if (i >= a.width) return;
     const u16 *row = a.x + i64(blockIdx.y) * 2 * a.width + i;
-    const u32 g = __ldcg((const u32 *)row), u = __ldcg((const u32 *)(row + a.width));
-    *(u32 *)(a.y + i64(blockIdx.y) * a.width + i) = narrow2(silu(low(g)) * low(u), silu(high(g)) * high(u));
+    const uint4 g = load8(row), u = load8(row + a.width);
+    *(uint4 *)(a.y + i64(blockIdx.y) * a.width + i) = make_uint4(
+        narrow2(silu(low(g.x)) * low(u.x), silu(high(g.x)) * high(u.x)),
+        narrow2(silu(low(g.y)) * low(u.y), silu(high(g.y)) * high(u.y)),
+        narrow2(silu(low(g.z)) * low(u.z), silu(high(g.z)) * high(u.z)),
+        narrow2(silu(low(g.w)) * low(u.w), silu(high(g.w)) * high(u.w)));
 }

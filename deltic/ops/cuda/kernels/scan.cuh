@@ -1,0 +1,345 @@
+// The way through the chunks, with the tensor cores of compute capability 9.0 alone.
+
+struct DeltaScan {
+    const u16 *tiles, *terms;
+    const float *gates;
+    float *state;  // [slots, Hv, D, D]
+    u16 *core;     // [T, Hv * D]
+    const i64 *starts, *done, *source, *target, *firsts, *emit_row, *emit_length, *emit_slot;  // firsts: chunk of each row
+    int key_heads, value_heads, tiled, row, emits;  // row: the first with several tokens
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+DEVICE void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+DEVICE void await_bytes(u32 barrier, u32 parity) {
+    u32 there = 0;
+    while (!there)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(there) : "r"(barrier), "r"(parity) : "memory");
+}
+// Asynchronous products of a warp group: d [64, N] (warp w has rows 16 w ..., laid out as by mma) = d * keep + SIGN a b, with
+// a [64, 16] in registers and b a descriptor of [N, 16], or of [16, N] for N that are not 64, in shared memory.
+DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> DEVICE void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
+template <int SIGN> DEVICE void multiply_64(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, %38, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep), "n"(SIGN));
+}
+DEVICE void multiply_128(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0; "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+}
+DEVICE void multiply_32(float (&d)[16], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0; "
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 1; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+}
+template <int D> DEVICE void multiply_state(float (&d)[D / 2], const u32 (&a)[4], u64 b) {
+    if constexpr (D == 128) multiply_128(d, a, b, 1);
+    else multiply_32(d, a, b, 1);
+}
+// A tile, of D columns, as the right operand of a product: step s of 16 columns, or of 16 rows (they are then summed over).
+template <int D> DEVICE u64 descriptor(u32 address) {
+    constexpr u64 WIDE = D >= 64, EIGHT_ROWS = WIDE ? 1024 : 512;
+    return u64((address & 0x3ffff) >> 4) | (u64(CHUNK * 128 >> 4) << 16) | (EIGHT_ROWS >> 4 << 32)
+           | ((WIDE ? 1ull : 2ull) << 62);
+}
+template <int D> DEVICE u64 columns_step(u32 tile, int s) {
+    return descriptor<D>(tile + (D >= 64 ? (s >> 2) * (CHUNK * 128) + (s & 3) * 32 : s * 32));
+}
+template <int D> DEVICE u64 rows_step(u32 tile, int s) { return descriptor<D>(tile + s * 16 * (D >= 64 ? 128 : 64)); }
+
+DEVICE void arrive(int barrier) { asm volatile("bar.arrive %0, 256;" :: "r"(barrier) : "memory"); }
+DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
+
+// Blocks (64 columns of the state, value head, row) of two warp groups: one has the state and makes the updates u, the
+// other makes the outputs, up to a chunk later. All is transposed, so that both stay in registers, where a result has the
+// layout of a left operand: warp w has columns 16 w ... of the state. The second group gets its operands by `published`.
+template <int D> struct Scan {
+    using Shape = DeltaShape<D>;
+    static constexpr int STEPS = Shape::STEPS, C = Shape::COLUMNS, STATE = 1, UPDATES = 2, TAKEN = 3, OUTPUTS = 4;
+    const DeltaScan &a;
+    unsigned char *memory;
+    uint4 *published;  // [STEPS + 4, 128]: rounded states, then updates
+    u32 barriers;
+    int tid, warp, lane, g, q, block, head, row, tokens, from, chunks;
+    i64 start, done, first_chunk;
+
+    DEVICE Scan(const DeltaScan &args, unsigned char *shared) : a(args) {
+        memory = shared + (-shared_address(shared) & 1023);
+        published = (uint4 *)(memory + Shape::STAGES * Shape::STAGE);
+        barriers = shared_address(published + (STEPS + 4) * 128);
+        tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
+        block = blockIdx.x, head = blockIdx.y, row = a.row + blockIdx.z;
+        start = a.starts[row], done = a.done[row], tokens = int(a.starts[row + 1] - start), first_chunk = a.firsts[row];
+        from = a.tiled ? head % a.key_heads : head / (a.value_heads / a.key_heads);
+        chunks = (tokens + CHUNK - 1) / CHUNK;
+    }
+    DEVICE bool has_columns() const { return C == 64 || warp * 16 < C; }
+    DEVICE float *state_at(i64 slot) const {  // of s[0]
+        return a.state + ((slot * a.value_heads + head) * D + q * 2) * D + block * C + warp * 16 + g;
+    }
+    DEVICE static int offset(int i) { return ((i >> 2) * 8 + (i & 1)) * D + (i >> 1 & 1) * 8; }
+    DEVICE void store_state(i64 slot, const float (&x)[D / 2]) const {
+        if (!has_columns()) return;
+        float *to = state_at(slot);
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) to[offset(i)] = x[i];
+    }
+    template <int N> DEVICE void publish(int at, const u32 (&x)[N][4]) const {
+#pragma unroll
+        for (int k = 0; k < N; ++k) published[(at + k) * 128 + tid] = make_uint4(x[k][0], x[k][1], x[k][2], x[k][3]);
+    }
+    template <int N> DEVICE void take(u32 (&x)[N][4], int at) const {
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const uint4 v = published[(at + k) * 128 + tid];
+            x[k][0] = v.x, x[k][1] = v.y, x[k][2] = v.z, x[k][3] = v.w;
+        }
+    }
+    template <int N> DEVICE static void narrow_all(u32 (&y)[N][4], const float (&x)[N * 8]) {
+#pragma unroll
+        for (int k = 0; k < N; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) y[k][i] = narrow2(x[k * 8 + i * 2], x[k * 8 + i * 2 + 1]);
+    }
+    // x = y with each token's column times its factor
+    DEVICE void scale_tokens(float (&x)[32], const float (&y)[32], const float *factor) const {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const float2 f = *(const float2 *)(factor + n * 8 + q * 2);
+            x[n * 4] = y[n * 4] * f.x, x[n * 4 + 1] = y[n * 4 + 1] * f.y;
+            x[n * 4 + 2] = y[n * 4 + 2] * f.x, x[n * 4 + 3] = y[n * 4 + 3] * f.y;
+        }
+    }
+    // The states after tokens of this chunk that somebody wants, but for the chunk's last.
+    DEVICE void emit(const float (&s)[D / 2], const float (&v)[32], int first, int count, const float *sums,
+                     const float *unit, u32 tile_k) const {
+        for (int e = 0; e < a.emits; ++e) {
+            if (a.emit_row[e] != row) continue;
+            const int last = int(a.emit_length[e] - done - 1 - first);
+            if (last < 0 || last >= count - 1) continue;
+            float x[D / 2], y[32];
+            u32 u[4][4];
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                const int t = (i >> 2) * 8 + q * 2 + (i & 1);
+                y[i] = t <= last ? v[i] * exponential(sums[last] - sums[t]) * unit[t] : 0.f;
+            }
+            narrow_all<4>(u, y);
+#pragma unroll
+            for (int i = 0; i < D / 2; ++i) x[i] = s[i] * exponential(sums[last]);
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+#pragma unroll
+                for (int n = 0; n < D / 16; ++n) {
+                    u32 right[4];
+                    load_matrices<true>(right, tile_k + tile_unit<D>(k * 16 + (lane & 15), n * 2 + (lane >> 4)) * 16);
+                    multiply(*(float(*)[4])&x[n * 8], u[k][0], u[k][1], u[k][2], u[k][3], right[0], right[1]);
+                    multiply(*(float(*)[4])&x[n * 8 + 4], u[k][0], u[k][1], u[k][2], u[k][3], right[2], right[3]);
+                }
+            store_state(a.emit_slot[e], x);
+        }
+    }
+    DEVICE void fetch(int chunk) const {
+        const u32 to = shared_address(stage_of(chunk)), barrier = barriers + chunk % Shape::STAGES * 8;
+        const i64 at = first_chunk + chunk;
+        const u16 *tiles = a.tiles + at * (2 * a.key_heads + a.value_heads) * CHUNK * D;
+        const unsigned char *terms = (const unsigned char *)a.terms + (at * a.value_heads + head) * Shape::TERMS;
+        constexpr int T = Shape::TILE, P = Shape::SCORES;
+        expect_bytes(barrier, Shape::STAGE);
+        copy_bulk(to + 2 * T, terms, T + P, barrier);
+        copy_bulk(to + 3 * T + P, terms + T + P + block * Shape::SLICE, Shape::SLICE, barrier);
+        copy_bulk(to, tiles + from * CHUNK * D, T, barrier);
+        copy_bulk(to + T, tiles + (a.key_heads + from) * CHUNK * D, T, barrier);
+        copy_bulk(to + 3 * T + P + Shape::SLICE, a.gates + (at * a.value_heads + head) * 4 * CHUNK, 4 * CHUNK * 4, barrier);
+    }
+    DEVICE int slice_unit(int n) const {  // of tokens 8 n ... 8 n + 15 and a warp's columns, for the lane
+        return tile_unit<C>(n * 8 + (lane & 7) + (lane >> 4) * 8, warp * 2 + (lane >> 3 & 1));
+    }
+    DEVICE const unsigned char *stage_of(int chunk) const { return memory + chunk % Shape::STAGES * Shape::STAGE; }
+    DEVICE void await_stage(int chunk) const {
+        await_bytes(barriers + chunk % Shape::STAGES * 8, chunk / Shape::STAGES & 1);
+    }
+    DEVICE void load_updates(float (&v)[32], int chunk) const {
+        const u32 slice = shared_address(stage_of(chunk)) + 3 * Shape::TILE + Shape::SCORES;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            u32 u[4] = {};
+            if (has_columns()) load_matrices<true>(u, slice + slice_unit(n * 2) * 16);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[n * 8 + i * 2] = low(u[i]), v[n * 8 + i * 2 + 1] = high(u[i]);
+        }
+    }
+    // All that the next products do not wait for happens while others run.
+    template <bool EMITS> DEVICE void run_states() {
+        constexpr int T = Shape::TILE, P = Shape::SCORES;
+        float s[D / 2] = {}, v[32];  // [columns, D], [columns, tokens]
+        u32 left[STEPS][4], u[4][4];
+        if (done && has_columns()) {
+            const float *from = state_at(a.source[row]);
+#pragma unroll
+            for (int i = 0; i < D / 2; ++i) s[i] = load(from + offset(i));
+        }
+        narrow_all<STEPS>(left, s);
+        await_stage(0);
+        load_updates(v, 0);
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            const unsigned char *data = stage_of(chunk);
+            const u32 tile_k = shared_address(data) + T, tile_w = tile_k + T;
+            const float *gates = (const float *)(data + 3 * T + P + Shape::SLICE);
+            const int first = chunk * CHUNK, count = min(CHUNK, tokens - first);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < STEPS; ++k) multiply_64<-1>(v, left[k], columns_step<D>(tile_w, k), 1);
+            end_products();
+            if (chunk) meet(TAKEN, 256);
+            publish<STEPS>(0, left);
+            arrive(STATE);
+            const float decay = exponential(gates[3 * CHUNK - 1]);
+            float2 factors[8];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) factors[n] = *(const float2 *)(gates + CHUNK + n * 8 + q * 2);
+            if constexpr (!EMITS)
+#pragma unroll
+                for (int i = 0; i < D / 2; ++i) s[i] *= decay;
+            await_products<0>();
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 f = factors[k * 2 + (i >> 1)];
+                    u[k][i] = narrow2(v[k * 8 + i * 2] * f.x, v[k * 8 + i * 2 + 1] * f.y);
+                }
+            if constexpr (EMITS) {
+                emit(s, v, first, count, gates + 2 * CHUNK, gates + 3 * CHUNK, tile_k);
+#pragma unroll
+                for (int i = 0; i < D / 2; ++i) s[i] *= decay;
+            }
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) multiply_state<D>(s, u[k], rows_step<D>(tile_k, k));
+            end_products();
+            u32 plain[4][4];
+            narrow_all<4>(plain, v);
+            publish<4>(STEPS, plain);
+            arrive(UPDATES);
+            if (chunk + 1 < chunks) {
+                await_stage(chunk + 1);
+                load_updates(v, chunk + 1);
+            }
+            await_products<0>();
+            narrow_all<STEPS>(left, s);
+            if constexpr (EMITS)
+                for (int e = 0; e < a.emits; ++e)
+                    if (a.emit_row[e] == row && a.emit_length[e] == done + first + count) store_state(a.emit_slot[e], s);
+        }
+        meet(TAKEN, 256);
+        arrive(STATE);
+        store_state(a.target[row], s);
+    }
+    DEVICE void run_outputs() {
+        constexpr int T = Shape::TILE, P = Shape::SCORES;
+        float o[32], inner[32];
+        u32 left[STEPS][4], updates[4][4], rounded[4][4];
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            meet(STATE, 256);  // nobody reads the stage of the chunk before any more
+            if (tid == 0 && chunk && chunk + Shape::STAGES - 1 < chunks) fetch(chunk + Shape::STAGES - 1);
+            take<STEPS>(left, 0);
+            meet(UPDATES, 256);
+            take<4>(updates, STEPS);
+            arrive(TAKEN);
+            await_stage(chunk);
+            const unsigned char *data = stage_of(chunk);
+            const u32 tile_q = shared_address(data), tile_p = tile_q + 3 * T;
+            const float *gates = (const float *)(data + 3 * T + P + Shape::SLICE);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < STEPS; ++k) multiply_64<1>(o, left[k], columns_step<D>(tile_q, k), k > 0);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) multiply_64<1>(inner, updates[k], columns_step<64>(tile_p, k), k > 0);
+            end_products();
+            await_products<0>();
+            scale_tokens(o, o, gates);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) o[i] += inner[i];
+            narrow_all<4>(rounded, o);
+            meet(OUTPUTS, 128);  // nobody reads P any more: there the outputs are turned
+            if (has_columns())
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    store_matrices<true>(tile_p + slice_unit(n * 2) * 16, rounded[n][0], rounded[n][1], rounded[n][2],
+                                         rounded[n][3]);
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            meet(OUTPUTS, 128);
+            const int first = chunk * CHUNK, count = min(CHUNK, tokens - first);
+            u16 *to = a.core + (start + first) * (a.value_heads * D) + head * D + block * C;
+#pragma unroll
+            for (int i = 0; i < C / 16; ++i) {
+                const int t = (tid + i * 128) / (C / 8), unit = tid % (C / 8);
+                if (t < count)
+                    *(uint4 *)(to + i64(t) * (a.value_heads * D) + unit * 8) =
+                        ((const uint4 *)(data + 3 * T))[tile_unit<C>(t, unit)];
+            }
+        }
+        meet(STATE, 256);
+    }
+    DEVICE void run() {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < Shape::STAGES; ++i)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barriers + i * 8) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            for (int i = 0; i < Shape::STAGES && i < chunks; ++i) fetch(i);
+        }
+        __syncthreads();
+        if (threadIdx.x >= 128) run_outputs();
+        else if (a.emits) run_states<true>();
+        else run_states<false>();
+    }
+};
+#endif
+
+template <int D> DEVICE void delta_scan(const DeltaScan &a) {
+    launch_dependents();
+    wait();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Scan<D>(a, memory).run();
+#endif
+}

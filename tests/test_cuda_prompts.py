@@ -1,0 +1,219 @@
+"""Prompts on the GPU against the naive ops in float64: ragged batches, edges of chunks, cached prefixes, emits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.config import EngineConfig
+from deltic.engine.batch import build
+from deltic.engine.runtime import RandomModel, Runtime, load
+from deltic.engine.scheduler import Plan, Row
+from deltic.ops import ref
+from deltic.ops.cuda import long_attention
+from deltic.ops.cuda import prompts as prompts_module
+from deltic.ops.cuda.prompts import Prompts, _Work, plan_of
+from deltic.ops.cuda.step import Step
+from deltic.ops.records import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights, KvView, Rope, StateView
+from deltic.ops.torch import OPS as TORCH
+from deltic.ops.torch import gdn as torch_gdn
+from deltic.ops.torch.delta import Gates, chunked, cut
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+NAN = float("nan")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    rng = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=rng, device="cuda").to(dtype)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.double(), wanted.double().to(found.device)
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+@pytest.fixture(scope="module", params=["tiny", "qwen3.5-0.8b", "qwen3.5-4b"])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    model = None if request.param == "tiny" else RandomModel(request.param, 4, initializer_range=0.05)
+    yield load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=64, max_context=16384,
+                                   speculate="off"))
+    torch.cuda.empty_cache()
+
+
+def prompts_of(runtime: Runtime) -> Prompts:
+    assert isinstance(runtime.step, Step) and runtime.step._prompts, "the kernels do not serve this model"
+    return runtime.step._prompts
+
+
+def batch_of(shape: list[tuple[int, int]], emits: dict[int, list[int]] | None = None, moved: bool = False) -> Batch:
+    """Rows of (done, tokens), those of one token first. emits: by row, after how many of its tokens."""
+    rng, used = torch.Generator().manual_seed(len(shape)), 0
+    pages = (1 + torch.randperm(2 * sum(-(-sum(row) // PAGE) for row in shape), generator=rng)).tolist()
+    rows, slot = [], 3 * len(shape)
+    for index, (done, tokens) in enumerate(shape):
+        count = -(-(done + tokens) // PAGE)
+        wanted = (emits or {}).get(index, [])
+        rows.append(Row(tuple((7 * index + 3 * token) % 500 for token in range(tokens)), done,
+                        tuple(pages[used:used + count]), 3 * index, 1, 3 * index + 1 if moved else None,
+                        emits=tuple((done + length, slot + i) for i, length in enumerate(wanted))))
+        used, slot = used + count, slot + len(wanted)
+    return build(Plan(tuple(rows)), torch.device("cuda"))
+
+
+RAGGED = [(17, 1), (0, 1), (300, 1), (0, 2), (1, 63), (64, 64), (3, 65), (100, 127), (0, 200)]
+CASES = {
+    "1": ([(9, 1)], {}), "2": ([(0, 2)], {}), "63": ([(0, 63)], {0: [1, 62, 63]}), "64": ([(5, 64)], {0: [64]}),
+    "65": ([(2, 65)], {0: [63, 64, 65]}), "127": ([(70, 127)], {0: [17, 100]}), "640": ([(0, 640)], {0: [512]}),
+    "ragged": (RAGGED, {0: [1], 2: [1], 3: [1], 5: [16, 64], 8: [64, 65, 128, 199]}),
+}
+
+
+def poison(state: StateView, batch: Batch, seed: int) -> StateView:
+    """Random states, NaN where nothing may be read; a copy in float64."""
+    state.recurrent.copy_(randn(*state.recurrent.shape, seed=seed) * 0.3)
+    state.conv.copy_(randn(*state.conv.shape, seed=seed + 1))
+    for row in (batch.done == 0).nonzero().flatten().tolist():
+        state.recurrent[batch.source[row]] = NAN
+        state.conv[batch.source[row]] = NAN
+    return StateView(state.recurrent.double(), state.conv.double())
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["in-place", "moved"])
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_gdn(runtime: Runtime, case: str, moved: bool) -> None:
+    prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[0]
+    assert isinstance(layer.mixer, GdnWeights)
+    state, spec = runtime.stores.states[0], layer.mixer.spec
+    batch = batch_of(*CASES[case], moved)
+    slow = poison(state, batch, 1)
+    before = StateView(slow.recurrent.clone(), slow.conv.clone())
+    proj = randn(batch.layout.tokens, spec.channels + spec.values + 2 * spec.value_heads, seed=3, dtype=torch.bfloat16)
+    y = mix(prompts, layer, proj, batch)
+    wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
+                                   for name in ("conv", "decay", "dt_bias", "norm")})
+    core = ref.gdn_core if runtime.name == "tiny" and batch.layout.tokens < 150 else torch_gdn._core
+    output = core(proj.double(), wide, slow, replace(batch, memo={}))
+    assert error(y, output) < 8e-3
+    written = sorted({*batch.target.tolist(), *batch.emit_slot.tolist()})
+    for slot in written:
+        assert error(state.recurrent[slot], slow.recurrent[slot]) < 8e-3, slot
+        fresh = slow.conv[slot] != 0  # what lies before position 0 may be anything
+        assert torch.equal(state.conv[slot].double()[fresh], slow.conv[slot][fresh])
+    others = [slot for slot in range(len(before.recurrent)) if slot not in written]
+    for found, old in ((state.recurrent, before.recurrent), (state.conv, before.conv)):
+        assert torch.equal(found[others].double().nan_to_num(7), old[others].nan_to_num(7))
+
+
+def mix(prompts: Prompts, layer: object, proj: Tensor, batch: Batch) -> Tensor:
+    step, plan = prompts._step, plan_of(batch)
+    work = _Work(batch, plan, _turns(step, batch), step._begin(plan.singles, "many") if plan.singles else None)
+    mixer = layer.mixer
+    return (prompts._gdn if isinstance(mixer, GdnWeights) else prompts._attention)(layer, mixer, proj, work)
+
+
+def _turns(step: Step, batch: Batch) -> Tensor:
+    table = ref.rope(batch.positions.cpu(), step._stack.rope)
+    half = table.cos.shape[1] // 2
+    return torch.cat((table.cos[:, :half], table.sin[:, :half]), 1).cuda()
+
+
+def delta_errors(runtime: Runtime, tokens: int, slow_decay: bool) -> tuple[float, float]:
+    """Of the outputs and of the final state, against float64 on the same convolved bfloat16 channels."""
+    prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[0]
+    mixer = layer.mixer
+    spec: GdnSpec = mixer.spec
+    state, batch = runtime.stores.states[0], batch_of([(0, tokens)])
+    proj = randn(tokens, spec.channels + spec.values + 2 * spec.value_heads, seed=3, dtype=torch.bfloat16)
+    if slow_decay:
+        proj[:, -spec.value_heads:] -= 6
+    proj[:, spec.channels:spec.channels + spec.values] = 1.5
+    # a norm and a gate that change little
+    y = mix(prompts, replace(layer, mixer=replace(mixer, norm=torch.ones_like(mixer.norm))), proj, batch)
+    padded = torch.cat((torch.zeros(3, spec.channels, device="cuda"), proj[:, :spec.channels].float()))
+    taps = mixer.conv.float()
+    mixed = sum(padded[tap:tap + tokens] * taps[:, tap] for tap in range(4))
+    mixed = torch.nn.functional.silu(mixed).bfloat16().double()
+    a, b = proj[:, -spec.value_heads:].double(), proj[:, -2 * spec.value_heads:-spec.value_heads].double()
+    gates = Gates(torch.nn.functional.softplus(a + mixer.dt_bias) * mixer.decay, b.sigmoid())
+    recurrent = torch.zeros_like(state.recurrent, dtype=torch.float64)
+    output = chunked(mixed, gates, spec, recurrent, replace(batch, memo={}), cut(batch))
+    output = output * (output.square().mean(-1, True) + spec.eps).rsqrt()
+    return error(y / (1.5 / (1 + math.exp(-1.5))), output.flatten(1)), error(state.recurrent[0], recurrent[0])
+
+
+@pytest.mark.parametrize("slow_decay", [False, True])
+@torch.inference_mode()
+def test_delta_rule_alone(runtime: Runtime, slow_decay: bool) -> None:
+    output, state = delta_errors(runtime, 2000, slow_decay)
+    print(f"delta rule of {runtime.name}, slow decay {slow_decay}: outputs {output:.1e}, state {state:.1e}")
+    assert output < 6e-3 and state < 6e-3
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["flash", "cudnn"])
+@pytest.mark.parametrize("shape", [[(0, 2)], [(0, 65)], [(40, 130)], [(128, 64)], [(300, 200)], RAGGED,
+                                   [(500, 1), (513, 300), (0, 33)]],
+                         ids=lambda shape: f"{len(shape)}-{shape[-1][1]}")
+@torch.inference_mode()
+def test_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
+                   monkeypatch: pytest.MonkeyPatch) -> None:
+    if large:
+        monkeypatch.setattr(long_attention, "_LARGE", 60 * 60)
+        monkeypatch.setattr(long_attention, "_LONG", 60)
+        monkeypatch.setattr(long_attention, "GRAIN", 128)
+        monkeypatch.setattr(prompts_module, "GRAIN", 128)
+    prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[3]
+    assert isinstance(layer.mixer, AttentionWeights)
+    kv, spec, batch = runtime.stores.kv[0], layer.mixer.spec, batch_of(shape)
+    kv.keys.fill_(NAN)
+    kv.values.fill_(NAN)
+    for row, done in enumerate(batch.done.tolist()):
+        for position in range(done):
+            page = batch.pages[row, position // PAGE]
+            kv.keys[page, position % PAGE] = randn(spec.kv_heads, spec.head_dim, seed=position)
+            kv.values[page, position % PAGE] = randn(spec.kv_heads, spec.head_dim, seed=position + 1)
+    slow = KvView(kv.keys.double(), kv.values.double())
+    width = spec.queries * 2 + 2 * spec.kv
+    proj = randn(batch.layout.tokens, width, seed=3, dtype=torch.bfloat16)
+    y = mix(prompts, layer, proj, batch)
+    table = ref.rope(batch.positions.cpu(), runtime.decoder.stack.rope)
+    mixer = AttentionWeights(spec, torch.eye(width).cuda().double(), layer.mixer.q_norm.double(),
+                             layer.mixer.k_norm.double(), torch.eye(spec.queries).cuda().double())
+    output = TORCH.attention_mixer(proj.double(), mixer, slow, replace(batch, memo={}),
+                                   Rope(table.cos.cuda(), table.sin.cuda()))
+    assert error(y, output) < 8e-3
+    stored = batch.store
+    for found, wanted in ((kv.keys, slow.keys), (kv.values, slow.values)):
+        assert error(found.flatten(0, 1)[stored], wanted.flatten(0, 1)[stored]) < 2e-3
+
+
+@pytest.mark.parametrize("case", ["2", "65", "ragged"])
+@torch.inference_mode()
+def test_steps(runtime: Runtime, case: str) -> None:
+    batch = batch_of(*CASES[case])
+    storage = runtime.cache.storage
+
+    def fill() -> None:
+        for seed, tensor in enumerate((storage.keys, storage.values, storage.recurrent, storage.conv)):
+            tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
+
+    fill()
+    wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.stores))
+    states = storage.recurrent.clone()
+    fill()
+    assert runtime.step is not None
+    served = runtime.step(replace(batch, memo={}))
+    assert served is not None
+    assert error(served[0], wanted) < 4e-2
+    assert error(storage.recurrent, states) < 3e-2
+    everything = replace(batch, layout=replace(batch.layout, hidden=True), memo={})
+    fill()
+    both = runtime.step(everything)
+    assert both and both[1] is not None and both[1].shape == (batch.layout.tokens, runtime.config.hidden_size)
+    assert error(both[0], served[0]) < 1e-3
