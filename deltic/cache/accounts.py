@@ -9,8 +9,8 @@
                |                       | in use      |  not in the tree (yet)              |
                |<----- give way ------>|<------------------ do not ----------------------->|
 
-    slots: each free, or one owner's: a lease's (its state, and those that it emits), a checkpoint's, a mark's;
-    or spare.
+    slots: each free, spare for a step in flight, or one owner's: a lease's (its state, and those that it emits), a
+    checkpoint's, a mark's.
     rings: each free, or a lease's.
 
 What is attainable for a sequence is what is free or the tree's alone. A full page never changes, so it may have many

@@ -2,8 +2,8 @@
 
 A node is one full page of tokens below its parent; the path from the root spells a prefix. A mark is a kept
 position: the state after a node's prefix and the tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is
-in a page of the mark's own. Only marks can be resumed; a node without one in its subtree is of no use, and the tree
-has none (L2).
+in a page of the mark's own. Only marks can be resumed; a node without one in its subtree is of no use, and
+the tree has none (L2).
 
     root ── page 0 ── page 1 ── page 2
                         │          └ mark, tail of 5 tokens
