@@ -25,9 +25,9 @@ from deltic.cache.disk import Disk
 from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.ledger import Ledger
+from deltic.cache.pools import CachePools
 from deltic.cache.prefix import Source
-from deltic.cache.shelf import Shelf
-from deltic.cache.storage import Storage
+from deltic.cache.tier_index import TierIndex
 from deltic.cache.tree import PrefixTree
 from deltic.engine.engine import Engine
 from deltic.types import PAGE, Request
@@ -84,9 +84,9 @@ def _resume(llm: LLM, args: argparse.Namespace) -> None:
 
 def _engine(llm: LLM, directory: Path | None, reuse: bool = True) -> Engine:
     """An engine over the same pools with an empty cache, as after a restart."""
-    storage = llm.runtime.pools
-    tiers = [Shelf(Disk(directory, "bench", 20 << 30), threads=True)] if directory else []
-    cache = HybridCache(storage, reuse, tiers)
+    pools = llm.runtime.pools
+    tiers = [TierIndex(Disk(directory, "bench", 20 << 30), threads=True)] if directory else []
+    cache = HybridCache(pools, reuse, tiers)
     return Engine(replace(llm.runtime, cache=cache))
 
 
@@ -174,7 +174,7 @@ def _timed(cache: HybridCache) -> Iterator[list[float]]:
         return call
 
     with ExitStack() as patches:
-        for owner, name in (*((cache, name) for name in METHODS), (Storage, "apply")):
+        for owner, name in (*((cache, name) for name in METHODS), (CachePools, "apply")):
             patches.enter_context(patch.object(owner, name, timer(getattr(owner, name))))
         yield spent
 
@@ -188,23 +188,23 @@ def _match(llm: LLM, args: argparse.Namespace) -> None:
     opening = _tokens(llm, draw, 50 * PAGE)
     prompt = [*opening, *_tokens(llm, draw, tokens - len(opening))]
     tree = PrefixTree(Ledger("page", 200_000), Ledger("slot", 5_000), 1500.0)
-    shelf = Shelf(Host(1 << 40), threads=False)
+    tier = TierIndex(Host(1 << 40), threads=False)
     for number in range(1000):
         conversation = [*opening, *_tokens(llm, draw, 1500 + number)]
         if number % 10 == 0:
             conversation = prompt[:3000 + 97 * number]
         for end in (len(opening), len(conversation) - 700, len(conversation)):
             _keep(tree, conversation[:end])
-            shelf.offer(Source(conversation[:end], lambda _: {}, dict))
-    found = {"tree": tree.match(prompt).mark, "tier": shelf.find(prompt)}
+            tier.offer(Source(conversation[:end], lambda _: {}, dict))
+    found = {"tree": tree.match(prompt).checkpoint, "tier": tier.find(prompt)}
     times = {"tree": [], "tier": []}
     for _ in range(20):
-        for name, look in (("tree", tree.match), ("tier", shelf.find)):
+        for name, look in (("tree", tree.match), ("tier", tier.find)):
             began = time.perf_counter()
             look(prompt)
             times[name].append((time.perf_counter() - began) * 1e3)
     record("cache", {"task": "match", "unit": "ms", "prompt_tokens": tokens, "conversations": 1000,
-                     "marks": len(tree), "entries": shelf.prefixes,
+                     "checkpoints": len(tree), "entries": tier.prefixes,
                      "matched": {name: entry.done for name, entry in found.items() if entry},
                      **{name: spread(values) for name, values in times.items()}})
 

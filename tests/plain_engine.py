@@ -197,7 +197,7 @@ class PlainEngine:
 
     def _split(self, sequence: Sequence) -> None:
         assert sequence.lease
-        kept = self.cache.checkpoint(sequence.lease, "logits")
+        kept = self.cache.snapshot(sequence.lease, "logits")
         origin = Origin(kept, sequence.sampling.n - 1) if kept else None
         self.forks += kept is not None
         for choice in range(1, sequence.sampling.n):

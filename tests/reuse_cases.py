@@ -9,13 +9,13 @@ from typing import Any
 from support import (
     Answers,
     drain,
+    fresh_pools,
     odd_runtime,
-    pools,
     small_runtime,
 )
 
 from deltic.cache.hybrid import HybridCache
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.types import Request, SamplingParams, Usage
@@ -26,11 +26,11 @@ DRAWN = replace(FREE, temperature=1.0, seed=SEED)
 
 
 def runtime_of(runtime: Runtime, *, reuse: bool = True, slots: int = 24, batch: int = 8, budget: int = 64,
-               pages: int | None = None, context: int | None = None, tiers: Sequence[Shelf] = ()) -> Runtime:
+               pages: int | None = None, context: int | None = None, tiers: Sequence[TierIndex] = ()) -> Runtime:
     """The same model with pools of its own, with slots for the prefix tree too."""
     small = small_runtime(runtime, batch=batch, budget=budget, pages=pages or 24 * 16, context=context)
-    storage = pools(runtime, pages or 24 * 16, slots)
-    return replace(small, cache=HybridCache(storage, reuse, tiers))
+    pools = fresh_pools(runtime, pages or 24 * 16, slots)
+    return replace(small, cache=HybridCache(pools, reuse, tiers))
 
 
 def serve(engine: Engine, *requests: Request) -> Answers:

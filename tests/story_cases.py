@@ -10,19 +10,19 @@ from random import Random
 from typing import Any
 
 from speculation_cases import PATTERNS, Dictate, EndingAt, headed
-from support import odd_runtime, pools, qwen3_runtime
+from support import fresh_pools, odd_runtime, qwen3_runtime
 
 from deltic.cache.disk import Disk
 from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
-from deltic.cache.medium import Medium
 from deltic.cache.policy import MemoryPlan
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
+from deltic.cache.tier_store import TierStore
 from deltic.engine.runtime import Runtime
 from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
 
 MODELS = {"odd": odd_runtime, "headed": headed, "qwen3": qwen3_runtime}
-TIERS: dict[str, Callable[[str], Medium]] = {
+TIERS: dict[str, Callable[[str], TierStore]] = {
     "host": lambda place: Host(1 << 24), "small host": lambda place: Host(1 << 18),
     "disk": lambda place: Disk(place, "x", 1 << 28)}
 VOCABULARY, AGAIN = 509, "'"
@@ -45,12 +45,12 @@ class Room:
 
     def furnish(self, model: Runtime, place: str = "") -> Runtime:
         """The model with pools of this size."""
-        storage = pools(model, self.pages, self.slots, self.rings)
-        tiers = [Shelf(TIERS[self.tier](place), threads=False)] if self.tier else []
+        pools = fresh_pools(model, self.pages, self.slots, self.rings)
+        tiers = [TierIndex(TIERS[self.tier](place), threads=False)] if self.tier else []
         return replace(
             model, options=replace(model.options, token_budget=self.budget, max_batch=self.batch),
             memory=MemoryPlan(self.pages, self.slots, self.batch, min(self.context, self.pages * PAGE)),
-            cache=HybridCache(storage, self.reuse, tiers))
+            cache=HybridCache(pools, self.reuse, tiers))
 
 
 @dataclass(frozen=True)

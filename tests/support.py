@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
-from deltic.cache.storage import Extras, Storage, allocate
+from deltic.cache.pools import CachePools, Extras, allocate
 from deltic.config import EngineConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
@@ -161,14 +161,14 @@ def _nest(directory: Path) -> None:
 # Sessions and engines over a loaded model, with pools of their own
 
 
-def pools(runtime: Runtime, pages: int, slots: int, rings: int | None = None) -> Storage:
+def fresh_pools(runtime: Runtime, pages: int, slots: int, rings: int | None = None) -> CachePools:
     """Fresh pools full of NaN: whoever reads what nobody wrote will show it. rings: by default one for everyone."""
     like = runtime.pools
     extras = Extras(rings=slots if rings is None else rings, head=runtime.mtp is not None, tiled=like.tiled)
-    storage = allocate(runtime.config, pages, slots, like.keys.dtype, runtime.decoder.ops, str(like.device), extras)
-    for tensor in (*storage.page_tensors, *storage.slot_tensors, *(storage.rings or ())):
+    pools = allocate(runtime.config, pages, slots, like.keys.dtype, runtime.decoder.ops, str(like.device), extras)
+    for tensor in (*pools.page_tensors, *pools.slot_tensors, *(pools.rings or ())):
         tensor.fill_(float("nan"))
-    return storage
+    return pools
 
 
 def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: int | None = None,
@@ -176,11 +176,11 @@ def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: 
     """The same model with a cache of its own: `pages` K/V pages, slots for the batch and one more."""
     context = context or min(512, runtime.memory.max_context)
     pages = pages or batch * -(-context // PAGE)
-    storage = pools(runtime, pages, batch + 1)
+    pools = fresh_pools(runtime, pages, batch + 1)
     return replace(
         runtime, options=replace(runtime.options, token_budget=budget, max_batch=batch),
         memory=MemoryPlan(pages, batch + 1, batch, min(context, pages * PAGE)),
-        cache=HybridCache(storage))
+        cache=HybridCache(pools))
 
 
 def session_over(runtime: Runtime, **limits: Any) -> Session:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import Answers, odd_shape, pools, take
+from support import Answers, fresh_pools, odd_shape, take
 from test_text_history import CALL, EOS, SYSTEM, THOUGHT, TINY, TOKENIZER, TOOLS, Talk, cut_small
 
 from deltic.cache.disk import Disk, DiskNotes
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
@@ -71,10 +71,10 @@ class Process:
         runtime = model()
         self.script = Script(runtime)
         ops = replace(runtime.decoder.ops, sample=self.script.sample)
-        storage = pools(runtime, 3 * CONTEXT // PAGE, 200)
-        tiers = [Shelf(Disk(directory, "model", 1 << 30), threads=True)]
+        pools = fresh_pools(runtime, 3 * CONTEXT // PAGE, 200)
+        tiers = [TierIndex(Disk(directory, "model", 1 << 30), threads=True)]
         self.runtime = replace(
-            runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(storage, True, tiers),
+            runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(pools, True, tiers),
             options=replace(runtime.options, token_budget=512), memory=MemoryPlan(3 * CONTEXT // PAGE, 200, 4, CONTEXT))
         self.engine = Engine(self.runtime)
         self.front = Front.from_directory(TINY, history=mode, notes=DiskNotes(directory, "model"))

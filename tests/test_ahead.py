@@ -55,7 +55,7 @@ def remains(engine: Engine) -> Any:
     """What is countable, and the prefixes that are kept."""
     stats, tree = engine.stats, engine.runtime.cache.tree
     return (replace(stats, ahead=0, last_overhead=0.0),
-            sorted(tuple(tokens_of(mark)) for mark in tree._marks),
+            sorted(tuple(tokens_of(checkpoint)) for checkpoint in tree._checkpoints),
             engine.runtime.cache.pages.free, engine.runtime.cache.slots.free)
 
 
@@ -124,7 +124,7 @@ def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: s
         more = tell(engine, [replace(greedy(longer, 12, "longer"), speculate=False)])
         found.append((answers, more))
         assert engine.runtime.cache.slots.free + len(engine.runtime.cache.accounts.spares) + len(
-            engine.runtime.cache.tree._marks) == engine.runtime.cache.slots.size
+            engine.runtime.cache.tree._checkpoints) == engine.runtime.cache.slots.size
     assert engine.stats.ahead
     for one, other in zip(*found, strict=True):
         assert {key: answer.tokens for key, answer in one.items()} == {key: a.tokens for key, a in other.items()}

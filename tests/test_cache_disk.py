@@ -26,7 +26,7 @@ from deltic.cache import folder as layout
 from deltic.cache.disk import Disk, DiskNotes
 from deltic.cache.folder import Label
 from deltic.cache.itemfile import encode
-from deltic.cache.medium import Item, MediumError
+from deltic.cache.tier_store import Item, TierStoreError
 from deltic.errors import ConfigError
 
 MODEL, OTHER = "ab" * 16, "cd" * 16
@@ -139,7 +139,7 @@ def test_delete_and_touch(disk, tmp_path):
     disk.delete(ITEM)
     disk.touch(ITEM)
     assert not list(disk.scan())
-    with pytest.raises(MediumError, match=r"\.final cannot be read: No such file"):
+    with pytest.raises(TierStoreError, match=r"\.final cannot be read: No such file"):
         disk.read(ITEM)
 
 
@@ -164,10 +164,10 @@ def test_truncated_at_every_byte(disk, tmp_path):
     assert set(disk.read(ITEM)) == {"tokens", "conv"}
     for length in range(len(whole)):
         put(file_of(tmp_path), whole[:length])
-        with pytest.raises(MediumError):
+        with pytest.raises(TierStoreError):
             disk.read(ITEM)
     put(file_of(tmp_path), whole + b"\0")
-    with pytest.raises(MediumError, match="wrong length"):
+    with pytest.raises(TierStoreError, match="wrong length"):
         disk.read(ITEM)
 
 
@@ -178,7 +178,7 @@ def test_every_flipped_bit_is_seen(disk, tmp_path):
         for place, byte in enumerate(whole):
             for bit in range(8):
                 os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), place)
-                with pytest.raises(MediumError):
+                with pytest.raises(TierStoreError):
                     disk.read(ITEM)
             os.pwrite(file.fileno(), bytes([byte]), place)
     disk.read(ITEM)
@@ -195,7 +195,7 @@ def test_random_damage_is_seen(tmp_path_factory, data):
     damaged = whole[:start] + data.draw(st.binary(max_size=40) | st.just(2 * whole[start:end])) + whole[end:]
     put(file_of(directory), damaged)
     if damaged != whole:
-        with pytest.raises(MediumError):
+        with pytest.raises(TierStoreError):
             disk.read(ITEM)
 
 
@@ -205,7 +205,7 @@ def test_an_item_under_another_name(disk, tmp_path):
               Item("final", KEY, "", 16, 37), Item("final", KEY, PARENT, 15, 37), Item("final", KEY, PARENT, 16, 38)]
     for other in others:
         shutil.copy(file_of(tmp_path), file_of(tmp_path, other))
-        with pytest.raises(MediumError, match="is not what its name says"):
+        with pytest.raises(TierStoreError, match="is not what its name says"):
             disk.read(other)
 
 
@@ -247,7 +247,7 @@ def hostile() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", hostile())
 def test_hostile_files(name, disk, tmp_path):
     put(file_of(tmp_path), hostile()[name])
-    with pytest.raises(MediumError):
+    with pytest.raises(TierStoreError):
         disk.read(ITEM)
 
 
@@ -257,7 +257,7 @@ def test_what_is_not_a_plain_file(disk, tmp_path):
     for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to(secret)):
         make()
         assert not list(disk.scan())
-        with pytest.raises(MediumError, match="cannot be read"):
+        with pytest.raises(TierStoreError, match="cannot be read"):
             disk.read(ITEM)
         path.rmdir() if path.is_dir() else path.unlink()
 
@@ -562,7 +562,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.medium import Item
+from deltic.cache.tier_store import Item
 torch.set_num_threads(1)
 directory, chance = Path(sys.argv[1]), random.Random(5)
 for life in range(40):
@@ -598,7 +598,7 @@ import random, sys, time
 from pathlib import Path
 import torch
 from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.medium import Item, MediumError
+from deltic.cache.tier_store import Item, TierStoreError
 torch.set_num_threads(1)
 disk, notes = Disk(Path(sys.argv[1]), sys.argv[2], 1), DiskNotes(Path(sys.argv[1]), sys.argv[2], 1 << 20)
 chance, end, read = random.Random(int(sys.argv[3])), time.monotonic() + 1.5, 0
@@ -614,7 +614,7 @@ while time.monotonic() < end:
             assert notes.get(f"{number:x}") in (None, bytes([number]) * 5000)
         case 4:
             try: assert disk.read(item)["x"].unique().tolist() == [number]; read += 1
-            except MediumError as error: assert "cannot be read" in str(error), error
+            except TierStoreError as error: assert "cannot be read" in str(error), error
 assert read > 5
 """
 

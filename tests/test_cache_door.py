@@ -20,8 +20,8 @@ from deltic.cache import folder as layout
 from deltic.cache.disk import Disk
 from deltic.cache.door import PoolDoor
 from deltic.cache.itemfile import encode
-from deltic.cache.medium import Item, MediumError
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
+from deltic.cache.tier_store import Item, TierStoreError
 from deltic.engine.engine import Engine
 from deltic.types import PAGE
 
@@ -31,12 +31,12 @@ NAN = float("nan")
 Tensors = dict[str, Tensor]
 
 
-def engine_over(*tiers: Shelf) -> Engine:
+def engine_over(*tiers: TierIndex) -> Engine:
     return Engine(runtime_of(odd_runtime(), batch=4, tiers=tiers))
 
 
 def disk_engine(directory: Path) -> Engine:
-    return engine_over(Shelf(Disk(directory, "model", 1 << 24), threads=True))
+    return engine_over(TierIndex(Disk(directory, "model", 1 << 24), threads=True))
 
 
 def items_of(directory: Path) -> list[Item]:
@@ -133,9 +133,9 @@ def test_kept_logits_that_are_wrong_fail_their_own_request_alone() -> None:
     """Wherever they came from: the engine itself puts them beside those of others."""
     engine = engine_over()
     serve(engine, OPENING)
-    mark = engine.runtime.cache.tree.match(PROMPT).mark
-    assert mark is not None and mark.done == 100
-    mark.logits = torch.zeros(7)
+    checkpoint = engine.runtime.cache.tree.match(PROMPT).checkpoint
+    assert checkpoint is not None and checkpoint.done == 100
+    checkpoint.logits = torch.zeros(7)
     neighbour = greedy(numbers(2, 30, 500), 8, "n")
     found = serve(engine, neighbour, OPENING)
     same_tokens(reference(odd_runtime(), neighbour.prompt, 8), found[("n", 0)].tokens)
@@ -162,7 +162,7 @@ def test_a_file_larger_than_its_item_can_be_takes_no_memory(tmp_path: Path, monk
         return real((), **more)
     monkeypatch.setattr(torch, "empty", empty)
     door = PoolDoor(odd_runtime().pools)
-    with pytest.raises(MediumError, match=r"at most .* can be right"):
+    with pytest.raises(TierStoreError, match=r"at most .* can be right"):
         disk.read(item, door.most(item))
     assert not asked
 
@@ -185,8 +185,8 @@ NAMES = st.sampled_from(("keys", "values", "tokens", "recurrent", "conv", "logit
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObject) -> None:
     """Sound items with tensors replaced, removed and added: refused, with a reason, or just like what was kept."""
-    storage = odd_runtime().pools
-    door, kind = PoolDoor(storage), data.draw(st.sampled_from(("kv", "state", "final")))
+    pools = odd_runtime().pools
+    door, kind = PoolDoor(pools), data.draw(st.sampled_from(("kv", "state", "final")))
     item = Item(kind, "ab" * 16, "", 0, 5)
     sound = sound_item(item)
     assert door.refuse(item, sound) == ""
@@ -204,13 +204,13 @@ def test_no_item_whatever_comes_through_the_door_or_breaks_it(data: st.DataObjec
 
 
 def sound_item(item: Item) -> Tensors:
-    storage = odd_runtime().pools
+    pools = odd_runtime().pools
     if item.kind == "kv":
         length = item.done - item.start
-        pools = zip(("keys", "values"), storage.page_tensors, strict=True)
+        pools = zip(("keys", "values"), pools.page_tensors, strict=True)
         return {"tokens": torch.arange(length),
                 **{name: torch.ones(len(pool), length, *pool.shape[3:]) for name, pool in pools}}
-    state = {name: torch.ones_like(pool[:, 0]) for name, pool in storage.named_slots.items()}
+    state = {name: torch.ones_like(pool[:, 0]) for name, pool in pools.named_slots.items()}
     return state if item.kind == "state" else {**state, "logits": torch.arange(509).float()}
 
 

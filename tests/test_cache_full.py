@@ -21,15 +21,15 @@ import torch
 from hypothesis.stateful import initialize, invariant
 from reuse_cases import runtime_of, serve, usage_of
 from support import greedy, numbers, odd_runtime, reference, same_tokens
-from test_cache_tiers import Delayed, Recording, ShelfMachine, source_of
+from test_cache_tiers import Delayed, Recording, TierIndexMachine, source_of
 from test_prefix_tree import run_programs
 from torch import Tensor
 
 from deltic.cache import folder as layout
-from deltic.cache import shelf as shelf_module
+from deltic.cache import tier_index
 from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.medium import FullError, Item
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
+from deltic.cache.tier_store import FullError, Item
 from deltic.engine.engine import Engine
 from deltic.types import Request
 
@@ -39,16 +39,16 @@ def request_of(seed: int, length: int = 60) -> Request:
 
 
 def disk_engine(directory: Path, budget: int = 1 << 26, model: str = "model") -> Engine:
-    return Engine(runtime_of(odd_runtime(), batch=2, tiers=[Shelf(Disk(directory, model, budget), threads=True)]))
+    return Engine(runtime_of(odd_runtime(), batch=2, tiers=[TierIndex(Disk(directory, model, budget), threads=True)]))
 
 
 def written(engine: Engine) -> None:
     """Wait until all that was kept is on the disk, or is known not to be."""
-    (shelf,) = engine.runtime.cache.tiers
-    while shelf._pending:
+    (tier,) = engine.runtime.cache.tiers
+    while tier._pending:
         with suppress(Exception):
-            shelf._pending[-1].future.result()
-        shelf._settle()
+            tier._pending[-1].future.result()
+        tier._settle()
 
 
 def size_of(directory: Path) -> int:
@@ -128,7 +128,7 @@ def test_where_others_fill_the_disk_nothing_is_given_up_in_vain(tmp_path: Path, 
 
 
 class Narrow(Recording):
-    """A medium that holds less than its budget, and says so when it is written to."""
+    """A store that holds less than its budget, and says so when it is written to."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(1 << 20)
@@ -148,59 +148,59 @@ class Narrow(Recording):
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_room_is_made_for_long_prefixes_too(delayed: bool) -> None:
-    medium = Narrow(4000)
-    shelf = Shelf(medium, threads=False)
+    store = Narrow(4000)
+    tier = TierIndex(store, threads=False)
     if delayed:
-        shelf._writer = Delayed()
+        tier._writer = Delayed()
     for start in range(0, 40_000, 1000):
         tokens = tuple(range(start, start + 20 + start // 1000 * 7))
-        shelf.offer(source_of(tokens))
-        while isinstance(shelf._writer, Delayed) and shelf._writer.waiting:
-            shelf._writer.work(1)
-            shelf._settle()
-        shelf.check()
-        assert shelf.find((*tokens, 1)), "what is new was not kept"
-    assert shelf.evictions > 20
+        tier.offer(source_of(tokens))
+        while isinstance(tier._writer, Delayed) and tier._writer.waiting:
+            tier._writer.work(1)
+            tier._settle()
+        tier.check()
+        assert tier.find((*tokens, 1)), "what is new was not kept"
+    assert tier.evictions > 20
 
 
-class NarrowMachine(ShelfMachine):
-    """Random programs over a medium that is full long before its budget is used up."""
+class NarrowMachine(TierIndexMachine):
+    """Random programs over a store that is full long before its budget is used up."""
 
     narrow = True
 
     @initialize(capacity=st.sampled_from((300, 900, 2200, 4000)))
     def start(self, capacity: int) -> None:
-        self.medium = Narrow(capacity)
+        self.store = Narrow(capacity)
         self.open()
 
     @invariant()
-    def the_medium_holds_what_it_can(self) -> None:
-        assert self.medium.held <= self.medium.capacity
+    def the_store_holds_what_it_can(self) -> None:
+        assert self.store.held <= self.store.capacity
 
 
-def test_a_shelf_over_a_full_medium_keeps_its_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
+def test_a_tier_over_a_full_store_keeps_its_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
     run_programs(NarrowMachine, 60, 40)
 
 
 @pytest.mark.slow
-def test_a_shelf_over_a_full_medium_keeps_its_accounts_in_thousands_of_programs(
+def test_a_tier_over_a_full_store_keeps_its_accounts_in_thousands_of_programs(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
+    monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
     run_programs(NarrowMachine, 2000, 50, derandomize=False)
 
 
-def test_what_is_larger_than_the_medium_leaves_the_rest_where_it_is() -> None:
-    medium = Narrow(2000)
-    shelf = Shelf(medium, threads=False)
+def test_what_is_larger_than_the_store_leaves_the_rest_where_it_is() -> None:
+    store = Narrow(2000)
+    tier = TierIndex(store, threads=False)
     small, large = tuple(range(20)), tuple(range(1000, 2000))
-    shelf.offer(source_of(small))
-    shelf.offer(source_of(large))
-    shelf.check()
-    assert shelf.find((*small, 1)) and not shelf.find((*large, 1))
+    tier.offer(source_of(small))
+    tier.offer(source_of(large))
+    tier.check()
+    assert tier.find((*small, 1)) and not tier.find((*large, 1))
 
 
-def test_a_medium_that_never_has_room_is_asked_a_few_times_only() -> None:
+def test_a_store_that_never_has_room_is_asked_a_few_times_only() -> None:
     class Liar(Recording):
         calls = 0
 
@@ -213,40 +213,40 @@ def test_a_medium_that_never_has_room_is_asked_a_few_times_only() -> None:
         def delete(self, item: Item) -> None:
             """Takes nothing back."""
 
-    medium = Liar(1 << 20)
-    shelf = Shelf(medium, threads=False)
+    store = Liar(1 << 20)
+    tier = TierIndex(store, threads=False)
     for start in range(0, 20_000, 1000):
-        shelf.offer(source_of(tuple(range(start, start + 20))))
-    assert medium.calls < 30
+        tier.offer(source_of(tuple(range(start, start + 20))))
+    assert store.calls < 30
 
 
 def test_a_shortage_of_memory_for_copies_keeps_nothing_and_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "deltic")
-    shelf = Shelf(Recording(100_000), threads=False)
+    tier = TierIndex(Recording(100_000), threads=False)
 
     def refuse(start: int) -> Any:
         raise MemoryError("can't allocate memory")
-    shelf.offer(replace(source_of((1, 2, 3)), run=refuse))
-    shelf.check()
-    assert shelf.find((1, 2, 3, 4)) is None and "--host-memory" in caplog.text
+    tier.offer(replace(source_of((1, 2, 3)), run=refuse))
+    tier.check()
+    assert tier.find((1, 2, 3, 4)) is None and "--host-memory" in caplog.text
 
 
 def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf_module, "_BACKLOG", 2000)
-    shelf = Shelf(Recording(1 << 20), threads=False)
+    monkeypatch.setattr(tier_index, "_BACKLOG", 2000)
+    tier = TierIndex(Recording(1 << 20), threads=False)
     writer, copies = Delayed(), []
-    shelf._writer = writer
+    tier._writer = writer
 
     def counted(source: Any) -> Any:
         return replace(source, run=lambda start: copies.append(start) or source.run(start), cost=(12, 100))
     for start in range(0, 50_000, 1000):
-        shelf.offer(counted(source_of(tuple(range(start, start + 20)))))
-        assert shelf._backlog <= 2000
+        tier.offer(counted(source_of(tuple(range(start, start + 20)))))
+        assert tier._backlog <= 2000
     assert 0 < len(copies) < 15, "what is skipped was copied first"
     writer.work(1 << 20)
-    shelf._settle()
-    shelf.check()
-    assert shelf._backlog == 0
+    tier._settle()
+    tier.check()
+    assert tier._backlog == 0
 
 
 # A smaller budget

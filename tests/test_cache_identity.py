@@ -298,12 +298,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def await_tier(llm: LLM) -> None:
-    (shelf,) = llm.runtime.cache.tiers
+    (tier,) = llm.runtime.cache.tiers
     end = time.monotonic() + 30
-    while not shelf._there and time.monotonic() < end:
-        shelf._settle()
+    while not tier._there and time.monotonic() < end:
+        tier._settle()
         time.sleep(0.002)
-    assert shelf._there
+    assert tier._there
 
 
 def test_a_start_does_not_wait_for_it(tiny: Path, kept: Path, gate: Gate) -> None:
@@ -354,10 +354,10 @@ def test_files_that_change_while_they_are_loaded_keep_nothing(tiny: Path, kept: 
     expected = ask(llm)
     os.utime(tiny / "model.safetensors")
     gate.open.set()
-    (shelf,) = llm.runtime.cache.tiers
+    (tier,) = llm.runtime.cache.tiers
     end = time.monotonic() + 30
-    while not shelf._closed and time.monotonic() < end:
-        shelf._settle()
+    while not tier._closed and time.monotonic() < end:
+        tier._settle()
         time.sleep(0.002)
     assert ask(llm)[1] == expected[1]
     llm.close()

@@ -24,11 +24,11 @@ from hypothesis.stateful import (
 )
 
 from deltic.cache.hybrid import HybridCache
-from deltic.cache.lease import Checkpoint, Lease
+from deltic.cache.lease import Lease, Snapshot
 from deltic.cache.ledger import Ledger
 from deltic.cache.operations import CopyPage, CopySlot
 from deltic.cache.policy import MemoryNeeds, split_memory
-from deltic.cache.storage import Storage
+from deltic.cache.pools import CachePools
 from deltic.errors import ConfigError, DelticError
 from deltic.ops import backends
 from deltic.types import PAGE
@@ -38,7 +38,7 @@ NAN = float("nan")
 PHASES = (Phase.generate,)
 
 
-def toy_storage(pages: int, slots: int, kind: type[Storage] = Storage) -> Storage:
+def toy_pools(pages: int, slots: int, kind: type[CachePools] = CachePools) -> CachePools:
     """Two attention and three recurrent layers of toy size, in float64 so that hashes are exact; all NaN."""
     def full(*shape: int) -> torch.Tensor:
         return torch.full(shape, NAN, dtype=torch.float64)
@@ -47,11 +47,11 @@ def toy_storage(pages: int, slots: int, kind: type[Storage] = Storage) -> Storag
                 recurrent=full(3, slots, 1, 1, 2), conv=full(3, slots, 4, 1), ops=backends()["torch"])
 
 
-def toy_cache(pages: int, slots: int, kind: type[HybridCache | Storage] = HybridCache) -> HybridCache:
+def toy_cache(pages: int, slots: int, kind: type[HybridCache | CachePools] = HybridCache) -> HybridCache:
     """kind: of the accounts, or of the pools under them."""
     if issubclass(kind, HybridCache):
-        return kind(toy_storage(pages, slots))
-    return HybridCache(toy_storage(pages, slots, kind))
+        return kind(toy_pools(pages, slots))
+    return HybridCache(toy_pools(pages, slots, kind))
 
 
 def advance(state: int, token: int) -> int:
@@ -120,17 +120,17 @@ class Naive:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random programs over leases and checkpoints, in pools so small that most of them meet a shortage. looks: how many
+    """Random programs over leases and snapshots, in pools so small that most of them meet a shortage. looks: how many
     rules until the pools are looked at, for which all that is queued is carried out."""
 
-    kind: type[HybridCache | Storage] = HybridCache
+    kind: type[HybridCache | CachePools] = HybridCache
     looks = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.rules = 0
         self.leases: dict[Lease, Naive] = {}
-        self.kept: dict[Checkpoint, Naive] = {}
+        self.kept: dict[Snapshot, Naive] = {}
         self.fresh = iter(range(1 << 30))
 
     @initialize(pages=st.sampled_from((6, 4, 3, 9, 2, 1)), slots=st.sampled_from((4, 3, 5, 2, 4, 1)))
@@ -163,7 +163,7 @@ class CacheMachine(RuleBasedStateMachine):
     def lease(self, pick: int) -> tuple[Lease, Naive]:
         return list(self.leases.items())[pick % len(self.leases)]
 
-    def checkpoint(self, pick: int) -> tuple[Checkpoint, Naive]:
+    def snapshot(self, pick: int) -> tuple[Snapshot, Naive]:
         return list(self.kept.items())[pick % len(self.kept)]
 
     # Programs
@@ -219,11 +219,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.kept)
     @rule(pick=st.integers(0, 9))
-    def fork_checkpoint(self, pick: int) -> None:
-        """L2: so has a fork of a checkpoint."""
-        self.forked(*self.checkpoint(pick))
+    def fork_snapshot(self, pick: int) -> None:
+        """L2: so has a fork of a snapshot."""
+        self.forked(*self.snapshot(pick))
 
-    def forked(self, source: Lease | Checkpoint, naive: Naive) -> None:
+    def forked(self, source: Lease | Snapshot, naive: Naive) -> None:
         expected = self.fits(naive)
         lease = self.cache.fork(source)
         assert (lease is not None) == expected
@@ -233,10 +233,10 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 9))
     def keep(self, pick: int) -> None:
-        """L2: a checkpoint keeps pages and state of the lease's position."""
+        """L2: a snapshot keeps pages and state of the lease's position."""
         lease, naive = self.lease(pick)
         expected = self.fits(naive)
-        kept = self.cache.checkpoint(lease)
+        kept = self.cache.snapshot(lease)
         assert (kept is not None) == expected
         if kept is not None:
             self.kept[kept] = self.copied(naive)
@@ -245,7 +245,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9), which=st.integers(0, 9))
     def restore(self, pick: int, which: int) -> None:
         """L2: recurrent state cannot be cut, only restored, together with its K/V."""
-        self.restored(pick, *self.checkpoint(which))
+        self.restored(pick, *self.snapshot(which))
 
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 9))
@@ -253,7 +253,7 @@ class CacheMachine(RuleBasedStateMachine):
         """L2: restoring nothing is the start."""
         self.restored(pick, None, Naive())
 
-    def restored(self, pick: int, kept: Checkpoint | None, naive: Naive) -> None:
+    def restored(self, pick: int, kept: Snapshot | None, naive: Naive) -> None:
         lease, own = self.lease(pick)
         others = {page for holder in self.holders() if holder is not own for page in holder.pages}
         room = self.cache.pages.size > len(others) or not len(naive.tokens) % PAGE
@@ -275,7 +275,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(pick=st.integers(0, 9))
     def drop(self, pick: int) -> None:
-        kept, _ = self.checkpoint(pick)
+        kept, _ = self.snapshot(pick)
         self.cache.drop(kept)
         del self.kept[kept]
 
@@ -308,7 +308,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert not expected or read_state(self.cache, holder.slot) == expected[-1]
 
 
-def programs(count: int, kind: type[HybridCache | Storage] = HybridCache, looks: int = 1, **options: Any) -> None:
+def programs(count: int, kind: type[HybridCache | CachePools] = HybridCache, looks: int = 1, **options: Any) -> None:
     machine = type("Machine", (CacheMachine,), {"kind": kind, "looks": looks})
     run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=40, **options))
 
@@ -338,7 +338,7 @@ class SharesPartialPages(HybridCache):
         return list(pages[:-(-done // PAGE)])
 
 
-class ForgetsToCopyState(Storage):
+class ForgetsToCopyState(CachePools):
     def apply(self, operations: Any) -> None:
         for operation in operations:
             match operation:
@@ -348,7 +348,7 @@ class ForgetsToCopyState(Storage):
                     super().apply([operation])
 
 
-class CopiesOneLayer(Storage):
+class CopiesOneLayer(CachePools):
     def apply(self, operations: Any) -> None:
         for operation in operations:
             match operation:
@@ -359,7 +359,7 @@ class CopiesOneLayer(Storage):
                     super().apply([operation])
 
 
-class GoesBackwards(Storage):
+class GoesBackwards(CachePools):
     """What was queued last is done first."""
 
     def apply(self, operations: Any) -> None:
@@ -379,21 +379,21 @@ class PromisesMore(HybridCache):
 
 
 class LeaksPages(HybridCache):
-    def drop(self, checkpoint: Checkpoint) -> None:
-        del self.accounts.checkpoints[checkpoint.slot]
-        self.slots.release([checkpoint.slot])
+    def drop(self, snapshot: Snapshot) -> None:
+        del self.accounts.snapshots[snapshot.slot]
+        self.slots.release([snapshot.slot])
 
 
 class CutsState(HybridCache):
-    def restore(self, lease: Lease, checkpoint: Checkpoint | None) -> bool:
-        done = super().restore(lease, checkpoint)
+    def restore(self, lease: Lease, snapshot: Snapshot | None) -> bool:
+        done = super().restore(lease, snapshot)
         self.accounts.queue[:] = [operation for operation in self.accounts.queue if not isinstance(operation, CopySlot)]
         return done
 
 
 @pytest.mark.parametrize("kind", [SharesPartialPages, ForgetsToCopyState, CopiesOneLayer, CommitsTwice, PromisesMore,
                                   LeaksPages, CutsState, GoesBackwards])
-def test_the_machine_notices_a_broken_cache(kind: type[HybridCache | Storage]) -> None:
+def test_the_machine_notices_a_broken_cache(kind: type[HybridCache | CachePools]) -> None:
     looks = 9 if kind is GoesBackwards else 1
     with pytest.raises((AssertionError, IndexError)):
         programs(600, kind, looks, report_multiple_bugs=False, phases=PHASES)
@@ -442,7 +442,7 @@ def test_l2_branches_grow_apart_without_touching_each_other() -> None:
         assert read_kv(cache, holder.pages, 29) == expected and read_state(cache, holder.slot) == expected[-1]
 
 
-@pytest.mark.parametrize("action", ["fork", "checkpoint"])
+@pytest.mark.parametrize("action", ["fork", "snapshot"])
 @pytest.mark.parametrize(("pages", "slots"), [(2, 5), (5, 1)])
 def test_l4_shortage_returns_none_and_changes_nothing(action: str, pages: int, slots: int) -> None:
     cache = toy_cache(pages, slots)
@@ -454,10 +454,10 @@ def test_l4_shortage_returns_none_and_changes_nothing(action: str, pages: int, s
     assert read_kv(cache, lease.pages, 20) == hashes(list(range(20)))
 
 
-def test_l4_a_checkpoint_at_the_end_of_a_page_costs_no_page() -> None:
+def test_l4_a_snapshot_at_the_end_of_a_page_costs_no_page() -> None:
     cache = toy_cache(2, 2)
     lease = leased(cache, list(range(32)))
-    assert cache.pages.free == 0 and cache.checkpoint(lease) is not None
+    assert cache.pages.free == 0 and cache.snapshot(lease) is not None
     cache.check()
 
 
@@ -500,7 +500,7 @@ def test_l1_a_lease_refers_to_the_list_of_its_sequence() -> None:
 def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
     cache = toy_cache(6, 2)
     lease = leased(cache, list(range(20)))
-    kept = cache.checkpoint(lease)
+    kept = cache.snapshot(lease)
     assert kept is not None
     for tail in (700, 800):
         assert cache.reserve(lease, 30) == 30
@@ -516,7 +516,7 @@ def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
 def test_restore_may_use_the_pages_that_the_lease_gives_back() -> None:
     cache = toy_cache(3, 2)
     lease = leased(cache, list(range(5)))
-    kept = cache.checkpoint(lease)
+    kept = cache.snapshot(lease)
     assert kept is not None and cache.reserve(lease, 27) == 27
     step(cache, lease, [1] * 27)
     assert cache.pages.free == 0
@@ -528,10 +528,10 @@ def test_restore_may_use_the_pages_that_the_lease_gives_back() -> None:
 def test_l8_a_holder_that_is_gone_cannot_be_used_again() -> None:
     cache = toy_cache(6, 4)
     lease = leased(cache, list(range(5)))
-    kept = cache.checkpoint(lease)
+    kept = cache.snapshot(lease)
     assert kept is not None
     cache.drop(kept)
-    again = cache.checkpoint(lease)
+    again = cache.snapshot(lease)
     assert again is not None and again.slot == kept.slot
     for use in (lambda: cache.drop(kept), lambda: cache.restore(lease, kept), lambda: cache.fork(kept)):
         with pytest.raises((AssertionError, KeyError, DelticError)):

@@ -1,4 +1,4 @@
-"""Tiers: what a shelf holds against a dictionary, faults of its medium, and the hybrid cache over them (L1 to L3)."""
+"""Tiers: what a tier holds against a dictionary, faults of its store, and the hybrid cache over them (L1 to L3)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from test_prefix_tree import PHASES, PROMPTS, Prefix, ReuseMachine, Wanted, run_
 from torch import Tensor
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.cache import shelf as shelf_module
+from deltic.cache import tier_index
 from deltic.cache.disk import Disk
 from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
-from deltic.cache.medium import Item, MediumError, PrefixHash
 from deltic.cache.prefix import Loaded, LostError, Source
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
+from deltic.cache.tier_store import Item, PrefixHash, TierStoreError
 from deltic.cache.tiers import Fetch
 from deltic.engine.engine import Engine
 from deltic.types import PAGE
@@ -67,7 +67,7 @@ def check_loaded(loaded: Loaded, tokens: Sequence[int]) -> None:
 
 
 class Flaky(Host):
-    """A medium that refuses, forgets and corrupts."""
+    """A store that refuses, forgets and corrupts."""
 
     def __init__(self, budget: int) -> None:
         super().__init__(budget)
@@ -126,9 +126,9 @@ class Delayed(Executor):
         self.work(len(self.waiting))
 
 
-class ShelfMachine(RuleBasedStateMachine):
-    """Random programs over a shelf and the set of prefixes that were offered to it. Writing lags behind. narrow: the
-    medium may not take what it was given."""
+class TierIndexMachine(RuleBasedStateMachine):
+    """Random programs over a tier and the set of prefixes that were offered to it. Writing lags behind. narrow: the
+    store may not take what it was given."""
 
     narrow = False
 
@@ -138,25 +138,25 @@ class ShelfMachine(RuleBasedStateMachine):
 
     @initialize(budget=st.sampled_from((900, 1500, 2200, 4000, 100_000)))
     def start(self, budget: int) -> None:
-        self.medium = Recording(budget)
+        self.store = Recording(budget)
         self.open()
 
     def open(self) -> None:
-        self.shelf = Shelf(self.medium, threads=False)
-        self.writer = self.shelf._writer = Delayed()
+        self.tier = TierIndex(self.store, threads=False)
+        self.writer = self.tier._writer = Delayed()
 
     @rule(count=st.integers(1, 9))
     def write(self, count: int) -> None:
         self.writer.work(count)
-        self.shelf.find((77, 77))  # takes note
+        self.tier.find((77, 77))  # takes note
 
     @rule(tokens=PROMPTS.filter(bool), logits=st.booleans())
     def offer(self, tokens: Prefix, logits: bool) -> None:
-        self.shelf.offer(source_of(tokens, logits))
+        self.tier.offer(source_of(tokens, logits))
         self.offered[tokens] = logits or self.offered.get(tokens, False)
-        if self.medium.budget == 100_000 and not self.medium.full and not self.writer.waiting:
+        if self.store.budget == 100_000 and not self.store.full and not self.writer.waiting:
             longer = (*tokens, 9)
-            entry = self.shelf.find(longer)
+            entry = self.tier.find(longer)
             assert entry and len(tokens) - PAGE <= entry.done <= len(tokens), "what was offered is not known"
 
     @precondition(lambda self: self.offered)
@@ -169,7 +169,7 @@ class ShelfMachine(RuleBasedStateMachine):
     @rule(tokens=PROMPTS, above=st.integers(0, 40))
     def fetch(self, tokens: Prefix, above: int) -> None:
         """What is found is a prefix that was offered, deeper than asked, and comes back as it was."""
-        entry = self.shelf.find(tokens, above)
+        entry = self.tier.find(tokens, above)
         if entry is None:
             return
         assert above < entry.done <= len(tokens)
@@ -177,164 +177,164 @@ class ShelfMachine(RuleBasedStateMachine):
         assert tokens[:entry.done] in self.offered
         assert entry.done < len(tokens) or self.offered[tokens], "an exact end without logits"
         try:
-            check_loaded(self.shelf.fetch(entry).result(), tokens[:entry.done])
+            check_loaded(self.tier.fetch(entry).result(), tokens[:entry.done])
         except LostError as lost:
-            assert self.medium.full or self.narrow, "what is known was not there"
-            self.shelf.lose(lost.item)
+            assert self.store.full or self.narrow, "what is known was not there"
+            self.tier.lose(lost.item)
 
     @rule()
     def restart(self) -> None:
-        self.shelf.close()
-        known, self.medium.full = self.shelf.prefixes, False
+        self.tier.close()
+        known, self.store.full = self.tier.prefixes, False
         self.open()
-        assert self.shelf.prefixes == known
+        assert self.tier.prefixes == known
 
     @rule(full=st.booleans())
     def fill(self, full: bool) -> None:
-        self.medium.full = full
-        self.shelf._paused_until = 0.0
+        self.store.full = full
+        self.tier._paused_until = 0.0
 
-    @precondition(lambda self: self.medium._items and not self.writer.waiting)
+    @precondition(lambda self: self.store._items and not self.writer.waiting)
     @rule(pick=st.integers(0, 99))
     def forget(self, pick: int) -> None:
         """Another process deletes a file; the next that would use it is told."""
-        key = list(self.medium._items)[pick % len(self.medium._items)]
-        item = self.medium.known[key]
-        self.medium.delete(item)
-        self.shelf.lose(item)
+        key = list(self.store._items)[pick % len(self.store._items)]
+        item = self.store.known[key]
+        self.store.delete(item)
+        self.tier.lose(item)
 
-    @precondition(lambda self: self.medium._items and not self.writer.waiting)
+    @precondition(lambda self: self.store._items and not self.writer.waiting)
     @rule(pick=st.integers(0, 99))
     def vanish(self, pick: int) -> None:
-        """Another process deletes a file, and a look at the medium shows it."""
-        self.medium.delete(self.medium.known[list(self.medium._items)[pick % len(self.medium._items)]])
-        for entry in self.shelf._entries.values():
+        """Another process deletes a file, and a look at the store shows it."""
+        self.store.delete(self.store.known[list(self.store._items)[pick % len(self.store._items)]])
+        for entry in self.tier._entries.values():
             entry.used = min(entry.used, 1.0)
-        self.shelf._merge(list(self.medium.scan()), [], self.medium.now + 1e9)
+        self.tier._merge(list(self.store.scan()), [], self.store.now + 1e9)
 
     @invariant()
     def accounts_add_up(self) -> None:
-        """Budget, index and, when all is written, medium agree."""
-        self.shelf.check()
+        """Budget, index and, when all is written, store agree."""
+        self.tier.check()
         if self.writer.waiting:
             return
-        self.shelf.find((77, 77))
+        self.tier.find((77, 77))
         if self.writer.waiting:  # what had no room is tried again
             return
-        held = [item for entry in self.shelf._entries.values() for item in (entry.kv, entry.state) if item]
-        assert {(item.kind, item.key) for item in held} == set(self.medium._items)
+        held = [item for entry in self.tier._entries.values() for item in (entry.kv, entry.state) if item]
+        assert {(item.kind, item.key) for item in held} == set(self.store._items)
 
 
-def test_a_shelf_equals_the_prefixes_that_were_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
-    run_programs(ShelfMachine, 120, 40)
+def test_a_tier_equals_the_prefixes_that_were_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
+    run_programs(TierIndexMachine, 120, 40)
 
 
 @pytest.mark.slow
-def test_a_shelf_equals_the_prefixes_in_thousands_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
-    run_programs(ShelfMachine, 2000, 50, derandomize=False)
+def test_a_tier_equals_the_prefixes_in_thousands_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
+    run_programs(TierIndexMachine, 2000, 50, derandomize=False)
 
 
 def test_an_entry_that_gets_its_state_back_stays_while_room_is_made_for_it() -> None:
     """What goes for it is the only one that continues it."""
-    shelf = Shelf(Recording(100_000), threads=False)
+    tier = TierIndex(Recording(100_000), threads=False)
     first, second = tuple(range(20)), tuple(range(60))
     for tokens in (first, second):
-        shelf.offer(source_of(tokens))
-    entry = shelf.find((*first, 99))
+        tier.offer(source_of(tokens))
+    entry = tier.find((*first, 99))
     assert entry is not None
-    shelf._drop_state(entry)
-    shelf.budget = shelf.bytes + STATE_BYTES - 1
-    shelf.offer(source_of(first))
-    shelf.check()
-    assert shelf.find((*second, 99)) is entry is shelf.find((*first, 99))
+    tier._drop_state(entry)
+    tier.budget = tier.bytes + STATE_BYTES - 1
+    tier.offer(source_of(first))
+    tier.check()
+    assert tier.find((*second, 99)) is entry is tier.find((*first, 99))
 
 
 def test_a_state_that_comes_back_has_the_name_that_it_had() -> None:
-    """Else a look at the medium takes it for another, and deletes it."""
-    medium = Recording(100_000)
-    shelf = Shelf(medium, threads=False)
+    """Else a look at the store takes it for another, and deletes it."""
+    store = Recording(100_000)
+    tier = TierIndex(store, threads=False)
     for tokens in (tuple(range(20)), tuple(range(60))):
-        shelf.offer(source_of(tokens))
-        entry = shelf.find((*tokens, 99))
+        tier.offer(source_of(tokens))
+        entry = tier.find((*tokens, 99))
         assert entry is not None and entry.state and entry.kv
-        name = medium.known["state", entry.key]
-        shelf._drop_state(entry, prune=False)
-        shelf.offer(source_of(tokens))
-        assert medium.known["state", entry.key] == name == replace(entry.kv, kind="state", size=name.size)
+        name = store.known["state", entry.key]
+        tier._drop_state(entry, prune=False)
+        tier.offer(source_of(tokens))
+        assert store.known["state", entry.key] == name == replace(entry.kv, kind="state", size=name.size)
 
 
 def test_nothing_stays_of_what_cannot_be_written_again() -> None:
-    medium = Recording(100_000)
-    shelf = Shelf(medium, threads=False)
-    writer = shelf._writer = Delayed()
+    store = Recording(100_000)
+    tier = TierIndex(store, threads=False)
+    writer = tier._writer = Delayed()
     for _ in range(2):
-        shelf.offer(source_of((1, 2, 3)))
-        entry = shelf.find((1, 2, 3, 4))
+        tier.offer(source_of((1, 2, 3)))
+        entry = tier.find((1, 2, 3, 4))
         assert entry is not None
-        shelf._drop(entry)
+        tier._drop(entry)
     writer.work(2)
-    medium.full = True
+    store.full = True
     writer.work(2)
-    shelf._settle()
-    shelf.check()
-    assert not medium._items and not shelf._entries
+    tier._settle()
+    tier.check()
+    assert not store._items and not tier._entries
 
 
 def test_what_another_look_has_seen_before_it_was_given_up_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scan found a state whose entry was given up before the state was written; it is deleted, and the entry back
     without it, when the scan's result is taken up."""
-    medium = Recording(100_000)
-    shelf = Shelf(medium, threads=False)
-    writer = shelf._writer = Delayed()
-    shelf.offer(source_of(tuple(range(20))))
+    store = Recording(100_000)
+    tier = TierIndex(store, threads=False)
+    writer = tier._writer = Delayed()
+    tier.offer(source_of(tuple(range(20))))
     writer.work(1 << 20)
-    entry = shelf.find((*range(20), 99))
+    entry = tier.find((*range(20), 99))
     assert entry is not None
-    shelf._drop_state(entry, prune=False)
-    shelf.offer(source_of(tuple(range(20))))
-    shelf._drop_state(entry, prune=False)
+    tier._drop_state(entry, prune=False)
+    tier.offer(source_of(tuple(range(20))))
+    tier._drop_state(entry, prune=False)
     writer.work(1 << 20)
-    monkeypatch.setattr(shelf_module, "_PAUSE", -1.0)
-    shelf._deleted.clear()
-    shelf._scan = time.time(), shelf._reader.submit(lambda: (list(medium.scan()), []))  # type: ignore[arg-type, return-value]
-    shelf._settle()
-    held = [item for entry in shelf._entries.values() for item in (entry.kv, entry.state) if item]
-    assert {(item.kind, item.key) for item in held} == set(medium._items)
+    monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
+    tier._deleted.clear()
+    tier._scan = time.time(), tier._reader.submit(lambda: (list(store.scan()), []))  # type: ignore[arg-type, return-value]
+    tier._settle()
+    held = [item for entry in tier._entries.values() for item in (entry.kv, entry.state) if item]
+    assert {(item.kind, item.key) for item in held} == set(store._items)
 
 
 def test_what_is_given_up_and_taken_again_before_it_was_written_is_there() -> None:
-    medium = Recording(100_000)
-    shelf = Shelf(medium, threads=False)
-    writer = shelf._writer = Delayed()
-    shelf.offer(source_of((1, 2, 3)))
-    entry = shelf.find((1, 2, 3, 4))
+    store = Recording(100_000)
+    tier = TierIndex(store, threads=False)
+    writer = tier._writer = Delayed()
+    tier.offer(source_of((1, 2, 3)))
+    entry = tier.find((1, 2, 3, 4))
     assert entry is not None
-    shelf._drop_state(entry)
-    shelf.offer(source_of((1, 2, 3)))
+    tier._drop_state(entry)
+    tier.offer(source_of((1, 2, 3)))
     writer.work(1 << 20)
-    assert shelf.find((1, 2, 3, 4))
-    shelf.check()
-    found = shelf.find((1, 2, 3, 4))
+    assert tier.find((1, 2, 3, 4))
+    tier.check()
+    found = tier.find((1, 2, 3, 4))
     assert found is not None
-    check_loaded(shelf.fetch(found).result(), (1, 2, 3))
+    check_loaded(tier.fetch(found).result(), (1, 2, 3))
 
 
 def test_what_another_process_is_just_writing_is_left_alone() -> None:
     """K/V has come, its states have not: it counts, is no use yet, and is taken up with them."""
-    medium = Recording(100_000)
-    writer = Shelf(medium, threads=False)
+    store = Recording(100_000)
+    writer = TierIndex(store, threads=False)
     for length in (20, 60):
         writer.offer(source_of(tuple(range(length))))
-    states = {key: medium._items.pop(key) for key in list(medium._items) if key[0] == "state"}
-    medium.now = time.time()
-    reader = Shelf(medium, threads=False)
+    states = {key: store._items.pop(key) for key in list(store._items) if key[0] == "state"}
+    store.now = time.time()
+    reader = TierIndex(store, threads=False)
     reader.check()
-    assert reader.prefixes == 0 and len(medium._items) == 2, "another's K/V is deleted"
-    assert reader.bytes == sum(item.size for item in medium.scan())
-    medium._items |= states
-    reader._merge(list(medium.scan()), [], time.time())
+    assert reader.prefixes == 0 and len(store._items) == 2, "another's K/V is deleted"
+    assert reader.bytes == sum(item.size for item in store.scan())
+    store._items |= states
+    reader._merge(list(store.scan()), [], time.time())
     reader.check()
     found = reader.find(tuple(range(70)))
     assert found is not None and found.done == 60
@@ -351,7 +351,7 @@ class TierMachine(ReuseMachine):
                 budget=st.sampled_from((1 << 12, 1 << 14, 1 << 20)))
     def start(self, pages: int, slots: int, budget: int) -> None:  # type: ignore[override]
         self.cache = toy_cache(pages, slots, self.kind)
-        self.cache.tiers = (Shelf(Host(budget), threads=False),)
+        self.cache.tiers = (TierIndex(Host(budget), threads=False),)
 
     @rule(prompt=PROMPTS, room=st.integers(0, 80))
     def admit(self, prompt: Prefix, room: int) -> None:  # type: ignore[override]
@@ -438,7 +438,7 @@ OPENING = replace(greedy(PROMPT, 8), boundaries=(40,))
 
 def disk_engine(directory: Path, model: str = "model", budget: int = 1 << 24) -> Engine:
     """A process's engine over a directory."""
-    tiers = [Shelf(Disk(directory, model, budget), threads=True)]
+    tiers = [TierIndex(Disk(directory, model, budget), threads=True)]
     return Engine(runtime_of(odd_runtime(), batch=2, tiers=tiers))
 
 
@@ -509,23 +509,23 @@ def test_a_full_disk_only_stops_writing(tmp_path: Path, monkeypatch: pytest.Monk
     check_answer(disk_engine(tmp_path), cached=100)
 
 
-def test_a_medium_that_was_full_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    medium = Recording(100_000)
-    shelf = Shelf(medium, threads=False)
-    medium.full = True
+def test_a_store_that_was_full_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Recording(100_000)
+    tier = TierIndex(store, threads=False)
+    store.full = True
     for tokens in ((1, 2, 3), (4, 5, 6)):
-        shelf.offer(source_of(tokens))
-    medium.full = False
-    shelf.offer(source_of((7, 8, 9)))
-    assert shelf.prefixes == 0, "a full medium is asked again and again"
-    monkeypatch.setattr(shelf_module, "_PAUSE", 0.0)
-    shelf._paused_until = 0.0
-    shelf.offer(source_of((7, 8, 9)))
-    assert shelf.prefixes == 1
+        tier.offer(source_of(tokens))
+    store.full = False
+    tier.offer(source_of((7, 8, 9)))
+    assert tier.prefixes == 0, "a full store is asked again and again"
+    monkeypatch.setattr(tier_index, "_PAUSE", 0.0)
+    tier._paused_until = 0.0
+    tier.offer(source_of((7, 8, 9)))
+    assert tier.prefixes == 1
 
 
 def test_two_engines_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf_module, "_PAUSE", 0.0)
+    monkeypatch.setattr(tier_index, "_PAUSE", 0.0)
     first, second = disk_engine(tmp_path), disk_engine(tmp_path)
     serve(first, OPENING)
     first.close()
@@ -551,8 +551,8 @@ def test_two_engines_that_write_the_same_at_the_same_time(tmp_path: Path) -> Non
 def test_a_clock_that_jumps_changes_no_answer(shift: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_answer(disk_engine(tmp_path))
     with monkeypatch.context() as patched:
-        real = shelf_module.time.time
-        patched.setattr(shelf_module.time, "time", lambda: real() + shift)
+        real = tier_index.time.time
+        patched.setattr(tier_index.time, "time", lambda: real() + shift)
         check_answer(disk_engine(tmp_path), cached=100)
     check_answer(disk_engine(tmp_path), cached=100)
 
@@ -592,8 +592,8 @@ def test_an_abort_while_a_tier_is_read_leaves_nothing(tmp_path: Path) -> None:
 
 def test_tensors_of_other_shapes_are_not_used() -> None:
     cache = toy_cache(8, 4)
-    shelf = Shelf(Host(1 << 20), threads=False)
-    cache.tiers = (shelf,)
+    tier = TierIndex(Host(1 << 20), threads=False)
+    cache.tiers = (tier,)
     good = torch.zeros((2, 20, 1, 1), dtype=torch.float64)
     state = {"recurrent": torch.zeros((3, 1, 1, 2), dtype=torch.float64),
              "conv": torch.zeros((3, 4, 1), dtype=torch.float64)}
@@ -601,7 +601,7 @@ def test_tensors_of_other_shapes_are_not_used() -> None:
     for index, (name, keys) in enumerate(runs.items()):
         tokens = tuple(range(index * 100, index * 100 + 20))
         run = {"tokens": torch.tensor(tokens), "keys": keys, "values": torch.zeros((2, 20, 1, 2), dtype=torch.float64)}
-        shelf.offer(Source(tokens, lambda _, run=run: dict(run), lambda: dict(state)))
+        tier.offer(Source(tokens, lambda _, run=run: dict(run), lambda: dict(state)))
         fetch = cache.fetch((*tokens, 1))
         assert fetch.poll()
         lease = cache.admit((*tokens, 1), 0, fetch)
@@ -610,19 +610,19 @@ def test_tensors_of_other_shapes_are_not_used() -> None:
 
 
 def test_an_item_of_other_tokens_is_not_used() -> None:
-    medium = Recording(100_000)
-    shelf = Shelf(medium, threads=False)
-    shelf.offer(source_of((1, 2, 3)))
+    store = Recording(100_000)
+    tier = TierIndex(store, threads=False)
+    tier.offer(source_of((1, 2, 3)))
     key = PrefixHash((1, 2, 3)).key(3)
-    medium._items["kv", key]["tokens"] = torch.tensor([1, 2, 4])
-    entry = shelf.find((1, 2, 3, 4))
+    store._items["kv", key]["tokens"] = torch.tensor([1, 2, 4])
+    entry = tier.find((1, 2, 3, 4))
     assert entry is not None
     with pytest.raises(LostError, match="others than it says"):
-        shelf.fetch(entry).result()
+        tier.fetch(entry).result()
 
 
 def test_a_missing_item_is_named() -> None:
-    with pytest.raises(MediumError, match="not there"):
+    with pytest.raises(TierStoreError, match="not there"):
         Host(100).read(Item("kv", "00", "", 0, 1))
 
 

@@ -13,7 +13,7 @@ import torch
 from test_cache_disk import KEY, MODEL, OLD, OTHER, file_of, home, names, put
 
 from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.medium import Item, PrefixHash
+from deltic.cache.tier_store import Item, PrefixHash
 from deltic.cli import main
 
 

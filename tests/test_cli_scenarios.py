@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support import numbers, odd_runtime, pools, small_runtime
+from support import fresh_pools, numbers, odd_runtime, small_runtime
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cli import main
@@ -210,9 +210,9 @@ class Fixed:
         self.engine = self.fresh()
 
     def fresh(self) -> Engine:
-        storage = pools(odd_runtime(), self.pages, self.slots)
+        pools = fresh_pools(odd_runtime(), self.pages, self.slots)
         runtime = small_runtime(odd_runtime(), batch=4, budget=64, pages=self.pages)
-        return Engine(replace(runtime, cache=HybridCache(storage)))
+        return Engine(replace(runtime, cache=HybridCache(pools)))
 
 
 def test_a_restart_that_leaves_nothing_is_told_from_one_that_does() -> None:

@@ -40,8 +40,8 @@ def prompts(runtime: Runtime, lengths: tuple[int, ...]) -> tuple[list[Row], list
 
 
 def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
-    storage = runtime.pools
-    return storage.keys, storage.values, storage.recurrent, storage.conv
+    pools = runtime.pools
+    return pools.keys, pools.values, pools.recurrent, pools.conv
 
 
 @torch.inference_mode()

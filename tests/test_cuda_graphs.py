@@ -27,8 +27,8 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 
 def _memory(runtime: Runtime) -> tuple[torch.Tensor, ...]:
-    storage = runtime.pools
-    return storage.keys, storage.values, storage.recurrent, storage.conv
+    pools = runtime.pools
+    return pools.keys, pools.values, pools.recurrent, pools.conv
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])

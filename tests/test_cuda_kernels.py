@@ -145,7 +145,7 @@ CURSORS = [[1], [0], [17, 0, 300, 15], [16 * row + row for row in range(16)], [1
 def test_gdn(runtime: Runtime, done: list[int], moved: bool) -> None:
     step, layer = served(runtime), runtime.decoder.stack.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
-    state, spec = runtime.stores.states[0], layer.mixer.spec
+    state, spec = runtime.views.states[0], layer.mixer.spec
     state.recurrent.copy_(randn(*state.recurrent.shape, seed=1) * 0.3)
     state.conv.copy_(randn(*state.conv.shape, seed=2))
     before = StateView(state.recurrent.double(), state.conv.double())
@@ -176,7 +176,7 @@ def test_gdn(runtime: Runtime, done: list[int], moved: bool) -> None:
 def test_attention(runtime: Runtime, done: list[int]) -> None:
     step, layer = served(runtime), runtime.decoder.stack.layers[3]
     assert isinstance(layer.mixer, AttentionWeights)
-    kv, spec = runtime.stores.kv[0], layer.mixer.spec
+    kv, spec = runtime.views.kv[0], layer.mixer.spec
     batch, few = batch_of(done, len(done)), len(done) <= 16
     assert int(batch.pages.max()) < len(kv.keys)
     kv.keys.copy_(randn(*kv.keys.shape, seed=1))
@@ -204,8 +204,8 @@ def test_attention(runtime: Runtime, done: list[int]) -> None:
 
 
 def fill(runtime: Runtime) -> None:
-    storage = runtime.pools
-    for seed, tensor in enumerate((storage.keys, storage.values, storage.recurrent, storage.conv)):
+    pools = runtime.pools
+    for seed, tensor in enumerate((pools.keys, pools.values, pools.recurrent, pools.conv)):
         tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
 
 
@@ -214,7 +214,7 @@ def fill(runtime: Runtime) -> None:
 def test_steps(runtime: Runtime, done: list[int]) -> None:
     fill(runtime)
     batch = batch_of(done, len(done))
-    wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.stores))
+    wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))
     states = runtime.pools.recurrent.clone()
     fill(runtime)
     served_logits = served(runtime)(replace(batch, memo={}))

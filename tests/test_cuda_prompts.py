@@ -90,7 +90,7 @@ def poison(state: StateView, batch: Batch, seed: int) -> StateView:
 def test_gdn(runtime: Runtime, case: str, moved: bool) -> None:
     prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
-    state, spec = runtime.stores.states[0], layer.mixer.spec
+    state, spec = runtime.views.states[0], layer.mixer.spec
     batch = batch_of(*CASES[case], moved)
     slow = poison(state, batch, 1)
     before = StateView(slow.recurrent.clone(), slow.conv.clone())
@@ -129,7 +129,7 @@ def delta_errors(runtime: Runtime, tokens: int, slow_decay: bool) -> tuple[float
     prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[0]
     mixer = layer.mixer
     spec: GdnSpec = mixer.spec
-    state, batch = runtime.stores.states[0], batch_of([(0, tokens)])
+    state, batch = runtime.views.states[0], batch_of([(0, tokens)])
     proj = randn(tokens, spec.channels + spec.values + 2 * spec.value_heads, seed=3, dtype=torch.bfloat16)
     if slow_decay:
         proj[:, -spec.value_heads:] -= 6
@@ -170,7 +170,7 @@ def test_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
         monkeypatch.setattr(prompts_module, "GRAIN", 128)
     prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[3]
     assert isinstance(layer.mixer, AttentionWeights)
-    kv, spec, batch = runtime.stores.kv[0], layer.mixer.spec, batch_of(shape)
+    kv, spec, batch = runtime.views.kv[0], layer.mixer.spec, batch_of(shape)
     kv.keys.fill_(NAN)
     kv.values.fill_(NAN)
     for row, done in enumerate(batch.done.tolist()):
@@ -197,21 +197,21 @@ def test_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
 @torch.inference_mode()
 def test_steps(runtime: Runtime, case: str) -> None:
     batch = batch_of(*CASES[case])
-    storage = runtime.cache.storage
+    pools = runtime.cache.pools
 
     def fill() -> None:
-        for seed, tensor in enumerate((storage.keys, storage.values, storage.recurrent, storage.conv)):
+        for seed, tensor in enumerate((pools.keys, pools.values, pools.recurrent, pools.conv)):
             tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
 
     fill()
-    wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.stores))
-    states = storage.recurrent.clone()
+    wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))
+    states = pools.recurrent.clone()
     fill()
     assert runtime.step is not None
     served = runtime.step(replace(batch, memo={}))
     assert served is not None
     assert error(served[0], wanted) < 4e-2
-    assert error(storage.recurrent, states) < 3e-2
+    assert error(pools.recurrent, states) < 3e-2
     everything = replace(batch, layout=replace(batch.layout, hidden=True), memo={})
     fill()
     both = runtime.step(everything)

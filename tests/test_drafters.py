@@ -38,7 +38,7 @@ from support import (
 )
 
 from deltic.cache.disk import Disk
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
 from deltic.config import EngineConfig
 from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
@@ -335,10 +335,10 @@ def test_the_heads_rows_are_made_of_the_models_own_states() -> None:
         parts.verify(wanted)
         parts.accept(right)
         if rng.random() < 0.3:
-            mark = parts.checkpoint()
+            snapshot = parts.snapshot()
             parts.step(3)
-            parts.restore(mark)
-            parts.drop(mark)
+            parts.restore(snapshot)
+            parts.drop(snapshot)
     for kind in (0, 1):
         ours, theirs = (session.runtime.pools.page_tensors[kind][-1].flatten(0, 1)[places(session)]
                         for session in (parts, whole))
@@ -397,13 +397,13 @@ def test_a_head_serves_what_was_kept_without_guesses(tmp_path: Path) -> None:
     """Prefixes from the tree, from host memory and from disk bring the head's rows and hidden state with them."""
     runtime, answer = headed(), expected("odd", "greedy")
     for place in ("tree", "disk"):
-        tiers = [Shelf(Disk(tmp_path, "x", 1 << 30), threads=False)] if place == "disk" else []
+        tiers = [TierIndex(Disk(tmp_path, "x", 1 << 30), threads=False)] if place == "disk" else []
         engine = Engine(runtime_of(runtime, tiers=tiers))
         engine.add(greedy(answer.prompt, 30, "before"))
         drain(engine)
         if tiers:
             engine.close()
-            engine = Engine(runtime_of(runtime, tiers=[Shelf(Disk(tmp_path, "x", 1 << 30), threads=False)]))
+            engine = Engine(runtime_of(runtime, tiers=[TierIndex(Disk(tmp_path, "x", 1 << 30), threads=False)]))
         drafted: list[list[int]] = []
         drafter = engine.guessing.drafter
         assert drafter is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
-from deltic.cache.storage import allocate
+from deltic.cache.pools import allocate
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
@@ -27,10 +27,10 @@ PAGES, SLOTS = 12, 6
 
 
 def small_cache(config: ModelConfig) -> HybridCache:
-    storage = allocate(config, PAGES, SLOTS, torch.float32, OPS)
-    for tensor in (*storage.page_tensors, *storage.slot_tensors):
+    pools = allocate(config, PAGES, SLOTS, torch.float32, OPS)
+    for tensor in (*pools.page_tensors, *pools.slot_tensors):
         tensor.zero_()
-    return HybridCache(storage)
+    return HybridCache(pools)
 
 
 @dataclass
@@ -122,6 +122,6 @@ def test_a_copy_of_a_runtime_steps_over_its_own_cache() -> None:
     """What was made for a cache is made anew with another one."""
     runtime = small_runtime(odd_runtime(), batch=2)
     other = small_runtime(runtime, batch=3)
-    assert other.stores.kv[0].keys.data_ptr() == other.pools.keys[0].data_ptr() != (
-        runtime.stores.kv[0].keys.data_ptr())
-    assert replace(other).stores.kv[0].keys.data_ptr() == other.stores.kv[0].keys.data_ptr()
+    assert other.views.kv[0].keys.data_ptr() == other.pools.keys[0].data_ptr() != (
+        runtime.views.kv[0].keys.data_ptr())
+    assert replace(other).views.kv[0].keys.data_ptr() == other.views.kv[0].keys.data_ptr()

@@ -371,21 +371,21 @@ def test_files_of_plain_numbers_are_quantized_even_if_large(written: Written, ki
 def test_float16_stays_float16_and_the_kernels_serve_it(written: Written, packed: str) -> None:
     runtime = load(str(written("three to a key", "F16")), options(packed_weights=packed, dtype="auto"))
     assert {*runtime.decoder.weight_kinds()} <= {"F16", "F32"} and runtime.step is not None
-    stores = [view.keys.dtype for view in runtime.stores.kv] + [view.conv.dtype for view in runtime.stores.states]
-    assert set(stores) == {torch.float16}
-    served = explain(runtime.decoder.ops, runtime.decoder.stack, runtime.stores)
+    views = [view.keys.dtype for view in runtime.views.kv] + [view.conv.dtype for view in runtime.views.states]
+    assert set(views) == {torch.float16}
+    served = explain(runtime.decoder.ops, runtime.decoder.stack, runtime.views)
     assert {op for op, who in served.items() if who != "cpu"} == {"embed", "rope", "copy_slots", "copy_pages"}
 
 
 def test_a_loaded_model_says_who_really_serves() -> None:
     model = RandomModel(shape=SHAPES["three to a key"])
     plain = load(model, options(ops=("pack=torch",), dtype="float32"))
-    served = explain(plain.decoder.ops, plain.decoder.stack, plain.stores)
+    served = explain(plain.decoder.ops, plain.decoder.stack, plain.views)
     assert {served[op] for op in ("head", "mlp", "gdn_mixer", "attention_mixer")} == {
         "torch (the weights are not packed)"}
     assert served["step"].startswith("the ops one by one") and served["sample"] == "cpu"
     mixed = load(model, options(ops=("mlp=ref",), dtype="float32"))
-    served = explain(mixed.decoder.ops, mixed.decoder.stack, mixed.stores)
+    served = explain(mixed.decoder.ops, mixed.decoder.stack, mixed.views)
     assert (served["mlp"], served["head"]) == ("ref", "cpu") and served["step"].startswith("the ops one by one")
 
 

@@ -21,7 +21,7 @@ def engine_of(**options: Any) -> Engine:
 def kept_bytes(engine: Engine) -> int:
     """Bytes of all logits that outlive a step."""
     cache = engine.runtime.cache
-    kept = (*cache.tree._marks, *cache.accounts.checkpoints.values())
+    kept = (*cache.tree._checkpoints, *cache.accounts.snapshots.values())
     rows = [one.logits for one in kept if one.logits is not None]
     return sum(row.untyped_storage().nbytes() for row in rows)
 

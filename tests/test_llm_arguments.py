@@ -130,7 +130,7 @@ def test_l8_sampling_is_no_dictionary(llm: LLM) -> None:
 def test_l8_odd_arguments_of_a_session() -> None:
     session = session_over(odd_runtime(), batch=4, context=64)
     session.prefill([1, 2, 3])
-    mark, other = session.checkpoint(), session_over(odd_runtime(), batch=4, context=64).checkpoint()
+    snapshot, other = session.snapshot(), session_over(odd_runtime(), batch=4, context=64).snapshot()
     calls: dict[str, Callable[[Session, Any], Any]] = {
         "restore": lambda s, odd: s.restore(odd), "drop": lambda s, odd: s.drop(odd),
         "prefill": lambda s, odd: s.prefill(odd), "step": lambda s, odd: s.step(odd),
@@ -144,7 +144,7 @@ def test_l8_odd_arguments_of_a_session() -> None:
             call(session, odd)
         except RequestError as error:
             assert session.position == before, f"{name} {odd!r}: {error}"
-        session.restore(mark)
+        session.restore(snapshot)
     session.runtime.cache.check()
-    with pytest.raises(RequestError, match="5 is no checkpoint: give what checkpoint"):
+    with pytest.raises(RequestError, match="5 is no snapshot: give what snapshot"):
         session.restore(5)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import torch
 from support import odd_shape
 
 from deltic import LLM, RandomModel
-from deltic.cache.storage import allocate
+from deltic.cache.pools import allocate
 from deltic.config import available_memory
 from deltic.errors import ConfigError
 from deltic.ops import backends, memory

@@ -19,7 +19,7 @@ from deltic.config import EngineConfig
 from deltic.engine.loading import load
 from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
-from deltic.model.decoder import Decoder, Observer, Stores, build
+from deltic.model.decoder import CacheViews, Decoder, Observer, build
 from deltic.ops import Ops, backends, ref
 from deltic.ops.records import Batch, GdnWeights, Rope, RopeSpec, StateView
 from deltic.weights.safetensors import load_directory
@@ -101,8 +101,8 @@ class Spy:
     decoder: Decoder
     observer: Observer
 
-    def forward(self, batch: Batch, stores: Stores, observe: Observer | None = None) -> Tensor:
-        return self.decoder.forward(batch, stores, self.observer)
+    def forward(self, batch: Batch, views: CacheViews, observe: Observer | None = None) -> Tensor:
+        return self.decoder.forward(batch, views, self.observer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)
@@ -391,7 +391,7 @@ def test_bfloat16_is_as_good_as_that_of_transformers(tmp_path: Path, seed: int, 
     theirs.save_pretrained(tmp_path)
     half = Pair(theirs, load(str(tmp_path), EngineConfig(dtype="auto", memory="8MiB", threads=1)))
     exact = load(str(tmp_path), EngineConfig(dtype="float32", memory="8MiB", threads=1))
-    assert half.ours.stores.kv[0].keys.dtype == torch.bfloat16
+    assert half.ours.views.kv[0].keys.dtype == torch.bfloat16
     tokens = half.prompt(130, seed)
     expected = session_over(exact, batch=2, budget=512).prefill(tokens, all_logits=True)
     read = partial(Session.prefill, all_logits=True) if paths == "whole" else stepwise_logits

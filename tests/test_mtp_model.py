@@ -12,7 +12,7 @@ import torch
 from support import numbers, odd_shape, transformers_model
 from torch import Tensor, nn
 
-from deltic.cache.storage import allocate
+from deltic.cache.pools import allocate
 from deltic.config import ModelConfig
 from deltic.engine.batch import build as build_batch
 from deltic.engine.scheduler import Plan, Row
@@ -22,7 +22,7 @@ from deltic.ops import Ops, backends
 from deltic.ops.cpu import missing
 from deltic.ops.memory import Arena
 from deltic.ops.qtensor import QTensor, pack_tensor
-from deltic.ops.records import Batch, Block, KvView, Stores
+from deltic.ops.records import Batch, Block, CacheViews, KvView
 from deltic.types import PAGE
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
 from deltic.weights.names import expected_head
@@ -123,13 +123,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 # Ours
 
 
-def poisoned(config: ModelConfig, mtp: Mtp) -> Stores:
+def poisoned(config: ModelConfig, mtp: Mtp) -> CacheViews:
     """The head's own pages, full of NaN; those of the trunk are not there to be read."""
     assert mtp.layer.store == len(config.attention_layers)
     shape = (2 + -(-(PROMPT + DEPTH) // PAGE), PAGE, config.num_key_value_heads, config.head_dim)
     nothing = torch.empty(0)
     trunk = (KvView(nothing, nothing),) * mtp.layer.store
-    return Stores((*trunk, KvView(torch.full(shape, float("nan")), torch.full(shape, float("nan")))), ())
+    return CacheViews((*trunk, KvView(torch.full(shape, float("nan")), torch.full(shape, float("nan")))), ())
 
 
 PAGES = (3, 1, 4)
@@ -143,17 +143,17 @@ def batch_of(*rows: tuple[Sequence[int], int, tuple[int, ...]]) -> Batch:
 
 def drafted(mtp: Mtp, config: ModelConfig, tokens: Sequence[int], hidden: Tensor) -> Tensor:
     """As `Theirs.drafts`: the prompt's rows through `keep`, in chunks of several lengths, and then one by one."""
-    stores, done = poisoned(config, mtp), 0
+    views, done = poisoned(config, mtp), 0
     before = torch.cat([torch.zeros_like(hidden[:1]), hidden])
     for chunk in CHUNKS:
         span = slice(done, done + chunk)
         batch = batch_of((tokens[span], done, PAGES))
-        mtp.keep(batch.ids, before[span], batch, stores)
+        mtp.keep(batch.ids, before[span], batch, views)
         done += chunk
     state, logits = before[PROMPT:], []
     for step in range(DEPTH):
         batch = batch_of((tokens[PROMPT + step:PROMPT + step + 1], PROMPT + step, PAGES))
-        state, found = mtp.draft(batch.ids, state, batch, stores)
+        state, found = mtp.draft(batch.ids, state, batch, views)
         logits.append(found[0])
     return torch.stack(logits)
 
@@ -181,10 +181,10 @@ def test_hidden_states_come_from_the_trunks_own_forward(pair: Pair) -> None:
     """What `Decoder.forward` returns is what the head wants."""
     decoder, mtp = pair.mtp(backends()["torch"])
     tokens = tokens_of(pair.config, seed=1)
-    storage = allocate(pair.config, 4, 1, torch.float32, decoder.ops)
+    pools = allocate(pair.config, 4, 1, torch.float32, decoder.ops)
     row = Row(tokens[:PROMPT], 0, (0, 1, 2), 0, logits=True)
     batch = build_batch(Plan((row,)), torch.device("cpu"), all_logits=True)
-    hidden = decoder.forward(batch, Stores(storage.kv_views(), storage.state_views()))
+    hidden = decoder.forward(batch, CacheViews(pools.kv_views(), pools.state_views()))
     assert error(pair.theirs.drafts(tokens), drafted(mtp, pair.config, tokens, hidden)) < TOLERANCE
 
 
@@ -199,10 +199,10 @@ def test_a_batch_of_several_rows_is_each_row_alone(pair: Pair) -> None:
     befores = [hidden[start:start + count - 1] for start, count, _ in rows]
     lasts = [hidden[start + count - 1:start + count] for start, count, _ in rows]
     for prompt, single, before, last in zip(prompts, singles, befores, lasts, strict=True):
-        stores, batch = poisoned(pair.config, mtp), batch_of(prompt)
-        mtp.keep(batch.ids, before, batch, stores)
+        views, batch = poisoned(pair.config, mtp), batch_of(prompt)
+        mtp.keep(batch.ids, before, batch, views)
         batch = batch_of(single)
-        alone.append(mtp.draft(batch.ids, last, batch, stores))
+        alone.append(mtp.draft(batch.ids, last, batch, views))
     batch = batch_of(*prompts)
     mtp.keep(batch.ids, torch.cat(befores), batch, together)
     batch = batch_of(*singles)

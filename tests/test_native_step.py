@@ -22,7 +22,7 @@ from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
 from deltic.ops import backends, ref
 from deltic.ops.cpu import missing
-from deltic.ops.records import PAGE, Batch, GdnWeights, StateView, Stores
+from deltic.ops.records import PAGE, Batch, CacheViews, GdnWeights, StateView
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -41,11 +41,11 @@ def model(kind: str) -> Runtime:
     return load(RandomModel(shape=SHAPE, initializer_range=0.1), options)
 
 
-def with_rings(runtime: Runtime, units: int) -> Stores:
+def with_rings(runtime: Runtime, units: int) -> CacheViews:
     specs = [layer.mixer.spec for layer in runtime.decoder.stack.layers if isinstance(layer.mixer, GdnWeights)]
     views = [StateView(view.recurrent, view.conv, empty_ring(units, view.conv.dtype, spec))
-             for view, spec in zip(runtime.stores.states, specs, strict=True)]
-    return Stores(runtime.stores.kv, tuple(views))
+             for view, spec in zip(runtime.views.states, specs, strict=True)]
+    return CacheViews(runtime.views.kv, tuple(views))
 
 
 def pages(sequence: int) -> tuple[int, ...]:
@@ -80,10 +80,10 @@ def test_rings_change_no_bit(kind: str, threads: int) -> None:
     tokens = numbers(3, PAGES * PAGE - 16, SHAPE.vocab_size)
     logits, hidden = plain(runtime, tokens)
     lively(logits.argmax(-1).tolist())
-    stores = with_rings(runtime, 3)
+    views = with_rings(runtime, 3)
     with using(threads=threads):
         ops = moved(runtime).decoder.ops
-    step = ops.step(ops, runtime.decoder.stack, stores)
+    step = ops.step(ops, runtime.decoder.stack, views)
     assert step is not None
     where = {1: (0, 0), 2: (0, 0)}
     while min(done for done, _ in where.values()) < len(tokens):
@@ -135,9 +135,9 @@ def test_hidden_states_change_no_bit_of_the_logits(kind: str) -> None:
 def test_the_decoder_gives_hidden_states_too(backend: str) -> None:
     runtime = model("float32")
     decoder = replace(runtime.decoder, ops=backends()[backend])
-    wanted = decoder.forward(some_logits(batch_of(MIXED, False)), runtime.stores)
+    wanted = decoder.forward(some_logits(batch_of(MIXED, False)), runtime.views)
     batch = some_logits(batch_of(MIXED, True))
-    hidden = decoder.forward(batch, runtime.stores)
+    hidden = decoder.forward(batch, runtime.views)
     assert hidden.shape == (28, SHAPE.hidden_size) and same_bits(hidden[batch.logit_tokens], wanted)
     if runtime.step is not None:
         whole = runtime.step(replace(batch, memo={}))[1]

@@ -14,22 +14,22 @@ import torch
 from plain_engine import serve as serve_plainly
 from reuse_cases import runtime_of
 from speculation_cases import PATTERNS, Scripted, expected
-from support import drain, greedy, numbers, odd_runtime, pools
+from support import drain, fresh_pools, greedy, numbers, odd_runtime
 from torch import Tensor
 
 from deltic.cache.host import Host
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.operations import CopyPage, CopySlot, FoldRing, RestoreItem, StoreItem, operation_of, plain
+from deltic.cache.pools import CachePools
 from deltic.cache.prefix import Loaded
-from deltic.cache.shelf import Shelf
-from deltic.cache.storage import Storage
+from deltic.cache.tier_index import TierIndex
 from deltic.cache.tiers import Offer
 from deltic.engine.batch import build
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
-from deltic.model.decoder import Stores
+from deltic.model.decoder import CacheViews
 from deltic.ops.records import Batch
 from deltic.types import SamplingParams
 
@@ -91,7 +91,7 @@ class Recorder:
         return getattr(self.runtime, name)
 
     def watch(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        cache, planned, hold = self.runtime.cache, engine.scheduler.plan, Storage.hold
+        cache, planned, hold = self.runtime.cache, engine.scheduler.plan, CachePools.hold
         flush = cache.flush
 
         def plan() -> Any:
@@ -103,15 +103,15 @@ class Recorder:
             self.plans.append(Plan((), tuple(cache.accounts.queue)).to_json())
             flush()
 
-        def held(storage: Storage, content: object) -> int:
-            number = hold(storage, content)
+        def held(pools: CachePools, content: object) -> int:
+            number = hold(pools, content)
             if isinstance(content, Loaded):
                 self.arrived[number] = content
             return number
 
         monkeypatch.setattr(engine.scheduler, "plan", plan)
         monkeypatch.setattr(cache, "flush", flushed)
-        monkeypatch.setattr(Storage, "hold", held)
+        monkeypatch.setattr(CachePools, "hold", held)
 
     def run(self, batch: Batch) -> Tensor:
         logits = self.runtime.run(batch)
@@ -154,7 +154,7 @@ def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    tiers = [Shelf(Host(1 << 24), threads=False)]
+    tiers = [TierIndex(Host(1 << 24), threads=False)]
     recorder = Recorder(runtime_of(odd_runtime(), pages=18, slots=16, batch=4, context=200, tiers=tiers))
     story(recorder, monkeypatch)
     return recorder
@@ -163,10 +163,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def second(recorder: Recorder) -> Runtime:
     """The model over pools of its own. What came from tiers is given to it by its numbers."""
     sizes = recorder.runtime.cache.sizes
-    storage = pools(recorder.runtime, sizes.pages, sizes.slots, sizes.rings)
-    storage.held.update(recorder.arrived)
-    return replace(recorder.runtime, cache=HybridCache(storage),
-                   stores=Stores(storage.kv_views(), storage.state_views()))
+    pools = fresh_pools(recorder.runtime, sizes.pages, sizes.slots, sizes.rings)
+    pools.held.update(recorder.arrived)
+    return replace(recorder.runtime, cache=HybridCache(pools),
+                   views=CacheViews(pools.kv_views(), pools.state_views()))
 
 
 def test_plans_that_were_written_down_give_the_same_bits_on_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:

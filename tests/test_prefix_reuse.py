@@ -206,10 +206,10 @@ def test_side_requests_beside_a_running_conversation_do_not_take_its_last_checkp
 def test_positions_that_a_conversation_has_passed_go_first() -> None:
     engine = engine_for(slots=24, batch=1)
     last = conversation(engine, 4)
-    marks = {one.done: one.expected for one in tree_of(engine)._marks if one.done <= len(last)}
-    expected = [done for done, is_expected in marks.items() if is_expected]
+    checkpoints = {one.done: one.expected for one in tree_of(engine)._checkpoints if one.done <= len(last)}
+    expected = [done for done, is_expected in checkpoints.items() if is_expected]
     assert expected == [30, len(last)], "the opening, and where the next prompt will part"
-    assert {60, 85, 110} <= set(marks), "others stay as long as there is room: an edit may return to them"
+    assert {60, 85, 110} <= set(checkpoints), "others stay as long as there is room: an edit may return to them"
 
 
 def test_pinned_prompts_outlive_everything_else() -> None:
@@ -261,7 +261,7 @@ def test_l3_an_answer_whose_logits_turn_sick_is_not_kept() -> None:
     engine = Engine(poison(POISONS["nan"])(runtime_of(odd_runtime())))
     found = serve(engine, bias)
     assert found[("sick", 0)].last.finish == "error" and found[("sick", 0)].tokens == [SICK]
-    assert [mark.done for mark in tree_of(engine)._marks] == [41]
+    assert [checkpoint.done for checkpoint in tree_of(engine)._checkpoints] == [41]
 
 
 def test_l3_a_step_that_raises_leaves_nothing() -> None:

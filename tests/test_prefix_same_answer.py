@@ -39,8 +39,8 @@ from torch import Tensor
 from deltic.cache.disk import Disk
 from deltic.cache.host import Host
 from deltic.cache.operations import CopyPage, CopySlot, Operation
-from deltic.cache.shelf import Shelf
-from deltic.cache.storage import Storage
+from deltic.cache.pools import CachePools
+from deltic.cache.tier_index import TierIndex
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.ops.records import Sampled, Sampling
@@ -106,15 +106,15 @@ def neighbours(runtime: Runtime) -> list[Request]:
     return [greedy(shared, 20, "n0"), *strangers]
 
 
-def tiers_of(case: Case, directory: Path) -> list[Shelf]:
+def tiers_of(case: Case, directory: Path) -> list[TierIndex]:
     if "host" in case.story:
-        return [Shelf(Host(1 << 26), threads=False)]
-    return [Shelf(Disk(directory, "model", 1 << 26), threads=True)] if "disk" in case.story else []
+        return [TierIndex(Host(1 << 26), threads=False)]
+    return [TierIndex(Disk(directory, "model", 1 << 26), threads=True)] if "disk" in case.story else []
 
 
 def told(case: Case, runtime: Runtime, params: SamplingParams, directory: Path) -> Engine:
     """Run the case's story; the observed request is named "seen"."""
-    def engine_over(tiers: Sequence[Shelf]) -> Engine:
+    def engine_over(tiers: Sequence[TierIndex]) -> Engine:
         return Engine(runtime_of(runtime, batch=8, budget=case.budget, context=256, tiers=tiers))
 
     engine = engine_over(tiers_of(case, directory))
@@ -334,30 +334,30 @@ def test_l6_thousands_of_workloads_of_related_prompts(shape: dict[str, int], pro
 # The comparison must notice K/V without its state
 
 
-def without_state(storage: Storage, operation: Operation) -> None:
+def without_state(pools: CachePools, operation: Operation) -> None:
     """Resumes with the state of another position."""
     if isinstance(operation, CopySlot):
-        for pool in storage.slot_tensors:
+        for pool in pools.slot_tensors:
             pool[:, operation.target] = 0
 
 
-def without_page(storage: Storage, operation: Operation) -> None:
+def without_page(pools: CachePools, operation: Operation) -> None:
     """Resumes mid-page without the page's tokens."""
     if isinstance(operation, CopyPage):
-        for pool in storage.page_tensors:
+        for pool in pools.page_tensors:
             pool[:, operation.target] = 0
 
 
 @pytest.mark.parametrize("spoil", [without_state, without_page])
-def test_l6_the_comparison_notices(spoil: Callable[[Storage, Operation], None], monkeypatch: pytest.MonkeyPatch,
+def test_l6_the_comparison_notices(spoil: Callable[[CachePools, Operation], None], monkeypatch: pytest.MonkeyPatch,
                                    tmp_path: Path) -> None:
-    case, apply = Case("odd", "resumed mid-page", 64, 1, False), Storage.apply
+    case, apply = Case("odd", "resumed mid-page", 64, 1, False), CachePools.apply
 
-    def spoiled(storage: Storage, operations: Sequence[Operation]) -> None:
+    def spoiled(pools: CachePools, operations: Sequence[Operation]) -> None:
         for operation in operations:
-            apply(storage, [operation])
-            spoil(storage, operation)
+            apply(pools, [operation])
+            spoil(pools, operation)
 
-    monkeypatch.setattr(Storage, "apply", spoiled)
+    monkeypatch.setattr(CachePools, "apply", spoiled)
     with pytest.raises(AssertionError):
         test_l6_same_logits_whatever_the_cache_knows(case, tmp_path)

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 from test_cache_machine import PHASES, GoesBackwards, hashes, read_kv, read_state, step, toy_cache, write_state
 
 from deltic.cache.hybrid import HybridCache
-from deltic.cache.lease import Checkpoint, Lease
+from deltic.cache.lease import Lease, Snapshot
 from deltic.cache.ledger import Ledger
 from deltic.cache.operations import CopySlot
-from deltic.cache.storage import Storage
-from deltic.cache.tree import Mark, PrefixTree
+from deltic.cache.pools import CachePools
+from deltic.cache.tree import Checkpoint, PrefixTree
 from deltic.types import PAGE
 
 Prefix = tuple[int, ...]
@@ -42,7 +42,7 @@ KEPT = PROMPTS.filter(bool)
 
 @dataclass
 class Kept:
-    """What the dictionary knows of a mark."""
+    """What the dictionary knows of a checkpoint."""
 
     slot: int
     page: int | None
@@ -51,7 +51,7 @@ class Kept:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Random programs over a tree and two dictionaries: prefix -> mark, full pages' tokens -> page."""
+    """Random programs over a tree and two dictionaries: prefix -> checkpoint, full pages' tokens -> page."""
 
     kind: type[PrefixTree] = PrefixTree
 
@@ -59,13 +59,13 @@ class TreeMachine(RuleBasedStateMachine):
         super().__init__()
         self.pages, self.slots = Ledger("page", PAGES), Ledger("slot", SLOTS)
         self.tree = self.kind(self.pages, self.slots, 30.0)
-        self.marks: dict[Prefix, Kept] = {}
+        self.checkpoints: dict[Prefix, Kept] = {}
         self.nodes: dict[Prefix, int] = {}
-        self.locked: list[tuple[Prefix, Mark]] = []
+        self.locked: list[tuple[Prefix, Checkpoint]] = []
 
     def needed(self) -> set[Prefix]:
-        """Every full page below some mark."""
-        return {prefix[:end] for prefix in self.marks for end in range(PAGE, len(prefix) + 1, PAGE)}
+        """Every full page below some checkpoint."""
+        return {prefix[:end] for prefix in self.checkpoints for end in range(PAGE, len(prefix) + 1, PAGE)}
 
     @rule(prompt=KEPT, logits=st.sampled_from((None, "logits")))
     def insert(self, prompt: Prefix, logits: Any) -> None:
@@ -76,18 +76,18 @@ class TreeMachine(RuleBasedStateMachine):
         page = pages[full] if rest else None
         free = self.slots.free, self.pages.free
         self.tree.insert(prompt, pages, slot, page, logits)
-        if prompt in self.marks:
-            known = self.marks[prompt]
+        if prompt in self.checkpoints:
+            known = self.checkpoints[prompt]
             known.logits = known.logits or logits
             assert (self.slots.free, self.pages.free) == (free[0] + 1, free[1] + bool(rest)), "a duplicate is kept"
         else:
-            self.marks[prompt] = Kept(slot, page, logits)
+            self.checkpoints[prompt] = Kept(slot, page, logits)
         for index in range(full):
             self.nodes.setdefault(prompt[:(index + 1) * PAGE], pages[index])
         self.pages.release(pages[:full])
 
     def deepest(self, prompt: Prefix) -> Prefix | None:
-        fits = [prefix for prefix, kept in self.marks.items()
+        fits = [prefix for prefix, kept in self.checkpoints.items()
                 if prompt[:len(prefix)] == prefix and (len(prefix) < len(prompt) or kept.logits)]
         return max(fits, key=len, default=None)
 
@@ -99,66 +99,66 @@ class TreeMachine(RuleBasedStateMachine):
         while shared + PAGE <= len(prompt) and prompt[:shared + PAGE] in self.nodes:
             shared += PAGE
         assert found.shared == shared
-        assert (found.mark is None) == (expected is None)
-        if found.mark and expected is not None:
-            self.is_mark(found.mark, expected)
+        assert (found.checkpoint is None) == (expected is None)
+        if found.checkpoint and expected is not None:
+            self.is_checkpoint(found.checkpoint, expected)
 
-    def is_mark(self, mark: Mark, prefix: Prefix) -> None:
-        kept = self.marks[prefix]
-        assert (mark.done, mark.logits) == (len(prefix), kept.logits)
-        assert (mark.slot, mark.page) == (kept.slot, kept.page)
-        assert tuple(tokens_of(mark)) == prefix
+    def is_checkpoint(self, checkpoint: Checkpoint, prefix: Prefix) -> None:
+        kept = self.checkpoints[prefix]
+        assert (checkpoint.done, checkpoint.logits) == (len(prefix), kept.logits)
+        assert (checkpoint.slot, checkpoint.page) == (kept.slot, kept.page)
+        assert tuple(tokens_of(checkpoint)) == prefix
         full = [self.nodes[prefix[:end]] for end in range(PAGE, len(prefix) + 1, PAGE)]
-        assert self.tree.path(mark) == full + ([] if kept.page is None else [kept.page])
+        assert self.tree.path(checkpoint) == full + ([] if kept.page is None else [kept.page])
 
-    @precondition(lambda self: self.marks)
+    @precondition(lambda self: self.checkpoints)
     @rule(pick=st.integers(0, 99), longer=TAILS)
     def match_a_longer_prompt(self, pick: int, longer: Prefix) -> None:
-        self.match((*list(self.marks)[pick % len(self.marks)], *longer))
+        self.match((*list(self.checkpoints)[pick % len(self.checkpoints)], *longer))
 
-    @precondition(lambda self: self.marks)
+    @precondition(lambda self: self.checkpoints)
     @rule(pick=st.integers(0, 99), lock=st.booleans())
     def use(self, pick: int, lock: bool) -> None:
-        prefix = list(self.marks)[pick % len(self.marks)]
-        mark = self.tree.match((*prefix, 7)).mark
-        assert mark
-        self.is_mark(mark, prefix)
-        self.tree.use(mark)
+        prefix = list(self.checkpoints)[pick % len(self.checkpoints)]
+        checkpoint = self.tree.match((*prefix, 7)).checkpoint
+        assert checkpoint
+        self.is_checkpoint(checkpoint, prefix)
+        self.tree.use(checkpoint)
         if lock:
-            mark.locks += 1
-            self.marks[prefix].locks += 1
-            self.locked.append((prefix, mark))
+            checkpoint.locks += 1
+            self.checkpoints[prefix].locks += 1
+            self.locked.append((prefix, checkpoint))
 
     @precondition(lambda self: self.locked)
     @rule(pick=st.integers(0, 99))
     def unlock(self, pick: int) -> None:
-        prefix, mark = self.locked.pop(pick % len(self.locked))
-        mark.locks -= 1
-        self.marks[prefix].locks -= 1
+        prefix, checkpoint = self.locked.pop(pick % len(self.locked))
+        checkpoint.locks -= 1
+        self.checkpoints[prefix].locks -= 1
 
     @rule()
     def evict(self) -> None:
-        """Exactly one mark goes, never a locked one, and with it the pages that only it needed."""
-        loose = {kept.slot for kept in self.marks.values() if not kept.locks}
+        """Exactly one checkpoint goes, never a locked one, and with it the pages that only it needed."""
+        loose = {kept.slot for kept in self.checkpoints.values() if not kept.locks}
         assert self.tree.evict() == bool(loose)
         if not loose:
             return
-        gone, = {kept.slot for kept in self.marks.values()} - set(self.tree.owned_slots())
+        gone, = {kept.slot for kept in self.checkpoints.values()} - set(self.tree.owned_slots())
         assert gone in loose
-        del self.marks[next(prefix for prefix, kept in self.marks.items() if kept.slot == gone)]
+        del self.checkpoints[next(prefix for prefix, kept in self.checkpoints.items() if kept.slot == gone)]
         self.nodes = {prefix: page for prefix, page in self.nodes.items() if prefix in self.needed()}
 
     @invariant()
     def accounts_add_up(self) -> None:
         self.tree.check()
         owned = sorted(self.tree.owned_pages())
-        tails = [kept.page for kept in self.marks.values() if kept.page is not None]
+        tails = [kept.page for kept in self.checkpoints.values() if kept.page is not None]
         assert owned == sorted([*self.nodes.values(), *tails]), "a page is not owned once per node and tail"
         assert set(self.nodes) == self.needed()
-        assert sorted(self.tree.owned_slots()) == sorted(kept.slot for kept in self.marks.values())
+        assert sorted(self.tree.owned_slots()) == sorted(kept.slot for kept in self.checkpoints.values())
         self.pages.check(owned)
         self.slots.check(self.tree.owned_slots())
-        assert len(self.tree) == len(self.marks)
+        assert len(self.tree) == len(self.checkpoints)
 
     def teardown(self) -> None:
         """L3: everything is free after all is evicted."""
@@ -186,7 +186,7 @@ def test_l2_tree_equals_a_dictionary_in_thousands_of_programs() -> None:
 class MatchesAnyEnd(PrefixTree):
     """An exact end without logits is handed out."""
 
-    def _deepest(self, node: Any, keys: bytes, length: int) -> Mark | None:
+    def _deepest(self, node: Any, keys: bytes, length: int) -> Checkpoint | None:
         return super()._deepest(node, keys, length + 1)
 
 
@@ -197,17 +197,17 @@ class SharesAgain(PrefixTree):
 
 
 class KeepsStranded(PrefixTree):
-    def _remove(self, mark: Mark) -> None:
-        del self._marks[mark]
-        del mark.node.marks[mark.tail]
-        self._slots.release([mark.slot])
-        self._pages.release([] if mark.page is None else [mark.page])
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        del self._checkpoints[checkpoint]
+        del checkpoint.node.checkpoints[checkpoint.tail]
+        self._slots.release([checkpoint.slot])
+        self._pages.release([] if checkpoint.page is None else [checkpoint.page])
 
 
 class EvictsLocked(PrefixTree):
     def evict(self) -> bool:
-        if self._marks:
-            self._remove(min(self._marks, key=lambda mark: mark.slot))
+        if self._checkpoints:
+            self._remove(min(self._checkpoints, key=lambda checkpoint: checkpoint.slot))
             return True
         return False
 
@@ -242,40 +242,40 @@ def test_match_at_every_length_around_page_borders(length: int) -> None:
     """Kept after 1, 15, 16, 17, 48 and 64 tokens of one prompt: each length resumes at the deepest one below it."""
     prompt, kept = tuple(range(100)), (1, 15, 16, 17, 48, 64)
     match = filled([prompt[:end] for end in kept]).match(prompt[:length])
-    assert (match.mark.done if match.mark else 0) == max((end for end in kept if end < length), default=0)
+    assert (match.checkpoint.done if match.checkpoint else 0) == max((end for end in kept if end < length), default=0)
     assert match.shared == length // PAGE * PAGE
 
 
 def test_an_exact_end_serves_only_with_its_logits() -> None:
     tree = filled([tuple(range(20))])
-    assert tree.match(range(20)).mark is None
+    assert tree.match(range(20)).checkpoint is None
     slot, page = tree._slots, tree._pages.take()
     slot.size += 1
     slot._free.append(1)
     slot._owners.append(0)
     taken = slot.take()
     assert taken and page
-    tree.insert(range(20), tree.path(next(iter(tree._marks))), taken[0], page[0], "logits")
-    mark = tree.match(range(20)).mark
-    assert mark and mark.logits == "logits" and len(tree) == 1
+    tree.insert(range(20), tree.path(next(iter(tree._checkpoints))), taken[0], page[0], "logits")
+    checkpoint = tree.match(range(20)).checkpoint
+    assert checkpoint and checkpoint.logits == "logits" and len(tree) == 1
 
 
 def test_what_serves_stays_longer_than_what_does_not() -> None:
     tree = filled([page_of(1), page_of(2), page_of(3)])
     while tree.evictions < 20:
-        mark = tree.match((*page_of(1), 9)).mark
-        assert mark, "the prefix in use was given up"
-        tree.use(mark)
+        checkpoint = tree.match((*page_of(1), 9)).checkpoint
+        assert checkpoint, "the prefix in use was given up"
+        tree.use(checkpoint)
         if len(tree) > 1:
             assert tree.evict()
         else:
             break
-    assert tree.match((*page_of(1), 9)).mark
+    assert tree.match((*page_of(1), 9)).checkpoint
 
 
 def test_deep_positions_are_worth_more_than_shallow_ones() -> None:
     tree = filled([tuple(range(10)), tuple(range(100, 600))])
-    assert tree.evict() and tree.match((*range(100, 600), 1)).mark
+    assert tree.evict() and tree.match((*range(100, 600), 1)).checkpoint
 
 
 @pytest.mark.parametrize("prompts", [[(1, 2, 3, 4, 5), (1, 2, 3)], [(1, 2, 3), (4, 5, 6)],
@@ -286,8 +286,8 @@ def test_saved_is_counted_from_the_prefixes_only(prompts: list[Prefix], slot_tok
     """None of these begins with another one, or only the later one does: all of its tokens are saved."""
     tree = filled(prompts, slot_tokens=slot_tokens)
     for prompt in prompts:
-        mark = tree.match((*prompt, 9)).mark
-        assert mark and mark.saved == len(prompt)
+        checkpoint = tree.match((*prompt, 9)).checkpoint
+        assert checkpoint and checkpoint.saved == len(prompt)
 
 
 def test_match_reads_long_prompts_in_large_trees_once() -> None:
@@ -300,7 +300,7 @@ def test_match_reads_long_prompts_in_large_trees_once() -> None:
         found = tree.match(long)
         assert time.process_time() - began < 0.5
         assert found.shared == (1600, 0, 800)[i]
-    assert tree.match((*prompts[500], 1)).mark
+    assert tree.match((*prompts[500], 1)).checkpoint
 
 
 def test_long_conversations_grow_and_shrink_without_recursion() -> None:
@@ -312,9 +312,9 @@ def test_long_conversations_grow_and_shrink_without_recursion() -> None:
 # The hybrid cache over the tree
 
 
-def tokens_of(mark: Mark) -> list[int]:
-    """The tokens that a mark stands for."""
-    keys, node = [mark.tail], mark.node
+def tokens_of(checkpoint: Checkpoint) -> list[int]:
+    """The tokens that a checkpoint stands for."""
+    keys, node = [checkpoint.tail], checkpoint.node
     while node.parent is not None:
         keys.append(node.key)
         node = node.parent
@@ -333,14 +333,14 @@ class ReuseMachine(RuleBasedStateMachine):
     """Random programs over a cache with a tree, in pools so small that eviction and shortage are common. looks: how
     many rules until the pools are looked at, for which all that is queued is carried out."""
 
-    kind: type[HybridCache | Storage] = HybridCache
+    kind: type[HybridCache | CachePools] = HybridCache
     looks = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.rules = 0
         self.leases: dict[Lease, Wanted] = {}
-        self.kept: dict[Checkpoint, list[int]] = {}
+        self.kept: dict[Snapshot, list[int]] = {}
 
     @initialize(pages=st.sampled_from((12, 6, 4, 9, 2, 20)), slots=st.sampled_from((6, 4, 3, 8, 2)))
     def start(self, pages: int, slots: int) -> None:
@@ -364,7 +364,7 @@ class ReuseMachine(RuleBasedStateMachine):
             return
         self.leases[lease] = Wanted(list(prompt[:lease.done]))
         given_up = self.cache.known(prompt) < known
-        assert known == (match.mark.done if match.mark else 0)
+        assert known == (match.checkpoint.done if match.checkpoint else 0)
         assert lease.done == known or (given_up and lease.done < known), "a kept position is there and not used"
         assert tuple(lease.tokens) == prompt[:lease.done] and lease.done <= known and lease.shared <= match.shared
         assert self.cache.pages.free * PAGE + lease.covered >= room
@@ -403,10 +403,10 @@ class ReuseMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9), keep=st.booleans())
     def release(self, pick: int, keep: bool) -> None:
         lease, naive = self.lease(pick)
-        marks = len(self.cache.tree)
+        checkpoints = len(self.cache.tree)
         self.cache.release(lease, keep)
         del self.leases[lease]
-        assert len(self.cache.tree) - marks <= bool(keep and naive.tokens)
+        assert len(self.cache.tree) - checkpoints <= bool(keep and naive.tokens)
         if keep and naive.tokens:
             assert self.cache.known([*naive.tokens, 9]) == len(naive.tokens), "what was just kept is not known"
 
@@ -420,9 +420,9 @@ class ReuseMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 9))
-    def checkpoint(self, pick: int) -> None:
+    def snapshot(self, pick: int) -> None:
         lease, naive = self.lease(pick)
-        kept = self.cache.checkpoint(lease)
+        kept = self.cache.snapshot(lease)
         if kept is not None:
             self.kept[kept] = list(naive.tokens)
 
@@ -440,8 +440,8 @@ class ReuseMachine(RuleBasedStateMachine):
             naive.tokens = list(self.kept[kept])
 
     def room_for_a_page(self, lease: Lease) -> bool:
-        """Whether holders other than this lease leave a page. (Marks may be locked: count only without any.)"""
-        if any(mark.locks for mark in self.cache.tree._marks):
+        """Whether holders other than this lease leave a page. (Checkpoints may be locked: count only without any.)"""
+        if any(checkpoint.locks for checkpoint in self.cache.tree._checkpoints):
             return False
         others = {page for holder in (*self.leases, *self.kept) if holder is not lease for page in holder.pages}
         return len(others) < self.cache.pages.size
@@ -477,12 +477,12 @@ class ReuseMachine(RuleBasedStateMachine):
             assert not expected or read_state(self.cache, holder.slot) == expected[-1]
 
     def the_tree_holds_sound_states(self) -> None:
-        """L2: each mark's slot and pages hold the state and the K/V of its very tokens."""
+        """L2: each checkpoint's slot and pages hold the state and the K/V of its very tokens."""
         tree = self.cache.tree
-        for mark in tree._marks:
-            expected = hashes(tokens_of(mark))
-            assert read_kv(self.cache, tree.path(mark), mark.done) == expected
-            assert read_state(self.cache, mark.slot) == expected[-1]
+        for checkpoint in tree._checkpoints:
+            expected = hashes(tokens_of(checkpoint))
+            assert read_kv(self.cache, tree.path(checkpoint), checkpoint.done) == expected
+            assert read_state(self.cache, checkpoint.slot) == expected[-1]
 
     def teardown(self) -> None:
         self.look()
@@ -497,7 +497,7 @@ class ReuseMachine(RuleBasedStateMachine):
         assert (self.cache.pages.free, self.cache.slots.free) == (self.cache.pages.size, self.cache.slots.size)
 
 
-def reuse_programs(kind: type[HybridCache | Storage], count: int, looks: int = 1, **options: Any) -> None:
+def reuse_programs(kind: type[HybridCache | CachePools], count: int, looks: int = 1, **options: Any) -> None:
     run_programs(type("Machine", (ReuseMachine,), {"kind": kind, "looks": looks}), count, 40, **options)
 
 
@@ -516,7 +516,7 @@ def test_l2_a_cache_with_a_tree_equals_the_naive_model_in_thousands_of_programs(
 
 
 class SharesTails(HybridCache):
-    """A mark's partial page is handed out instead of copied."""
+    """A checkpoint's partial page is handed out instead of copied."""
 
     def __init__(self, pools: Any) -> None:
         super().__init__(pools)
@@ -527,7 +527,7 @@ class SharesTails(HybridCache):
         return page
 
 
-class ForgetsState(Storage):
+class ForgetsState(CachePools):
     def apply(self, operations: Any) -> None:
         super().apply([operation for operation in operations if not isinstance(operation, CopySlot)])
 
@@ -542,7 +542,7 @@ class KeepsWrongPosition(HybridCache):
 
 
 @pytest.mark.parametrize("kind", [SharesTails, ForgetsState, KeepsWrongPosition, GoesBackwards])
-def test_the_machine_notices_a_cache_that_breaks_l2(kind: type[HybridCache | Storage]) -> None:
+def test_the_machine_notices_a_cache_that_breaks_l2(kind: type[HybridCache | CachePools]) -> None:
     looks = 9 if kind is GoesBackwards else 1
     with pytest.raises((AssertionError, IndexError, ValueError)):
         reuse_programs(kind, 300, looks, report_multiple_bugs=False, phases=PHASES)
@@ -612,7 +612,7 @@ def test_l4_a_lone_sequence_starts_even_if_its_own_prefix_fills_the_pool(done: i
 def test_l2_restore_may_use_the_pages_of_the_tree() -> None:
     cache = toy_cache(4, 4)
     lease = lease_of(cache, list(range(5)))
-    kept = cache.checkpoint(lease)
+    kept = cache.snapshot(lease)
     assert kept is not None and cache.restore(lease, None)
     cache.release(lease_of(cache, list(range(100, 145))), keep=True)
     assert cache.pages.free == 0

@@ -21,7 +21,7 @@ from support import Answers, drain, take
 from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
-from deltic.cache.storage import Storage
+from deltic.cache.pools import CachePools
 from deltic.engine.engine import Engine
 from deltic.engine.scheduler import Plan
 from deltic.engine.sequence import Sequence
@@ -71,9 +71,9 @@ class Toy:
 
         ops = backends()["torch"]
         slots = self.slots or self.max_batch + 1
-        storage = Storage(full(1, self.pages, PAGE, 1, 1), full(1, self.pages, PAGE, 1, 1), full(1, slots, 1, 1, 1),
+        pools = CachePools(full(1, self.pages, PAGE, 1, 1), full(1, self.pages, PAGE, 1, 1), full(1, slots, 1, 1, 1),
                           full(1, slots, 1, 1), ops)
-        self.cache, self.pools = HybridCache(storage), storage
+        self.cache, self.pools = HybridCache(pools), pools
         self.memory = SimpleNamespace(max_batch=self.max_batch, max_context=self.context)
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
                                        max_stall_ms=None)
@@ -84,10 +84,10 @@ class Toy:
 
     def run(self, batch: Batch) -> Tensor:
         self.before(batch)
-        storage, states = self.cache.pools, []
+        pools, states = self.cache.pools, []
         starts, done = batch.starts.tolist(), batch.done.tolist()
-        storage.keys.flatten()[batch.store] = batch.ids.double()
-        storage.values.flatten()[batch.store] = batch.ids.double()
+        pools.keys.flatten()[batch.store] = batch.ids.double()
+        pools.values.flatten()[batch.store] = batch.ids.double()
         assert len(set(batch.store.tolist())) == len(batch.ids), "two tokens share a place"
         assert len(set(batch.target.tolist())) == batch.layout.rows, "two rows share a slot"
         for row in range(batch.layout.rows):
@@ -95,7 +95,7 @@ class Toy:
             past = self._context(batch, row, context)
             state, position = 0, 0
             if done[row]:
-                state, position = (int(pool[0, batch.source[row]].item()) for pool in storage.slot_tensors)
+                state, position = (int(pool[0, batch.source[row]].item()) for pool in pools.slot_tensors)
             assert position == done[row], f"L1: the state has {position} tokens, the cursor says {done[row]}"
             for index, token in enumerate(past):
                 if index >= position:
@@ -103,12 +103,12 @@ class Toy:
                     state = advance(state, token)
                     states.append(state)
             assert state == self._hash(past), "L2: K/V and state have different histories"
-            storage.recurrent[0, batch.target[row]] = state
-            storage.conv[0, batch.target[row]] = context
+            pools.recurrent[0, batch.target[row]] = state
+            pools.conv[0, batch.target[row]] = context
             for index in (batch.emit_row == row).nonzero().flatten().tolist():
                 length, slot = int(batch.emit_length[index]), batch.emit_slot[index]
                 assert done[row] < length <= context, "a state is wanted that this step does not pass"
-                storage.recurrent[0, slot], storage.conv[0, slot] = self._hash(past[:length]), length
+                pools.recurrent[0, slot], pools.conv[0, slot] = self._hash(past[:length]), length
         self.fed += len(batch.ids)
         if not len(batch.logit_tokens):
             return torch.empty(0, VOCABULARY)

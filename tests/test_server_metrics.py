@@ -169,11 +169,11 @@ def test_memory_in_use_is_what_the_ledgers_say(served: Served) -> None:
     page, cache = scrape(served), tiny().engine.runtime.cache
     assert page["cache_pages_used"] == cache.pages.size - cache.pages.free > 0
     assert page["cache_slots_used"] == cache.slots.size - cache.slots.free > 0
-    storage = cache.pools
+    pools = cache.pools
     assert page.of("cache_budget_bytes", tier="device") == sum(
-        tensor.nbytes for tensor in (*storage.page_tensors, *storage.slot_tensors))
-    page_bytes = sum(tensor[:, 0].nbytes for tensor in storage.page_tensors)
-    slot_bytes = sum(tensor[:, 0].nbytes for tensor in storage.slot_tensors)
+        tensor.nbytes for tensor in (*pools.page_tensors, *pools.slot_tensors))
+    page_bytes = sum(tensor[:, 0].nbytes for tensor in pools.page_tensors)
+    slot_bytes = sum(tensor[:, 0].nbytes for tensor in pools.slot_tensors)
     assert page.of("cache_bytes", tier="device") == (page["cache_pages_used"] * page_bytes
                                                     + page["cache_slots_used"] * slot_bytes)
 

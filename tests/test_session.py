@@ -84,38 +84,38 @@ def test_tokens_may_come_as_tensors(expected: Tensor) -> None:
     close(session().prefill(torch.tensor(TOKENS[:9])), expected[8])  # type: ignore[arg-type]
 
 
-# Checkpoints
+# Snapshots
 
 
 def test_restore_returns_as_often_as_wanted(expected: Tensor) -> None:
     one = session()
     one.prefill(TOKENS[:20])
-    mark = one.checkpoint()
+    snapshot = one.snapshot()
     for other in (1, 40):
         one.prefill(numbers(other, other, 509))
-        one.restore(mark)
+        one.restore(snapshot)
         assert one.position == 20
     close(one.prefill(TOKENS[20:60], all_logits=True), expected[20:60])
-    one.restore(mark)
+    one.restore(snapshot)
     close(one.step(TOKENS[20]), expected[20])
 
 
 def test_restoring_nothing_is_the_start(expected: Tensor) -> None:
     one = session()
-    mark = one.checkpoint()
-    for back in (lambda: one.restore(None), one.reset, lambda: one.restore(mark)):
+    snapshot = one.snapshot()
+    for back in (lambda: one.restore(None), one.reset, lambda: one.restore(snapshot)):
         one.prefill(numbers(3, 30, 509))
         back()
         assert one.position == 0
         close(one.step(TOKENS[0]), expected[0])
 
 
-def test_checkpoints_outlive_what_comes_after_them(expected: Tensor) -> None:
+def test_snapshots_outlive_what_comes_after_them(expected: Tensor) -> None:
     one = session()
     one.prefill(TOKENS[:10])
-    early = one.checkpoint()
+    early = one.snapshot()
     one.prefill(TOKENS[10:40])
-    late = one.checkpoint()
+    late = one.snapshot()
     one.restore(early)
     close(one.step(TOKENS[10]), expected[10])
     one.restore(late)
@@ -125,16 +125,16 @@ def test_checkpoints_outlive_what_comes_after_them(expected: Tensor) -> None:
     close(one.step(TOKENS[40]), expected[40])
 
 
-def test_no_checkpoint_left_is_an_error_and_dropping_helps() -> None:
+def test_no_snapshot_left_is_an_error_and_dropping_helps() -> None:
     one = session(batch=2)
     one.prefill(TOKENS[:5])
-    marks = [one.checkpoint()]
-    with pytest.raises(RequestError, match="checkpoint"):
+    snapshots = [one.snapshot()]
+    with pytest.raises(RequestError, match="snapshot"):
         for _ in range(9):
-            marks.append(one.checkpoint())
+            snapshots.append(one.snapshot())
     assert one.position == 5
-    one.drop(marks.pop())
-    marks.append(one.checkpoint())
+    one.drop(snapshots.pop())
+    snapshots.append(one.snapshot())
     one.runtime.cache.check()
 
 
@@ -142,9 +142,9 @@ def test_everything_can_be_given_back() -> None:
     one = session()
     free = one.runtime.cache.slots.free
     one.prefill(TOKENS[:40])
-    mark = one.checkpoint()
+    snapshot = one.snapshot()
     one.prefill(TOKENS[40:90])
-    one.drop(mark)
+    one.drop(snapshot)
     one.reset()
     cache = one.runtime.cache
     cache.check()
@@ -152,26 +152,26 @@ def test_everything_can_be_given_back() -> None:
 
 
 @pytest.mark.parametrize("use", ["drop", "restore"])
-def test_l8_a_dropped_checkpoint_is_refused(use: str) -> None:
-    """Its slot may hold another checkpoint by now."""
+def test_l8_a_dropped_snapshot_is_refused(use: str) -> None:
+    """Its slot may hold another snapshot by now."""
     one = session()
     one.prefill(TOKENS[:20])
-    gone = one.checkpoint()
+    gone = one.snapshot()
     one.drop(gone)
     one.step(1)
-    kept = one.checkpoint()
-    with pytest.raises(DelticError, match="checkpoint"):
+    kept = one.snapshot()
+    with pytest.raises(DelticError, match="snapshot"):
         getattr(one, use)(gone)
     assert one.position == 21
     one.restore(kept)
     one.runtime.cache.check()
 
 
-def test_l8_a_checkpoint_of_another_session_is_refused() -> None:
+def test_l8_a_snapshot_of_another_session_is_refused() -> None:
     one, other = session(), session()
     other.prefill(TOKENS[:20])
-    with pytest.raises(DelticError, match="checkpoint"):
-        one.restore(other.checkpoint())
+    with pytest.raises(DelticError, match="snapshot"):
+        one.restore(other.snapshot())
     assert one.position == 0
 
 
@@ -222,12 +222,12 @@ def test_a_long_prefill_needs_no_more_room_than_its_tokens(batch: int, count: in
     assert one.position == 128
 
 
-def test_a_full_session_can_return_to_its_checkpoint() -> None:
+def test_a_full_session_can_return_to_its_snapshot() -> None:
     one = session(batch=3, pages=9)
     one.prefill(TOKENS[:5])
-    mark = one.checkpoint()
+    snapshot = one.snapshot()
     one.prefill(numbers(2, 123, 509))
-    one.restore(mark)
+    one.restore(snapshot)
     assert one.position == 5
 
 

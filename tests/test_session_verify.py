@@ -48,9 +48,9 @@ def test_a_session_verifies_and_accepts(model: str) -> None:
             parts.append(session.step(answer.tokens[done])[None])
             done += 1
     same_logits(answer.logits[1:], torch.cat(parts))
-    mark = session.checkpoint()
+    snapshot = session.snapshot()
     after = session.step(5)
-    session.restore(mark)
+    session.restore(snapshot)
     assert torch.equal(session.step(5), after)
 
 
@@ -118,16 +118,16 @@ def moved_on(session: Session) -> None:
 
 def came_back(session: Session) -> None:
     """To the very position, but not with what was verified in the ring."""
-    mark = session.checkpoint()
+    snapshot = session.snapshot()
     session.verify([4, 5, 6])
-    session.restore(mark)
+    session.restore(snapshot)
 
 
 def went_away_and_came_back(session: Session) -> None:
-    mark = session.checkpoint()
+    snapshot = session.snapshot()
     session.verify([4, 5, 6])
     session.commit([7, 8, 9])
-    session.restore(mark)
+    session.restore(snapshot)
 
 
 def verified_in_vain(session: Session) -> None:

@@ -40,7 +40,7 @@ from support import (
 )
 
 from deltic.cache.disk import Disk
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
 from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import NgramDrafter
@@ -91,7 +91,7 @@ def engine_of(case: Case, place: Path) -> tuple[Engine, Scripted | None]:
         drafter = Scripted(answers, PATTERNS[case.pattern], case.depth)
     real = {"ngram": lambda: NgramDrafter(case.depth),
             "itself": lambda: ModelDrafter(runtime_of(MODELS[case.model]()), 509, case.depth)}
-    tiers = [Shelf(Disk(place, "x", 1 << 30), threads=False)] if case.story == "from disk" else []
+    tiers = [TierIndex(Disk(place, "x", 1 << 30), threads=False)] if case.story == "from disk" else []
     small = runtime_of(runtime, budget=case.budget, batch=8, slots=32, tiers=tiers)
     return Engine(small, drafter or real.get(case.pattern, lambda: None)(), FixedDepth(case.depth)), drafter
 
@@ -365,9 +365,9 @@ def test_l6_the_comparison_notices(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         if base is not None and bug == "lost token" and lease.behind > 1:
             lease.behind -= 1
         if base is not None and bug == "leaked guess" and lease.done % 5 == 0:
-            storage = cache.pools
-            assert storage.rings is not None
-            storage.rings[2][:, :, (lease.done - 1) % 16] *= 1.5
+            pools = cache.pools
+            assert pools.rings is not None
+            pools.rings[2][:, :, (lease.done - 1) % 16] *= 1.5
         if base is not None and bug == "stale ring" and lease.done % 3 == 0:
             assert cache.pools.rings is not None
             cache.pools.rings[1].copy_(cache.pools.rings[1].roll(1, 2))

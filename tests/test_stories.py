@@ -162,12 +162,12 @@ class Stage:
     def check_kept(self) -> None:
         """The logits kept with a state are those that its tokens end with. Seldom is drawn from wrong ones."""
         tree = self.engine.runtime.cache.tree
-        for mark in tree._marks:
-            tokens = tuple(tokens_of(mark))
-            if mark.logits is not None and self.known.get(tokens) is not mark.logits:
+        for checkpoint in tree._checkpoints:
+            tokens = tuple(tokens_of(checkpoint))
+            if checkpoint.logits is not None and self.known.get(tokens) is not checkpoint.logits:
                 self.reader.restore(None)
-                same_logits(self.reader.prefill(tokens)[None], mark.logits[None], TOLERANCE)
-                self.known[tokens] = mark.logits
+                same_logits(self.reader.prefill(tokens)[None], checkpoint.logits[None], TOLERANCE)
+                self.known[tokens] = checkpoint.logits
 
     def compare(self) -> None:
         assert self.answers.keys() == self.wanted.keys()

@@ -3,14 +3,14 @@
     pages 0 .. N - 1, each counted once per owner:
 
     |<- free ->|<-------------------------------- owned -------------------------------->|
-               |<- by the tree alone ->|<- by both ->|<- by leases and checkpoints alone ->|
+               |<- by the tree alone ->|<- by both ->|<-- by leases and snapshots alone -->|
                |   full and partial    | full pages  |  partial pages; granted, not yet    |
                |   pages of prefixes   | of prefixes |  written ones; full ones that are   |
                |                       | in use      |  not in the tree (yet)              |
                |<----- give way ------>|<------------------ do not ----------------------->|
 
     slots: each free, spare for a step in flight, or one owner's: a lease's (its state, and those that it emits), a
-    checkpoint's, a mark's.
+    snapshot's, a checkpoint's.
     rings: each free, or a lease's.
 
 What is attainable for a sequence is what is free or the tree's alone. A full page never changes, so it may have many
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from deltic.cache.lease import Checkpoint, Lease
+from deltic.cache.lease import Lease, Snapshot
 from deltic.cache.ledger import Ledger
 from deltic.cache.operations import CopyPage, CopySlot, FoldRing, Operation, PoolSizes
 from deltic.cache.tree import PrefixTree
@@ -38,26 +38,26 @@ class Accounts:
         self.rings = Ledger("replay ring", sizes.rings)
         self.tree = PrefixTree(self.pages, self.slots, sizes.slot_tokens)
         self.leases: dict[int, Lease] = {}
-        self.checkpoints: dict[int, Checkpoint] = {}
+        self.snapshots: dict[int, Snapshot] = {}
         self.spares: list[int] = []
         """Slots for steps in flight to write states to that are not committed yet."""
         self.queue: list[Operation] = []
 
     @property
-    def holders(self) -> list[Lease | Checkpoint]:
-        return [*self.leases.values(), *self.checkpoints.values()]
+    def holders(self) -> list[Lease | Snapshot]:
+        return [*self.leases.values(), *self.snapshots.values()]
 
     def book(self, lease: Lease) -> Lease:
         """Enter a lease that owns its slot and pages already."""
         self.leases[lease.slot] = lease
         return lease
 
-    def owns(self, holder: Lease | Checkpoint) -> bool:
-        """Whether the lease or checkpoint is one of these accounts and still stands."""
-        return self.leases.get(holder.slot) is holder or self.checkpoints.get(holder.slot) is holder
+    def owns(self, holder: Lease | Snapshot) -> bool:
+        """Whether the lease or snapshot is one of these accounts and still stands."""
+        return self.leases.get(holder.slot) is holder or self.snapshots.get(holder.slot) is holder
 
-    def expect(self, holder: Lease | Checkpoint) -> None:
-        assert self.owns(holder), "a lease or checkpoint was given back before, or belongs to another cache"
+    def expect(self, holder: Lease | Snapshot) -> None:
+        assert self.owns(holder), "a lease or snapshot was given back before, or belongs to another cache"
 
     def attainable(self, pages: int, spared: Iterable[int] = ()) -> int:
         """How many pages would be free without the tree, but for the `spared` ones; only so far as `pages` asks."""
@@ -111,7 +111,7 @@ class Accounts:
         self.queue.append(CopyPage(page, own[0]))
         return own[0]
 
-    def copy_state(self, source: Lease | Checkpoint, target: int) -> None:
+    def copy_state(self, source: Lease | Snapshot, target: int) -> None:
         """Have the state of all committed tokens in a slot, which may be the source's own."""
         if source.slot != target:
             self.queue.append(CopySlot(source.slot, target))
@@ -128,7 +128,7 @@ class Accounts:
         owners = Counter(self.tree.owned_pages())
         for holder in holders:
             assert len(holder.pages) * PAGE >= holder.done, "a cursor stands past its pages"
-            assert isinstance(holder, Checkpoint) or len(holder.ids) >= holder.done, "a cursor stands past its ids"
+            assert isinstance(holder, Snapshot) or len(holder.ids) >= holder.done, "a cursor stands past its ids"
             owners.update(holder.pages)
         self.pages.check(owners.elements())
         self.tree.check()

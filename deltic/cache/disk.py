@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltic.cache import folder as layout
 from deltic.cache.itemfile import decode, encode
-from deltic.cache.medium import FullError, Item, MediumError
+from deltic.cache.tier_store import FullError, Item, TierStoreError
 
 _CHECKSUM_BYTES, _BLOCK = 4, 4096
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Disk:
-    """A Medium in `directory`, for the model that `fingerprint` (lower-case letters and digits) stands for.
+    """A TierStore in `directory`, for the model that `fingerprint` (lower-case letters and digits) stands for.
 
     Several processes may use a directory at the same time. Files are for this user alone. `label` is the model's
     name, `about` how it is computed, for people. budget: bytes, which the caller keeps to. writable: False if the
@@ -67,16 +67,16 @@ class Disk:
         return _write(self._folder / layout.item_name(item), encode(item, tensors), self._restore)
 
     def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
-        """New tensors on the CPU, of at most so many bytes in all. Everything is checked; MediumError says what is
+        """New tensors on the CPU, of at most so many bytes in all. Everything is checked; TierStoreError says what is
         wrong."""
         path = self._folder / layout.item_name(item)
         try:
             with layout.open_regular(path) as file:
                 return decode(file, item, most)
         except OSError as error:
-            raise MediumError(f"{path} cannot be read: {error.strerror}") from error
-        except MediumError as error:
-            raise MediumError(f"{path} {error}") from error
+            raise TierStoreError(f"{path} cannot be read: {error.strerror}") from error
+        except TierStoreError as error:
+            raise TierStoreError(f"{path} {error}") from error
 
     def delete(self, item: Item) -> None:
         """Unlink a file, and the folder of another model if this empties it. Never fails: what the disk does not

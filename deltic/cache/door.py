@@ -1,4 +1,4 @@
-"""What may come into the pools: a medium is not to be trusted."""
+"""What may come into the pools: a store is not to be trusted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deltic.cache.medium import Item
 from deltic.cache.prefix import Tensors
+from deltic.cache.tier_store import Item
 from deltic.errors import show
 
 if TYPE_CHECKING:
-    from deltic.cache.storage import Storage
+    from deltic.cache.pools import CachePools
 
 _LARGEST_VOCABULARY = 1 << 22
 _Looks = tuple[torch.dtype, tuple[int, ...] | None]
@@ -24,14 +24,14 @@ _Looks = tuple[torch.dtype, tuple[int, ...] | None]
 class PoolDoor:
     """Lets in what could have come from these pools: names, shapes, dtypes, and numbers that a sound model gives."""
 
-    storage: Storage
+    pools: CachePools
 
     def most(self, item: Item) -> int:
         """The bytes that the item's tensors can have."""
         if item.kind == "kv":
-            return max(item.done - item.start, 0) * (self.storage.sizes.token_bytes + torch.int64.itemsize)
-        logits = (self.storage.vocabulary or _LARGEST_VOCABULARY) * torch.float32.itemsize
-        return self.storage.sizes.slot_bytes + logits
+            return max(item.done - item.start, 0) * (self.pools.sizes.token_bytes + torch.int64.itemsize)
+        logits = (self.pools.vocabulary or _LARGEST_VOCABULARY) * torch.float32.itemsize
+        return self.pools.sizes.slot_bytes + logits
 
     def refuse(self, item: Item, tensors: Tensors) -> str:
         """Why these are not the item's tensors; empty if they may be."""
@@ -49,20 +49,20 @@ class PoolDoor:
 
     def _run(self, item: Item) -> dict[str, _Looks]:
         length = max(item.done - item.start, 0)
-        pools = zip(("keys", "values"), self.storage.page_tensors, strict=True)
+        pools = zip(("keys", "values"), self.pools.page_tensors, strict=True)
         return {"tokens": (torch.int64, (length,)),
                 **{name: (pool.dtype, (len(pool), length, *pool.shape[3:])) for name, pool in pools}}
 
     def _state(self, item: Item) -> dict[str, _Looks]:
         looks: dict[str, _Looks] = {name: (pool.dtype, tuple(pool[:, 0].shape))
-                                    for name, pool in self.storage.named_slots.items()}
+                                    for name, pool in self.pools.named_slots.items()}
         if item.kind == "final":
-            vocabulary = self.storage.vocabulary
+            vocabulary = self.pools.vocabulary
             looks["logits"] = torch.float32, None if vocabulary is None else (vocabulary,)
         return looks
 
     def _nonsense(self, tensors: Tensors) -> str:
-        tokens, logits, vocabulary = tensors.get("tokens"), tensors.get("logits"), self.storage.vocabulary
+        tokens, logits, vocabulary = tensors.get("tokens"), tensors.get("logits"), self.pools.vocabulary
         if vocabulary is None:
             return ""
         if tokens is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, cast, get_args
 
-from deltic.cache.medium import FullError, Item, Kind
+from deltic.cache.tier_store import FullError, Item, Kind
 from deltic.errors import ConfigError
 
 ROOT: Final = "deltic-prefixes"

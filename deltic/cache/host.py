@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from deltic.cache.medium import Item, MediumError
+from deltic.cache.tier_store import Item, TierStoreError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Host:
-    """A `Medium` of plain tensors."""
+    """A `TierStore` of plain tensors."""
 
     name = "host"
     writable = True
@@ -38,7 +38,7 @@ class Host:
         """The tensors that were written."""
         tensors = self._items.get((item.kind, item.key))
         if tensors is None:
-            raise MediumError("it is not there")
+            raise TierStoreError("it is not there")
         return dict(tensors)
 
     def delete(self, item: Item) -> None:

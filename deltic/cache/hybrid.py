@@ -23,20 +23,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deltic.cache.accounts import Accounts
-from deltic.cache.lease import Checkpoint, Lease, Rest
+from deltic.cache.lease import Lease, Rest, Snapshot
 from deltic.cache.operations import CopySlot, Operation, Pools, RestoreItem, StoreItem
 from deltic.cache.tiers import NOTHING, Fetch, Offer
-from deltic.cache.tree import Mark, Match
+from deltic.cache.tree import Checkpoint, Match
 from deltic.types import PAGE, RING
 
 if TYPE_CHECKING:
-    from deltic.cache.shelf import Shelf
+    from deltic.cache.tier_index import TierIndex
 
 
 class HybridCache:
     """Grants pages and slots, moves cursors, forks and restores. `check()` proves the accounts."""
 
-    def __init__(self, pools: Pools, reuse: bool = True, tiers: Sequence[Shelf] = (),
+    def __init__(self, pools: Pools, reuse: bool = True, tiers: Sequence[TierIndex] = (),
                  rows: int | None = None) -> None:
         """reuse: keep prefixes of finished sequences for following ones. tiers: where to keep them too, fastest
         first. rows: positions that may be kept with their logits; None: as many as there are slots."""
@@ -62,7 +62,7 @@ class HybridCache:
     @property
     def at_rest(self) -> bool:
         """Whether nothing is leased or kept outside of the tree."""
-        return not self.accounts.leases and not self.accounts.checkpoints and not self._rests
+        return not self.accounts.leases and not self.accounts.snapshots and not self._rests
 
     def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING) -> Lease | None:
         """A lease at the deepest kept position that `prompt` begins with, or at its start. Its ids are the prompt: that
@@ -73,12 +73,12 @@ class HybridCache:
         may be what stands in the way. fetch: what `fetch` brought for this prompt.
         """
         match = self.tree.match(prompt) if self.reuse else Match(None, 0)
-        mark = match.mark
+        checkpoint = match.checkpoint
         pages = -(-room // PAGE)
-        lease = self._arrive(fetch, pages, mark.done if mark else 0)
-        if lease is None and mark:
-            lease = self._resume(mark, pages)
-        if lease is None and not (mark and room):
+        lease = self._arrive(fetch, pages, checkpoint.done if checkpoint else 0)
+        if lease is None and checkpoint:
+            lease = self._resume(checkpoint, pages)
+        if lease is None and not (checkpoint and room):
             lease = self._begin(pages)
         if lease:
             lease.ids = prompt if isinstance(prompt, list) else [*prompt]
@@ -99,7 +99,7 @@ class HybridCache:
     def _arrive(self, fetch: Fetch, room: int, known: int) -> Lease | None:
         """A lease at a position that came from a tier."""
         loaded = fetch.loaded
-        if loaded is None or fetch.shelf is None or loaded.done <= known:
+        if loaded is None or fetch.tier is None or loaded.done <= known:
             return None
         full = self.tree.shared(loaded.tokens)
         missing = max(room, -(-loaded.done // PAGE)) - len(full)
@@ -112,10 +112,10 @@ class HybridCache:
             self.pages.release(full)
             self.slots.release([] if slot is None else [slot])
             return None
-        lease = self.accounts.book(Lease(slot, [*full, *fresh], [], loaded.done, loaded.logits, fetch.shelf.name))
+        lease = self.accounts.book(Lease(slot, [*full, *fresh], [], loaded.done, loaded.logits, fetch.tier.name))
         self._queue(RestoreItem(self.pools.hold(loaded), tuple(lease.pages), len(full) * PAGE, slot))
-        fetch.shelf.hits += 1
-        fetch.shelf.hit_tokens += loaded.done - known
+        fetch.tier.hits += 1
+        fetch.tier.hit_tokens += loaded.done - known
         self._emit_here(lease)
         return lease
 
@@ -125,32 +125,32 @@ class HybridCache:
         if slot is not None:
             self._queue(CopySlot(lease.slot, slot))
 
-    def _resume(self, mark: Mark, room: int) -> Lease | None:
-        """A lease at a mark, which may go at once: the lease owns a copy of the state and of the partial page."""
-        path = self.tree.path(mark)
-        missing = room - mark.done // PAGE
+    def _resume(self, checkpoint: Checkpoint, room: int) -> Lease | None:
+        """A lease at a checkpoint, which may go at once: the lease owns a copy of the state and of the partial page."""
+        path = self.tree.path(checkpoint)
+        missing = room - checkpoint.done // PAGE
         if missing > self.accounts.attainable(missing, path):
             return None
-        mark.locks += 1
-        lease = self._copy_mark(mark, path) if self.make_room(missing) else None
-        mark.locks -= 1
+        checkpoint.locks += 1
+        lease = self._copy_checkpoint(checkpoint, path) if self.make_room(missing) else None
+        checkpoint.locks -= 1
         return lease
 
-    def _copy_mark(self, mark: Mark, path: Sequence[int]) -> Lease | None:
-        copy = self.accounts.take_copy(path, mark.done)
+    def _copy_checkpoint(self, checkpoint: Checkpoint, path: Sequence[int]) -> Lease | None:
+        copy = self.accounts.take_copy(path, checkpoint.done)
         if copy is None:
             return None
         slot, pages = copy
-        self.tree.use(mark)
-        self._queue(CopySlot(mark.slot, slot))
-        lease = self.accounts.book(Lease(slot, pages, done=mark.done, logits=mark.logits))
-        _guard(lease, mark)
+        self.tree.use(checkpoint)
+        self._queue(CopySlot(checkpoint.slot, slot))
+        lease = self.accounts.book(Lease(slot, pages, done=checkpoint.done, logits=checkpoint.logits))
+        _guard(lease, checkpoint)
         return lease
 
     def known(self, prompt: Sequence[int]) -> int:
         """Tokens that `admit` would find done."""
-        mark = self.tree.match(prompt).mark if self.reuse else None
-        return mark.done if mark else 0
+        checkpoint = self.tree.match(prompt).checkpoint if self.reuse else None
+        return checkpoint.done if checkpoint else 0
 
     def make_room(self, pages: int) -> bool:
         """Have the tree give up prefixes until so many pages are free, or as many as can be; True if all are."""
@@ -182,22 +182,22 @@ class HybridCache:
             if position > lease.done or (tail and page is None):
                 self.slots.release([slot])
                 continue
-            mark = self._keep(lease, position, slot, page, logits if position == lease.done else None)
+            checkpoint = self._keep(lease, position, slot, page, logits if position == lease.done else None)
             if position in lease.expected:
-                mark.expected = True
-                _guard(lease, mark)
+                checkpoint.expected = True
+                _guard(lease, checkpoint)
 
     def _keep(self, lease: Lease, done: int, slot: int, page: int | None, logits: Any = None,
-              lasting: bool = True) -> Mark:
+              lasting: bool = True) -> Checkpoint:
         """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers if it
         shall be lasting."""
         tokens = lease.ids[:done]
-        mark = self.tree.insert(tokens, lease.pages, slot, page, logits)
+        checkpoint = self.tree.insert(tokens, lease.pages, slot, page, logits)
         self.tree.keep_logits(self.rows - self._rows_held)
         if lasting and self.tiers:
-            item = self.pools.hold(Offer(tokens, mark.logits, self.tiers))
-            self._queue(StoreItem(item, tuple(lease.pages[:-(-done // PAGE)]), mark.slot))
-        return mark
+            item = self.pools.hold(Offer(tokens, checkpoint.logits, self.tiers))
+            self._queue(StoreItem(item, tuple(lease.pages[:-(-done // PAGE)]), checkpoint.slot))
+        return checkpoint
 
     def keep_sound(self, lease: Lease) -> bool:
         """Put the states emitted so far into the tree although no logits were seen that depend on them, if all that the
@@ -268,7 +268,7 @@ class HybridCache:
         lease.slot = spare
         self.accounts.book(lease)
 
-    def fork(self, source: Lease | Checkpoint, ids: list[int] | None = None) -> Lease | None:
+    def fork(self, source: Lease | Snapshot, ids: list[int] | None = None) -> Lease | None:
         """A new lease at the source's position, or None if pages or slots are short. ids: its own, which begin as the
         source's; by default a copy of those."""
         self.accounts.expect(source)
@@ -279,39 +279,39 @@ class HybridCache:
         self.accounts.copy_state(source, slot)
         return self.accounts.book(Lease(slot, pages, [*source.tokens] if ids is None else ids, source.done))
 
-    def checkpoint(self, lease: Lease, logits: Any = None) -> Checkpoint | None:
+    def snapshot(self, lease: Lease, logits: Any = None) -> Snapshot | None:
         """Keep the lease's present position, or None if pages, slots or room for its logits are short."""
         copy = self.fork(lease) if logits is None or self._rows_held < self.rows else None
         if copy is None:
             return None
         del self.accounts.leases[copy.slot]
-        kept = Checkpoint(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
-        self.accounts.checkpoints[kept.slot] = kept
+        kept = Snapshot(copy.slot, tuple(copy.pages), tuple(copy.tokens), logits)
+        self.accounts.snapshots[kept.slot] = kept
         self.tree.keep_logits(self.rows - self._rows_held)
         return kept
 
     @property
     def _rows_held(self) -> int:
-        """Checkpoints with logits."""
-        return sum(kept.logits is not None for kept in self.accounts.checkpoints.values())
+        """Snapshots with logits."""
+        return sum(kept.logits is not None for kept in self.accounts.snapshots.values())
 
-    def restore(self, lease: Lease, checkpoint: Checkpoint | None) -> bool:
-        """Take the lease back to a checkpoint (None: to the start); False, and no change, if a page is short."""
+    def restore(self, lease: Lease, snapshot: Snapshot | None) -> bool:
+        """Take the lease back to a snapshot (None: to the start); False, and no change, if a page is short."""
         self.accounts.expect(lease)
-        if checkpoint is None:
+        if snapshot is None:
             self.pages.release(lease.pages)
             lease.pages, lease.ids, lease.done, lease.behind = [], [], 0, 0
             return True
-        self.accounts.expect(checkpoint)
+        self.accounts.expect(snapshot)
         others = {page for holder in self.accounts.holders if holder is not lease for page in holder.pages}
-        if checkpoint.done % PAGE and len(others) == self.pages.size:
+        if snapshot.done % PAGE and len(others) == self.pages.size:
             return False
         self.pages.release(lease.pages)
         lease.pages = []
-        pages = self.accounts.share_pages(checkpoint.pages, checkpoint.done)
+        pages = self.accounts.share_pages(snapshot.pages, snapshot.done)
         assert pages is not None
-        lease.pages, lease.ids, lease.done, lease.behind = pages, [*checkpoint.tokens], checkpoint.done, 0
-        self._queue(CopySlot(checkpoint.slot, lease.slot))
+        lease.pages, lease.ids, lease.done, lease.behind = pages, [*snapshot.tokens], snapshot.done, 0
+        self._queue(CopySlot(snapshot.slot, lease.slot))
         return True
 
     def clear(self) -> None:
@@ -321,10 +321,10 @@ class HybridCache:
 
     def pin(self, tokens: Sequence[int]) -> bool:
         """Keep the state at the end of these tokens for as long as anything can be kept; False if there is none."""
-        mark = self.tree.at(tokens)
-        if mark is None:
+        checkpoint = self.tree.at(tokens)
+        if checkpoint is None:
             return False
-        mark.pinned = True
+        checkpoint.pinned = True
         return True
 
     def close(self) -> None:
@@ -358,11 +358,11 @@ class HybridCache:
         if lease:
             lease.guarded += rest.guarded
         else:
-            for mark in rest.guarded:
-                mark.guards -= 1
+            for checkpoint in rest.guarded:
+                checkpoint.guards -= 1
 
-    def release(self, lease: Lease, keep: bool = False, lasting: bool = True) -> Mark | None:
-        """Give back all that the lease owns; keep: the tree takes over its state and pages, as the mark that is
+    def release(self, lease: Lease, keep: bool = False, lasting: bool = True) -> Checkpoint | None:
+        """Give back all that the lease owns; keep: the tree takes over its state and pages, as the checkpoint that is
         returned. lasting: the tiers get them too."""
         self.accounts.expect(lease)
         if keep and self.reuse:
@@ -371,8 +371,8 @@ class HybridCache:
         self.rings.release([] if lease.ring is None else [lease.ring])
         self.slots.release(lease.emitting.values())
         full, rest = divmod(lease.done, PAGE)
-        for mark in lease.guarded:
-            mark.guards -= 1
+        for checkpoint in lease.guarded:
+            checkpoint.guards -= 1
         if keep and self.reuse and lease.done:
             passed = self.tree.supersede(lease.tokens, lease.expected)
             end = self._keep(lease, lease.done, lease.slot, lease.pages[full] if rest else None, lasting=lasting)
@@ -384,38 +384,38 @@ class HybridCache:
         self.slots.release([lease.slot])
         return None
 
-    def drop(self, checkpoint: Checkpoint) -> None:
-        """Give back all that the checkpoint owns."""
-        self.accounts.expect(checkpoint)
-        del self.accounts.checkpoints[checkpoint.slot]
-        self.pages.release(checkpoint.pages)
-        self.slots.release([checkpoint.slot])
+    def drop(self, snapshot: Snapshot) -> None:
+        """Give back all that the snapshot owns."""
+        self.accounts.expect(snapshot)
+        del self.accounts.snapshots[snapshot.slot]
+        self.pages.release(snapshot.pages)
+        self.slots.release([snapshot.slot])
 
     def check(self) -> None:
         """Assert that free + leased + kept is all there is, and that nobody shares a page that will change."""
         self.accounts.check()
         guards = Counter(one for guards in self._guarded() for one in guards)
-        assert all(one.guards == count for one, count in guards.items()), "a mark's guards are miscounted"
+        assert all(one.guards == count for one, count in guards.items()), "a checkpoint's guards are miscounted"
         for tier in self.tiers:
             tier.check()
 
     def _queue(self, operation: Operation) -> None:
         self.accounts.queue.append(operation)
 
-    def _guarded(self) -> list[list[Mark]]:
+    def _guarded(self) -> list[list[Checkpoint]]:
         return [*(lease.guarded for lease in self.accounts.leases.values()), *(rest.guarded for rest in self._rests)]
 
-    def owns(self, holder: Lease | Checkpoint) -> bool:
-        """Whether the lease or checkpoint is one of this cache and still stands."""
+    def owns(self, holder: Lease | Snapshot) -> bool:
+        """Whether the lease or snapshot is one of this cache and still stands."""
         return self.accounts.owns(holder)
 
 
-def _guard(lease: Lease, mark: Mark) -> None:
-    lease.guarded.append(mark)
-    mark.guards += 1
+def _guard(lease: Lease, checkpoint: Checkpoint) -> None:
+    lease.guarded.append(checkpoint)
+    checkpoint.guards += 1
 
 
-def _succeed(passed: Sequence[Mark], end: Mark, expected: set[int]) -> None:
+def _succeed(passed: Sequence[Checkpoint], end: Checkpoint, expected: set[int]) -> None:
     """A prompt that resumes where the conversation's next turn was expected leaves what came after. It is another
     conversation that resumes at the first of several positions, the end of the opening."""
     turns = [one for one in passed if one is not end and (len(expected) == 1 or one.done > min(expected))]

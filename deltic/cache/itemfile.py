@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from deltic.cache.medium import Item, MediumError
+from deltic.cache.tier_store import Item, TierStoreError
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
@@ -55,7 +55,7 @@ def encode(item: Item, tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
 
 
 def decode(file: BinaryIO, item: Item, most: int | None = None) -> dict[str, Tensor]:
-    """The tensors in an unbuffered file; MediumError if it is not just what `encode` made of this item, or if they
+    """The tensors in an unbuffered file; TierStoreError if it is not just what `encode` made of this item, or if they
     have more than `most` bytes.
 
     No more memory is taken than the file is long.
@@ -63,9 +63,9 @@ def decode(file: BinaryIO, item: Item, most: int | None = None) -> dict[str, Ten
     try:
         return _decode(file, item, most)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise MediumError("has a damaged header") from error
+        raise TierStoreError("has a damaged header") from error
     except (RuntimeError, MemoryError) as error:
-        raise MediumError(f"does not fit in memory: {error}") from error
+        raise TierStoreError(f"does not fit in memory: {error}") from error
 
 
 def _decode(file: BinaryIO, item: Item, most: int | None) -> dict[str, Tensor]:
@@ -76,14 +76,14 @@ def _decode(file: BinaryIO, item: Item, most: int | None) -> dict[str, Tensor]:
     entries = [_entry(name, fields) for name, fields in header.items()]
     checksum = metadata[_CHECKSUM]
     if {**metadata, _CHECKSUM: ""} != {**_metadata(item), _CHECKSUM: ""}:
-        raise MediumError("is not what its name says")
+        raise TierStoreError("is not what its name says")
     if raw != _header(item, entries, checksum):
-        raise MediumError("has a damaged header")
+        raise TierStoreError("has a damaged header")
     content = sum(entry.size for entry in entries)
     if _LENGTH_BYTES + len(raw) + content != size:
-        raise MediumError("has a wrong length")
+        raise TierStoreError("has a wrong length")
     if most is not None and content > most:
-        raise MediumError(f"has {content:,} bytes, and at most {most:,} can be right")
+        raise TierStoreError(f"has {content:,} bytes, and at most {most:,} can be right")
     tensors, found = {}, crc32(_header(item, entries, _NO_CHECKSUM))
     for entry in entries:
         tensors[entry.name] = tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
@@ -91,7 +91,7 @@ def _decode(file: BinaryIO, item: Item, most: int | None) -> dict[str, Tensor]:
         _fill(file, memory)
         found = crc32(memory, found)
     if checksum != f"{found:08x}":
-        raise MediumError("has a wrong checksum")
+        raise TierStoreError("has a wrong checksum")
     return tensors
 
 
@@ -100,7 +100,7 @@ def _read_header(file: BinaryIO, size: int) -> bytes:
     _fill(file, memoryview(prefix))
     length = int.from_bytes(prefix, "little")
     if length > min(size - _LENGTH_BYTES, _HEADER_LIMIT):
-        raise MediumError("has a damaged header")
+        raise TierStoreError("has a damaged header")
     raw = bytearray(length)
     _fill(file, memoryview(raw))
     return bytes(raw)
@@ -139,5 +139,5 @@ def _fill(file: BinaryIO, target: memoryview) -> None:
     while done < len(target):
         count = file.readinto(target[done:])  # type: ignore[attr-defined]
         if not count:
-            raise MediumError("is truncated")
+            raise TierStoreError("is truncated")
         done += count

@@ -9,12 +9,12 @@ from contextlib import suppress
 from torch import Tensor
 
 from deltic.cache.disk import Disk, DiskNotes
-from deltic.cache.medium import Item
+from deltic.cache.tier_store import Item
 
 Opening = Future[tuple[Disk, DiskNotes]]
 
 class LateDisk:
-    """A `Medium` that is not there yet. What is called in threads of its own waits for it, and raises what opening
+    """A `TierStore` that is not there yet. What is called in threads of its own waits for it, and raises what opening
     it raises."""
 
     name = "disk"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltic.cache.tree import Mark
+from deltic.cache.tree import Checkpoint
 from deltic.types import PAGE
 
 
@@ -22,7 +22,7 @@ class Lease:
     shared: tokens of K/V that the tree knew of its prompt.
     emitting: slots that steps write the state at a position to, to be kept by `keep_emitted`.
     expected: positions where following prompts are expected to part.
-    guarded: the marks to which the sequence would return.
+    guarded: the checkpoints to which the sequence would return.
     ring: its replay ring, if it has one.
     behind: committed tokens that are in the ring and not in the state.
     """
@@ -36,7 +36,7 @@ class Lease:
     shared: int = 0
     emitting: dict[int, int] = field(default_factory=dict)
     expected: set[int] = field(default_factory=set)
-    guarded: list[Mark] = field(default_factory=list)
+    guarded: list[Checkpoint] = field(default_factory=list)
     ring: int | None = None
     behind: int = 0
 
@@ -56,7 +56,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
+class Snapshot:
     """A position to which sequences can return: its tokens, their pages, and a copy of the state in a slot. logits:
     those of the last token, if they are kept."""
 
@@ -74,5 +74,5 @@ class Checkpoint:
 class Rest:
     """What a sequence that gave its place to another one would return to, and how many pages it had."""
 
-    guarded: list[Mark]
+    guarded: list[Checkpoint]
     pages: int

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from deltic.cache.medium import Item, Medium, PrefixHash
+from deltic.cache.tier_store import Item, PrefixHash, TierStore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class Source:
 
 
 class Door(Protocol):
-    """What items have to look like to be let in: a medium is not to be trusted."""
+    """What items have to look like to be let in: a store is not to be trusted."""
 
     def most(self, item: Item) -> int | None:
         """The bytes that its tensors can have."""
@@ -98,7 +98,7 @@ ANYTHING = OpenDoor()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writing:
-    """An item on its way to the medium. tensors: what to write, should it have to be tried again. given_up: bytes that
+    """An item on its way to the store. tensors: what to write, should it have to be tried again. given_up: bytes that
     the tier had given up when it was sent off. tries: how often that was before."""
 
     entry: Entry
@@ -139,10 +139,10 @@ def read_prefix(read: Callable[[Item], dict[str, Tensor]], items: Sequence[Item]
     return Loaded(tuple(tokens), tuple(runs), tensors, logits)
 
 
-def read_item(medium: Medium, door: Door, item: Item) -> dict[str, Tensor]:
+def read_item(store: TierStore, door: Door, item: Item) -> dict[str, Tensor]:
     """The tensors of an item that may come in; LostError says why not."""
     try:
-        tensors = dict(medium.read(item, door.most(item)))
+        tensors = dict(store.read(item, door.most(item)))
         reason = door.refuse(item, tensors)
     except Exception as error:
         raise LostError(item, error) from error

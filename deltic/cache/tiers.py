@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.cache.prefix import ANYTHING, Door, Entry, Loaded, LostError, Source
 
 if TYPE_CHECKING:
-    from deltic.cache.shelf import Shelf
+    from deltic.cache.tier_index import TierIndex
 
 log = logging.getLogger("deltic")
 
@@ -23,7 +23,7 @@ class Offer:
 
     tokens: Sequence[int]
     logits: Any
-    tiers: Sequence[Shelf]
+    tiers: Sequence[TierIndex]
 
     def make(self, source: Source) -> None:
         """Have the tiers take what they want of it."""
@@ -38,10 +38,10 @@ class Fetch:
 
     tokens: Sequence[int]
     above: int
-    shelves: Sequence[Shelf]
+    tiers: Sequence[TierIndex]
     door: Door = ANYTHING
     loaded: Loaded | None = None
-    shelf: Shelf | None = None
+    tier: TierIndex | None = None
     _reading: Future[Loaded] | None = None
     _over: bool = False
 
@@ -62,22 +62,22 @@ class Fetch:
             wait([self._reading], seconds)
 
     def _start(self) -> None:
-        best: tuple[Shelf, Entry] | None = None
-        for shelf in self.shelves:
-            entry = shelf.find(self.tokens, best[1].done if best else self.above)
-            best = (shelf, entry) if entry else best
+        best: tuple[TierIndex, Entry] | None = None
+        for tier in self.tiers:
+            entry = tier.find(self.tokens, best[1].done if best else self.above)
+            best = (tier, entry) if entry else best
         self._over = best is None
         if best:
-            self.shelf, self._reading = best[0], best[0].fetch(best[1], self.door)
+            self.tier, self._reading = best[0], best[0].fetch(best[1], self.door)
 
     def _finish(self, reading: Future[Loaded]) -> None:
-        assert self.shelf is not None
+        assert self.tier is not None
         self._reading = None
         try:
             loaded = reading.result()
         except LostError as error:
-            log.warning("%s tier: %s", self.shelf.name, error)
-            self.shelf.lose(error.item)
+            log.warning("%s tier: %s", self.tier.name, error)
+            self.tier.lose(error.item)
             return
         self.loaded = loaded if list(loaded.tokens) == list(self.tokens[:loaded.done]) else None
         self._over = True

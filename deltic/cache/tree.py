@@ -1,13 +1,13 @@
 """The prefix tree: which token prefixes have K/V pages here, and at which positions a state is kept.
 
-A node is one full page of tokens below its parent; the path from the root spells a prefix. A mark is a kept
+A node is one full page of tokens below its parent; the path from the root spells a prefix. A checkpoint is a kept
 position: the state after a node's prefix and the tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is
-in a page of the mark's own. Only marks can be resumed; a node without one in its subtree is of no use, and
+in a page of the checkpoint's own. Only checkpoints can be resumed; a node without one in its subtree is of no use, and
 the tree has none (L2).
 
     root ── page 0 ── page 1 ── page 2
-                        │          └ mark, tail of 5 tokens
-                        └ page 2'  └ mark, no tail
+                        │          └ checkpoint, tail of 5 tokens
+                        └ page 2'  └ checkpoint, no tail
 
 Pure accounting: the tree owns units of the ledgers and touches no tensors.
 """
@@ -37,11 +37,11 @@ class Node:
     page: int
     depth: int
     children: dict[bytes, Node] = field(default_factory=dict)
-    marks: dict[bytes, Mark] = field(default_factory=dict)
+    checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
-class Mark:
+class Checkpoint:
     """A kept position of `done` tokens: a state slot and, with a tail, the partial page.
 
     logits: those of the last token, if a prompt ended here.
@@ -60,28 +60,28 @@ class Mark:
     slot: int
     page: int | None
     done: int
-    above: Mark | None
+    above: Checkpoint | None
     logits: Any = None
     expected: bool = False
     pinned: bool = False
     guards: int = 0
     uses: int = 0
     locks: int = 0
-    later: list[Mark] = field(default_factory=list)
+    later: list[Checkpoint] = field(default_factory=list)
     age: float = 0.0
 
     @property
     def saved(self) -> int:
-        """Tokens that it spares over the next mark above."""
+        """Tokens that it spares over the next checkpoint above."""
         return self.done - (self.above.done if self.above else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the tree knows of a prompt: the deepest mark to resume at, and how many tokens of full pages it shares
+    """What the tree knows of a prompt: the deepest checkpoint to resume at, and how many tokens of full pages it shares
     with some earlier prompt, which may be more."""
 
-    mark: Mark | None
+    checkpoint: Checkpoint | None
     shared: int
 
 
@@ -90,27 +90,27 @@ class PrefixTree:
 
     What goes first is neither pinned, nor what a running sequence would return to, nor where a following prompt is
     expected; among equals, worth decides. It is greedy-dual: the age of the last use plus tokens saved per token held.
-    changes: grows with every mark that comes or goes, and with its logits.
+    changes: grows with every checkpoint that comes or goes, and with its logits.
     """
 
     def __init__(self, pages: Ledger, slots: Ledger, slot_tokens: float) -> None:
         """slot_tokens: what a slot costs, in tokens of K/V."""
         self._pages, self._slots, self._slot_tokens = pages, slots, slot_tokens
         self._root = Node(None, b"", -1, 0)
-        self._marks: dict[Mark, None] = {}
-        self._ends: dict[Mark, None] = {}
+        self._checkpoints: dict[Checkpoint, None] = {}
+        self._ends: dict[Checkpoint, None] = {}
         self._age = 0.0
         self.evictions = self.changes = 0
 
     def __len__(self) -> int:
-        """Marks that are kept."""
-        return len(self._marks)
+        """Checkpoints that are kept."""
+        return len(self._checkpoints)
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """The deepest mark that `tokens` begin with; at their very end only one that knows its logits."""
+        """The deepest checkpoint that `tokens` begin with; at their very end only one that knows its logits."""
         best = None
         for node, rest in self._walk(tokens):
-            if node.marks:
+            if node.checkpoints:
                 best = self._deepest(node, rest, len(tokens)) or best
         return Match(best, node.depth * PAGE)
 
@@ -121,89 +121,89 @@ class PrefixTree:
     def diverged(self, tokens: Sequence[int]) -> int:
         """How many of the tokens some kept prefix begins with, to the token."""
         *_, (node, rest) = self._walk(tokens)
-        others = (*node.children, *node.marks)
+        others = (*node.children, *node.checkpoints)
         return node.depth * PAGE + max((common_length(rest, other) // 8 for other in others), default=0)
 
-    def at(self, tokens: Sequence[int]) -> Mark | None:
-        """The mark at the very end of `tokens`."""
+    def at(self, tokens: Sequence[int]) -> Checkpoint | None:
+        """The checkpoint at the very end of `tokens`."""
         *_, (node, rest) = self._walk(tokens)
-        return node.marks.get(rest)
+        return node.checkpoints.get(rest)
 
-    def use(self, mark: Mark) -> None:
-        """Note that a mark has served: among equals it goes last."""
-        self._marks.pop(mark, None)
-        self._marks[mark] = None
-        if self._ends.pop(mark, self) is None:
-            self._ends[mark] = None
-        mark.uses += 1
-        mark.age = self._age
-        for later in mark.later:
+    def use(self, checkpoint: Checkpoint) -> None:
+        """Note that a checkpoint has served: among equals it goes last."""
+        self._checkpoints.pop(checkpoint, None)
+        self._checkpoints[checkpoint] = None
+        if self._ends.pop(checkpoint, self) is None:
+            self._ends[checkpoint] = None
+        checkpoint.uses += 1
+        checkpoint.age = self._age
+        for later in checkpoint.later:
             later.expected = later.uses > 0
-        mark.later = []
+        checkpoint.later = []
 
-    def supersede(self, tokens: Sequence[int], expected: Collection[int]) -> list[Mark]:
+    def supersede(self, tokens: Sequence[int], expected: Collection[int]) -> list[Checkpoint]:
         """A conversation has come to the end of `tokens`: on the way there, following prompts are expected at these
-        positions only, and where several had resumed. Returns the marks at these positions."""
+        positions only, and where several had resumed. Returns the checkpoints at these positions."""
         found = []
         for node, rest in self._walk(tokens):
-            if not node.marks:
+            if not node.checkpoints:
                 continue
-            on_the_way = [mark for mark in node.marks.values() if rest.startswith(mark.tail)]
-            found += [mark for mark in on_the_way if mark.done in expected]
-            for mark in on_the_way:
-                mark.expected = mark.expected and (mark.done in expected or mark.uses > 1)
-        return sorted(found, key=lambda mark: mark.done)
+            on_the_way = [checkpoint for checkpoint in node.checkpoints.values() if rest.startswith(checkpoint.tail)]
+            found += [checkpoint for checkpoint in on_the_way if checkpoint.done in expected]
+            for checkpoint in on_the_way:
+                checkpoint.expected = checkpoint.expected and (checkpoint.done in expected or checkpoint.uses > 1)
+        return sorted(found, key=lambda checkpoint: checkpoint.done)
 
-    def path(self, mark: Mark) -> list[int]:
-        """The pages that hold the mark's tokens, the partial one last."""
-        pages = [] if mark.page is None else [mark.page]
-        node = mark.node
+    def path(self, checkpoint: Checkpoint) -> list[int]:
+        """The pages that hold the checkpoint's tokens, the partial one last."""
+        pages = [] if checkpoint.page is None else [checkpoint.page]
+        node = checkpoint.node
         while node.parent is not None:
             pages.append(node.page)
             node = node.parent
         return pages[::-1]
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, page: int | None,
-               logits: Any = None) -> Mark:
+               logits: Any = None) -> Checkpoint:
         """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`."""
         keys, node, above = _keys(tokens), self._root, None
         for index, full in enumerate(pages[:len(tokens) // PAGE]):
             key = keys[index * _BYTES:(index + 1) * _BYTES]
-            if node.marks:
+            if node.checkpoints:
                 above = _above(node, key, len(tokens)) or above
             node = node.children.get(key) or self._child(node, key, full)
         tail = keys[node.depth * _BYTES:]
         above = _above(node, tail, len(tokens)) or above
-        mark = node.marks.get(tail)
-        if mark is None:
-            mark = node.marks[tail] = Mark(node, tail, slot, page, len(tokens), above)
-            mark.age = self._age
-            self._marks[mark] = None
+        checkpoint = node.checkpoints.get(tail)
+        if checkpoint is None:
+            checkpoint = node.checkpoints[tail] = Checkpoint(node, tail, slot, page, len(tokens), above)
+            checkpoint.age = self._age
+            self._checkpoints[checkpoint] = None
             self.changes += 1
         else:
             self._slots.release([slot])
             self._pages.release([] if page is None else [page])
-            self._marks[mark] = self._marks.pop(mark)
-            mark.age = self._age
+            self._checkpoints[checkpoint] = self._checkpoints.pop(checkpoint)
+            checkpoint.age = self._age
         if logits is not None:
-            self._ends.pop(mark, None)
-            self._ends[mark] = None
-        if mark.logits is None and logits is not None:
-            mark.logits = logits
+            self._ends.pop(checkpoint, None)
+            self._ends[checkpoint] = None
+        if checkpoint.logits is None and logits is not None:
+            checkpoint.logits = logits
             self.changes += 1
-        return mark
+        return checkpoint
 
     def keep_logits(self, most: int) -> None:
-        """Let all marks forget their logits but the `most` that were used last."""
+        """Let all checkpoints forget their logits but the `most` that were used last."""
         while len(self._ends) > max(most, 0):
-            mark = next(iter(self._ends))
-            del self._ends[mark]
-            mark.logits = None
+            checkpoint = next(iter(self._ends))
+            del self._ends[checkpoint]
+            checkpoint.logits = None
             self.changes += 1
 
     def evict(self) -> bool:
-        """Give up the mark that is worth least, and the pages that only it needed; False if all are locked."""
-        victim = min((one for one in self._marks if not one.locks), key=self._order, default=None)
+        """Give up the checkpoint that is worth least, and the pages that only it needed; False if all are locked."""
+        victim = min((one for one in self._checkpoints if not one.locks), key=self._order, default=None)
         if victim is None:
             return False
         if victim.pinned:
@@ -215,30 +215,30 @@ class PrefixTree:
 
     def owned_pages(self) -> Iterator[int]:
         """Every page, once per owner in the tree."""
-        yield from (mark.page for mark in self._marks if mark.page is not None)
+        yield from (checkpoint.page for checkpoint in self._checkpoints if checkpoint.page is not None)
         yield from (node.page for node in self._nodes())
 
     def owned_slots(self) -> Iterator[int]:
-        yield from (mark.slot for mark in self._marks)
+        yield from (checkpoint.slot for checkpoint in self._checkpoints)
 
     def check(self) -> None:
-        """Assert that every mark hangs where its tokens say, and that every leaf has one."""
-        for mark in self._marks:
-            node, tail = mark.node, mark.tail
-            assert node.marks.get(tail) is mark, "a mark hangs at the wrong node"
-            assert mark.done == node.depth * PAGE + len(tail) // 8, "a mark's position is wrong"
-            assert (mark.page is None) == (not tail), "a mark has a tail and no page, or a page and no tail"
-            assert (mark.logits is None) == (mark not in self._ends), "a mark's logits are miscounted"
+        """Assert that every checkpoint hangs where its tokens say, and that every leaf has one."""
+        for checkpoint in self._checkpoints:
+            node, tail = checkpoint.node, checkpoint.tail
+            assert node.checkpoints.get(tail) is checkpoint, "a checkpoint hangs at the wrong node"
+            assert checkpoint.done == node.depth * PAGE + len(tail) // 8, "a checkpoint's position is wrong"
+            assert (checkpoint.page is None) == (not tail), "a checkpoint has a tail and no page, or a page and no tail"
+            assert (checkpoint.logits is None) == (checkpoint not in self._ends), "a checkpoint's logits are miscounted"
         for node in self._nodes():
-            assert node.children or node.marks, "a page is kept that no mark needs"
+            assert node.children or node.checkpoints, "a page is kept that no checkpoint needs"
             assert node.parent and node.parent.children.get(node.key) is node, "a node hangs at the wrong parent"
 
-    def _order(self, mark: Mark) -> tuple[bool, bool, bool, float]:
-        return mark.pinned, mark.guards > 0, mark.expected, self._worth(mark)
+    def _order(self, checkpoint: Checkpoint) -> tuple[bool, bool, bool, float]:
+        return checkpoint.pinned, checkpoint.guards > 0, checkpoint.expected, self._worth(checkpoint)
 
-    def _worth(self, mark: Mark) -> float:
-        saved = mark.saved
-        return mark.age + saved / (self._slot_tokens + saved)
+    def _worth(self, checkpoint: Checkpoint) -> float:
+        saved = checkpoint.saved
+        return checkpoint.age + saved / (self._slot_tokens + saved)
 
     def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, bytes]]:
         """The nodes on the way of `tokens` as far as there are some, the root first, each with the keys of the page
@@ -254,9 +254,9 @@ class PrefixTree:
             yield node, rest
             node, start = node.children.get(rest), start + _BYTES
 
-    def _deepest(self, node: Node, rest: bytes, length: int) -> Mark | None:
-        """The deepest mark of a node where a prompt of so many tokens, `rest` the next of them, can resume."""
-        fits = [one for one in node.marks.values() if rest.startswith(one.tail)
+    def _deepest(self, node: Node, rest: bytes, length: int) -> Checkpoint | None:
+        """The deepest checkpoint of a node where a prompt of so many tokens, `rest` the next of them, can resume."""
+        fits = [one for one in node.checkpoints.values() if rest.startswith(one.tail)
                 and (one.done < length or one.logits is not None)]
         return max(fits, key=lambda one: one.done, default=None)
 
@@ -265,19 +265,19 @@ class PrefixTree:
         self._pages.share([page])
         return child
 
-    def _remove(self, mark: Mark) -> None:
-        del self._marks[mark]
-        del mark.node.marks[mark.tail]
-        self._ends.pop(mark, None)
-        mark.logits, mark.later = None, []
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        del self._checkpoints[checkpoint]
+        del checkpoint.node.checkpoints[checkpoint.tail]
+        self._ends.pop(checkpoint, None)
+        checkpoint.logits, checkpoint.later = None, []
         self.changes += 1
-        for other in self._marks:
-            if other.above is mark:
-                other.above = mark.above
-        self._slots.release([mark.slot])
-        self._pages.release([] if mark.page is None else [mark.page])
-        node = mark.node
-        while node.parent is not None and not node.children and not node.marks:
+        for other in self._checkpoints:
+            if other.above is checkpoint:
+                other.above = checkpoint.above
+        self._slots.release([checkpoint.slot])
+        self._pages.release([] if checkpoint.page is None else [checkpoint.page])
+        node = checkpoint.node
+        while node.parent is not None and not node.children and not node.checkpoints:
             del node.parent.children[node.key]
             self._pages.release([node.page])
             node = node.parent
@@ -290,9 +290,9 @@ class PrefixTree:
             yield node
 
 
-def _above(node: Node, rest: bytes, length: int) -> Mark | None:
-    """The deepest mark of a node that tokens, of which `rest` comes next, pass before their end."""
-    passed = (one for one in node.marks.values() if one.done < length and rest.startswith(one.tail))
+def _above(node: Node, rest: bytes, length: int) -> Checkpoint | None:
+    """The deepest checkpoint of a node that tokens, of which `rest` comes next, pass before their end."""
+    passed = (one for one in node.checkpoints.values() if one.done < length and rest.startswith(one.tail))
     return max(passed, key=lambda one: one.done, default=None)
 
 

@@ -18,7 +18,7 @@ from deltic.types import Draft, Ngram
 
 if TYPE_CHECKING:
     from deltic.cache.policy import MemoryPlan
-    from deltic.cache.storage import Extras
+    from deltic.cache.pools import Extras
     from deltic.engine.llm import LLM
     from deltic.ops import Ops
     from deltic.text.front import Front
@@ -57,7 +57,7 @@ def layer_pattern(config: ModelConfig) -> str:
 
 def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
-    from deltic.cache.storage import Extras
+    from deltic.cache.pools import Extras
     from deltic.ops import explain
 
     llm = open_llm(args)
@@ -66,7 +66,7 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
                    (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None)))
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
-    facts["ops"] = explain(runtime.decoder.ops, runtime.decoder.stack, runtime.stores)
+    facts["ops"] = explain(runtime.decoder.ops, runtime.decoder.stack, runtime.views)
     facts["weights"] |= {"mib": _mib(sum(kinds.values())), "kept_as": kept}
     if runtime.path is not None:
         facts["weights"]["mtp_head"] = _head_fact(runtime.path)
@@ -167,7 +167,7 @@ def _weight_facts(config: ModelConfig, dtype: DType) -> dict[str, Any]:
 def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, extras: Extras) -> dict[str, Any]:
     import torch
 
-    from deltic.cache.storage import page_bytes, ring_bytes, slot_bytes
+    from deltic.cache.pools import page_bytes, ring_bytes, slot_bytes
 
     kind: torch.dtype = getattr(torch, _dtype(config, engine))
     units = {"page": (plan.pages, page_bytes(config, kind, extras.head)),

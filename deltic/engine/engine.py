@@ -257,8 +257,8 @@ class Engine:
         count = sequence.sampling.n - 1
         siblings = [self._sequence(sequence.request, choice, sequence.seed) for choice in range(1, count + 1)]
         assert sequence.lease is not None
-        checkpoint = self.runtime.cache.checkpoint(sequence.lease, logits)
-        origin = Origin(checkpoint, count) if checkpoint else None
+        snapshot = self.runtime.cache.snapshot(sequence.lease, logits)
+        origin = Origin(snapshot, count) if snapshot else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
             sibling.origin, sibling.keys = origin, sequence.keys

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltic.model.mtp import Mtp
-from deltic.ops.records import Batch, Sampling, Stores
+from deltic.ops.records import Batch, CacheViews, Sampling
 
 
 class DraftHead:
@@ -18,11 +18,11 @@ class DraftHead:
     the hidden state of its last committed token.
     """
 
-    def __init__(self, mtp: Mtp, stores: Stores, hidden: Tensor) -> None:
+    def __init__(self, mtp: Mtp, views: CacheViews, hidden: Tensor) -> None:
         """hidden [1, slots, H] float32: those of the state slots."""
-        self._mtp, self._stores, self._slots = mtp, stores, hidden[0]
+        self._mtp, self._views, self._slots = mtp, views, hidden[0]
         self._last = hidden[0, :0]
-        self._step = mtp.ops.head_step(mtp.ops, mtp, stores, hidden[0])
+        self._step = mtp.ops.head_step(mtp.ops, mtp, views, hidden[0])
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take note of a step. hidden [T, H] float32: of all its tokens, after the model's final norm. Which tokens of
@@ -33,7 +33,7 @@ class DraftHead:
         before = hidden.roll(1, 0)
         firsts, ends = batch.starts[:-1], batch.starts[1:] - 1
         before[firsts] = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
-        self._mtp.keep(batch.ids, before, batch, self._stores)
+        self._mtp.keep(batch.ids, before, batch, self._views)
         if batch.layout.emits:
             rows = batch.emit_row
             self._slots[batch.emit_slot] = hidden[batch.starts[rows] + batch.emit_length - batch.done[rows] - 1]
@@ -56,4 +56,4 @@ class DraftHead:
         Returns hidden [R, H] and logits [R, N] of the vocabulary's first N tokens, float32."""
         if hidden is None:
             hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
-        return self._mtp.draft(batch.ids, hidden, batch, self._stores)
+        return self._mtp.draft(batch.ids, hidden, batch, self._views)

@@ -21,7 +21,7 @@ import torch
 
 from deltic import __version__
 from deltic.cache.folder import open_regular, write_whole
-from deltic.cache.storage import STATE_LAYOUT
+from deltic.cache.pools import STATE_LAYOUT
 from deltic.config import EngineConfig
 from deltic.errors import ModelError
 from deltic.ops import Ops, explain

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
-from deltic.cache.storage import allocate
+from deltic.cache.pools import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity
@@ -98,9 +98,9 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None) -> R
     for warning in memory.warnings:
         log.warning("%s%s", f"the draft model {loaded.name}: " if loaded.drafts else "", warning)
     extras = replace(extras, tiled=loaded.tiled)
-    storage = allocate(config, memory.pages, memory.slots, dtype, ops, options.device, extras)
+    pools = allocate(config, memory.pages, memory.slots, dtype, ops, options.device, extras)
     tiers, notes = ([], None) if loaded.drafts else open_tiers(loaded.name, options, ops, loaded.made, dtype)
-    cache = HybridCache(storage, options.prefix_cache, tiers, memory.rows)
+    cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
     files = loaded.files
     return Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,
                    loaded.decoder, cache, loaded.threads, files.tokenizer() if files else None, notes, loaded.head,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
-from deltic.cache.storage import Extras, page_bytes, ring_bytes, slot_bytes
+from deltic.cache.pools import Extras, page_bytes, ring_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
 
 log = logging.getLogger("deltic")

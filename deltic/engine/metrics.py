@@ -16,7 +16,7 @@ from deltic.types import PAGE
 if TYPE_CHECKING:
     from deltic.cache.hybrid import HybridCache
     from deltic.cache.ledger import Ledger
-    from deltic.cache.shelf import Shelf
+    from deltic.cache.tier_index import TierIndex
     from deltic.engine.engine import Engine
     from deltic.engine.sequence import Sequence
 
@@ -172,5 +172,5 @@ def _device(cache: HybridCache) -> Tier:
                 len(cache.tree), cache.tree.evictions)
 
 
-def _tier(tier: Shelf) -> Tier:
+def _tier(tier: TierIndex) -> Tier:
     return Tier(tier.name, tier.bytes, tier.budget, tier.prefixes, tier.evictions, tier.hits, tier.hit_tokens)

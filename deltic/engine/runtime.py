@@ -14,7 +14,7 @@ from deltic.cache.disk import DiskNotes
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.late import LateNotes
 from deltic.cache.policy import MemoryPlan
-from deltic.cache.storage import Storage
+from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.graphs import Graphs
 from deltic.engine.head import DraftHead
@@ -22,7 +22,7 @@ from deltic.engine.model import Model
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp import Mtp
 from deltic.ops.cpu import use_torch_threads
-from deltic.ops.records import Batch, Sampled, Sampling, Stores
+from deltic.ops.records import Batch, CacheViews, Sampled, Sampling
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 
 log = logging.getLogger("deltic")
@@ -50,7 +50,7 @@ class Runtime:
     cache directory. mtp: the model's draft head, if it is used. statistics: the last step's layer outputs, if
     `options.debug_layers`.
 
-    The others follow from these. stores: the cache's tensors, layer by layer. step: runs a batch in one call, where the
+    The others follow from these. views: the cache's tensors, layer by layer. step: runs a batch in one call, where the
     ops have that. head: the draft head over this cache. graphs: replays decode steps, on a GPU.
     """
 
@@ -68,24 +68,24 @@ class Runtime:
     mtp: Mtp | None = None
     draft: Model | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
-    stores: Stores = field(init=False)
+    views: CacheViews = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     head: DraftHead | None = field(init=False)
     graphs: Graphs | None = field(init=False)
 
     def __post_init__(self) -> None:
-        storage, ops = self.pools, self.decoder.ops
-        self.stores = Stores(storage.kv_views(), storage.state_views())
-        self.step = ops.step(ops, self.decoder.stack, self.stores)
-        self.head = (DraftHead(self.mtp, self.stores, storage.hidden)
-                     if self.mtp is not None and storage.hidden is not None else None)
+        pools, ops = self.pools, self.decoder.ops
+        self.views = CacheViews(pools.kv_views(), pools.state_views())
+        self.step = ops.step(ops, self.decoder.stack, self.views)
+        self.head = (DraftHead(self.mtp, self.views, pools.hidden)
+                     if self.mtp is not None and pools.hidden is not None else None)
         self.graphs = (Graphs(lambda batch: self._forward(batch)[0])
                        if self.options.device.startswith("cuda") and not self.options.debug_layers else None)
 
     @property
-    def pools(self) -> Storage:
+    def pools(self) -> CachePools:
         """The tensors behind the cache."""
-        assert isinstance(self.cache.pools, Storage)
+        assert isinstance(self.cache.pools, CachePools)
         return self.cache.pools
 
     @property
@@ -114,7 +114,7 @@ class Runtime:
         found = self.step(batch) if self.step is not None and not self.options.debug_layers else None
         if found is not None:
             return found
-        hidden = self.decoder.forward(batch, self.stores, self._observer())
+        hidden = self.decoder.forward(batch, self.views, self._observer())
         logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
         return logits, hidden if batch.layout.hidden else None
 

@@ -297,8 +297,8 @@ class Scheduler:
         room = len(sequence.tokens) + 1 if self.running else 0
         origin, lease, ids = sequence.origin, None, sequence.own_tokens()
         if origin is not None:
-            if self.cache.make_room(-(-room // PAGE) - origin.checkpoint.done // PAGE):
-                lease = self.cache.fork(origin.checkpoint, ids)
+            if self.cache.make_room(-(-room // PAGE) - origin.snapshot.done // PAGE):
+                lease = self.cache.fork(origin.snapshot, ids)
             if lease is None and self.running:
                 return None
             self._forget_origin(sequence)
@@ -310,7 +310,7 @@ class Scheduler:
             origin = None
         if lease is not None:
             sequence.start(lease)
-            sequence.logits = origin.checkpoint.logits if origin else sequence.logits
+            sequence.logits = origin.snapshot.logits if origin else sequence.logits
         return lease
 
     def _grant(self, sequence: Sequence, count: int, shares: list[tuple[Sequence, int]]) -> int:
@@ -375,7 +375,7 @@ class Scheduler:
         if origin:
             origin.waiting -= 1
             if not origin.waiting:
-                self.cache.drop(origin.checkpoint)
+                self.cache.drop(origin.snapshot)
 
 
 def _reuse(tokens: int, diverged: int, lease: Lease) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltic.cache.lease import Checkpoint, Lease, Rest
+from deltic.cache.lease import Lease, Rest, Snapshot
 from deltic.cache.tiers import Fetch
 from deltic.engine.depth import Acceptance
 from deltic.engine.repeats import Repeats
@@ -18,7 +18,7 @@ from deltic.types import PAGE, Finish, Guide, Matcher, Request, SamplingParams, 
 class Origin:
     """The end of a prompt, with its logits, that several choices continue. `waiting` choices have not forked it yet."""
 
-    checkpoint: Checkpoint
+    snapshot: Snapshot
     waiting: int
 
 

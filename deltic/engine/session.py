@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from deltic.cache.lease import Checkpoint, Lease
+from deltic.cache.lease import Lease, Snapshot
 from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.options import engine_config
@@ -42,8 +42,8 @@ class Session:
         session = Session("org/name")
         logits = session.prefill([1, 2, 3])      # float32 [vocabulary], of the last token
         logits = session.step(int(logits.argmax()))
-        mark = session.checkpoint()
-        session.commit([5, 6]); session.restore(mark)
+        snapshot = session.snapshot()
+        session.commit([5, 6]); session.restore(snapshot)
 
     Every token enters the state exactly once. Errors leave the session where it was. Several tokens at once, of which
     perhaps only the first few are wanted:
@@ -110,7 +110,7 @@ class Session:
             raise RequestError("this model has no draft head, or was loaded with speculate='off'", "speculate")
         count = _checked_count(count, 1, MAX_DRAFTS)
         if cache.reserve(lease, count) < count:
-            raise RequestError("no pages are left: drop checkpoints, or raise memory")
+            raise RequestError("no pages are left: drop snapshots, or raise memory")
         guesses, hidden = [token], None
         for depth in range(count):
             row = Row((guesses[-1],), lease.done + depth, tuple(lease.pages), lease.slot, 1)
@@ -130,7 +130,7 @@ class Session:
         if not cache.take_ring(lease):
             raise RequestError("there is no room for a replay ring: raise memory", "memory")
         if cache.reserve(lease, len(tokens)) < len(tokens):
-            raise RequestError("no pages are left: drop checkpoints, or raise memory")
+            raise RequestError("no pages are left: drop snapshots, or raise memory")
         row = Row(tuple(tokens), lease.done, tuple(lease.pages), lease.slot, len(tokens), base=lease.base,
                   ring=lease.ring or 0, append=lease.ring is not None, drafts=len(tokens) - 1)
         if not row.append:
@@ -155,30 +155,30 @@ class Session:
             self.runtime.head.settle(lease.slot, count - 1)
 
     @_alone
-    def checkpoint(self) -> Checkpoint:
+    def snapshot(self) -> Snapshot:
         """Keep the present position; RequestError when no more can be kept."""
-        kept = self.runtime.cache.checkpoint(self._lease)
+        kept = self.runtime.cache.snapshot(self._lease)
         if kept is None:
-            raise RequestError("no room for another checkpoint: drop one, or raise max_batch or memory")
+            raise RequestError("no room for another snapshot: drop one, or raise max_batch or memory")
         return kept
 
     @_alone
-    def restore(self, checkpoint: Checkpoint | None) -> None:
-        """Return to a checkpoint, as often as wanted; None is the start."""
-        if checkpoint is not None:
-            self._check_checkpoint(checkpoint)
+    def restore(self, snapshot: Snapshot | None) -> None:
+        """Return to a snapshot, as often as wanted; None is the start."""
+        if snapshot is not None:
+            self._check_snapshot(snapshot)
         self._verified = None
-        if not self.runtime.cache.restore(self._lease, checkpoint):
-            raise RequestError("no page is free to return to the checkpoint: drop one, or raise memory")
+        if not self.runtime.cache.restore(self._lease, snapshot):
+            raise RequestError("no page is free to return to the snapshot: drop one, or raise memory")
 
     @_alone
-    def drop(self, checkpoint: Checkpoint) -> None:
-        """Give a checkpoint's memory back."""
-        self._check_checkpoint(checkpoint)
-        self.runtime.cache.drop(checkpoint)
+    def drop(self, snapshot: Snapshot) -> None:
+        """Give a snapshot's memory back."""
+        self._check_snapshot(snapshot)
+        self.runtime.cache.drop(snapshot)
 
     def reset(self) -> None:
-        """Forget all tokens; checkpoints stay."""
+        """Forget all tokens; snapshots stay."""
         self.restore(None)
 
     def _feed(self, tokens: Sequence[int], all_logits: bool) -> Tensor:
@@ -187,7 +187,7 @@ class Session:
         tokens, self._verified = self._checked(tokens), None
         cache, lease, scratch, start = self.runtime.cache, self._lease, self._scratch, self.position
         if cache.reserve(lease, len(tokens)) < len(tokens):
-            raise RequestError("no pages are left: drop checkpoints, or raise memory")
+            raise RequestError("no pages are left: drop snapshots, or raise memory")
         parts, size = [], self.runtime.options.token_budget
         row = Row((), start, tuple(lease.pages), lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
         for offset in range(0, len(tokens), size):
@@ -204,11 +204,11 @@ class Session:
         self.runtime.cache.flush()
         return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.head is not None)
 
-    def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if not isinstance(checkpoint, Checkpoint):
-            raise RequestError(f"{show(checkpoint)} is no checkpoint: give what checkpoint() returned", "checkpoint")
-        if not self.runtime.cache.owns(checkpoint):
-            raise RequestError("this checkpoint was dropped, or belongs to another session", "checkpoint")
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        if not isinstance(snapshot, Snapshot):
+            raise RequestError(f"{show(snapshot)} is no snapshot: give what snapshot() returned", "snapshot")
+        if not self.runtime.cache.owns(snapshot):
+            raise RequestError("this snapshot was dropped, or belongs to another session", "snapshot")
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         try:

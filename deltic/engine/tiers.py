@@ -10,7 +10,7 @@ from deltic.cache.disk import Disk, DiskNotes
 from deltic.cache.folder import WEIGHTS, open_root
 from deltic.cache.host import Host
 from deltic.cache.late import LateDisk, LateNotes
-from deltic.cache.shelf import Shelf
+from deltic.cache.tier_index import TierIndex
 from deltic.config import EngineConfig, available_memory
 from deltic.engine.identity import Identity, Memory, computes, machine_facts, open_under
 from deltic.errors import DelticError
@@ -22,26 +22,27 @@ Notes = DiskNotes | LateNotes | None
 
 
 def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
-               dtype: torch.dtype) -> tuple[list[Shelf], Notes]:
+               dtype: torch.dtype) -> tuple[list[TierIndex], Notes]:
     """The tiers that the options ask for, fastest first, and the notes beside them. name: the model's, for people.
     made: what its weights were made of. dtype: of its K/V."""
-    tiers, notes, host = list[Shelf](), None, options.host_memory_bytes
+    tiers, notes, host = list[TierIndex](), None, options.host_memory_bytes
     if host is None and options.device.startswith("cuda"):
         host = available_memory() // 4
     if host:
-        tiers.append(Shelf(Host(host), threads=False))
+        tiers.append(TierIndex(Host(host), threads=False))
     if options.cache_dir:
         facts = {**made.facts, **machine_facts(options, ops)}
         about = f"{str(dtype).removeprefix('torch.')}, {computes(facts)}"
         try:
-            shelf, notes = _on_disk(name, Identity(facts, made.marks), about, options)
-            tiers.append(shelf)
+            tier, notes = _on_disk(name, Identity(facts, made.marks), about, options)
+            tiers.append(tier)
         except (DelticError, OSError) as error:
             log.warning("nothing is kept on disk: %s", error)
     return tiers, notes
 
 
-def _on_disk(name: str, identity: Identity, about: str, options: EngineConfig) -> tuple[Shelf, DiskNotes | LateNotes]:
+def _on_disk(name: str, identity: Identity, about: str,
+             options: EngineConfig) -> tuple[TierIndex, DiskNotes | LateNotes]:
     """They open when it is known which model it is, which for large files that are new is later."""
     directory, budget = str(options.cache_dir), int(options.cache_disk_gb * 1e9)
     opening, abandon = open_under(
@@ -49,6 +50,6 @@ def _on_disk(name: str, identity: Identity, about: str, options: EngineConfig) -
         lambda digest: (Disk(directory, digest, budget, name, about), DiskNotes(directory, digest)))
     if opening.done():
         disk, notes = opening.result()
-        return Shelf(disk, threads=True), notes
+        return TierIndex(disk, threads=True), notes
     log.info("the weights' files are new and are being hashed; until then nothing is found in %s", directory)
-    return Shelf(LateDisk(opening, budget, abandon), threads=True, late=True), LateNotes(opening)
+    return TierIndex(LateDisk(opening, budget, abandon), threads=True, late=True), LateNotes(opening)

@@ -16,6 +16,7 @@ from deltic.ops.records import (
     AttentionWeights,
     Batch,
     Block,
+    CacheViews,
     GdnSpec,
     GdnWeights,
     Layer,
@@ -23,7 +24,6 @@ from deltic.ops.records import (
     Rope,
     RopeSpec,
     Stack,
-    Stores,
     Weight,
 )
 
@@ -34,7 +34,7 @@ Observer = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model ready to run. Stateless: everything a step depends on is in its batch and stores. dtype: of the hidden
+    """A model ready to run. Stateless: everything a step depends on is in its batch and views. dtype: of the hidden
     states."""
 
     config: ModelConfig
@@ -42,18 +42,18 @@ class Decoder:
     stack: Stack
     dtype: torch.dtype
 
-    def forward(self, batch: Batch, stores: Stores, observe: Observer | None = None) -> Tensor:
+    def forward(self, batch: Batch, views: CacheViews, observe: Observer | None = None) -> Tensor:
         """Run one step; returns the hidden states after the final norm: of the tokens `batch.logit_tokens` [L, H], or,
         with `batch.layout.hidden`, of all tokens [T, H].
 
-        Mutates the stores as the mixers say: K/V of every token, the rows' target slots, the emit slots.
+        Mutates the views as the mixers say: K/V of every token, the rows' target slots, the emit slots.
         """
         ops, stack = self.ops, self.stack
         rope = ops.rope(batch.positions, stack.rope)
         residual, delta = ops.embed(batch.ids, stack.embedding, self.dtype), None
         for index, layer in enumerate(stack.layers):
             residual, x = ops.add_norm(residual, delta, layer.input_norm, stack.eps)
-            delta = self._mix(x, layer, batch, stores, rope)
+            delta = self._mix(x, layer, batch, views, rope)
             residual, x = ops.add_norm(residual, delta, layer.post_norm, stack.eps)
             delta = ops.mlp(x, layer.mlp)
             if observe is not None:
@@ -67,10 +67,10 @@ class Decoder:
         """Hidden states [L, H] -> logits [L, V] float32."""
         return self.ops.head(hidden, self.stack.head)
 
-    def _mix(self, x: Tensor, layer: Layer, batch: Batch, stores: Stores, rope: Rope) -> Tensor:
+    def _mix(self, x: Tensor, layer: Layer, batch: Batch, views: CacheViews, rope: Rope) -> Tensor:
         if isinstance(layer.mixer, GdnWeights):
-            return self.ops.gdn_mixer(x, layer.mixer, stores.states[layer.store], batch)
-        return self.ops.attention_mixer(x, layer.mixer, stores.kv[layer.store], batch, rope)
+            return self.ops.gdn_mixer(x, layer.mixer, views.states[layer.store], batch)
+        return self.ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
 
     def weight_kinds(self) -> dict[str, int]:
         """Bytes of the parameters by the form that they are kept in (a GGUF type, or a dtype), a tied head counted

@@ -17,10 +17,10 @@ from deltic.ops.records import (
     AttentionWeights,
     Batch,
     Block,
+    CacheViews,
     HeadWeights,
     Layer,
     MlpWeights,
-    Stores,
     Weight,
 )
 
@@ -41,23 +41,23 @@ class Mtp(HeadWeights):
     ops: Ops
     dtype: torch.dtype
 
-    def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, stores: Stores) -> tuple[Tensor, Tensor]:
+    def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> tuple[Tensor, Tensor]:
         """Guess the tokens that follow `ids`.
 
         ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before them, the trunk's
-        or what an earlier call returned; of any floating dtype. Stores the tokens' K/V in the head's layer.
+        or what an earlier call returned; of any floating dtype. CacheViews the tokens' K/V in the head's layer.
         -> (hidden [T, H] in `dtype`, logits [T, N] float32).
         """
         ops, layer = self.ops, self.layer
         residual, x = self._enter(ids, hidden)
         rope = ops.rope(batch.positions, self.rope)
         assert isinstance(layer.mixer, AttentionWeights)
-        delta = ops.attention_mixer(x, layer.mixer, stores.kv[layer.store], batch, rope)
+        delta = ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
         residual, x = ops.add_norm(residual, delta, layer.post_norm, self.eps)
         hidden = ops.add_norm(residual, ops.mlp(x, layer.mlp), self.norm, self.eps)[1]
         return hidden, ops.head(hidden, self.head)
 
-    def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, stores: Stores) -> None:
+    def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> None:
         """Store the K/V of the batch's tokens in the head's layer, and nothing else.
 
         ids [T] int64, hidden [T, H]: as for `draft`; hidden states of the trunk, so that the rows may be shared.
@@ -65,7 +65,7 @@ class Mtp(HeadWeights):
         layer = self.layer
         assert isinstance(layer.mixer, AttentionWeights)
         self.ops.store_kv(self._enter(ids, hidden)[1], self.kv, layer.mixer.k_norm, layer.mixer.spec,
-                          stores.kv[layer.store], batch, self.ops.rope(batch.positions, self.rope))
+                          views.kv[layer.store], batch, self.ops.rope(batch.positions, self.rope))
 
     def _enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream at the layer's input, and its norm, [T, H] each."""

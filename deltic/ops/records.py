@@ -285,7 +285,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
+class CacheViews:
     """The cache as the decoder sees it: one view per attention layer and one per recurrent layer."""
 
     kv: tuple[KvView, ...]

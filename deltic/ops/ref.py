@@ -27,6 +27,7 @@ from deltic.ops.records import (
     AttentionWeights,
     Batch,
     Block,
+    CacheViews,
     GdnSpec,
     GdnWeights,
     HeadStep,
@@ -40,7 +41,6 @@ from deltic.ops.records import (
     Sampling,
     Stack,
     StateView,
-    Stores,
     Weight,
 )
 from deltic.types import ring_base
@@ -105,11 +105,11 @@ def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
     return (weight.lookup(ids) if isinstance(weight, QTensor) else weight[ids]).to(dtype)
 
 
-def head_step(ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> HeadStep | None:
+def head_step(ops: Ops, weights: HeadWeights, views: CacheViews, slots: Tensor) -> HeadStep | None:
     """The ops are called one by one."""
 
 
-def step(ops: Ops, stack: Stack, stores: Stores) -> None:
+def step(ops: Ops, stack: Stack, views: CacheViews) -> None:
     """The ops are called one by one."""
 
 

@@ -69,7 +69,7 @@ def _room(config: ModelConfig) -> tuple[str, list[Fault]]:
     import torch
 
     from deltic.cache.policy import MemoryNeeds, split_memory
-    from deltic.cache.storage import page_bytes, slot_bytes
+    from deltic.cache.pools import page_bytes, slot_bytes
     from deltic.cli.inspect import weight_bytes
 
     kind: torch.dtype = getattr(torch, config.dtype)

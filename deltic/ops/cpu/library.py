@@ -197,7 +197,7 @@ class Pool:
     def call(self, kernel: Any, *arguments: object) -> None:
         """Run a kernel with these arguments, one at a time: a call from another of Python's threads waits.
 
-        MemoryError if it found no memory; ValueError if a batch points outside of the stores or contradicts itself,
+        MemoryError if it found no memory; ValueError if a batch points outside of the views or contradicts itself,
         in which case nothing was done.
         """
         with self._turn:

@@ -26,6 +26,7 @@ from deltic.ops.cpu.library import (
 from deltic.ops.qtensor import QTensor
 from deltic.ops.records import (
     Batch,
+    CacheViews,
     GdnWeights,
     HeadStep,
     HeadWeights,
@@ -33,7 +34,6 @@ from deltic.ops.records import (
     RopeSpec,
     Sampling,
     Stack,
-    Stores,
     Weight,
 )
 from deltic.ops.ref import frequency_axis
@@ -41,10 +41,11 @@ from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
 
 
-def step(pool: Pool, ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
-    if not _own(pool, ops) or not _fits(stack, stores):
+def step(pool: Pool, ops: Ops, stack: Stack, views: CacheViews
+         ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
+    if not _own(pool, ops) or not _fits(stack, views):
         return None
-    model, kept = _model(stack, stores)
+    model, kept = _model(stack, views)
     vocabulary, width, by_reference = len(stack.embedding), model.hidden, byref(model)
 
     def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
@@ -57,12 +58,12 @@ def step(pool: Pool, ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch]
     return run
 
 
-def head_step(pool: Pool, ops: Ops, weights: HeadWeights, stores: Stores, slots: Tensor) -> HeadStep | None:
+def head_step(pool: Pool, ops: Ops, weights: HeadWeights, views: CacheViews, slots: Tensor) -> HeadStep | None:
     stack = Stack(weights.embedding, (weights.layer,), weights.norm, weights.head, weights.rope, weights.eps)
     own = _own(pool, ops) and ops.store_kv == MethodType(kernels.store_kv, pool)
-    if not own or not _fits(stack, stores) or not packed(weights.fc):
+    if not own or not _fits(stack, views) or not packed(weights.fc):
         return None
-    model, kept = _model(stack, stores)
+    model, kept = _model(stack, views)
     head = DraftHead(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
                      address(weights.norm_hidden))
     kept += [weights, head, slots]
@@ -84,12 +85,12 @@ def head_step(pool: Pool, ops: Ops, weights: HeadWeights, stores: Stores, slots:
     return HeadStep(follow, guess)
 
 
-def _model(stack: Stack, stores: Stores) -> tuple[Model, list[object]]:
+def _model(stack: Stack, views: CacheViews) -> tuple[Model, list[object]]:
     """The struct of a whole model, and what it borrows from."""
     layers = (ModelLayer * len(stack.layers))()
-    kept: list[object] = [layers, stack, stores]
+    kept: list[object] = [layers, stack, views]
     for struct, layer in zip(layers, stack.layers, strict=True):
-        _fill(struct, layer, stores, kept)
+        _fill(struct, layer, views, kept)
     turns, axes = _frequencies(stack.rope)
     assert isinstance(stack.embedding, QTensor)
     model = Model(stack.embedding.columns, len(layers), layers, stack.embedding.matrix, native_weight(stack.head),
@@ -104,11 +105,11 @@ def _own(pool: Pool, ops: Ops) -> bool:
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
-def left_to_others(ops: Ops, stack: Stack, stores: Stores) -> dict[str, str]:
+def left_to_others(ops: Ops, stack: Stack, views: CacheViews) -> dict[str, str]:
     """Kernels that cannot do their work for this model, and who does it."""
     torch_serves = "torch (the weights are not packed)"
     left = {op: torch_serves for op, weights in _linear_layers(stack).items() if not all(map(packed, weights))}
-    if ops.step(ops, stack, stores) is None:
+    if ops.step(ops, stack, views) is None:
         left["step"] = "the ops one by one (not all of them are the kernels')"
     return left
 
@@ -126,26 +127,26 @@ def _linear_layers(stack: Stack) -> dict[str, list[Weight]]:
     return layers
 
 
-def _fits(stack: Stack, stores: Stores) -> bool:
+def _fits(stack: Stack, views: CacheViews) -> bool:
     """Whether everything is packed, on the CPU, and of a dtype that the kernels know."""
     weights = [stack.embedding, *(weight for group in _linear_layers(stack).values() for weight in group)]
-    dtypes = {view.keys.dtype for view in stores.kv} | {view.conv.dtype for view in stores.states}
+    dtypes = {view.keys.dtype for view in views.kv} | {view.conv.dtype for view in views.states}
     return all(map(packed, weights)) and dtypes <= KINDS.keys()
 
 
-def _fill(struct: ModelLayer, layer: Layer, stores: Stores, kept: list[object]) -> None:
+def _fill(struct: ModelLayer, layer: Layer, views: CacheViews, kept: list[object]) -> None:
     mixer = layer.mixer
     struct.input_norm, struct.post_norm = address(layer.input_norm), address(layer.post_norm)
     struct.gate_up, struct.down = native_weight(layer.mlp.gate_up), native_weight(layer.mlp.down)
     if isinstance(mixer, GdnWeights):
-        stores.states[layer.store].check_order(mixer.spec)
+        views.states[layer.store].check_order(mixer.spec)
         conv = mixer.conv.float().contiguous()
         kept.append(conv)
         struct.gdn = pointer(gdn_layer(mixer, conv, projections=True))
-        struct.states = pointer(slots(stores.states[layer.store]))
+        struct.states = pointer(slots(views.states[layer.store]))
     else:
         struct.attention = pointer(attention_layer(mixer, projections=True))
-        struct.kv = pointer(kv_pages(stores.kv[layer.store]))
+        struct.kv = pointer(kv_pages(views.kv[layer.store]))
 
 
 def _frequencies(rope: RopeSpec) -> tuple[Tensor, Tensor]:

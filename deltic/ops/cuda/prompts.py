@@ -123,7 +123,7 @@ class Prompts:
 
     def serves(self, batch: Batch) -> bool:
         layout, step = batch.layout, self._step
-        rings = any(state.ring is not None for state in step._stores.states)
+        rings = any(state.ring is not None for state in step._views.states)
         return not layout.appends and (batch.base is batch.done or not rings) and layout.tokens <= MOST_TOKENS
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -180,7 +180,7 @@ class Prompts:
     def _gdn(self, layer: Layer, mixer: GdnWeights, proj: Tensor, work: _Work) -> Tensor:
         """proj [T, C + values + 2 Hv] -> [T, values]: what lies between the projections."""
         batch, plan = work.batch, work.plan
-        spec, state, launch = mixer.spec, self._step._stores.states[layer.store], self._module.launch
+        spec, state, launch = mixer.spec, self._step._views.states[layer.store], self._module.launch
         size, stride, singles = spec.key_dim, proj.shape[1], batch.layout.singles
         y = proj.new_empty(len(proj), spec.values)
         self._single_rows(layer, proj, y, work.singles)
@@ -220,7 +220,7 @@ class Prompts:
     def _attention(self, layer: Layer, mixer: AttentionWeights, proj: Tensor, work: _Work) -> Tensor:
         """proj [T, (2 heads + 2 kv_heads) D] -> [T, heads * D]: what lies between the projections."""
         batch, plan = work.batch, work.plan
-        spec, kv, singles = mixer.spec, self._step._stores.kv[layer.store], batch.layout.singles
+        spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.singles
         y = proj.new_empty(len(proj), spec.queries)
         self._single_rows(layer, proj, y, work.singles)
         if not plan.rows:

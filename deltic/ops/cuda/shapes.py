@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.nvrtc import headers
-from deltic.ops.records import AttentionSpec, GdnSpec, GdnWeights, Stack, Stores, Weight
+from deltic.ops.records import AttentionSpec, CacheViews, GdnSpec, GdnWeights, Stack, Weight
 
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
@@ -129,7 +129,7 @@ def gdn_slice(spec: GdnSpec, kind: str) -> int:
     return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
 
 
-def shapes_of(stack: Stack, stores: Stores) -> Shapes | None:
+def shapes_of(stack: Stack, views: CacheViews) -> Shapes | None:
     """None where the kernels do not know the model: another dtype, packed weights, unusual sizes."""
     assert isinstance(stack.embedding, Tensor)
     if not stack.embedding.is_cuda:
@@ -161,7 +161,7 @@ def shapes_of(stack: Stack, stores: Stores) -> Shapes | None:
     assert isinstance(stack.head, Tensor)
     products[Multiply(stack.head.shape[1], True, STORE)] = None
     shapes = Shapes(tuple(products), gdn, attention)
-    return shapes if _known(shapes) and _stored(stores) else None
+    return shapes if _known(shapes) and _stored(views) else None
 
 
 def blocks_of(device: torch.device) -> int:
@@ -183,7 +183,7 @@ def _known(shapes: Shapes) -> bool:
                                        and attention.rotary_dim % (attention.head_dim // 16) == 0)))
 
 
-def _stored(stores: Stores) -> bool:
-    keys = all(view.keys.dtype == torch.bfloat16 for view in stores.kv)
+def _stored(views: CacheViews) -> bool:
+    keys = all(view.keys.dtype == torch.bfloat16 for view in views.kv)
     return keys and all(view.conv.dtype == torch.bfloat16 and view.conv.shape[1] == 4
-                        and view.recurrent.dtype == torch.float32 for view in stores.states)
+                        and view.recurrent.dtype == torch.float32 for view in views.states)

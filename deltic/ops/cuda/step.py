@@ -29,7 +29,7 @@ from deltic.ops.cuda.shapes import (
     shapes_of,
     unit_of,
 )
-from deltic.ops.records import AttentionWeights, Batch, GdnWeights, Layer, RopeSpec, Stack, Stores
+from deltic.ops.records import AttentionWeights, Batch, CacheViews, GdnWeights, Layer, RopeSpec, Stack
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -40,8 +40,8 @@ _PARTS = 32
 _MOST_ROWS = 1024
 
 
-def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
-    shapes = shapes_of(stack, stores) if _own(ops) else None
+def step(ops: Ops, stack: Stack, views: CacheViews) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
+    shapes = shapes_of(stack, views) if _own(ops) else None
     if shapes is None:
         return None
     assert isinstance(stack.embedding, Tensor)
@@ -49,7 +49,7 @@ def step(ops: Ops, stack: Stack, stores: Stores) -> Callable[[Batch], tuple[Tens
         log.info("decode steps are served by torch, as this card has too little shared memory for their kernels")
         return None
     try:
-        return Step(stack, stores, shapes)
+        return Step(stack, views, shapes)
     except CompileError as error:
         log.warning("decode steps are served by torch, as their kernels cannot be compiled: %s", error)
         return None
@@ -79,8 +79,8 @@ class _Work:
 class Step:
     """A batch to its logits; None for batches that are not a bucket of rows that decode."""
 
-    def __init__(self, stack: Stack, stores: Stores, shapes: Shapes) -> None:
-        self._stack, self._stores, self._shapes = stack, stores, shapes
+    def __init__(self, stack: Stack, views: CacheViews, shapes: Shapes) -> None:
+        self._stack, self._views, self._shapes = stack, views, shapes
         assert isinstance(stack.embedding, Tensor)
         self._device, self._hidden = stack.embedding.device, stack.embedding.shape[1]
         self._module = _module(shapes.source(), self._device)
@@ -155,7 +155,7 @@ class Step:
         """From the projections to `work.y`."""
         mixer, batch = layer.mixer, work.batch
         if isinstance(mixer, GdnWeights):
-            spec, state = mixer.spec, self._stores.states[layer.store]
+            spec, state = mixer.spec, self._views.states[layer.store]
             slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
             spread = work.kind == "few" and slices * heads <= 2 * self._blocks
             size = 0 if spread else spec.key_dim * spec.value_dim * 4
@@ -170,7 +170,7 @@ class Step:
             self._attend(layer, mixer, work, proj, stride)
 
     def _attend(self, layer: Layer, mixer: AttentionWeights, work: _Work, proj: Tensor, stride: int) -> None:
-        spec, kv, batch = mixer.spec, self._stores.kv[layer.store], work.batch
+        spec, kv, batch = mixer.spec, self._views.kv[layer.store], work.batch
         blocks = work.parts * spec.kv_heads * batch.layout.rows
         self._module.launch(f"k_attention_{work.kind}", (blocks,), 256, args.Attention(
             proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, keys=kv.keys,

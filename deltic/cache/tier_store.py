@@ -25,7 +25,7 @@ KEY_BYTES = 16
 @dataclass(frozen=True, slots=True)
 class Item:
     """One stored piece. key, parent: hexadecimal. size: bytes that it takes; used: time of the last use in seconds
-    since the epoch. Both come with what is found in a medium, and are no part of the item's name. path: where a medium
+    since the epoch. Both come with what is found in a store, and are no part of the item's name. path: where a store
     finds what is among its `others`."""
 
     kind: Kind
@@ -38,10 +38,10 @@ class Item:
     path: str = ""
 
 
-class Medium(Protocol):
+class TierStore(Protocol):
     """Holds items. `scan`, `others`, `read` and `write` are also called from threads of their own.
 
-    Errors that harm one item only are MediumError; OSError means that the medium itself takes no more at present, and
+    Errors that harm one item only are TierStoreError; OSError means that the store itself takes no more at present, and
     FullError that it would if something went. writable: False: it only gives.
     """
 
@@ -59,7 +59,7 @@ class Medium(Protocol):
         """Keep an item, whole or not at all; returns its size in bytes."""
 
     def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
-        """The tensors of an item; MediumError if it is missing, damaged, not what its name says or, in all, larger
+        """The tensors of an item; TierStoreError if it is missing, damaged, not what its name says or, in all, larger
         than `most` bytes."""
 
     def delete(self, item: Item) -> None:
@@ -69,7 +69,7 @@ class Medium(Protocol):
         """Note that an item was used now; never fails."""
 
     def abandon(self) -> None:
-        """Nothing more is wanted; who still waits for the medium need not."""
+        """Nothing more is wanted; who still waits for the store need not."""
 
 
 class FullError(OSError):
@@ -80,7 +80,7 @@ class FullError(OSError):
         self.missing = missing
 
 
-class MediumError(Exception):
+class TierStoreError(Exception):
     """An item cannot be read."""
 
 

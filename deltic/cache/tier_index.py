@@ -1,4 +1,4 @@
-"""One tier below the pools: which prefixes a medium holds, and what goes when its budget is full.
+"""One tier below the pools: which prefixes a store holds, and what goes when its budget is full.
 
     root ── kv 0..812 ── kv 812..1,650 ── kv 1,650..1,702
              state        state            state
@@ -18,7 +18,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from deltic.cache.medium import FullError, Item, Kind, Medium, PrefixHash
 from deltic.cache.prefix import (
     ANYTHING,
     Door,
@@ -31,6 +30,7 @@ from deltic.cache.prefix import (
     read_prefix,
     size_of,
 )
+from deltic.cache.tier_store import FullError, Item, Kind, PrefixHash, TierStore
 from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
@@ -38,9 +38,9 @@ log = logging.getLogger("deltic")
 _BACKLOG = 512 << 20
 """Bytes that may wait to be written; beyond that, prefixes are skipped rather than held in memory."""
 _PAUSE = 60.0
-"""Seconds for which a medium that takes nothing is left alone, and between two looks at what others wrote there."""
+"""Seconds for which a store that takes nothing is left alone, and between two looks at what others wrote there."""
 _TRIES = 4
-"""How often an item is written before a medium that was full, and for which items went, counts as full."""
+"""How often an item is written before a store that was full, and for which items went, counts as full."""
 
 class _Inline(Executor):
     """Does the work at once."""
@@ -54,15 +54,15 @@ class _Inline(Executor):
         return future
 
 
-class Shelf:
-    """The index of a medium. For one thread; what takes long happens in two of its own, if `threads`.
+class TierIndex:
+    """The index of a store. For one thread; what takes long happens in two of its own, if `threads`.
 
     hits: prefixes that came from here, hit_tokens: how many tokens they spared.
     """
 
-    def __init__(self, medium: Medium, threads: bool, late: bool = False) -> None:
-        """late: the medium may not be there yet. Nothing is found in it before it is; what is offered waits."""
-        self.medium, self.name, self.budget = medium, medium.name, medium.budget
+    def __init__(self, store: TierStore, threads: bool, late: bool = False) -> None:
+        """late: the store may not be there yet. Nothing is found in it before it is; what is offered waits."""
+        self.store, self.name, self.budget = store, store.name, store.budget
         self.bytes = self.evictions = self.hits = self.hit_tokens = self.prefixes = self._given_up = 0
         self._entries: dict[str, Entry] = {}
         self._root = Entry("", 0, None)
@@ -77,7 +77,7 @@ class Shelf:
         if late:
             self._begin_scan()
         else:
-            self._merge(*_scan(medium), 0.0)
+            self._merge(*_scan(store), 0.0)
 
     def find(self, tokens: Sequence[int], above: int = 0) -> Entry | None:
         """The deepest entry with a state that `tokens` begin with, if deeper than `above`; at their very end only one
@@ -95,7 +95,7 @@ class Shelf:
         if self._closed:
             return
         self._look()
-        if not self.medium.writable:
+        if not self.store.writable:
             return
         done, now = len(source.tokens), time.monotonic()
         path = list(self._matching(source.tokens))
@@ -118,7 +118,7 @@ class Shelf:
         assert entry.state and len(items) == len(path)
         self._use(entry)
         reading: Future[Loaded] = self._reader.submit(
-            read_prefix, partial(read_item, self.medium, door), items, entry.state, writing)
+            read_prefix, partial(read_item, self.store, door), items, entry.state, writing)
         return reading
 
     def lose(self, item: Item) -> None:
@@ -134,7 +134,7 @@ class Shelf:
         self._settle()
         self._closed = True
         if not self._pending:
-            self.medium.abandon()
+            self.store.abandon()
         self._writer.shutdown()
         self._reader.shutdown()
         self._settle()
@@ -215,7 +215,7 @@ class Shelf:
         return item
 
     def _submit(self, entry: Entry, item: Item, tensors: Tensors, tries: int = 0) -> None:
-        future: Future[int] = self._writer.submit(self.medium.write, item, tensors)
+        future: Future[int] = self._writer.submit(self.store.write, item, tensors)
         entry.writing.append(future)
         self._pending.append(Writing(entry, item, tensors, future, self._given_up, tries))
         self._backlog += item.size
@@ -256,7 +256,7 @@ class Shelf:
             self._resize(entry, item, done.future.result())
 
     def _give_way(self, error: BaseException, failed: Writing) -> bool:
-        """Whether older items went for one that a full medium did not take."""
+        """Whether older items went for one that a full store did not take."""
         if not isinstance(error, FullError) or self._closed or failed.tries + 1 >= _TRIES:
             return False
         enough, path = failed.given_up + error.missing, failed.entry.path
@@ -358,7 +358,7 @@ class Shelf:
     def _discard(self, item: Item) -> None:
         """Delete what does not count, or no more. A scan that is under way may have seen it."""
         self._deleted.add((item.kind, item.key))
-        self.medium.delete(item)
+        self.store.delete(item)
 
     # what is there
 
@@ -370,7 +370,7 @@ class Shelf:
     def _use(self, entry: Entry, stored: bool = True) -> None:
         entry.used = max(time.time(), entry.used)
         if stored and entry.state:
-            self.medium.touch(entry.state)
+            self.store.touch(entry.state)
 
     def _look(self) -> None:
         """Now and then, see what other processes have written or deleted there."""
@@ -381,10 +381,10 @@ class Shelf:
             self._begin_scan()
 
     def _begin_scan(self) -> None:
-        self._scan = time.time(), self._reader.submit(_scan, self.medium)
+        self._scan = time.time(), self._reader.submit(_scan, self.store)
 
     def _merge(self, items: list[Item], others: list[Item], began: float) -> None:
-        """Bring the index in line with what lay in the medium at a time."""
+        """Bring the index in line with what lay in the store at a time."""
         items = [item for item in items if (item.kind, item.key) not in self._deleted]
         there = {(item.kind, item.key) for item in items}
         for entry in list(self._entries.values()):
@@ -435,8 +435,8 @@ class Shelf:
             pass
 
 
-def _scan(medium: Medium) -> tuple[list[Item], list[Item]]:
-    return list(medium.scan()), list(medium.others())
+def _scan(store: TierStore) -> tuple[list[Item], list[Item]]:
+    return list(store.scan()), list(store.others())
 
 
 def _same(known: Item | None, item: Item) -> bool:

@@ -65,7 +65,7 @@ def ring_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class CachePools:
     """keys, values [A, pages, PAGE, kv_heads, head_dim]; recurrent [G, slots, Hv, Dk, Dv] float32;
     conv [G, slots, conv_kernel, C], for A attention layers (the draft head's last) and G recurrent layers.
     hidden [1, slots, H] float32: the hidden state of a slot's last token after the final norm; None without a draft
@@ -166,7 +166,7 @@ class Storage:
 
 
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
-             extras: Extras = PLAIN) -> Storage:
+             extras: Extras = PLAIN) -> CachePools:
     """Reserve address space for the pools; ConfigError naming what makes them smaller if that is refused."""
     size = (pages * page_bytes(config, dtype, extras.head) + slots * slot_bytes(config, dtype, extras.head)
             + extras.rings * ring_bytes(config, dtype))
@@ -176,13 +176,13 @@ def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, op
 
 
 def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str,
-              extras: Extras) -> Storage:
+              extras: Extras) -> CachePools:
     attention, recurrent = len(config.attention_layers) + extras.head, len(config.linear_layers)
     kv = (attention, pages, PAGE, config.num_key_value_heads, config.head_dim)
     linear = config.linear
     heads = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim) if linear else (1, 1, 1)
     conv = (linear.conv_kernel, config.conv_dim) if linear else (1, 1)
-    return Storage(
+    return CachePools(
         keys=reserve(kv, dtype, device),
         values=reserve(kv, dtype, device),
         recurrent=reserve((recurrent, slots, *heads), torch.float32, device),
@@ -206,19 +206,19 @@ def _rings(config: ModelConfig, units: int, dtype: torch.dtype,
             reserve((*lead, linear.num_value_heads), torch.float32, device))
 
 
-def _source(storage: Storage, offer: Offer, pages: Sequence[int], slot: int) -> Source:
+def _source(pools: CachePools, offer: Offer, pages: Sequence[int], slot: int) -> Source:
     """What a tier may read of a prefix in the pools, before they change."""
     def run(start: int) -> dict[str, Tensor]:
         with _named_shortage():
             tokens = torch.tensor(offer.tokens[start:], dtype=torch.int64)
-            return {"tokens": tokens, **_read_kv(storage, pages, start, len(offer.tokens))}
+            return {"tokens": tokens, **_read_kv(pools, pages, start, len(offer.tokens))}
 
     def state() -> dict[str, Tensor]:
         with _named_shortage():
             logits = {} if offer.logits is None else {"logits": offer.logits.cpu()}
-            return _read_state(storage, slot) | logits
+            return _read_state(pools, slot) | logits
 
-    sizes = storage.sizes
+    sizes = pools.sizes
     return Source(offer.tokens, run, state, offer.logits is not None, (sizes.token_bytes, sizes.slot_bytes))
 
 
@@ -233,31 +233,31 @@ def _named_shortage() -> Iterator[None]:
         raise MemoryError(str(error)) from error
 
 
-def _restore(storage: Storage, loaded: Loaded, pages: Sequence[int], known: int, slot: int) -> None:
+def _restore(pools: CachePools, loaded: Loaded, pages: Sequence[int], known: int, slot: int) -> None:
     """Write what came from a tier into a slot, and into pages of the prefix from the token `known` on."""
     for start, tensors in loaded.runs:
         skip = max(known - start, 0)
         if skip < tensors["keys"].shape[1]:
-            index = _places(storage, pages, start + skip, start + tensors["keys"].shape[1])
-            for pool, name in zip(storage.page_tensors, ("keys", "values"), strict=True):
+            index = _places(pools, pages, start + skip, start + tensors["keys"].shape[1])
+            for pool, name in zip(pools.page_tensors, ("keys", "values"), strict=True):
                 pool.flatten(1, 2).index_copy_(1, index, tensors[name][:, skip:].to(pool.device))
-    for name, pool in storage.named_slots.items():
+    for name, pool in pools.named_slots.items():
         pool[:, slot] = loaded.state[name].to(pool.device)
 
 
-def _read_kv(storage: Storage, pages: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
+def _read_kv(pools: CachePools, pages: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
     """keys, values [A, tokens, kv_heads, head_dim] of the positions `start` to `end`."""
-    index = _places(storage, pages, start, end)
+    index = _places(pools, pages, start, end)
     return {name: pool.flatten(1, 2).index_select(1, index).cpu()
-            for name, pool in zip(("keys", "values"), storage.page_tensors, strict=True)}
+            for name, pool in zip(("keys", "values"), pools.page_tensors, strict=True)}
 
 
-def _read_state(storage: Storage, slot: int) -> dict[str, Tensor]:
+def _read_state(pools: CachePools, slot: int) -> dict[str, Tensor]:
     """recurrent [G, Hv, Dk, Dv], conv [G, conv_kernel, C]; with a draft head, hidden [1, H]."""
-    return {name: pool[:, slot].to("cpu", copy=True) for name, pool in storage.named_slots.items()}
+    return {name: pool[:, slot].to("cpu", copy=True) for name, pool in pools.named_slots.items()}
 
 
-def _places(storage: Storage, pages: Sequence[int], start: int, end: int) -> Tensor:
+def _places(pools: CachePools, pages: Sequence[int], start: int, end: int) -> Tensor:
     """Where the tokens from `start` to `end` lie in the flat pool."""
     positions = torch.arange(start, end)
-    return (torch.tensor(list(pages))[positions // PAGE] * PAGE + positions % PAGE).to(storage.device)
+    return (torch.tensor(list(pages))[positions // PAGE] * PAGE + positions % PAGE).to(pools.device)
