@@ -55,7 +55,7 @@ def answer(prompt: tuple[int, ...], count: int) -> list[int]:
 
 @dataclass(eq=False)
 class Toy:
-    """Stands in for a Runtime. Pools are filled with NaN, which spreads if it is read."""
+    """A `Model`. Pools are filled with NaN, which spreads if it is read."""
 
     pages: int
     max_batch: int
@@ -73,14 +73,14 @@ class Toy:
         slots = self.slots or self.max_batch + 1
         pools = CachePools(full(1, self.pages, PAGE, 1, 1), full(1, self.pages, PAGE, 1, 1), full(1, slots, 1, 1, 1),
                           full(1, slots, 1, 1), ops)
-        self.cache, self.pools = HybridCache(pools), pools
+        self.cache, self.pools, self.device = HybridCache(pools), pools, pools.device
         self.memory = SimpleNamespace(max_batch=self.max_batch, max_context=self.context)
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
                                        max_stall_ms=None)
         self.head = None
         self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=())
         self.generation = SimpleNamespace(eos_token_ids=(), sampling=dict)
-        self.decoder = SimpleNamespace(ops=ops)
+        self.sample = ops.sample
 
     def run(self, batch: Batch) -> Tensor:
         self.before(batch)
@@ -462,13 +462,14 @@ def test_l8_a_matcher_that_cannot_be_made_for_every_choice_harms_its_own_request
 @pytest.mark.parametrize("n", [1, 3])
 def test_l8_a_sampler_that_raises_ends_the_choices_that_were_drawing(n: int) -> None:
     requests = [request("a", 6, 5, n=n), request("late", 60, 5)]
-    engine, ops = engine_with(requests, budget=16), backends()["torch"]
+    engine = engine_with(requests, budget=16)
+    sound = engine.toy.sample
 
     def sample(*arguments: Any) -> Any:
-        engine.toy.decoder.ops = ops
+        engine.toy.sample = sound
         raise RuntimeError("no dice")
 
-    engine.toy.decoder.ops = SimpleNamespace(sample=sample)
+    engine.toy.sample = sample
     answers = drain(engine)
     assert all(answers[("a", choice)].last.finish == "error" for choice in range(n) if ("a", choice) in answers)
     assert ("a", 0) in answers

@@ -38,8 +38,9 @@ def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfi
         for name in list(weights):
             done += weights[name].nbytes
             type = target_of(name, tuple(weights[name].shape), config, kind).type
-            matrix = weights.pop(name)
-            result[name] = matrix if type.name in _PLAIN else _packed(name, matrix, type, pool, arena)
+            # no name here keeps a tensor beyond its turn
+            result[name] = (weights.pop(name) if type.name in _PLAIN
+                            else _packed(name, weights.pop(name), type, pool, arena))
             if progress is not None:
                 progress(done, total)
     return result
