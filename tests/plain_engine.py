@@ -186,7 +186,7 @@ class PlainEngine:
         lease = sequence.lease
         assert lease
         if lease.emitting:
-            self.cache.keep_emitted(lease, "logits" if sequence.emits_end else None)
+            self.cache.keep_emitted(lease, "logits" if lease.done in lease.emitting else None)
         if sequence.sampling.n > 1 and not sequence.choice and not sequence.generated:
             self._split(sequence)
         token = drawn(list(state), sequence.choice)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 from support import numbers
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import build, decodes, decoding, power_of_two, step_of
+from deltic.engine.batch import PageTable, build, decodes, decoding, power_of_two, step_of
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
@@ -87,3 +88,20 @@ def test_what_has_no_bucket(change: dict[str, object]) -> None:
 
 def test_powers_of_two() -> None:
     assert [power_of_two(number) for number in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]
+
+
+def test_a_page_table_is_changed_by_what_has_changed() -> None:
+    """Rows come, go and change places; lists grow; the table is that which would be made anew."""
+    draw, table, lists = Random(3), PageTable(), [[1, 2], [3]]
+    for _ in range(300):
+        for pages in lists:
+            pages += [draw.randrange(1, 99) for _ in range(draw.choice([0, 0, 0, 1, 3]))]
+        if draw.random() < 0.3 or not lists:
+            lists.insert(draw.randint(0, len(lists)), [draw.randrange(1, 99)])
+        if draw.random() < 0.2 and len(lists) > 1:
+            del lists[draw.randrange(len(lists))]
+        rows = [Row((1,), 0, pages, index, 1) for index, pages in enumerate(lists)]
+        width = max(map(len, lists))
+        found = table.of(rows, width)
+        assert found.shape[0] == len(rows) and found.is_contiguous()
+        assert found.tolist() == [[*pages, *(0,) * (found.shape[1] - len(pages))] for pages in lists]

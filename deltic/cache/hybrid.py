@@ -159,6 +159,8 @@ class HybridCache:
     def reserve(self, lease: Lease, tokens: int) -> int:
         """Grant pages for up to `tokens` tokens after the cursor; returns for how many there is room now (L4)."""
         missing = -(-(lease.done + tokens) // PAGE) - len(lease.pages)
+        if missing <= 0:
+            return tokens
         self.make_room(missing)
         pages = self.pages.take(max(0, min(missing, self.pages.free)))
         lease.pages += pages or []

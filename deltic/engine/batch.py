@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List
 from functools import cache
 from itertools import chain
 
@@ -17,31 +18,56 @@ _FEWEST_PAGES = 16
 """Pages of the smallest bucket."""
 
 
+class PageTable:
+    """The page table of one step after another, in which only what has changed is written: planning does not become
+    slower as contexts grow. A list of pages may become longer, but what is in it stays."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.zeros(0, 0, dtype=torch.int64)
+        self._lists: list[List[int]] = []
+        self._written: list[int] = []
+
+    def of(self, rows: List[Row], width: int) -> Tensor:
+        """[R, P] int64, on the host, of at least so many pages; valid until the next call."""
+        places, most = self._numbers.shape
+        if len(rows) > places or width > most:
+            places, most = power_of_two(max(len(rows), places)), power_of_two(max(width, most))
+            self._numbers = torch.zeros(places, most, dtype=torch.int64)
+            self._lists, self._written = [()] * places, [0] * places
+        for place, row in enumerate(rows):
+            pages, start = row.pages, self._written[place]
+            if pages is not self._lists[place]:
+                self._numbers[place, :start], start = 0, 0
+            if start < len(pages):
+                self._numbers[place, start:len(pages)] = torch.frombuffer(array("q", pages[start:]), dtype=torch.int64)
+            self._lists[place], self._written[place] = pages, len(pages)
+        return self._numbers[:len(rows)]
+
+
 def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False,
-          drawn: Tensor | None = None) -> Batch:
+          drawn: Tensor | None = None, table: PageTable | None = None) -> Batch:
     """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
 
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
-    int64, on the device: what the step in flight has drawn; then every row takes its token from there.
+    int64, on the device: what the step in flight has drawn; then every row takes its token from there. table: that of
+    the steps before; on a CPU the batch is valid until the next one is built with it.
     """
-    rows = plan.rows
+    rows, table = plan.rows, table or PageTable()
     if device.type == "cuda" and not hidden and decodes(plan):
-        return decoding(plan, device, drawn)
+        return decoding(plan, device, drawn, table)
     chunks = tuple(len(row.tokens) for row in rows)
     starts = [0]
     for chunk in chunks:
         starts.append(starts[-1] + chunk)
     wanted = list(range(starts[-1])) if all_logits else [token for row, end in zip(rows, starts[1:], strict=True)
                                                          for token in range(end - row.logits, end)]
-    width = max(len(row.pages) for row in rows)
+    pages = on_device(table.of(rows, max([len(row.pages) for row in rows])), device)
     positions = array("q", chain.from_iterable(range(row.done, row.done + len(row.tokens)) for row in rows))
     sources = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     done = [row.done for row in rows]
     fields = _upload(device,
-                     ids=chain.from_iterable(map(_ids, rows)), positions=positions * 3, starts=starts,
-                     done=done,
-                     pages=[page for row in rows for page in (*row.pages, *(0,) * (width - len(row.pages)))],
+                     ids=chain.from_iterable(map(_ids, rows)), positions=positions * 3, starts=starts, done=done,
                      store=chain.from_iterable(places for row in rows for places in _places(row)),
                      sources=sources, targets=targets, logit_tokens=wanted, rings=[row.ring for row in rows],
                      base=[row.done if row.base is None else row.base for row in rows],
@@ -57,9 +83,8 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
                     len(fields["emit_row"]), any(appends), hidden)
     return Batch(
         layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
-        done=fields["done"], pages=fields["pages"].view(len(rows), width), store=fields["store"],
-        source=fields["sources"], target=fields["targets"], base=fields["base" if behind else "done"],
-        ring=fields["rings"],
+        done=fields["done"], pages=pages, store=fields["store"], source=fields["sources"],
+        target=fields["targets"], base=fields["base" if behind else "done"], ring=fields["rings"],
         append=torch.tensor(appends, device=device) if layout.appends else _no_appends(len(rows), device),
         emit_row=fields["emit_row"], emit_length=fields["emit_length"], emit_slot=fields["emit_slot"],
         logit_tokens=fields["logit_tokens"],
@@ -72,8 +97,8 @@ def decodes(plan: Plan) -> bool:
                and row.base in (None, row.done) for row in plan.rows)
 
 
-def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None) -> Batch:
-    """A plan that `decodes`, with its bucket: both are views of one upload. drawn: as in `build`."""
+def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, table: PageTable | None = None) -> Batch:
+    """A plan that `decodes`, with its bucket: both are views of one upload. drawn, table: as in `build`."""
     rows = [*plan.rows]
     real, pages = len(rows), power_of_two(max(_FEWEST_PAGES, *(len(row.pages) for row in rows)))
     rows += [rows[-1]] * (power_of_two(real) - real)
@@ -84,10 +109,12 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None) -> B
     for values in ([_ids(row)[0] for row in rows], done * 3, range(len(rows) + 1), done,
                    [_flat(row, row.done) for row in rows], slots, targets):
         numbers.extend(values)
-    for row in rows:
-        numbers.extend(row.pages)
-        numbers.extend((0,) * (pages - len(row.pages)))
-    padded = Padded(upload(numbers, torch.int64, device), len(rows), pages)
+    known = (table or PageTable()).of(plan.rows, pages)[:, :pages]
+    numbers.extend((0,) * (len(rows) * pages))
+    host = torch.frombuffer(numbers, dtype=torch.int64)
+    below = host[-len(rows) * pages:].view(len(rows), pages)
+    below[:real], below[real:] = known, known[-1]
+    padded = Padded(on_device(host, device), len(rows), pages)
     if drawn is not None:
         _take_drawn(padded.numbers[1:1 + len(rows)], drawn)
     layout = Layout((1,) * real, tuple(row.done + 1 for row in plan.rows), real, real)
@@ -156,11 +183,15 @@ def _take_drawn(ids: Tensor, drawn: Tensor) -> None:
     ids.copy_(drawn[ids])
 
 
-def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers on the device. They are copied from pinned memory, which nobody gets again before that is done, so
-    that nobody has to wait for it."""
-    host = torch.frombuffer(numbers, dtype=dtype)  # torch.tensor looks at every number several times
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on the device. They are copied from pinned memory, which nobody gets again before that is
+    done, so that nobody has to wait for it."""
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # torch.tensor looks at every number several times
+    return on_device(torch.frombuffer(numbers, dtype=dtype), device)
 
 
 def _upload(device: torch.device, **lists: Iterable[int]) -> dict[str, Tensor]:

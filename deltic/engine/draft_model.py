@@ -93,7 +93,7 @@ class ModelDrafter:
             chunk = tuple(sequence.tokens[lease.done:-1][:left])
             left -= len(chunk)
             if chunk:
-                rows.append((lease, Row(chunk, lease.done, tuple(lease.pages), lease.slot, 0, base=lease.base,
+                rows.append((lease, Row(chunk, lease.done, lease.pages, lease.slot, 0, base=lease.base,
                                         ring=lease.ring or 0,
                                         emits=emits_of(cache, lease, sequence.wanted, len(chunk)))))
         if not rows:
@@ -129,7 +129,7 @@ class ModelDrafter:
         for index, sequence in active:
             lease = self._leases[sequence]
             token = guesses[index][-1] if guesses[index] else sequence.tokens[-1]
-            rows.append(Row((token,), lease.done, tuple(lease.pages), lease.slot, 1, base=lease.base,
+            rows.append(Row((token,), lease.done, lease.pages, lease.slot, 1, base=lease.base,
                             ring=lease.ring or 0, append=lease.ring is not None))
         logits = self._run(rows)
         draws = [Draw(sequence, tuple(guesses[index])) for index, sequence in active]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deltic.cache.lease import Lease
-from deltic.engine.batch import build
+from deltic.engine.batch import PageTable, build
 from deltic.engine.model import Model
-from deltic.engine.sampler import Draw, logprobs_of, sampling_of
+from deltic.engine.sampler import Draw, SamplingTable, logprobs_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
 from deltic.ops.records import Sampled
@@ -39,7 +39,7 @@ class Share:
 
     @property
     def guesses(self) -> tuple[int, ...]:
-        return self.row.guesses if self.row else ()
+        return self.row.guesses if self.row and self.row.drafts else ()
 
     @property
     def draws(self) -> list[Draw]:
@@ -97,6 +97,7 @@ class Launcher:
 
     def __init__(self, runtime: Model) -> None:
         self._runtime, self.seconds = runtime, 0.0
+        self._pages, self._params = PageTable(), SamplingTable()
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None) -> InFlight:
@@ -134,7 +135,7 @@ class Launcher:
             runtime.cache.pools.apply(flight.plan.operations)
         if flight.plan.rows:
             batch = build(flight.plan, runtime.device, hidden=runtime.head is not None,
-                          drawn=before.drawn if before else None)
+                          drawn=before.drawn if before else None, table=self._pages)
             began = time.perf_counter()
             logits.append(runtime.run(batch))
             self.seconds += time.perf_counter() - began
@@ -153,7 +154,7 @@ class Launcher:
                 share.end = logits[share.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
             flight.raw = logits.clone()
-        sampled = self._runtime.sample(logits, sampling_of(draws, logits.device, logits.shape[1]))
+        sampled = self._runtime.sample(logits, self._params.of(draws, logits.device, logits.shape[1]))
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if sampled.tokens.is_cuda:
             flight.sampled, flight.arrived = _on_host(sampled), torch.cuda.Event()

@@ -16,11 +16,16 @@ from deltic.types import MAX_LOGIT_BIAS, SamplingParams
 _FORBIDDEN = float("-inf")
 
 
+def penalizes(params: SamplingParams) -> bool:
+    """Whether logits are changed throughout the answer."""
+    return bool(params.repetition_penalty not in (None, 1.0) or params.presence_penalty or params.frequency_penalty
+                or params.logit_bias)
+
+
 def wanted(sequence: Sequence) -> bool:
     """Whether any logit of this sequence's next tokens may be changed."""
     params = sequence.sampling
-    return bool(params.repetition_penalty not in (None, 1.0) or params.presence_penalty or params.frequency_penalty
-                or params.logit_bias or (sequence.eos and sequence.generated < params.min_tokens))
+    return penalizes(params) or bool(sequence.eos and sequence.generated < params.min_tokens)
 
 
 class Penalties:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from deltic.engine.batch import upload
-from deltic.engine.penalties import Penalties, wanted
+from deltic.engine.penalties import Penalties, penalizes, wanted
 from deltic.engine.sequence import Sequence
 from deltic.ops.noise import sample_key
 from deltic.ops.records import Adjust, Sampled, Sampling, Table
@@ -30,25 +30,48 @@ class Draw:
         return len(self.sequence.tokens) + len(self.ahead)
 
 
+class SamplingTable:
+    """The parameters of one step's draws after another's: all but keys and penalties stay as long as the same sequences
+    draw."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._sampling = Sampling(*(torch.empty(0),) * 5)
+        self._adjusts = False
+
+    def of(self, draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:
+        """Row i makes draw i. vocabulary: of how many tokens there are logits: of all when a sequence is first drawn
+        for, later perhaps of the first ones alone, those that a draft head knows."""
+        sequences = [draw.sequence for draw in draws]
+        if sequences != self._sequences:
+            params = [sequence.sampling for sequence in sequences]
+            self._sequences, self._sampling = sequences, _sampling(params, device)
+            self._adjusts = any(p.min_tokens or penalizes(p) for p in params)
+        adjust = _adjust(draws, device, vocabulary) if self._adjusts else None
+        if self._sampling.greedy:
+            return self._sampling if adjust is None else replace(self._sampling, adjust=adjust)
+        keys = array("q", [0 if draw.sequence.sampling.temperature == 0 else
+                           sample_key(draw.sequence.seed, draw.sequence.choice, draw.position) for draw in draws])
+        return replace(self._sampling, key=upload(keys, torch.int64, device), adjust=adjust)
+
+
 def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:
-    """Row i makes draw i. vocabulary: of how many tokens there are logits: of all when a sequence is first drawn for,
-    later perhaps of the first ones alone, those that a draft head knows."""
-    params = [draw.sequence.sampling for draw in draws]
-    greedy = all(p.temperature == 0 for p in params)
-    reports = [p.logprobs for p in params if p.logprobs is not None]
-    adjust = _adjust(draws, device, vocabulary)
-    if greedy and not reports and adjust is None:
-        return _greedy(len(draws), device)
+    """As `SamplingTable.of`, for draws that nothing is known of."""
+    return SamplingTable().of(draws, device, vocabulary)
+
+
+def _sampling(params: List[SamplingParams], device: torch.device) -> Sampling:
+    """All but keys and penalties."""
+    greedy, reports = all(p.temperature == 0 for p in params), [p.logprobs for p in params if p.logprobs is not None]
+    if greedy and not reports:
+        return _greedy(len(params), device)
     numbers = array("f", [_number(p.temperature, 1.0) for p in params])
     numbers.extend(_number(p.top_p, 1.0) for p in params)
     numbers.extend(_number(p.min_p, 0.0) for p in params)
-    integers = array("q", [p.top_k or 0 for p in params])
-    integers.extend(0 if p.temperature == 0 else sample_key(draw.sequence.seed, draw.sequence.choice, draw.position)
-                    for p, draw in zip(params, draws, strict=True))
     temperature, top_p, min_p = upload(numbers, torch.float32, device).view(3, -1)
-    top_k, key = upload(integers, torch.int64, device).view(2, -1)
+    top_k = upload(array("q", [p.top_k or 0 for p in params]), torch.int64, device)
     return Sampling(
-        temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, key=key, adjust=adjust, greedy=greedy,
+        temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, key=torch.zeros_like(top_k), greedy=greedy,
         filtered=not greedy and any(map(_filters, params)), top_logprobs=max(reports) if reports else None)
 
 

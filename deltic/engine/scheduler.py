@@ -11,6 +11,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -43,16 +44,18 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read
-    the state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
-    emits: (position, slot) pairs: also write the state after `position` tokens to this slot. base: tokens that the
-    state in the slot stands for (None: done); those after it are in the replay ring `ring`. append: leave this step's
-    tokens there too. drafts: how many of the tokens, the last ones, are guesses. drawn: the one token is what this draw
-    of the step in flight gives, and is not known yet."""
+    """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read the
+    state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
+
+    pages: the lease's own list, which only becomes longer. emits: (position, slot) pairs: also write the state after
+    `position` tokens to this slot. base: tokens that the state in the slot stands for (None: done); those after it are
+    in the replay ring `ring`. append: leave this step's tokens there too. drafts: how many of the tokens, the last
+    ones, are guesses. drawn: the one token is what this draw of the step in flight gives, and is not known yet.
+    """
 
     tokens: tuple[int, ...]
     done: int
-    pages: tuple[int, ...]
+    pages: List[int]
     slot: int
     logits: int
     target: int | None = None
@@ -79,6 +82,8 @@ def base_after(row: Row) -> int | None:
 
 def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int) -> tuple[tuple[int, int], ...]:
     """`Row.emits` of a row with the next `count` tokens: those of the wanted positions that lie in it and have room."""
+    if not wanted:
+        return ()
     return tuple((position, slot) for position in wanted if lease.done < position <= lease.done + count
                  and (slot := cache.emit(lease, position)) is not None)
 
@@ -366,7 +371,7 @@ class Scheduler:
         done, end = lease.done, lease.done + count
         tokens = (*sequence.tokens[done:end], *sequence.drafts)[:count]
         drafts = max(end - len(sequence.tokens), 0)
-        return Row(tokens, done, tuple(lease.pages), lease.slot, drafts + 1 if end >= len(sequence.tokens) else 0,
+        return Row(tokens, done, lease.pages, lease.slot, drafts + 1 if end >= len(sequence.tokens) else 0,
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
                    append=drafts > 0 and lease.ring is not None, drafts=drafts)
 

@@ -113,7 +113,7 @@ class Session:
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         guesses, hidden = [token], None
         for depth in range(count):
-            row = Row((guesses[-1],), lease.done + depth, tuple(lease.pages), lease.slot, 1)
+            row = Row((guesses[-1],), lease.done + depth, lease.pages, lease.slot, 1)
             hidden, logits = head.draft(self._batch(row), hidden)
             guesses.append(int(logits.argmax()))
         return guesses[1:]
@@ -131,7 +131,7 @@ class Session:
             raise RequestError("there is no room for a replay ring: raise memory", "memory")
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        row = Row(tuple(tokens), lease.done, tuple(lease.pages), lease.slot, len(tokens), base=lease.base,
+        row = Row(tuple(tokens), lease.done, lease.pages, lease.slot, len(tokens), base=lease.base,
                   ring=lease.ring or 0, append=lease.ring is not None, drafts=len(tokens) - 1)
         if not row.append:
             row = replace(row, target=self._scratch.slot)
@@ -189,7 +189,7 @@ class Session:
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         parts, size = [], self.runtime.options.token_budget
-        row = Row((), start, tuple(lease.pages), lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
+        row = Row((), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
         for offset in range(0, len(tokens), size):
             row = replace(row, tokens=tuple(tokens[offset:offset + size]), done=start + offset)
             parts.append(self.runtime.run(self._batch(row, all_logits)).clone())
