@@ -10,18 +10,9 @@ struct DeltaScan {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-DEVICE void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
 DEVICE void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-DEVICE void await_bytes(u32 barrier, u32 parity) {
-    u32 there = 0;
-    while (!there)
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(there) : "r"(barrier), "r"(parity) : "memory");
 }
 // Asynchronous products of a warp group: d [64, N] (warp w has rows 16 w ..., laid out as by mma) = d * keep + SIGN a b, with
 // a [64, 16] in registers and b a descriptor of [N, 16], or of [16, N] for N that are not 64, in shared memory.
@@ -195,7 +186,7 @@ template <int D> struct Scan {
     }
     DEVICE const unsigned char *stage_of(int chunk) const { return memory + chunk % Shape::STAGES * Shape::STAGE; }
     DEVICE void await_stage(int chunk) const {
-        await_bytes(barriers + chunk % Shape::STAGES * 8, chunk / Shape::STAGES & 1);
+        await_barrier(barriers + chunk % Shape::STAGES * 8, chunk / Shape::STAGES & 1);
     }
     DEVICE void load_updates(float (&v)[32], int chunk) const {
         const u32 slice = shared_address(stage_of(chunk)) + 3 * Shape::TILE + Shape::SCORES;
@@ -322,9 +313,8 @@ template <int D> struct Scan {
     }
     DEVICE void run() {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < Shape::STAGES; ++i)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barriers + i * 8) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            for (int i = 0; i < Shape::STAGES; ++i) init_barrier(barriers + i * 8, 1);
+            publish_barriers();
             for (int i = 0; i < Shape::STAGES && i < chunks; ++i) fetch(i);
         }
         __syncthreads();
