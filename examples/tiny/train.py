@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from batches import Batch, Steps
 from data import make_sample, samples
-from model import CONTROL, MARKUP, save_model, save_tokenizer, train_tokenizer
+from model import CONTROL, MARKUP, load_model, save_model, save_tokenizer, train_tokenizer
 from network import Network, fresh
 from optimizer import Optimizer, Rates
 from phrases import TRAIN
@@ -73,7 +74,7 @@ def train(
             loss = loss_of(batch.to(device))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(rate_factor(progress, step, args.warmup))
+        optimizer.step(args.rate * rate_factor(progress, step, args.warmup))
         losses.append(loss.detach())
         tokens += batch.ids.numel()
         if step % 10 == 9 and (time.perf_counter() - last > args.report or step < 20):
@@ -98,6 +99,7 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=64, help="rows that a step packs its conversations into")
     parser.add_argument("--width", type=int, default=1024, help="tokens in a row")
     parser.add_argument("--warmup", type=int, default=50)
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of all learning rates")
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--report", type=float, default=15.0, help="seconds between two lines of progress")
     parser.add_argument("--seed", type=int, default=1)
@@ -130,12 +132,16 @@ def conversations(args: argparse.Namespace) -> DataLoader[Batch]:
 def main() -> None:
     parser = options("Train the tiny demo model.")
     parser.add_argument("--corpus", type=int, default=12000, help="conversations the tokenizer learns from")
+    parser.add_argument("--start", type=Path, help="begin with the weights and tokenizer of this folder")
     args = parser.parse_args()
     device = prepare(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    if not (args.out / "tokenizer.json").is_file():
+    if args.start:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(args.start / name, args.out / name)
+    elif not (args.out / "tokenizer.json").is_file():
         save_tokenizer(train_tokenizer(corpus(args.seed, args.corpus)), args.out)
-    network = fresh().to(device)
+    network = (load_model(args.start) if args.start else fresh()).to(device)
     compiled(network.model.layers, device)
     print(f"{sum(p.numel() for p in network.parameters())} parameters, {device}", flush=True)
 

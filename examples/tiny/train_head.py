@@ -158,12 +158,16 @@ def main() -> None:
     parser = options("Train the tiny model's draft head.")
     parser.set_defaults(steps=1500)
     parser.add_argument("--per-category", type=int, default=30, help="conversations of a category to measure on")
+    parser.add_argument("--start", type=Path, help="begin with the head of this folder")
     args = parser.parse_args()
     if not (args.out / "model.safetensors").is_file():
         parser.error(f"--out: {args.out} holds no model.safetensors; train the model into it with train.py first")
     device = prepare(args.seed)
     trunk = load_model(args.out).to(device).eval().requires_grad_(False)
-    head = Head().to(device)
+    head = Head()
+    if args.start:
+        load_head(head, args.start)
+    head = head.to(device)
     compiled(trunk.model.layers, device)
     compiled(head.layers, device)
     print(f"{sum(p.numel() for p in head.parameters())} parameters, {device}", flush=True)
