@@ -19,12 +19,17 @@ MODEL = ROOT / "deltic" / "models" / "tiny"
 EXAMPLE = ROOT / "examples" / "tiny"
 
 sys.path.insert(0, str(EXAMPLE))
+import batches  # noqa: E402
 import data  # noqa: E402
-import fast  # noqa: E402
+import delta  # noqa: E402
 import model  # noqa: E402
+import network  # noqa: E402
+import optimizer  # noqa: E402
 import phrases  # noqa: E402
+import quiz  # noqa: E402
 import train_head  # noqa: E402
 from phrases import HELDOUT, PHRASES, TRAIN  # noqa: E402
+from render import render as render_text  # noqa: E402
 
 sys.path.remove(str(EXAMPLE))
 
@@ -50,7 +55,7 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_every_intent_has_phrasings_of_both_kinds():
-    assert len(PHRASES) > 50
+    assert len(PHRASES) > 100
     assert all(section[TRAIN] and section[HELDOUT] for section in PHRASES.values())
 
 
@@ -59,10 +64,17 @@ def test_no_heldout_phrasing_is_a_training_phrasing():
     assert [form for form in phrases.HELDOUT_FORMS if phrases.trained_as(form)] == []
 
 
-def test_no_fresh_phrasing_is_a_training_or_heldout_phrasing():
-    fresh = [phrases.normal(pattern) for patterns in phrases.FRESH.values() for pattern in patterns]
-    assert phrases.FRESH.keys() == PHRASES.keys()
+@pytest.mark.parametrize("file", sorted(phrases.FRESH))
+def test_no_fresh_phrasing_is_a_training_or_heldout_phrasing(file):
+    fresh = [phrases.normal(pattern) for patterns in phrases.FRESH[file].values() for pattern in patterns]
+    assert phrases.FRESH[file].keys() == PHRASES.keys()
     assert [form for form in fresh if phrases.trained_as(form) or form in phrases.HELDOUT_FORMS] == []
+
+
+def test_little_that_training_could_say_is_kept_from_it():
+    trained = {form for section in PHRASES.values() for form in phrases.normal_forms(section, TRAIN)}
+    assert len(trained & phrases.BANNED) < 200
+    assert not trained & phrases.BANNED & {"0", "hello", "thank you", "how are you"}
 
 
 def test_normal_forms_ignore_case_punctuation_and_slots():
@@ -73,7 +85,7 @@ def test_slips_and_frames_never_make_a_heldout_phrasing(monkeypatch):
     monkeypatch.setattr(data, "_filled", lambda form, slots: form)
     rng = random.Random(0)
     asked = {phrases.normal(data.ask(rng.choice(list(PHRASES)), {}, rng, TRAIN)) for _ in range(20000)}
-    assert asked.isdisjoint(phrases.HELDOUT_FORMS)
+    assert asked.isdisjoint(phrases.RESERVED)
 
 
 def test_seed_and_number_decide_a_sample():
@@ -93,7 +105,9 @@ def test_heldout_set_has_equally_many_samples_of_each_category():
 def test_training_text_is_what_inference_renders(tokenizer):
     for i in range(200):
         sample = data.make_sample(5, i, TRAIN)
-        *given, (target, spoken) = data.pieces(data.render(tokenizer, sample))
+        text = render_text([*sample.messages, sample.target], sample.tools)
+        assert text == render(tokenizer, [*sample.messages, sample.target], tools=sample.tools).removesuffix("\n")
+        *given, (target, spoken) = data.pieces(text)
         prompt = render(
             tokenizer,
             sample.messages,
@@ -103,6 +117,36 @@ def test_training_text_is_what_inference_renders(tokenizer):
         )
         assert "".join(text for text, _ in given) == prompt
         assert spoken and target.endswith("<|im_end|>")
+
+
+def dialogue(split: str, seed: int) -> Any:
+    return data.Dialogue(random.Random(seed), split)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_calendar_and_numbers_are_right(seed):
+    steps = quiz.ask_steps(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").split()
+    names = quiz.DAYS if steps[-1] in quiz.DAYS else quiz.MONTHS
+    count = 1 if steps[0] == "The" else int(steps[0])
+    count = count if "after" in steps else -count
+    assert names[(names.index(steps[-3]) + count) % len(names)] == steps[-1]
+    left, _, right = quiz.ask_terms(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").partition(" = ")
+    assert eval(left) == int(right)
+    order = quiz.ask_order(dialogue(TRAIN, seed)).answers[0]["content"].rstrip(".").replace(",", "").split()
+    names = quiz.DAYS if order[1] in quiz.DAYS else quiz.MONTHS
+    assert (names.index(order[1]) < names.index(order[-1])) == (order[3] == "before")
+
+
+def test_several_calls_are_those_of_the_request():
+    asked = [sample for i in range(3000) if "calls" in (sample := data.make_sample(9, i, TRAIN)).category]
+    calls = [sample for sample in asked if sample.target.get("tool_calls")]
+    assert len(calls) > 50
+    for sample in calls:
+        request = sample.messages[-1]["content"].lower()
+        for call in sample.target["tool_calls"]:
+            assert all(str(value).lower() in request for value in call["function"]["arguments"].values()) or any(
+                country.name.lower() in map(str, call["function"]["arguments"].values()) for country in data.COUNTRIES
+            )
 
 
 # The chat template
@@ -236,7 +280,7 @@ def test_files_are_small_and_of_the_family():
 # Training
 
 
-def test_fast_delta_rule_equals_transformers():
+def test_delta_rule_equals_transformers():
     modeling = transformers.models.qwen3_5.modeling_qwen3_5
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 128, heads, 32, generator=generator) for heads in (3, 3, 6)]
@@ -246,11 +290,42 @@ def test_fast_delta_rule_equals_transformers():
     weight = torch.randn(2, 128, 6, 32, generator=generator)
     outputs = [
         modeling.torch_chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)[0],
-        fast.chunk_gated_delta_rule(*inputs)[0],
+        delta.gated_delta_rule(*inputs, torch.zeros(2, 128, dtype=torch.bool)),
     ]
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-6)
     grads = [torch.autograd.grad((out * weight).sum(), inputs) for out in outputs]
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+
+
+def test_packed_network_equals_transformers(trunk):
+    reference = transformers.Qwen3_5ForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    lengths = [50, 70, 130, 6]
+    ids = torch.randint(0, 3072, (1, 256), generator=torch.Generator().manual_seed(0))
+    place = torch.cat([torch.arange(length) for length in lengths])[None]
+    wanted = [reference.model(input_ids=part, use_cache=False).last_hidden_state for part in ids.split(lengths, 1)]
+    torch.testing.assert_close(trunk(ids, place), torch.cat(wanted, 1), rtol=1e-3, atol=1e-3)
+
+
+def test_batches_hold_whole_conversations(tokenizer):
+    samples = [data.make_sample(7, i, TRAIN) for i in range(30)]
+    rows = batches.tokens_of(tokenizer.backend_tokenizer, samples)
+    batch = batches.pack(rows, 8, 512)
+    texts = [tokenizer.encode(render_text([*s.messages, s.target], s.tools), add_special_tokens=False) for s in samples]
+    begins = [tuple(i) for i in (batch.place == 0).nonzero().tolist() if batch.ids[tuple(i)]]
+    assert len(begins) > 5
+    for row, at in begins:
+        text = next(t for t in texts if t[:-1] == batch.ids[row, at : at + len(t) - 1].tolist())
+        assert batch.place[row, at : at + len(text) - 1].tolist() == list(range(len(text) - 1))
+        said = [p - row * 512 - at for p in batch.said.tolist() if 0 <= p - row * 512 - at < len(text) - 1]
+        assert said[-1] == len(text) - 2
+    whole = batches.whole(tokenizer.backend_tokenizer, samples)
+    assert sum(len(b.said) for b in whole) == sum(said * len(ids) for row in rows for ids, said in row)
+
+
+def test_muon_moves_along_the_singular_vectors():
+    x = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(0))
+    singular = torch.linalg.svdvals(optimizer.orthogonal(x).float())
+    assert singular.min() > 0.4 and singular.max() < 1.4
 
 
 # The draft head
@@ -258,44 +333,58 @@ def test_fast_delta_rule_equals_transformers():
 
 @pytest.fixture(scope="module")
 def trunk() -> Any:
-    return transformers.Qwen3_5ForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().requires_grad_(False)
+    return model.load_model(MODEL).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
-def head(trunk) -> Any:
+def head() -> Any:
     """A random head whose attention and norms matter."""
     torch.manual_seed(0)
-    head = train_head.Head(trunk.config).eval().requires_grad_(False)
-    for name, weight in head.named_parameters():
+    head = train_head.Head().eval().requires_grad_(False)
+    for weight in head.parameters():
         weight.normal_(std=0.3 if weight.ndim == 1 else 0.15)
-        assert "rotary" not in name
     return head
 
 
 def draft_by_hand(head: Any, embedded: torch.Tensor, hidden: torch.Tensor, first: int) -> list[torch.Tensor]:
-    """The outputs of three drafts, row by row as an engine makes them, the first at row `first`."""
-    cache, outputs = transformers.DynamicCache(), []
-    for row in range(first + 3):
-        if row > first:
-            before = outputs[-1]
+    """The outputs of three drafts, column by column as an engine makes them, the first at column `first`."""
+    before, outputs = [], []
+    for at in range(first + 3):
+        if at > first:
+            last = outputs[-1]
         else:
-            before = hidden[:, row - 1] if row else torch.zeros_like(hidden[:, 0])
-        parts = [head.pre_fc_norm_embedding(embedded[:, row]), head.pre_fc_norm_hidden(before)]
-        x = head.fc(torch.cat(parts, -1))[:, None]
-        rotary = head.rotary(x, torch.full((3, 1, 1), row))
-        x = head.layers[0](x, position_embeddings=rotary, attention_mask=None, past_key_values=cache)
+            last = hidden[:, at - 1] if at else torch.zeros_like(hidden[:, 0])
+        x = head.fc(torch.cat([head.pre_fc_norm_embedding(embedded[:, at]), head.pre_fc_norm_hidden(last)], -1))[
+            :, None
+        ]
+        place = torch.full((len(x), 1), at)
+        x, keys = head.layers[0](x, place, torch.ones(1, 1, 1, at + 1, dtype=torch.bool), before)
+        before = [*before, keys]
         outputs.append(head.norm(x)[:, 0])
     return outputs[first:]
 
 
 @pytest.mark.parametrize("first", [0, 1, 7, 10])
-def test_unrolled_drafts_equal_drafting_row_by_row(head, trunk, first):
+def test_unrolled_drafts_equal_drafting_one_by_one(head, first):
     generator = torch.Generator().manual_seed(first)
-    embedded, hidden = torch.randn(2, 2, 13, trunk.config.hidden_size, generator=generator)
+    embedded, hidden = torch.randn(2, 2, 13, network.SHAPE.hidden, generator=generator)
     embedded[:, first + 3 :], hidden[:, first:] = torch.nan, torch.nan
-    outputs = head(embedded[:, : first + 3], hidden[:, : first + 3].nan_to_num(7.0))
+    place = torch.arange(first + 3).expand(2, -1)
+    outputs = head(embedded[:, : first + 3], hidden[:, : first + 3].nan_to_num(7.0), place)
     unrolled = [output[:, first + i] for i, output in enumerate(outputs)]
     torch.testing.assert_close(unrolled, draft_by_hand(head, embedded, hidden, first), rtol=1e-4, atol=1e-5)
+
+
+def test_drafts_of_packed_conversations_do_not_mix(head):
+    embedded, hidden = torch.randn(2, 1, 20, network.SHAPE.hidden, generator=torch.Generator().manual_seed(0))
+    lengths = [8, 12]
+    packed = head(embedded, hidden, torch.cat([torch.arange(n) for n in lengths])[None])
+    parts = [
+        head(e, h, torch.arange(e.shape[1])[None]) for e, h in zip(embedded.split(lengths, 1), hidden.split(lengths, 1))
+    ]
+    for draft, output in enumerate(packed):
+        alone = [part[draft][:, draft:] for part in parts]
+        torch.testing.assert_close([p[:, draft:] for p in output.split(lengths, 1)], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_loss_counts_what_the_model_says_alone(trunk, head, monkeypatch):
@@ -304,8 +393,9 @@ def test_loss_counts_what_the_model_says_alone(trunk, head, monkeypatch):
     said = torch.zeros(1, 64, dtype=torch.bool)
     said[0, 20:24] = said[0, 40] = True
     monkeypatch.setattr(train_head, "read", lambda *_: (torch.zeros(1, 64, 192), torch.zeros(1, 64, 192), said))
-    places = torch.arange(10, 64)
-    loss = train_head.part_loss(trunk, head, torch.zeros(1, 64, dtype=torch.long), places, torch.zeros_like(places))
+    places, place = torch.arange(10, 64), torch.arange(64)[None]
+    batch = batches.Batch(torch.zeros(1, 64, dtype=torch.long), place, places, torch.zeros_like(places))
+    loss = train_head.mean_loss(trunk, head, batch) * len(places)
     assert loss.item() / torch.tensor(7.0).log().item() == pytest.approx(3 * 1 + 2 * 10 + 1 * 100)
 
 
@@ -317,13 +407,12 @@ def test_rounds_of_drafting():
 
 
 def test_stored_head_guesses_what_the_model_says(trunk):
-    assert trunk.config.mtp_num_hidden_layers == 1
-    head = train_head.Head(trunk.config).eval().requires_grad_(False)
+    assert json.loads((MODEL / "config.json").read_text(encoding="utf-8"))["mtp_num_hidden_layers"] == 1
+    head = train_head.Head().eval().requires_grad_(False)
     for weight in head.parameters():
         weight.fill_(torch.nan)
     model.load_head(head, MODEL)
-    batch = train_head.heldout_batch(MODEL, 1, 4096)
-    parts = [train_head.hits(trunk, head, *part) for part in batch]
+    parts = [train_head.hits(trunk, head, batch) for batch in train_head.heldout_batches(MODEL, 1)]
     room, right = (torch.stack([counts.sum((1, 2)) for counts in both]).sum(0) for both in zip(*parts, strict=True))
     assert (room > 300).all()
     assert (right / room > 0.97).all()
@@ -340,6 +429,6 @@ def test_head_survives_saving(trunk, head, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {
         "a": [2], "b": 1, "mtp_num_hidden_layers": 1,
     }  # fmt: skip
-    again = train_head.Head(trunk.config)
+    again = train_head.Head()
     model.load_head(again, tmp_path)
     assert all(torch.equal(w.bfloat16(), v.bfloat16()) for w, v in zip(again.parameters(), head.parameters()))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import facts
+import quiz
 import toolbox
 from facts import COUNTRIES, Country, Thing
-from phrases import FRAMES, HELDOUT, HELDOUT_FORMS, PHRASES, TRAIN, choose, normal
+from phrases import BANNED, FRAMES, HELDOUT, PHRASES, RESERVED, TRAIN, choose, normal
 from toolbox import Slots, Tool
-from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 
@@ -63,6 +63,19 @@ UNKNOWN = "Sorry, I do not know that. I am a very small model."
 NO_TOOL = "Sorry, I have no tool for that."
 TOOL_ERROR = "Sorry, the tool reported an error."
 
+SURNAMES = (
+    "Einstein", "Mozart", "Smith", "Miller", "Newton", "Picasso", "Jackson", "Lincoln", "Curie", "Tesla", "Jones",
+    "Garcia", "Darwin", "Bach", "Messi", "Ford", "Washington", "King", "Brown", "Gates", "Wilson", "Chaplin",
+)  # fmt: skip
+ANIMALS = (
+    "lion", "tiger", "whale", "shark", "monkey", "zebra", "rabbit", "fox", "wolf", "owl", "duck", "goat", "sheep",
+    "turtle", "bear", "penguin", "kangaroo", "giraffe", "donkey", "hamster", "snail", "eagle",
+)  # fmt: skip
+KINDS = (
+    "book", "film", "movie", "song", "game", "poem", "story", "cake", "car", "phone", "ticket", "hotel", "recipe",
+    "present", "course", "toy", "show", "report", "flight", "dress", "bike", "computer", "flower", "meal",
+)  # fmt: skip
+
 # Small talk: intent, what it is, the answer.
 SMALL_TALK = {
     "hello": ("greets me", "Hello! How can I help you?"),
@@ -79,6 +92,10 @@ SMALL_TALK = {
     "joke": ("wants a joke", "Why did the banana see a doctor? It was not peeling well."),
     "bye": ("says goodbye", "Goodbye! See you soon."),
     "ack": ("is content", "I am glad. What would you like to know next?"),
+    "sad": ("feels bad", "I am sorry to hear that. I hope you feel better soon."),
+    "sorry": ("is sorry", "No problem!"),
+    "made_by": ("asks who made me", "I was trained from nothing on made-up conversations, to try out deltic."),
+    "self": ("asks about my life", "I am only a computer program, so I have no life to tell about."),
 }
 
 
@@ -118,7 +135,7 @@ def sentence(text: str) -> str:
 
 
 def and_list(items: list[str]) -> str:
-    return " and ".join(items)
+    return ", ".join(items[:-1]) + " and " * (len(items) > 1) + items[-1]
 
 
 def _with_frames(form: str, rng: random.Random, split: str) -> str:
@@ -135,8 +152,12 @@ def _with_frames(form: str, rng: random.Random, split: str) -> str:
 
 
 def _with_slips(form: str, rng: random.Random) -> str:
-    """The form with a small word left out or two letters of a word swapped."""
+    """The form with a word too many, a small word left out or two letters of a word swapped."""
     words = form.split(" ")
+    if rng.random() < 0.05 and len(words) > 4:
+        apart = [i for i in range(1, len(words)) if "{" not in words[i - 1] + words[i]]
+        if apart:
+            words.insert(rng.choice(apart), toolbox.any_word(rng))
     if rng.random() < 0.08:
         small = [i for i, word in enumerate(words) if word in DROPPABLE]
         if small and len(words) > 3:
@@ -169,11 +190,14 @@ def _filled(form: str, slots: Slots) -> str:
     return form
 
 
-def _cased(text: str, rng: random.Random, exact: bool) -> str:
-    """The text as typed: mostly with a capital, sometimes all small, seldom all large."""
+def _cased(text: str, rng: random.Random, exact: bool, named_first: bool) -> str:
+    """The text as typed: mostly with a capital, sometimes all small, seldom all large.
+
+    With `exact`, nothing but the first letter changes, and with `named_first` too it does not either.
+    """
     draw = rng.random()
     if exact or draw > 0.3:
-        return sentence(text) if rng.random() < 0.85 else text
+        return sentence(text) if rng.random() < 0.85 and not named_first else text
     return text.upper() if draw < 0.05 else text.lower()
 
 
@@ -181,13 +205,15 @@ def ask(intent: str, slots: Slots, rng: random.Random, split: str, *, frames: bo
     """A user's message with this intent; `exact` keeps the case of the slots."""
     while True:
         form = choose(rng.choice(PHRASES[intent][split]), rng)
+        if split == TRAIN and normal(form) in BANNED:
+            continue
         if frames:
             form = _with_frames(form, rng, split)
         if split == TRAIN:
             form = _with_slips(form, rng)
-            if normal(form) in HELDOUT_FORMS:
+            if normal(form) in RESERVED:
                 continue
-        return _cased(_filled(_with_end(form, rng), slots), rng, exact)
+        return _cased(_filled(_with_end(form, rng), slots), rng, exact, exact and form.startswith("{"))
 
 
 def named(country: Country, rng: random.Random) -> Slots:
@@ -219,6 +245,12 @@ class Dialogue:
 
     def plain(self, category: str, user: str, reasoning: str, answer: str) -> Turn:
         return Turn(category, user, [assistant(reasoning, answer)])
+
+    def named(self, country: Country) -> Slots:
+        return named(country, self.rng)
+
+    def thing_slots(self, thing: Thing) -> Slots:
+        return _thing_slots(thing, self.rng)
 
     def tool(self, family: toolbox.Family) -> Tool | None:
         return next((t for t in self.tools if t.family is family), None)
@@ -372,7 +404,7 @@ def _thing_slots(thing: Thing, rng: random.Random) -> Slots:
         bare = re.sub(r"^an? ", "", thing.single)
         forms += [(f"are {thing.plural}", thing.plural), (f"is the {bare}", f"the {bare}"), (f"is {bare}", bare)]
     is_thing, name = rng.choice(forms)
-    return {"is_thing": is_thing, "thing": name}
+    return {"is_thing": is_thing, "thing": name, "verb": is_thing.partition(" ")[0]}
 
 
 def _colour(d: Dialogue, intent: str, category: str) -> Turn:
@@ -440,9 +472,8 @@ def ask_count(d: Dialogue) -> Turn:
     parts, owner, count = d.rng.choice(facts.COUNTS)
     d.last = "count"
     user = d.ask("count", {"parts": parts, "owner": owner})
-    noun = {1: {"wheels": "wheel", "eyes": "eye"}.get(parts, parts)}.get(count, parts)
     reasoning = f"The user asks for the {parts} of {owner}. There are {count}."
-    return d.plain("count", user, reasoning, f"{sentence(owner)} has {count} {noun}.")
+    return d.plain("count", user, reasoning, sentence(facts.has_parts(parts, owner, count)) + ".")
 
 
 def ask_talk(d: Dialogue) -> Turn:
@@ -470,77 +501,176 @@ def ask_name(d: Dialogue) -> Turn:
     return d.plain("name", user, f"The user said the name {d.name}.", f"Your name is {d.name}.")
 
 
+def _unknown_slots(rng: random.Random, split: str) -> Slots:
+    topic = rng.choice(TOPICS[split])
+    if split == TRAIN and rng.random() < 0.3:
+        topic = " ".join(toolbox.any_word(rng) for _ in range(rng.choice([1, 1, 2])))
+    family_name = rng.choice(SURNAMES) if rng.random() < 0.5 else toolbox.invented(rng).capitalize()
+    word = rng.choice(list(facts.OPPOSITES)) if rng.random() < 0.5 else toolbox.any_word(rng)
+    letters = "bcdfghjklmnpqrstvwxz"
+    nonsense = ("".join(rng.choice(letters) for _ in range(rng.randint(2, 8))) for _ in range(rng.choice([1, 1, 2, 3])))
+    return {
+        "topic": topic,
+        "nowhere": rng.choice(facts.NOWHERE),
+        "city": rng.choice(facts.CITIES),
+        "person": f"{rng.choice(facts.NAMES)} {family_name}",
+        "word": f'"{word}"' if rng.random() < 0.2 else word,
+        "animal": rng.choice(ANIMALS),
+        "kind": rng.choice(KINDS),
+        "nonsense": " ".join(nonsense),
+        "a": str(rng.randint(2, 99)),
+        "b": str(rng.randint(2, 99)),
+        "big": str(rng.randint(100, 10 ** rng.randint(3, 6))),
+        "big2": str(rng.randint(11, 10 ** rng.randint(2, 5))),
+    } | named(rng.choice(COUNTRIES), rng)
+
+
 def ask_unknown(d: Dialogue) -> Turn:
-    topic = d.rng.choice(TOPICS[d.split])
-    if d.split == TRAIN and d.rng.random() < 0.3:
-        topic = " ".join(toolbox.invented(d.rng) for _ in range(d.rng.choice([1, 1, 2])))
-    slots = {"topic": topic, "nowhere": d.rng.choice(facts.NOWHERE)}
+    intent = d.rng.choices(["unknown", "unknown_fact", "unknown_number"], [6, 6, 1])[0]
     d.last = "unknown"
-    user = d.ask("unknown", slots)
+    user = d.ask(intent, _unknown_slots(d.rng, d.split))
     return d.plain("unknown", user, "I have not learnt anything about this.", UNKNOWN)
 
 
-def _called(d: Dialogue, category: str, user: str, tool: Tool, many: list[Slots], goal: str) -> Turn:
+@dataclass(frozen=True)
+class Order:
+    """One call that a user wants: the tool, its slots and how the request names them."""
+
+    tool: Tool
+    slots: Slots
+    shown: Slots
+
+    @property
+    def goal(self) -> str:
+        return _filled(self.tool.family.goal, self.slots)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the request must keep the case of what it names: only known cities can be told without it."""
+        places = [self.slots[key] for key in ("place", "place2") if key in self.slots]
+        return self.tool.family.exact or any(place not in facts.CITIES for place in places)
+
+
+def _order(d: Dialogue, tool: Tool) -> Order:
+    slots = tool.family.slots(d.rng) | tool.fixed
+    shown = dict(slots)
+    if "country" in slots:
+        country = next(c for c in COUNTRIES if c.name == slots["country"])
+        d.country, shown = country, shown | named(country, d.rng)
+    if "text" in slots and d.rng.random() < 0.4:
+        shown["text"] = f'"{slots["text"]}"'
+    if "item" in slots:
+        shown["item's"] = slots["item"] + "'s"
+    return Order(tool, slots, shown)
+
+
+def _called(d: Dialogue, category: str, user: str, orders: list[Order]) -> Turn:
     """A turn of calls, their results and the answer in words."""
     calls, results, answers = [], [], []
-    for slots in many:
-        calls.append(call_message(tool.name, toolbox.arguments(tool, slots)))
-        result, answer = tool.family.result(d.rng, slots)
-        if len(many) == 1 and d.rng.random() < 0.04:
+    for order in orders:
+        calls.append(call_message(order.tool.name, toolbox.arguments(order.tool, order.slots)))
+        result, answer = order.tool.family.result(d.rng, order.slots)
+        if d.rng.random() < 0.04:
             result = d.rng.choice(["Error: not found", '{"error": "not found"}', '{"error":"timeout"}', "error"])
             answer = TOOL_ERROR
         results.append({"role": "tool", "content": result})
         answers.append(answer)
-    plural = "s" if len(many) > 1 else ""
-    request = assistant(f"The user wants {goal}. I call {tool.name}.", "", calls)
+    plural = "s" if len(orders) > 1 else ""
+    names = and_list(list(dict.fromkeys(order.tool.name for order in orders)))
+    goals = and_list([order.goal for order in orders])
+    request = assistant(f"The user wants {goals}. I call {names}.", "", calls)
     final = assistant(f"The tool has answered. I give the result{plural}.", " ".join(answers))
-    d.last = tool.family.key
+    d.last = orders[0].tool.family.key if len(orders) == 1 else "calls"
     return Turn(category, user, [request, *results, final])
 
 
-def ask_tool(d: Dialogue) -> Turn:
+def _together(d: Dialogue, orders: list[Order]) -> str:
+    """One request for the same tool with several things, as one names a list."""
+    key = orders[0].tool.family.joins
+    shown = {**orders[0].shown}
+    for name in [key] + ([f"{key}'s"] if f"{key}'s" in shown else []):
+        parts = [order.shown[name.removesuffix("'s")] for order in orders]
+        parts[-1] = orders[-1].shown[name]
+        link = d.rng.choice([" and ", " and ", " and ", ", ", " or ", ", and ", " as well as ", " and also "])
+        shown[name] = ", ".join(parts[:-1]) + link + parts[-1]
+    return d.ask(orders[0].tool.family.key, shown, exact=any(order.exact for order in orders))
+
+
+def _one_by_one(d: Dialogue, orders: list[Order]) -> str:
+    """Several requests in one message."""
+    text = ""
+    for order in orders:
+        said = d.ask(order.tool.family.key, order.shown, frames=not text, exact=True)
+        link = d.rng.choice([" and ", ", and ", ". ", "? ", ". Also, ", ". And ", ", then ", " And ", "\n", "; "])
+        text = text.rstrip("?.! ") + link + said if text else said
+    return text
+
+
+def _more_orders(d: Dialogue, tool: Tool) -> tuple[str, list[Order]]:
+    """A request for two or three calls and, in order, the calls."""
+    count = 2 if d.rng.random() < 0.7 else 3
+    others = [t for t in d.tools if t is not tool]
+    if others and d.rng.random() < 0.4:
+        orders = [_order(d, t) for t in [tool, *d.rng.sample(others, min(len(others), count - 1))]]
+        return _one_by_one(d, orders), orders
+    orders = [_order(d, tool) for _ in range(count)]
+    key = tool.family.joins
+    if key and len({order.slots[key] for order in orders}) == count and d.rng.random() < 0.7:
+        return _together(d, orders), [replace(o, slots=orders[0].slots | {key: o.slots[key]}) for o in orders]
+    return _one_by_one(d, orders), orders
+
+
+def ask_calls(d: Dialogue) -> Turn:
+    """A request that takes several calls at once."""
     tool = d.rng.choice(d.tools)
-    slots = tool.family.slots(d.rng)
-    two = tool.family is toolbox.WEATHER and d.rng.random() < 0.3
-    if two:
-        slots = toolbox.FAMILIES[-1].slots(d.rng)
-    exact = any(slots.get(key, "") not in facts.CITIES for key in ("place", "place2") if key in slots)
-    if "country" in slots:
-        country = next(c for c in COUNTRIES if c.name == slots["country"])
-        d.country, shown = country, slots | named(country, d.rng)
-    else:
-        shown = slots
-    if "text" in slots and d.rng.random() < 0.4:
-        shown = shown | {"text": f'"{slots["text"]}"'}
-    if two:
-        user = d.ask("weather_two", shown, exact=exact)
-        many = [{"place": slots["place"]}, {"place": slots["place2"]}]
-        return _called(d, "two calls", user, tool, many, f"the weather in {slots['place']} and {slots['place2']}")
-    user = d.ask(tool.family.key, shown, exact=exact)
-    return _called(d, "tool", user, tool, [slots], _filled(tool.family.goal, slots))
+    weather, time = d.tool(toolbox.WEATHER), d.tool(toolbox.TIME)
+    if weather and d.rng.random() < 0.4:
+        slots = toolbox.two_places(d.rng)
+        orders = [Order(weather, {"place": slots[key]}, {}) for key in ("place", "place2")]
+        user = d.ask("weather_two", slots, exact=any(order.exact for order in orders))
+        return _called(d, "two calls", user, orders)
+    if weather and time and d.rng.random() < 0.4:
+        slots = toolbox.WEATHER.slots(d.rng)
+        orders = [Order(t, slots, slots) for t in (weather, time)]
+        return _called(d, "more calls", d.ask("weather_time", slots, exact=orders[0].exact), orders)
+    user, orders = _more_orders(d, tool)
+    return _called(d, "more calls", user, orders)
+
+
+def ask_tool(d: Dialogue) -> Turn:
+    if d.rng.random() < 0.3:
+        return ask_calls(d)
+    order = _order(d, d.rng.choice(d.tools))
+    user = d.ask(order.tool.family.key, order.shown, exact=order.exact)
+    return _called(d, "tool", user, [order])
 
 
 def follow_tool(d: Dialogue) -> Turn:
-    tool = next(t for t in d.tools if t.family.key == d.last)
-    slots = tool.family.slots(d.rng)
-    user = d.ask("and_weather", slots, frames=False, exact=slots["place"] not in facts.CITIES)
-    return _called(d, "follow-up tool", user, tool, [slots], _filled(tool.family.goal, slots))
+    order = _order(d, next(t for t in d.tools if t.family.key == d.last))
+    user = d.ask("and_weather", order.slots, frames=False, exact=order.exact)
+    return _called(d, "follow-up tool", user, [order])
 
 
 def ask_missing_tool(d: Dialogue) -> Turn:
-    missing = [f for f in toolbox.FAMILIES if d.tool(f) is None]
+    missing = [f for f in toolbox.FAMILIES if d.tool(f) is None and f.missable]
+    if not missing:
+        return ask_talk(d)
     family = d.rng.choice(missing)
     slots = family.slots(d.rng)
     d.last = "missing"
-    user = d.ask(family.key, slots)
+    shown = (
+        slots | named(next(c for c in COUNTRIES if c.name == slots["country"]), d.rng) if "country" in slots else slots
+    )
+    user = d.ask(family.key, shown)
     goal = _filled(family.goal, slots)
     return d.plain("missing tool", user, f"The user wants {goal}. I have no tool for it.", NO_TOOL)
 
 
 TOPIC_MAKERS: tuple[tuple[Maker, float], ...] = (
-    (ask_country, 26), (ask_place, 6), (ask_is_capital, 6), (ask_trip, 2), (ask_sum, 16), (ask_colour, 8),
-    (ask_opposite, 8), (ask_date, 8), (ask_count, 5), (ask_talk, 11), (tell_name, 4), (ask_name, 2),
-    (ask_unknown, 5), (ask_missing_tool, 3),
+    (ask_country, 24), (ask_place, 6), (ask_is_capital, 5), (ask_trip, 2), (ask_sum, 14), (ask_colour, 8),
+    (ask_opposite, 8), (ask_date, 7), (ask_count, 5), (ask_talk, 14), (tell_name, 4), (ask_name, 3),
+    (ask_unknown, 15), (ask_missing_tool, 5), (quiz.ask_calendar, 7), (quiz.ask_steps, 8), (quiz.ask_terms, 7),
+    (quiz.ask_numbers, 8), (quiz.ask_order, 3), (quiz.ask_whether, 8), (quiz.ask_which_country, 3),
 )  # fmt: skip
 
 
@@ -583,9 +713,13 @@ def _system(rng: random.Random, split: str) -> list[Message]:
 
 
 def _declared(rng: random.Random, split: str) -> list[Tool]:
-    if rng.random() < 0.72:
+    if rng.random() < 0.68:
         return []
-    families = rng.sample(toolbox.FAMILIES, rng.choice([1, 1, 1, 2, 2, 3, 4]))
+    count = rng.choice([1, 1, 1, 2, 2, 3, 4, 5])
+    known = [f for f in (toolbox.WEATHER, toolbox.TIME) if rng.random() < 0.3]
+    others = [f for f in toolbox.FAMILIES if f not in known]
+    families = [*known, *rng.sample(others, max(count - len(known), 0 if known else 1))]
+    rng.shuffle(families)
     return [toolbox.declare(family, rng, split) for family in families]
 
 
@@ -617,12 +751,6 @@ def samples(seed: int, split: str, start: int = 0) -> Iterator[Sample]:
     while True:
         yield make_sample(seed, index, split)
         index += 1
-
-
-def render(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
-    """The whole conversation, the target at its end, as the chat template writes it."""
-    text: str = tokenizer.apply_chat_template([*sample.messages, sample.target], tools=sample.tools, tokenize=False)
-    return text.removesuffix("\n")
 
 
 def pieces(text: str) -> Iterator[tuple[str, bool]]:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from data import Message, Sample, assistant, call_message, heldout_set, pieces, render
-from phrases import evaluate_on_fresh
-from transformers import AutoTokenizer
+from data import Message, Sample, assistant, call_message, heldout_set, pieces
+from phrases import FRESH, HELDOUT, evaluate_on
+from render import render
 
 from deltic import LLM, SamplingParams
 
@@ -28,8 +28,8 @@ Answer = Callable[[list[Sample]], list[str]]
 class Answerer:
     """What deltic writes after each conversation's prompt, greedily, all of them in one call."""
 
-    def __init__(self, folder: Path, dtype: str, max_new_tokens: int) -> None:
-        self.llm = LLM(str(folder), dtype=dtype)
+    def __init__(self, folder: Path, dtype: str, quant: str, max_new_tokens: int) -> None:
+        self.llm = LLM(str(folder), dtype=dtype, quant=quant)
         self.sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens)
 
     def __call__(self, conversations: list[Sample]) -> list[str]:
@@ -50,19 +50,18 @@ def visible(text: str, thinking: bool) -> str | None:
     return rest.strip()
 
 
-def expected(tokenizer: Any, sample: Sample) -> str:
-    *_, (target, _) = pieces(render(tokenizer, sample))
+def expected(sample: Sample) -> str:
+    *_, (target, _) = pieces(render([*sample.messages, sample.target], sample.tools))
     answer = visible(target.removesuffix(END), sample.thinking)
     assert answer is not None
     return answer
 
 
-def score(answer: Answer, tokenizer: Any, heldout: list[Sample]) -> list[tuple[Sample, str, str | None]]:
+def score(answer: Answer, heldout: list[Sample]) -> list[tuple[Sample, str, str | None]]:
     """Each sample with its expected and its given answer."""
     texts = answer(heldout)
     return [
-        (sample, expected(tokenizer, sample), visible(text, sample.thinking))
-        for sample, text in zip(heldout, texts, strict=True)
+        (sample, expected(sample), visible(text, sample.thinking)) for sample, text in zip(heldout, texts, strict=True)
     ]
 
 
@@ -100,7 +99,12 @@ def must_pass(answer: Answer) -> list[tuple[str, bool]]:
         turns = [
             ("What is the capital of France?", ["Paris"]), ("What language do they speak there?", ["French"]),
             ("Name another city there.", ["Lyon", "Marseille"]), ("And of Germany?", ["Germany", "Munich", "Hamburg"]),
-            ("1+1=", ["= 2."]),
+            ("1+1=", ["= 2."]), ("1 + 2 + 3?", ["1 + 2 + 3 = 6."]),
+            ("What's the first month of the year?", ["The first month of the year is January."]),
+            ("Yesterday was Tuesday. What day is it today?", ["The day after Tuesday is Wednesday."]),
+            ("How many days does February have?", ["February has 28 days"]),
+            ("Who is the president of France?", ["Sorry, I do not know that."]),
+            ("What is the square root of 17?", ["Sorry, I do not know that."]),
         ]  # fmt: skip
         for text, wanted in turns:
             messages.append({"role": "user", "content": text})
@@ -127,11 +131,16 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Evaluate the tiny demo model.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--per-category", type=int, default=30)
-    parser.add_argument("--fresh", action="store_true", help="ask in the phrasings of fresh.txt")
+    parser.add_argument(
+        "--phrasings",
+        choices=[HELDOUT, *FRESH],
+        default=HELDOUT,
+        help="those held out in phrases.txt, or those of fresh.txt or fresh2.txt",
+    )
     parser.add_argument("--limit", type=int, help="evaluate this many samples only, taken evenly")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32",
-                        help="float32 measures the model; bfloat16, its own, adds rounding that flips near ties")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--quant", choices=["none", "q8_0"], default="none")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--errors", type=int, default=20, help="wrong answers to print")
     return parser.parse_args()
@@ -139,15 +148,14 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    if args.fresh:
-        evaluate_on_fresh()
-    answer = Answerer(args.model, args.dtype, args.max_new_tokens)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.phrasings != HELDOUT:
+        evaluate_on(args.phrasings)
+    answer = Answerer(args.model, args.dtype, args.quant, args.max_new_tokens)
     heldout = heldout_set(args.seed, args.per_category)
     if args.limit:
         heldout = heldout[:: max(1, len(heldout) // args.limit)][: args.limit]
     began = time.perf_counter()
-    scored = score(answer, tokenizer, heldout)
+    scored = score(answer, heldout)
     wrong = [row for row in scored if row[1] != row[2]]
     for sample, wanted, given in wrong[: args.errors]:
         print(f"[{sample.category}] {sample.messages[-1]['content']!r}\n    wanted {wanted!r}\n    given  {given!r}")

@@ -212,3 +212,9 @@ NUMBER_WORDS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
     "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
+
+
+def has_parts(parts: str, owner: str, count: int) -> str:
+    """What a count says: "a dog has 4 legs"."""
+    noun = {1: {"wheels": "wheel", "eyes": "eye"}.get(parts, parts)}.get(count, parts)
+    return f"{owner} has {count} {noun}"

@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from network import SHAPE, Network
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-)
 
 HERE = Path(__file__).resolve().parent
-VOCAB_SIZE = 3072
+VOCAB_SIZE = SHAPE.vocab
 HEAD = "mtp.safetensors"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -81,79 +76,88 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5TextConfig:
-    """Eight layers: three Gated DeltaNet, then one gated attention, twice."""
-    return Qwen3_5TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=576,
-        num_hidden_layers=8,
-        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=3,
-        linear_num_value_heads=6,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_conv_kernel_dim=4,
-        max_position_embeddings=32768,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 100000.0,
-            "partial_rotary_factor": 0.25,
+def config() -> dict[str, Any]:
+    """config.json, as transformers reads it."""
+    s = SHAPE
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "bos_token_id": None,
+        "dtype": "bfloat16",
+        "eos_token_id": VOCAB_SIZE - len(MARKUP) - 1,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": s.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": s.inner,
+        "layer_types": list(s.layers),
+        "linear_conv_kernel_dim": s.conv,
+        "linear_key_head_dim": s.linear_dim,
+        "linear_num_key_heads": s.key_heads,
+        "linear_num_value_heads": s.value_heads,
+        "linear_value_head_dim": s.linear_dim,
+        "max_position_embeddings": 32768,
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": s.heads,
+        "num_hidden_layers": len(s.layers),
+        "num_key_value_heads": s.kv_heads,
+        "pad_token_id": VOCAB_SIZE - len(MARKUP) - len(CONTROL),
+        "partial_rotary_factor": s.rotary_dim / s.head_dim,
+        "rms_norm_eps": s.eps,
+        "rope_parameters": {
             "mrope_interleaved": True,
             "mrope_section": [3, 3, 2],
+            "partial_rotary_factor": s.rotary_dim / s.head_dim,
+            "rope_theta": s.rope_theta,
+            "rope_type": "default",
         },
-        attn_output_gate=True,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-        dtype="bfloat16",
-    )
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": VOCAB_SIZE,
+    }
 
 
-@torch.no_grad()
-def build_model(config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:
-    """A fresh model in fp32 whose heads start with memories of ten to a thousand tokens."""
-    model = Qwen3_5ForCausalLM(config).float()
-    for layer in model.model.layers:
-        if layer.block_type == "linear_attention":
-            mixer = layer.linear_attn
-            nn.init.uniform_(mixer.A_log, 1.0, 4.0).log_()
-            step = torch.empty_like(mixer.dt_bias).uniform_(-6.5, -3.5).exp()
-            mixer.dt_bias.copy_(torch.log(torch.expm1(step)))
-    return model
+def _write(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def save_model(model: Qwen3_5ForCausalLM, folder: Path) -> None:
-    """Write config.json, generation_config.json and the weights, in bf16; a draft head of other weights goes."""
+def save_tensors(module: nn.Module, path: Path, prefix: str = "") -> None:
+    """The module's parameters in bf16."""
+    tensors = {f"{prefix}{name}": t.detach().to("cpu", torch.bfloat16) for name, t in module.state_dict().items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def load_tensors(module: nn.Module, path: Path, prefix: str = "") -> None:
+    """Read what `save_tensors` wrote, into a module of any dtype."""
+    module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in load_file(path).items()})
+
+
+def save_model(network: Network, folder: Path) -> None:
+    """Write config.json, generation_config.json and the weights; a draft head of other weights goes."""
     (folder / HEAD).unlink(missing_ok=True)
-    tokenizer = load_tokenizer(folder)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        eos_token_id=[tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")],
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-    )
-    model.to(torch.bfloat16).save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)
+    record = config()
+    pad, end = record["pad_token_id"], record["eos_token_id"]
+    _write(folder / "config.json", record)
+    _write(folder / "generation_config.json", {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad})
+    save_tensors(network, folder / "model.safetensors")
+
+
+def load_model(folder: Path) -> Network:
+    network = Network()
+    load_tensors(network, folder / "model.safetensors")
+    return network
 
 
 def save_head(head: nn.Module, folder: Path) -> None:
     """Write the draft head's weights beside the model's, in bf16, and name it in config.json."""
-    tensors = {f"mtp.{name}": tensor.to("cpu", torch.bfloat16) for name, tensor in head.state_dict().items()}
-    save_file(tensors, folder / HEAD, metadata={"format": "pt"})
-    (folder / HEAD).chmod(0o644)
+    save_tensors(head, folder / HEAD, "mtp.")
     path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) | {"mtp_num_hidden_layers": 1}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _write(path, json.loads(path.read_text(encoding="utf-8")) | {"mtp_num_hidden_layers": 1})
 
 
 def load_head(head: nn.Module, folder: Path) -> None:
     """Read what `save_head` wrote, into a head of any dtype."""
-    tensors = load_file(folder / HEAD)
-    head.load_state_dict({name.removeprefix("mtp."): tensor for name, tensor in tensors.items()})
+    load_tensors(head, folder / HEAD, "mtp.")

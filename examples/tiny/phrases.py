@@ -1,17 +1,18 @@
 """How people ask: phrasings for training and, apart from them, phrasings for evaluation.
 
 `phrases.txt` has one phrasing a line; `(a|b|)` chooses one of its alternatives, `{slot}` is filled in
-by the generator. Lines below `--` are held out: the model never sees them in training. The frames are
+by the generator. Lines below `--` are held out: the model never sees them in training, whatever the
+other lines could say. The frames are
 what may stand before any request, before a question (what, which, who, how, where), or after either.
 
-`fresh.txt` holds phrasings for evaluation that were written after the last training run.
+`fresh.txt` and `fresh2.txt` hold further phrasings for evaluation.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 TRAIN, HELDOUT = "train", "heldout"
@@ -74,23 +75,34 @@ def _all_forms(sections: dict[str, dict[str, list[str]]], names: Iterable[str], 
     return set().union(*(normal_forms(sections[name], split) for name in names))
 
 
-def trained_as(text: str) -> bool:
-    """Whether a normal form is a training phrasing, with or without a training frame around it."""
+def _cores(text: str) -> Iterator[str]:
+    """What is left of a normal form without the training frames that may stand around it."""
     words = text.split()
     cuts = range(len(words) + 1)
     heads = [i for i in cuts if i == 0 or " ".join(words[:i]) in _BEFORE]
     tails = [i for i in cuts if i == len(words) or " ".join(words[i:]) in _AFTER]
-    return any(" ".join(words[i:j]) in _TRAINED for i in heads for j in tails if i < j)
+    return (" ".join(words[i:j]) for i in heads for j in tails if i < j)
 
 
+def trained_as(text: str) -> bool:
+    """Whether a normal form is a training phrasing, with or without a training frame around it."""
+    return any(core in _TRAINED for core in _cores(text))
+
+
+FRESH = {
+    file: {name: section[TRAIN] for name, section in _sections(_read(f"{file}.txt")).items()}
+    for file in ("fresh", "fresh2")
+}
 _BEFORE = _all_forms(FRAMES, ("frame before", "frame before question"), TRAIN)
 _AFTER = _all_forms(FRAMES, ("frame after",), TRAIN)
-_TRAINED = _all_forms(PHRASES, PHRASES, TRAIN)
 HELDOUT_FORMS = _all_forms(PHRASES, PHRASES, HELDOUT)
-FRESH = {name: section[TRAIN] for name, section in _sections(_read("fresh.txt")).items()}
+RESERVED = HELDOUT_FORMS | {normal(p) for file in FRESH.values() for patterns in file.values() for p in patterns}
+# What the patterns for training could say, but training does not, with or without a frame.
+BANNED = {core for form in RESERVED for core in _cores(form)}
+_TRAINED = _all_forms(PHRASES, PHRASES, TRAIN) - BANNED
 
 
-def evaluate_on_fresh() -> None:
-    """Let the held-out split ask in the fresh phrasings from now on."""
-    for name, patterns in FRESH.items():
+def evaluate_on(file: str) -> None:
+    """Let the held-out split ask in the phrasings of this file from now on."""
+    for name, patterns in FRESH[file].items():
         PHRASES[name][HELDOUT] = patterns

@@ -6,10 +6,10 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from facts import CITIES, COUNTRIES
+from facts import CITIES, COUNTRIES, NAMES
 from phrases import HELDOUT, PHRASES, TRAIN
 
 Json = dict[str, Any]
@@ -57,11 +57,19 @@ POOL = sorted({w for section in PHRASES.values() for line in section[TRAIN] for 
 def any_word(rng: random.Random) -> str:
     """A word of any kind, so that a name cannot be guessed and has to be read."""
     draw = rng.random()
-    if draw < 0.5:
+    if draw < 0.45:
         return rng.choice(POOL)
-    if draw < 0.8:
+    if draw < 0.65:
         return invented(rng)
+    if draw < 0.9:
+        return "".join(_piece(rng.choice(POOL), rng) for _ in range(rng.choice([1, 2, 2, 3])))
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 7)))
+
+
+def _piece(word: str, rng: random.Random) -> str:
+    """Two to four letters of a word."""
+    start = rng.randrange(max(1, len(word) - 2))
+    return word[start : start + rng.randint(2, 4)]
 
 
 def place(rng: random.Random) -> str:
@@ -80,6 +88,7 @@ class Param:
     kind: str
     about: tuple[str, ...]
     heldout: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,9 @@ class Family:
     slots: Callable[[random.Random], Slots]
     result: Callable[[random.Random, Slots], tuple[str, str]]
     goal: str
+    joins: str = ""  # the slot of which one request can name several
+    exact: bool = False  # whether its slots can be anything, so that requests must keep their case
+    missable: bool = True  # whether a request shows that a tool is missing, where there is none
 
 
 @dataclass(frozen=True)
@@ -104,10 +116,52 @@ class Tool:
     name: str
     schema: Json
     keys: Slots
+    fixed: Slots
 
 
 VERBS = {
-    TRAIN: ("get", "fetch", "check", "lookup", "find", "query", "ask", "do", "run", "api", "my", "use", "call"),
+    TRAIN: (
+        "get",
+        "fetch",
+        "check",
+        "lookup",
+        "find",
+        "query",
+        "ask",
+        "do",
+        "run",
+        "api",
+        "my",
+        "use",
+        "call",
+        "read",
+        "load",
+        "make",
+        "give",
+        "tell",
+        "search",
+        "look",
+        "pull",
+        "grab",
+        "compute",
+        "calc",
+        "return",
+        "fast",
+        "simple",
+        "new",
+        "best",
+        "the",
+        "tool",
+        "service",
+        "client",
+        "remote",
+        "live",
+        "web",
+        "user",
+        "main",
+        "basic",
+        "smart",
+    ),
     HELDOUT: ("request", "obtain", "retrieve", "show"),
 }
 
@@ -145,6 +199,8 @@ def _param_name(param: Param, taken: Iterable[str], rng: random.Random, split: s
 
 def _property(param: Param, rng: random.Random, *, described: bool) -> Json:
     entry: Json = {"type": param.kind}
+    if param.values and rng.random() < 0.7:
+        entry["enum"] = list(param.values)
     if described or rng.random() < 0.7:
         entry["description"] = rng.choice(param.about)
     return entry
@@ -152,6 +208,11 @@ def _property(param: Param, rng: random.Random, *, described: bool) -> Json:
 
 def declare(family: Family, rng: random.Random, split: str) -> Tool:
     """A declaration of a tool in the form of the OpenAI API, with small differences as clients have them."""
+    fixed: Slots = {}
+    if family.key == "lookup":
+        fixed = {"noun": any_word(rng)}
+        name, about = fixed["noun"], rng.choice(family.about).replace("{noun}", fixed["noun"])
+        family = replace(family, nouns=(name,), names=(name, f"get_{name}", f"{name}_of"), about=(about,))
     name = _tool_name(family, rng, split)
     keys: Slots = {}
     for param in family.params:
@@ -160,6 +221,9 @@ def declare(family: Family, rng: random.Random, split: str) -> Tool:
     required = list(properties)
     if family.key == "weather" and rng.random() < 0.25:
         properties["unit"] = {"type": "string", "enum": ["celsius", "fahrenheit"]}
+    elif rng.random() < 0.1:
+        extra = {"type": rng.choice(["string", "integer", "boolean"]), "description": rng.choice(OPTIONAL)}
+        properties.setdefault(rng.choice(["verbose", "format", "limit", "options", any_word(rng)]), extra)
     function: Json = {"name": name}
     known = any(noun.split()[-1] in name.lower() for noun in family.nouns)
     if not known or rng.random() < 0.9:
@@ -172,7 +236,7 @@ def declare(family: Family, rng: random.Random, split: str) -> Tool:
     if rng.random() < 0.15:
         function = dict(rng.sample(list(function.items()), len(function)))
     schema = {"type": "function", "function": function} if rng.random() < 0.9 else function
-    return Tool(family, name, schema, keys)
+    return Tool(family, name, schema, keys, fixed)
 
 
 def _dump(value: Json, rng: random.Random) -> str:
@@ -301,7 +365,7 @@ def _distance(rng: random.Random, slots: Slots) -> tuple[str, str]:
     return _dump(record, rng), answer
 
 
-def _two_places(rng: random.Random) -> Slots:
+def two_places(rng: random.Random) -> Slots:
     first = place(rng)
     second = next(p for p in iter(lambda: place(rng), None) if p != first)
     return {"place": first, "place2": second}
@@ -312,6 +376,97 @@ def _quantity(rng: random.Random) -> Slots:
     unit, unit2, _ = rng.choice(UNITS)
     return {"amount": amount, "unit": unit, "unit2": unit2}
 
+
+def _search(rng: random.Random, slots: Slots) -> tuple[str, str]:
+    title = " ".join(any_word(rng) for _ in range(rng.randint(1, 4)))
+    answer = f"The search found: {title}."
+    if rng.random() < 0.35:
+        return rng.choice([title, f"1. {title}", f"Result: {title}", f"Found: {title}"]), answer
+    found: Json = {rng.choice(["title", "text", "snippet", "name"]): title}
+    return _dump(rng.choice([found, {"results": [found]}, {"result": title}, {"top": found}]), rng), answer
+
+
+def _stock(rng: random.Random, slots: Slots) -> tuple[str, str]:
+    price = f"{rng.uniform(1, 900):.2f}" if rng.random() < 0.7 else str(rng.randint(1, 900))
+    answer = f"A share of {slots['company']} costs {price} dollars."
+    if rng.random() < 0.35:
+        return rng.choice([price, f"{price} dollars", f"${price}", f"{slots['company']}: {price} USD"]), answer
+    record: Json = {rng.choice(["price", "value", "last", "quote", "close"]): price}
+    if rng.random() < 0.4:
+        record[rng.choice(["currency", "unit"])] = "USD"
+    if rng.random() < 0.4:
+        record[rng.choice(["symbol", "company", "name"])] = slots["company"]
+    return _dump(record, rng), answer
+
+
+def _done(rng: random.Random, answer: str, more: Json) -> tuple[str, str]:
+    """What a tool that does something says, and the answer."""
+    if rng.random() < 0.4:
+        return rng.choice(["ok", "done", "OK", "Done.", "true", "success", "sent", "started"]), answer
+    record: Json = rng.choice([{"status": "ok"}, {"ok": True}, {"success": True}, {"result": "done"}])
+    return _dump(record | (more if rng.random() < 0.4 else {}), rng), answer
+
+
+def _light(rng: random.Random, slots: Slots) -> tuple[str, str]:
+    return _done(rng, f"The {slots['room']} light is {slots['state']}.", {"state": slots["state"]})
+
+
+def _music(rng: random.Random, slots: Slots) -> tuple[str, str]:
+    return _done(rng, f"Now playing {slots['song']}.", {"playing": slots["song"]})
+
+
+def _message(rng: random.Random, slots: Slots) -> tuple[str, str]:
+    return _done(rng, f"The message to {slots['name']} is sent.", {"to": slots["name"]})
+
+
+def _lookup(rng: random.Random, slots: Slots) -> tuple[str, str]:
+    value: str | int = rng.randint(0, 9999) if rng.random() < 0.4 else any_word(rng)
+    answer = f"The {slots['noun']} of {slots['item']} is {value}."
+    if rng.random() < 0.35:
+        return rng.choice([str(value), f"{slots['noun']}: {value}", f"It is {value}."]), answer
+    record: Json = {rng.choice(["value", "result", slots["noun"], "answer", any_word(rng)]): value}
+    if rng.random() < 0.3:
+        record[rng.choice(["item", "name", "of"])] = slots["item"]
+    return _dump(record, rng), answer
+
+
+def some_words(rng: random.Random, most: int) -> str:
+    return " ".join(any_word(rng) for _ in range(rng.randint(1, most)))
+
+
+def _name(rng: random.Random) -> str:
+    return rng.choice(NAMES) if rng.random() < 0.6 else invented(rng).capitalize()
+
+
+def _company(rng: random.Random) -> str:
+    return rng.choice(COMPANIES) if rng.random() < 0.4 else any_word(rng).capitalize()
+
+
+def _title(rng: random.Random) -> str:
+    words = some_words(rng, 3)
+    return words.title() if rng.random() < 0.6 else words
+
+
+def _item(rng: random.Random) -> str:
+    return place(rng) if rng.random() < 0.3 else any_word(rng).capitalize() if rng.random() < 0.3 else any_word(rng)
+
+
+def _text(rng: random.Random) -> str:
+    return rng.choice(NOTES) if rng.random() < 0.5 else some_words(rng, 5)
+
+
+OPTIONAL = ("Optional.", "Not needed.", "How to write the result", "Extra settings")
+COMPANIES = (
+    "Apple", "Google", "Microsoft", "Amazon", "Tesla", "Siemens", "Toyota", "Nokia", "Sony", "Intel", "Volvo", "Shell",
+)  # fmt: skip
+ROOMS = (
+    "kitchen", "bedroom", "bathroom", "hall", "garage", "office", "living room", "garden", "cellar", "attic", "library",
+)  # fmt: skip
+NOTES = (
+    "I am late", "see you soon", "happy birthday", "the train is late", "call me back", "dinner is ready",
+    "good luck", "I will be there at 8", "we need milk", "thank you", "the meeting is at 10", "come home",
+    "where are you", "I love you", "please wait", "the door is open", "have a nice day", "all is well",
+)  # fmt: skip
 
 _CITY = ("city", "location", "place", "town", "city_name", "where")
 _CITY_ABOUT = ("The city.", "Name of the city", "City name, e.g. Paris", "The place to look up.", "A city")
@@ -327,6 +482,7 @@ FAMILIES = (
         lambda rng: {"place": place(rng)},
         _weather,
         "the weather in {place}",
+        joins="place",
     ),
     Family(
         "time",
@@ -338,6 +494,7 @@ FAMILIES = (
         lambda rng: {"place": place(rng)},
         _time,
         "the time in {place}",
+        joins="place",
     ),
     Family(
         "population",
@@ -350,6 +507,7 @@ FAMILIES = (
         lambda rng: {"country": rng.choice(COUNTRIES).name},
         _population,
         "the population of {country}",
+        joins="country",
     ),
     Family(
         "convert",
@@ -401,9 +559,85 @@ FAMILIES = (
                ("The first city.", "Where the way starts"), ("first_place",)),
          Param("place2", ("to", "end", "destination", "city2", "b", "to_city"), "string",
                ("The second city.", "Where the way ends"), ("second_place",))),
-        _two_places,
+        two_places,
         _distance,
         "the distance from {place} to {place2}",
+    ),
+    Family(
+        "search",
+        ("search", "web_search", "search_web", "google", "webSearch", "internet_search", "find_pages"),
+        ("search", "web search", "web results", "pages", "internet search"),
+        ("Search the web.", "Find pages on the internet.", "Web search for a query.", "Look something up online."),
+        (Param("query", ("query", "q", "text", "keywords", "terms", "search_query", "topic"), "string",
+               ("What to search for.", "The search query", "Keywords"), ("search_text", "phrase")),),
+        lambda rng: {"query": some_words(rng, 4)},
+        _search,
+        "a search for {query}",
+        exact=True,
+    ),
+    Family(
+        "stock",
+        ("get_stock_price", "stock_price", "stock", "share_price", "getStockPrice", "quote"),
+        ("stock price", "share price", "stock", "stock quote"),
+        ("Get the price of a stock.", "Current share price of a company.", "Look up what a share costs."),
+        (Param("company", ("company", "symbol", "name", "ticker", "stock", "firm"), "string",
+               ("The company.", "Name of the company", "Whose share it is"), ("business", "corporation")),),
+        lambda rng: {"company": _company(rng)},
+        _stock,
+        "the share price of {company}",
+        joins="company", exact=True, missable=False,
+    ),
+    Family(
+        "light",
+        ("set_light", "light", "switch_light", "lights", "setLight", "toggle_light", "lamp"),
+        ("light", "lights", "lamp", "room light"),
+        ("Switch the light of a room.", "Turn a lamp on or off.", "Controls the lights at home."),
+        (Param("room", ("room", "place", "location", "where", "lamp"), "string",
+               ("The room.", "Which room", "Where the light is"), ("room_name", "area")),
+         Param("state", ("state", "value", "mode", "switch", "action"), "string",
+               ("On or off.", "The new state", "on or off"), ("setting",), ("on", "off"))),
+        lambda rng: {"room": rng.choice(ROOMS), "state": rng.choice(["on", "off"])},
+        _light,
+        "the {room} light {state}",
+        joins="room", exact=True,
+    ),
+    Family(
+        "music",
+        ("play_music", "play", "play_song", "music", "playSong", "start_music", "player"),
+        ("music", "song", "music player", "track"),
+        ("Play a song.", "Start some music.", "Plays a track on the speaker."),
+        (Param("song", ("song", "title", "track", "name", "music"), "string",
+               ("The song.", "Title of the song", "What to play"), ("song_title", "piece")),),
+        lambda rng: {"song": _title(rng)},
+        _music,
+        "the song {song}",
+        exact=True, missable=False,
+    ),
+    Family(
+        "message",
+        ("send_message", "message", "send_email", "send", "sendMessage", "write_message", "notify", "text"),
+        ("message", "email", "text message", "mail", "note"),
+        ("Send a message to someone.", "Writes an email.", "Send a short text to a person."),
+        (Param("name", ("to", "recipient", "name", "person", "contact", "receiver"), "string",
+               ("Who gets it.", "The name of the person", "Whom to write to"), ("addressee", "send_to")),
+         Param("text", ("text", "message", "body", "content", "words"), "string",
+               ("What to say.", "The text of the message", "The words to send"), ("message_text",))),
+        lambda rng: {"name": _name(rng), "text": _text(rng)},
+        _message,
+        "a message to {name}",
+        exact=True,
+    ),
+    Family(
+        "lookup",
+        (),
+        (),
+        ("Get the {noun} of a thing.", "Look up the {noun}.", "The {noun} of an item.", "Returns the {noun}"),
+        (Param("item", ("item", "name", "thing", "id", "of", "key", "object"), "string",
+               ("The thing.", "Which one", "Name of the item", "What to look up"), ("subject", "entry")),),
+        lambda rng: {"item": _item(rng)},
+        _lookup,
+        "the {noun} of {item}",
+        joins="item", exact=True, missable=False,
     ),
 )  # fmt: skip
 

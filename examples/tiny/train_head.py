@@ -2,7 +2,7 @@
 
 python examples/tiny/train_head.py --out deltic/models/tiny
 
-Row i of the head reads token i and the model's last hidden state of position i - 1, and guesses token i + 1.
+Column i of the head reads token i and the model's last hidden state of position i - 1, and guesses token i + 1.
 A further draft reads the token just guessed and the head's own output in place of the model's.
 """
 
@@ -14,17 +14,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from batches import Batch, whole
 from data import heldout_set
-from model import load_head, save_head
-from phrases import evaluate_on_fresh
+from model import load_head, load_model, save_head
+from network import SHAPE, Layer, Network, Norm, own_past
+from phrases import evaluate_on
+from tokenizers import Tokenizer
 from torch import Tensor, nn
-from train import Batch, Steps, conversations, options, prepare, train
-from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5DecoderLayer,
-    Qwen3_5RMSNorm,
-    Qwen3_5TextRotaryEmbedding,
-)
+from train import compiled, conversations, options, prepare, train
 
 WEIGHTS = (1.0, 0.7, 0.5)  # of the losses of the first, second and third draft
 
@@ -32,60 +29,58 @@ WEIGHTS = (1.0, 0.7, 0.5)  # of the losses of the first, second and third draft
 class Head(nn.Module):
     """The head, its modules named as Qwen3.5's checkpoints name the tensors below `mtp.`."""
 
-    def __init__(self, config: Qwen3_5TextConfig) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        norm = partial(Qwen3_5RMSNorm, config.hidden_size, eps=config.rms_norm_eps)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norm(), norm(), norm()
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
-        self.rotary = Qwen3_5TextRotaryEmbedding(config)
+        self.fc = nn.Linear(2 * SHAPE.hidden, SHAPE.hidden, bias=False)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (Norm(SHAPE.hidden) for _ in range(3))
+        self.layers = nn.ModuleList([Layer(SHAPE, "full_attention")])
         for weight in self.parameters():
             if weight.ndim == 2:
-                nn.init.normal_(weight, std=config.initializer_range)
+                nn.init.normal_(weight, std=0.02)
 
-    def forward(self, embedded: Tensor, hidden: Tensor) -> list[Tensor]:
+    def forward(self, embedded: Tensor, hidden: Tensor, place: Tensor) -> list[Tensor]:
         """The head's outputs of every row as first, second and third draft.
 
-        `embedded` [batch, width, hidden]: the embeddings of the tokens; `hidden`, of that shape: the model's hidden
-        states after its last norm. Row i of draft d is the end of a chain that began at row i - d + 1.
+        `embedded` [rows, width, hidden]: the embeddings of the tokens; `hidden`, of that shape: the model's hidden
+        states after its last norm; `place` [rows, width]: each token's place in its conversation. Column i of draft d
+        is the end of a chain that began at column i - d + 1.
         """
-        width = embedded.shape[1]
-        rotary = self.rotary(embedded, torch.arange(width, device=embedded.device).expand(3, 1, width))
-        cache, outputs = DynamicCache(), []
-        for seen in masks(width, len(WEIGHTS), embedded.device):
-            before = F.pad(hidden, (0, 0, 1, -1))
-            x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(before)], -1))
-            x = self.layers[0](x, position_embeddings=rotary, attention_mask=seen, past_key_values=cache)
+        before: list[tuple[Tensor, Tensor]] = []
+        outputs = []
+        for seen in masks(own_past(place), len(WEIGHTS)):
+            last = F.pad(hidden, (0, 0, 1, -1)) * (place > 0).unsqueeze(-1)
+            x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(last)], -1))
+            x, keys = self.layers[0](x.float(), place, seen, before)
+            before = [*before, keys]
             hidden = self.norm(x)
             outputs.append(hidden)
         return outputs
 
 
-def masks(width: int, drafts: int, device: torch.device) -> Iterator[Tensor]:
-    """Which rows the rows of each draft attend to: [1, 1, width, width * draft] over those of drafts 1 to `draft`.
+def masks(past: Tensor, drafts: int) -> Iterator[Tensor]:
+    """Which columns those of each draft attend to: [rows, 1, width, width * draft] over those of drafts 1 to `draft`.
 
-    When a chain begins, the rows up to its own are made from the model's hidden states, and each draft adds one.
+    When a chain begins, the columns up to its own are made from the model's hidden states, and each draft adds one.
     """
-    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     for draft in range(drafts):
-        chain = [causal.tril(-back).triu(-back) for back in reversed(range(draft))]
-        yield torch.cat([causal.tril(-draft), *chain], 1)[None, None]
+        chain = [past.tril(-back).triu(-back) for back in reversed(range(draft))]
+        yield torch.cat([past.tril(-draft), *chain], -1)
 
 
 @torch.no_grad()
-def read(trunk: Qwen3_5ForCausalLM, inputs: Tensor, places: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Embeddings and hidden states of a part, and where the next token is said and is the model's first choice."""
-    hidden = trunk.model(input_ids=inputs, use_cache=False).last_hidden_state
-    said = torch.zeros_like(inputs, dtype=torch.bool)
-    said.view(-1)[places] = choices(trunk, hidden, places) == labels
-    return trunk.model.embed_tokens(inputs), hidden, said
+def read(trunk: Network, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Embeddings and hidden states, and where the next token is said and is the model's first choice."""
+    hidden = trunk(batch.ids, batch.place)
+    said = torch.zeros_like(batch.ids, dtype=torch.bool)
+    said.view(-1)[batch.said] = choices(trunk, hidden, batch.said) == batch.labels
+    return trunk.model.embed_tokens(batch.ids), hidden, said
 
 
-def logits_at(trunk: Qwen3_5ForCausalLM, hidden: Tensor, places: Tensor) -> Tensor:
-    return F.linear(hidden.flatten(0, 1)[places], trunk.lm_head.weight)
+def logits_at(trunk: Network, hidden: Tensor, places: Tensor) -> Tensor:
+    return trunk.logits(hidden.flatten(0, 1)[places])
 
 
-def choices(trunk: Qwen3_5ForCausalLM, hidden: Tensor, places: Tensor) -> Tensor:
+def choices(trunk: Network, hidden: Tensor, places: Tensor) -> Tensor:
     return logits_at(trunk, hidden, places).argmax(-1)
 
 
@@ -98,26 +93,24 @@ def chains(said: Tensor) -> list[Tensor]:
     return found
 
 
-def part_loss(trunk: Qwen3_5ForCausalLM, head: Head, inputs: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-    """The summed loss of one part: how unlikely the drafts find what the model says."""
-    embedded, hidden, said = read(trunk, inputs, places, labels)
-    total = torch.zeros((), device=inputs.device)
-    for weight, output, rows in zip(WEIGHTS, head(embedded, hidden), chains(said), strict=True):
-        losses = F.cross_entropy(logits_at(trunk, output, places), labels, reduction="none")
-        total = total + weight * (losses * rows.flatten()[places]).sum()
-    return total
+def mean_loss(trunk: Network, head: Head, batch: Batch) -> Tensor:
+    """How unlikely the drafts find what the model says, weighted, over all that is said."""
+    embedded, hidden, said = read(trunk, batch)
+    total = torch.zeros((), device=batch.ids.device)
+    for weight, output, rows in zip(WEIGHTS, head(embedded, hidden, batch.place), chains(said), strict=True):
+        losses = F.cross_entropy(logits_at(trunk, output, batch.said), batch.labels, reduction="none")
+        total = total + weight * (losses * rows.flatten()[batch.said]).sum()
+    return total / len(batch.labels)
 
 
 @torch.no_grad()
-def hits(
-    trunk: Qwen3_5ForCausalLM, head: Head, inputs: Tensor, places: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Two of shape [drafts, batch, width]: whether a row's chain has room for this draft, and whether it is right."""
-    embedded, hidden, said = read(trunk, inputs, places, labels)
+def hits(trunk: Network, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Two of shape [drafts, rows, width]: whether a column's chain has room for this draft, and whether it is right."""
+    embedded, hidden, said = read(trunk, batch)
     room, right = [], []
-    for back, (output, rows) in enumerate(zip(head(embedded, hidden), chains(said), strict=True)):
+    for back, (output, rows) in enumerate(zip(head(embedded, hidden, batch.place), chains(said), strict=True)):
         hit = torch.zeros_like(said)
-        hit.view(-1)[places] = choices(trunk, output, places) == labels
+        hit.view(-1)[batch.said] = choices(trunk, output, batch.said) == batch.labels
         room.append(F.pad(rows, (-back, back)))
         right.append(F.pad(rows & hit, (-back, back)))
     return torch.stack(room), torch.stack(right)
@@ -132,17 +125,17 @@ def rounds(accepted: list[int], room: list[bool]) -> int:
     return count
 
 
-def acceptance(trunk: Qwen3_5ForCausalLM, head: Head, batch: Batch) -> str:
+def acceptance(trunk: Network, head: Head, batches: list[Batch]) -> str:
     """How often drafts are what the model says, wherever its first choice is the conversation's text.
 
     Of each draft alone, and after right ones in the same chain; and the tokens that a round of drafting yields, on
     average over all places, and over the rounds of generating the turns in order, which short turns cut off.
     """
-    device = trunk.lm_head.weight.device
+    device = trunk.model.norm.weight.device
     made, right, whole, kept = (torch.zeros(len(WEIGHTS), device=device) for _ in range(4))
     tokens = taken = 0
-    for part in batch:
-        room, hit = hits(trunk, head, *(t.to(device) for t in part))
+    for batch in batches:
+        room, hit = hits(trunk, head, batch.to(device))
         leading = hit.cumprod(0)
         made += room.sum((1, 2))
         right += hit.sum((1, 2))
@@ -156,32 +149,47 @@ def acceptance(trunk: Qwen3_5ForCausalLM, head: Head, batch: Batch) -> str:
     return f"alone {alone}  chained {chained}  tokens a round {expected:.3f}, in turns {tokens / taken:.3f}"
 
 
-def heldout_batch(folder: Path, per_category: int, tokens: int) -> Batch:
+def heldout_batches(folder: Path, per_category: int) -> list[Batch]:
     """Conversations whose phrasings training never uses."""
-    found = heldout_set(0, per_category)
-    return Steps(folder, found.__getitem__, 1, len(found), tokens)[0]
+    return whole(Tokenizer.from_file(str(folder / "tokenizer.json")), heldout_set(0, per_category))
 
 
 def main() -> None:
     parser = options("Train the tiny model's draft head.")
-    parser.set_defaults(steps=1750, report=250)
-    parser.add_argument("--per-category", type=int, default=30, help="held-out conversations to measure on")
+    parser.set_defaults(steps=1500)
+    parser.add_argument("--per-category", type=int, default=30, help="conversations of a category to measure on")
+    parser.add_argument("--start", type=Path, help="begin with the head of this folder")
     args = parser.parse_args()
     if not (args.out / "model.safetensors").is_file():
         parser.error(f"--out: {args.out} holds no model.safetensors; train the model into it with train.py first")
     device = prepare(args.seed)
-    trunk = Qwen3_5ForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(device).eval().requires_grad_(False)
-    head = Head(trunk.config).to(device)
+    trunk = load_model(args.out).to(device).eval().requires_grad_(False)
+    head = Head()
+    if args.start:
+        load_head(head, args.start)
+    head = head.to(device)
+    compiled(trunk.model.layers, device)
+    compiled(head.layers, device)
     print(f"{sum(p.numel() for p in head.parameters())} parameters, {device}", flush=True)
-    heldout = heldout_batch(args.out, args.per_category, args.tokens)
-    evaluate_on_fresh()
-    fresh = heldout_batch(args.out, args.per_category, args.tokens)
-    measure = partial(acceptance, trunk, head, heldout)
-    train(head, partial(part_loss, trunk, head), conversations(args), args, measure)
+
+    def report() -> str:
+        save_head(head, args.out)
+        return ""
+
+    train(head, partial(mean_loss, trunk, head), conversations(args), args, report)
     save_head(head, args.out)
-    load_head(head, args.out)
-    print(f"held-out, as saved: {measure()}")
-    print(f"fresh, as saved: {acceptance(trunk, head, fresh)}")
+    if args.per_category:
+        measured(args.out, args.per_category)
+
+
+def measured(folder: Path, per_category: int) -> None:
+    """Print how often the saved head is right."""
+    trunk, head = load_model(folder).eval(), Head()
+    load_head(head, folder)
+    print(f"held-out: {acceptance(trunk, head, heldout_batches(folder, per_category))}", flush=True)
+    for file in ("fresh", "fresh2"):
+        evaluate_on(file)
+        print(f"{file}: {acceptance(trunk, head, heldout_batches(folder, per_category))}", flush=True)
 
 
 if __name__ == "__main__":
