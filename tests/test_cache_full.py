@@ -231,6 +231,21 @@ def test_a_shortage_of_memory_for_copies_keeps_nothing_and_harms_nothing(caplog:
     assert tier.find((1, 2, 3, 4)) is None and "--host-memory" in caplog.text
 
 
+def test_a_shortage_while_pools_are_copied_harms_nobody(monkeypatch: pytest.MonkeyPatch,
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    """torch has no class of its own for it on a CPU."""
+    caplog.set_level(logging.WARNING, "deltic")
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+    monkeypatch.setattr("deltic.cache.pools._read_kv", refuse)
+    engine = Engine(runtime_of(odd_runtime(), batch=2, tiers=[TierIndex(Recording(1 << 20), threads=False)]))
+    request = request_of(20)
+    same_tokens(reference(odd_runtime(), request.prompt, 3), serve(engine, request)[("a", 0)].tokens)
+    assert not engine.runtime.cache.tiers[0].prefixes and "--host-memory" in caplog.text
+    engine.close()
+
+
 def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_index, "_BACKLOG", 2000)
     tier = TierIndex(Recording(1 << 20), threads=False)

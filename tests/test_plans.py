@@ -29,7 +29,6 @@ from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
-from deltic.model.decoder import CacheViews
 from deltic.ops.records import Batch
 from deltic.types import SamplingParams
 
@@ -165,8 +164,7 @@ def second(recorder: Recorder) -> Runtime:
     sizes = recorder.runtime.cache.sizes
     pools = fresh_pools(recorder.runtime, sizes.pages, sizes.slots, sizes.rings)
     pools.held.update(recorder.arrived)
-    return replace(recorder.runtime, cache=HybridCache(pools),
-                   views=CacheViews(pools.kv_views(), pools.state_views()))
+    return replace(recorder.runtime, cache=HybridCache(pools))
 
 
 def test_plans_that_were_written_down_give_the_same_bits_on_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:

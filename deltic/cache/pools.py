@@ -66,12 +66,18 @@ def ring_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachePools:
-    """keys, values [A, pages, PAGE, kv_heads, head_dim]; recurrent [G, slots, Hv, Dk, Dv] float32;
-    conv [G, slots, conv_kernel, C], for A attention layers (the draft head's last) and G recurrent layers.
-    hidden [1, slots, H] float32: the hidden state of a slot's last token after the final norm; None without a draft
-    head. rings: inputs, keys, updates, decays of `RingView`, each with a leading dimension G; None without rings.
-    ops: what copies and folds. tiled: as in `GdnSpec`. vocabulary: of the logits that are kept with states; None:
-    anything is. held: what operations that are still queued name by a number, the next of `numbers`.
+    """The tensors of A attention layers (the draft head's is the last) and G recurrent layers.
+
+    keys, values: [A, pages, PAGE, kv_heads, head_dim].
+    recurrent: [G, slots, Hv, Dk, Dv] float32.
+    conv: [G, slots, conv_kernel, C].
+    ops: what copies and folds.
+    hidden: [1, slots, H] float32, of a slot's last token after the final norm; None without a draft head.
+    rings: inputs, keys, updates, decays of `RingView`, each with a leading dimension G; None without rings.
+    tiled: as in `GdnSpec`.
+    vocabulary: size of the logits that are kept with states; None: any.
+    held: what queued operations name by a number.
+    numbers: the next ones.
 
     Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry
     only below its sequence's cursor. Pages that are never used are never touched, so they cost no real memory.
