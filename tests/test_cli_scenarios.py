@@ -252,7 +252,7 @@ def test_a_failed_request_ends_the_play() -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("kernel exploded")
 
-    stage.engine._advance = broken  # type: ignore[method-assign]
+    stage.engine._commit = broken  # type: ignore[method-assign]
     with pytest.raises(DelticError, match=r"the measurement failed: turn 1: .*kernel exploded"):
         play(stage, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
 
