@@ -19,18 +19,23 @@ CACHES = {
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/nvrtc.py _library": "a library without a state that we know of",
+    "deltic/ops/cuda/prompts.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _module": "compiled code",
     "deltic/ops/cuda/step.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
     "deltic/engine/batch.py _no_appends": "a constant that is never written to",
     "deltic/engine/sampler.py _greedy": "constants that are never written to",
-    "deltic/text/history.py _preserves_thinking": "a fact about a template's text",
+    "deltic/ops/torch/basic.py frequencies": "a constant that is never written to",
+    "deltic/text/chat.py _aside": "what a template makes of a few messages: a pure function of texts, few of them kept",
     "deltic/text/stream.py _pattern": "a compiled expression",
     "deltic/text/template.py _compile": "a compiled template",
     "deltic/weights/hub.py opened": "lives as long as one checkpoint is being read",
 }
 """Functions that remember their results."""
-CHANGED = {"deltic/cli/__init__.py sys": "a command without standard streams gets some"}
+CHANGED = {
+    "deltic/cli/__init__.py sys": "a command without standard streams gets some",
+    "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
+}
 """Places that change what belongs to a module or a class."""
 MADE = {
     "deltic/cache/prefix.py OpenDoor": "it has no fields",

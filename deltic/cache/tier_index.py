@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from deltic.cache.prefix import (
     ANYTHING,
@@ -42,6 +43,7 @@ _PAUSE = 60.0
 _TRIES = 4
 """How often an item is written before a store that was full, and for which items went, counts as full."""
 
+
 class _Inline(Executor):
     """Does the work at once."""
 
@@ -52,6 +54,16 @@ class _Inline(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+
+def _begin(executor: Executor, fn: Callable[..., Any], *args: object) -> Future[Any]:
+    """The work's future, which fails where no more is taken: the interpreter ends, and nobody has closed the tier."""
+    try:
+        return executor.submit(fn, *args)
+    except RuntimeError as error:
+        refused: Future[Any] = Future()
+        refused.set_exception(error)
+        return refused
 
 
 class TierIndex:
@@ -117,9 +129,7 @@ class TierIndex:
         items = [part.kv for part in path if part.kv]
         assert entry.state and len(items) == len(path)
         self._use(entry)
-        reading: Future[Loaded] = self._reader.submit(
-            read_prefix, partial(read_item, self.store, door), items, entry.state, writing)
-        return reading
+        return _begin(self._reader, read_prefix, partial(read_item, self.store, door), items, entry.state, writing)
 
     def lose(self, item: Item) -> None:
         """Forget an item that cannot be read, and what depends on it."""
@@ -215,7 +225,7 @@ class TierIndex:
         return item
 
     def _submit(self, entry: Entry, item: Item, tensors: Tensors, tries: int = 0) -> None:
-        future: Future[int] = self._writer.submit(self.store.write, item, tensors)
+        future: Future[int] = _begin(self._writer, self.store.write, item, tensors)
         entry.writing.append(future)
         self._pending.append(Writing(entry, item, tensors, future, self._given_up, tries))
         self._backlog += item.size
@@ -381,7 +391,7 @@ class TierIndex:
             self._begin_scan()
 
     def _begin_scan(self) -> None:
-        self._scan = time.time(), self._reader.submit(_scan, self.store)
+        self._scan = time.time(), _begin(self._reader, _scan, self.store)
 
     def _merge(self, items: list[Item], others: list[Item], began: float) -> None:
         """Bring the index in line with what lay in the store at a time."""
