@@ -14,6 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
 import deltic.server.app as app_module
 from deltic.cli import main
 from deltic.engine.engine import Engine
@@ -34,7 +37,7 @@ class Watch:
         self._beat = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
-    async def look(self) -> dict[str, Any]:
+    async def look(self, _: Request) -> Response:
         """What happened since the last look; the first one starts the watch."""
         if self._task is None:
             self._task = asyncio.create_task(self._live())
@@ -42,9 +45,10 @@ class Watch:
         lags, self.lags = sorted(self.lags), []
         stacks, self.stacks = self.stacks, []
         step, self.longest_step = self.longest_step, 0.0
-        return {"lag_max": lags[-1] if lags else 0.0, "late": sum(lag > 0.1 for lag in lags), "beats": len(lags),
-                "lag_p99": lags[len(lags) * 99 // 100] if lags else 0.0,
-                "stacks": sorted(stacks, reverse=True)[:3], "longest_step": step, "steps": self.steps, **memory()}
+        return JSONResponse({
+            "lag_max": lags[-1] if lags else 0.0, "late": sum(lag > 0.1 for lag in lags), "beats": len(lags),
+            "lag_p99": lags[len(lags) * 99 // 100] if lags else 0.0, "stacks": sorted(stacks, reverse=True)[:3],
+            "longest_step": step, "steps": self.steps, **memory()})
 
     async def _live(self) -> None:
         while True:
@@ -97,7 +101,7 @@ def watch_app(watch: Watch) -> None:
 
     def create_app(*args: Any, **options: Any) -> Any:
         app = plain(*args, **options)
-        app.add_api_route("/watch", watch.look, methods=["GET"])
+        app.add_route("/watch", watch.look, methods=["GET"])
         return app
     app_module.create_app = create_app
 
