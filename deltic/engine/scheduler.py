@@ -22,7 +22,7 @@ from deltic.cache.operations import Operation, operation_of, plain
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, hurry, share
 from deltic.engine.sequence import Sequence
-from deltic.engine.turns import TURN, gives_way, in_turn
+from deltic.engine.turns import TURN, gives_way, in_turn, settled
 from deltic.types import PAGE, common_length, ring_base
 
 log = logging.getLogger("deltic")
@@ -210,7 +210,7 @@ class Scheduler:
         if not self.waiting:
             return None
         full = len(self.running) >= self.max_batch
-        if full and not self.cache.reuse:
+        if full and (not self.cache.reuse or settled(self.running, step)):
             return None
         ordered = in_turn(self.waiting, self.running, step)
         for place, sequence in enumerate(ordered):

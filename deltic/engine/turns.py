@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from itertools import islice
 from operator import attrgetter
 
@@ -42,6 +43,12 @@ def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int)
         places.append((clients[sequence.client], group, rests, sequence))
         clients[sequence.client] += 1
     return patient + [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
+
+
+def settled(running: List[Sequence], step: int) -> bool:
+    """Whether nobody would give way to anyone: all have one place each, and no turn is over."""
+    return (len({sequence.client for sequence in running}) == len(running)
+            and all(step - sequence.turn < TURN for sequence in running))
 
 
 def gives_way(first: Sequence, running: Iterable[Sequence], step: int,
