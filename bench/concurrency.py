@@ -5,7 +5,7 @@ what the hand-over between the caller's thread and the engine's costs a single c
     python bench/concurrency.py --quick    # does it work at all
     python bench/concurrency.py --model tiny
 
-The embedded model, whose weights stay in a core's cache and which guesses well when it is alone, shows what the calls
+The embedded model, whose weights stay in a core's cache and which drafts well when it is alone, shows what the calls
 cost; random qwen3.5-0.8b what batching gives where weights are streamed. Exit code 1 if an answer differs from that of
 one thread.
 """
@@ -98,7 +98,7 @@ def _many(llm: LLM, args: argparse.Namespace) -> bool:
 
 def _alone(llm: LLM, args: argparse.Namespace) -> None:
     """Milliseconds per token of one answer: the engine stepped in the caller's thread; through the worker as a whole
-    answer; as a stream. Without guesses, so that a token is a step."""
+    answer; as a stream. Without drafts, so that a token is a step."""
     prompt, sampling = list(range(100, 116)), _sampling(args, 0)
 
     def by_hand() -> None:
@@ -109,12 +109,12 @@ def _alone(llm: LLM, args: argparse.Namespace) -> None:
         llm.worker.call(steps)
 
     def through(call: Callable[[], Any]) -> Callable[[], None]:
-        drafter = llm.engine.guessing.drafter
+        drafter = llm.engine.speculator.drafter
 
         def run() -> None:
-            llm.engine.guessing.drafter = None
+            llm.engine.speculator.drafter = None
             call()
-            llm.engine.guessing.drafter = drafter
+            llm.engine.speculator.drafter = drafter
         return run
 
     ways = {"by_hand": by_hand, "generate": through(lambda: llm.generate([prompt], sampling)),

@@ -1,11 +1,11 @@
-"""What guessing tokens is worth: the same requests with and without, in one process, in turns.
+"""What drafting tokens is worth: the same requests with and without, in one process, in turns.
 
     python bench/speculation.py                    # a quarter of an hour
     python bench/speculation.py --only embedded
     python bench/speculation.py --pairs 2 --quick  # does it work at all
 
 embedded   the model that comes with deltic, its own head, prompts that it was not trained on: tokens per step and time
-forced     random qwen3.5-0.8b with a random head that drafts in earnest; of its guesses each is then made right with a
+forced     random qwen3.5-0.8b with a random head that drafts in earnest; of its drafts each is then made right with a
            probability of 80 %, or none is. `auto` decides by itself how many to make, `fixed` always makes 3.
            Of 1 and of 8 sequences.
 """
@@ -26,12 +26,12 @@ from common import ROOT, record, spread
 from deltic import LLM, RandomModel
 from deltic.config import EngineConfig
 from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
-from deltic.engine.drafters import HeadDrafter, Wants
+from deltic.engine.drafters import MtpDrafter, Wants
 from deltic.engine.engine import Engine
-from deltic.engine.guessing import drafter_of
 from deltic.engine.loading import load
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
+from deltic.engine.speculator import drafter_of
 from deltic.types import Request, SamplingParams
 
 DEPTH = 3
@@ -39,9 +39,9 @@ DEPTH = 3
 
 @dataclass
 class Forced:
-    """Lets the head draft, then makes each guess right with a probability, for as long as those before it are."""
+    """Lets the head draft, then makes each draft right with a probability, for as long as those before it are."""
 
-    head: HeadDrafter
+    head: MtpDrafter
     share: float
     answers: dict[str, Sequence[int]]
     limit: int = DEPTH
@@ -51,9 +51,9 @@ class Forced:
 
     def draft(self, wants: Wants) -> list[list[int]]:
         self.head.draft(wants)
-        return [self._guess(sequence, count) for sequence, count in wants]
+        return [self._draft(sequence, count) for sequence, count in wants]
 
-    def _guess(self, sequence: Running, count: int) -> list[int]:
+    def _draft(self, sequence: Running, count: int) -> list[int]:
         answer = self.answers[sequence.request.id][sequence.generated:sequence.generated + count]
         return [token if self._random.random() < self.share else token ^ 1 for token in answer]
 
@@ -103,8 +103,9 @@ def _embedded(args: argparse.Namespace) -> None:
     from data import heldout_set
 
     llm = LLM(threads=args.threads, prefix_cache=False)
-    jobs = [llm.front.chat(sample.messages, SamplingParams(temperature=0.0, max_tokens=120), tools=sample.tools,
-                           variables={"enable_thinking": sample.thinking})
+    sampling = SamplingParams(temperature=0.0, max_tokens=120)
+    jobs = [llm.chat_processor.chat(sample.messages, sampling, tools=sample.tools,
+                                    variables={"enable_thinking": sample.thinking})
             for sample in heldout_set(1, 1)[:4 if args.quick else 24]]
     requests = [replace(job.request, id=str(index), matcher=None) for index, job in enumerate(jobs)]
     with_head, without = llm.runtime, _plain(llm.runtime)
@@ -137,7 +138,7 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
                                        memory="2GiB", **options))
     plain = _plain(runtime)
     head = drafter_of(runtime)
-    assert isinstance(head, HeadDrafter)
+    assert isinstance(head, MtpDrafter)
     for batch in args.batch or (1, 8):
         requests = [_request(runtime, index, 24 if args.quick else 64 if batch == 1 else 32) for index in range(batch)]
         answers = _serve(Engine(plain), requests).answers
@@ -167,7 +168,7 @@ def _serve(engine: Engine, requests: Sequence[Request]) -> Served:
         engine.add(request)
     answers: dict[str, list[int]] = {request.id: [] for request in requests}
     began, before = None, engine.stats.steps
-    drafted, accepted = sum(engine.guessing.stats.drafted_at), sum(engine.guessing.stats.accepted_at)
+    drafted, accepted = sum(engine.speculator.stats.drafted_at), sum(engine.speculator.stats.accepted_at)
     while engine.has_work:
         for event in engine.step():
             if event.token is not None:
@@ -175,8 +176,9 @@ def _serve(engine: Engine, requests: Sequence[Request]) -> Served:
         if began is None and all(answers.values()):
             began, before = time.perf_counter(), engine.stats.steps
     assert began is not None
+    stats = engine.speculator.stats
     return Served(time.perf_counter() - began, answers, engine.stats.steps - before,
-                  sum(engine.guessing.stats.drafted_at) - drafted, sum(engine.guessing.stats.accepted_at) - accepted)
+                  sum(stats.drafted_at) - drafted, sum(stats.accepted_at) - accepted)
 
 
 def _record(args: argparse.Namespace, runs: dict[str, list[Served]], facts: dict[str, Any]) -> None:

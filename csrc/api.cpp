@@ -89,15 +89,15 @@ int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_ba
                    deltic::fits(*batch, *model));
 }
 
-int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const float *hidden,
+int deltic_mtp_follow(deltic_pool *pool, const deltic_mtp *head, const deltic_batch *batch, const float *hidden,
                        float *slots) {
     return guarded([&] { deltic::follow(pool, *head, *batch, hidden, slots); }, deltic::fits(*batch, head->model));
 }
 
-int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch,
+int deltic_mtp_draft(deltic_pool *pool, const deltic_mtp *head, const deltic_batch *batch,
                       const int64_t *counts, int64_t most, const float *slots, const deltic_drawing *drawing,
                       int64_t *tokens) {
-    return guarded([&] { deltic::guess(pool, *head, *batch, counts, most, slots, *drawing, tokens); },
+    return guarded([&] { deltic::draft(pool, *head, *batch, counts, most, slots, *drawing, tokens); },
                    deltic::fits(*batch, head->model) && deltic::fits(*batch, *head->model.layer[0].kv, counts));
 }
 }

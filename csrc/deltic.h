@@ -228,25 +228,25 @@ int deltic_forward(deltic_pool *pool, const deltic_model *model, const deltic_ba
                    float *logits);
 
 /* ---- A draft head (multi-token prediction): one more attention layer, which takes a token and the hidden state before
- * it, after the model's last norm, and guesses the token that follows. */
+ * it, after the model's last norm, and drafts the token that follows. */
 
 typedef struct {
-    deltic_model model;         /* its layer and norm, the embedding of its tokens, the rows that it guesses with */
+    deltic_model model;         /* its layer and norm, the embedding of its tokens, the rows that it drafts with */
     deltic_weight fc;           /* [hidden, 2 * hidden]: columns of the embedding, then of the hidden state */
     deltic_weight kv;           /* the rows k, v of its layer's qkv */
     const float *norm_embedding, *norm_hidden; /* [hidden] */
-} deltic_draft_head;
+} deltic_mtp;
 
 /* To be called after every step of the model: stores the head's keys and values of the step's tokens. hidden [tokens,
  * hidden]: what deltic_forward gave. slots [slots, hidden]: the hidden state of each slot's last token; read at the
  * sources, written at the targets of rows that do not append, and at the emit slots. */
-int deltic_head_follow(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch, const float *hidden,
+int deltic_mtp_follow(deltic_pool *pool, const deltic_mtp *head, const deltic_batch *batch, const float *hidden,
                        float *slots);
 
-/* Guesses what follows the tokens of a batch of single-token rows, counts[row] of at most `most` tokens each: tokens
+/* Drafts what follows the tokens of a batch of single-token rows, counts[row] of at most `most` tokens each: tokens
  * [rows, most], drawn as `drawing` says, whose keys are [rows, most]. The pages of a row must have room for as many
  * tokens from `done` on; their keys and values are overwritten. */
-int deltic_head_guess(deltic_pool *pool, const deltic_draft_head *head, const deltic_batch *batch,
+int deltic_mtp_draft(deltic_pool *pool, const deltic_mtp *head, const deltic_batch *batch,
                       const int64_t *counts, int64_t most, const float *slots, const deltic_drawing *drawing,
                       int64_t *tokens);
 

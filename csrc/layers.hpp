@@ -23,10 +23,10 @@ void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &b
 void store_kv(deltic_pool *pool, const deltic_model &model, const deltic_weight &kv, const deltic_batch &batch,
               const float *input);
 
-// See deltic_head_follow and deltic_head_guess. Slots as above, and 32 to 38.
-void follow(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const float *hidden,
+// See deltic_mtp_follow and deltic_mtp_draft. Slots as above, and 32 to 38.
+void follow(deltic_pool *pool, const deltic_mtp &head, const deltic_batch &batch, const float *hidden,
             float *slots);
-void guess(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const int64_t *counts,
+void draft(deltic_pool *pool, const deltic_mtp &head, const deltic_batch &batch, const int64_t *counts,
            int64_t most, const float *slots, const deltic_drawing &drawing, int64_t *tokens);
 
 // The best tokens of each row, as deltic_top found them: values, ids [rows, count], log_totals [rows].

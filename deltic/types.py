@@ -211,7 +211,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one choice: prompt, of those reused from the cache, and generated. drafted_tokens: guesses that
+    """Tokens of one choice: prompt, of those reused from the cache, and generated. drafted_tokens: drafts that
     speculation made; accepted_tokens: those that the model accepted, all of them generated tokens. How many depends on
     the time that steps took, so equal answers may differ in them."""
 

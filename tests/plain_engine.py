@@ -118,7 +118,7 @@ class PlainEngine:
         self.scheduler = Scheduler(self.cache, batch, 48)
         self.answers: dict[tuple[str, int], tuple[int, ...]] = {}
         self.live: set[Sequence] = set()
-        self.forks = self.guessed = self.resumed = 0
+        self.forks = self.drafted = self.resumed = 0
 
     def add(self, name: str, prompt: tuple[int, ...], new: int, choices: int = 1) -> None:
         request = Request(name, prompt, SamplingParams(n=choices, max_tokens=new, temperature=0.0),
@@ -140,7 +140,7 @@ class PlainEngine:
     def step(self) -> None:
         for sequence in self.scheduler.running:
             if sequence.answering:
-                self._guess(sequence)
+                self._draft(sequence)
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running if sequence.logits is not None]
         plan = Plan.from_json(plan.to_json())
@@ -155,17 +155,17 @@ class PlainEngine:
             self._draw(sequence, tuple(sequence.tokens))
         self.cache.check()
 
-    def _guess(self, sequence: Sequence) -> None:
-        """Some guesses are right, some are not."""
+    def _draft(self, sequence: Sequence) -> None:
+        """Some drafts are right, some are not."""
         lease, count = sequence.lease, min(self.random.randint(0, 3), sequence.limit - len(sequence.tokens) - 1)
-        sequence.drafts = ()
+        sequence.draft_tokens = ()
         if lease and count > 0 and self.cache.take_ring(lease):
             count = self.cache.reserve(lease, count + 1) - 1
             tokens = list(sequence.tokens)
             for _ in range(count):
                 tokens.append(drawn(tokens, sequence.choice) ^ (self.random.random() < 0.3))
-            sequence.drafts = tuple(tokens[len(sequence.tokens):])
-            self.guessed += len(sequence.drafts)
+            sequence.draft_tokens = tuple(tokens[len(sequence.tokens):])
+            self.drafted += len(sequence.draft_tokens)
 
     def _follow(self, sequence: Sequence, row: Row, state: State) -> None:
         lease = sequence.lease
@@ -178,7 +178,7 @@ class PlainEngine:
         for index in range(row.drafts + 1):
             self.cache.commit(lease, 1, base_after(row))
             token = self._draw(sequence, state[:row.done + index + 1])
-            if sequence not in self.live or index == row.drafts or token != row.guesses[index]:
+            if sequence not in self.live or index == row.drafts or token != row.draft_tokens[index]:
                 return
 
     def _draw(self, sequence: Sequence, state: State) -> int:
@@ -264,5 +264,5 @@ if __name__ == "__main__":
     assert not loaded, loaded
     served = [serve(seed, 60) for seed in range(int(sys.argv[1]))]
     print(len([answer for engine in served for answer in engine.answers]),
-          *(sum(getattr(engine, name) for engine in served) for name in ("forks", "guessed", "resumed")),
+          *(sum(getattr(engine, name) for engine in served) for name in ("forks", "drafted", "resumed")),
           sum(engine.scheduler.preemptions for engine in served), sum(engine.cache.tree.evictions for engine in served))

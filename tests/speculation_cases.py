@@ -28,7 +28,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
-from deltic.text.front import Front
+from deltic.text.chat_processor import ChatProcessor
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Request, SamplingParams
 
@@ -48,7 +48,7 @@ PARAMS = {
 
 @dataclass
 class Scripted:
-    """Guesses from known answers. wrong(n) says whether the n-th guess of all is spoiled."""
+    """Drafts from known answers. wrong(n) says whether the n-th draft of all is spoiled."""
 
     answers: dict[tuple[str, int], Sequence[int]]
     wrong: Callable[[int], bool]
@@ -59,18 +59,18 @@ class Scripted:
     forgotten: list[Running] = field(default_factory=list)
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        return [self._guess(sequence, count) for sequence, count in wants]
+        return [self._draft(sequence, count) for sequence, count in wants]
 
-    def _guess(self, sequence: Running, count: int) -> list[int]:
+    def _draft(self, sequence: Running, count: int) -> list[int]:
         answer = self.answers.get((sequence.request.id, sequence.choice), ())
-        guesses = [*answer[sequence.generated:sequence.generated + count]]
-        guesses += [(sequence.tokens[-1] + 1 + i) % self.vocabulary for i in range(count - len(guesses))]
+        drafts = [*answer[sequence.generated:sequence.generated + count]]
+        drafts += [(sequence.tokens[-1] + 1 + i) % self.vocabulary for i in range(count - len(drafts))]
         for index in range(count):
             self.made += 1
             if self.wrong(self.made):
                 self.spoiled += 1
-                guesses[index] = (guesses[index] + 1) % self.vocabulary
-        return guesses
+                drafts[index] = (drafts[index] + 1) % self.vocabulary
+        return drafts
 
     def forget(self, sequence: Running) -> None:
         self.forgotten.append(sequence)
@@ -121,7 +121,7 @@ def request_of(prompt: Sequence[int], params: str, n: int = 1, name: str = "seen
 
 @cache
 def expected(model: str, params: str, choice: int = 0) -> Reference:
-    """Token by token, without an engine; penalties and filters through an engine that guesses nothing."""
+    """Token by token, without an engine; penalties and filters through an engine that drafts nothing."""
     runtime = MODELS[model]()
     prompt = numbers(5, PROMPT, runtime.config.vocab_size)
     if params in ("greedy", "drawn"):
@@ -136,7 +136,7 @@ def expected(model: str, params: str, choice: int = 0) -> Reference:
 
 @cache
 def headed() -> Runtime:
-    """The odd model with a random head, whose guesses are all wrong."""
+    """The odd model with a random head, whose drafts are all wrong."""
     model = RandomModel(shape=odd_shape(), initializer_range=0.1, head=True)
     return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
@@ -149,5 +149,5 @@ def embedded_with_head() -> Runtime:
 
 def embedded_prompt() -> tuple[int, ...]:
     tokenizer = Tokenizer.from_directory(Path(str(embedded_with_head().path)))
-    return tuple(Front(tokenizer).chat([{"role": "user", "content": "What is the capital of France?"}],
+    return tuple(ChatProcessor(tokenizer).chat([{"role": "user", "content": "What is the capital of France?"}],
                                        PARAMS["greedy"]).request.prompt)

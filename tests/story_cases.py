@@ -1,4 +1,4 @@
-"""Random stories: requests, the room and the guessers that they find, what happens on the way. Seldom is there room for
+"""Random stories: requests, the room and the drafters that they find, what happens on the way. Seldom is there room for
 two, often the same prompt; budgets cut prompts anywhere."""
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Guessing:
-    """Who guesses, at most how many tokens, and who says how many. pattern: of the scripted guesser. room: of a model
+class Speculator:
+    """Who drafts, at most how many tokens, and who says how many. pattern: of the scripted drafter. room: of a model
     that drafts. breaks: the call with which all fail."""
 
-    guessers: tuple[str, ...]
+    drafters: tuple[str, ...]
     limit: int
     depth: str
     pattern: str
@@ -74,7 +74,7 @@ class Story:
     seed: int
     model: str
     room: Room
-    guessing: Guessing
+    drafting: Speculator
     requests: tuple[Request, ...] = field(repr=False)
     events: tuple[tuple[int, str, str], ...]
 
@@ -129,11 +129,11 @@ def room_of(draw: Random) -> Room:
                 draw.choice([None, None, None, *TIERS]))
 
 
-def guessing_of(draw: Random, model: str, context: int) -> Guessing:
-    guessers = ["scripted", "scripted", "ngram", "itself", "another", *["head"] * 3 * (model == "headed")]
+def speculator_of(draw: Random, model: str, context: int) -> Speculator:
+    drafters = ["scripted", "scripted", "ngram", "itself", "another", *["head"] * 3 * (model == "headed")]
     room = Room(4, draw.choice([5, 64]), draw.choice([3, context // PAGE, context // 4]), draw.choice([40, context]),
                 draw.choice([1, 2, 12]), draw.choice([1, 2, 12]), draw.random() < 0.8)
-    return Guessing(tuple(draw.choices(guessers, k=draw.choice([1, 1, 2]))), draw.choice([1, 3, 4, 7, MAX_DRAFTS]),
+    return Speculator(tuple(draw.choices(drafters, k=draw.choice([1, 1, 2]))), draw.choice([1, 3, 4, 7, MAX_DRAFTS]),
                     draw.choice(["fixed", "fixed", "adaptive", "fickle"]), draw.choice([*PATTERNS]), room,
                     draw.randint(1, 40) if draw.random() < 0.1 else None)
 
@@ -170,4 +170,4 @@ def story_of(seed: int) -> Story:
     if seed % 3 == 0:
         events += pauses_of(Random(f"pauses of {seed}"), requests, time)
     events += [(draw.randrange(150), "clear", "") for _ in range(draw.choice([0, 3, 20]))]
-    return Story(seed, model, room, guessing_of(draw, model, room.context), tuple(requests), tuple(events))
+    return Story(seed, model, room, speculator_of(draw, model, room.context), tuple(requests), tuple(events))

@@ -26,7 +26,7 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.ops.noise import sample_key
 from deltic.ops.records import Sampled, Sampling
-from deltic.text.front import Front, Job
+from deltic.text.chat_processor import ChatProcessor, Job
 from deltic.types import PAGE, Request, SamplingParams, common_length
 
 TITLE = [{"role": "system", "content": "Give the conversation a title."}]
@@ -64,7 +64,7 @@ class Served:
 
 
 class Process:
-    """An engine and a front over a directory, as a server has them; `restarted` is the next one."""
+    """An engine and a processor over a directory, as a server has them; `restarted` is the next one."""
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.directory, self.mode = directory, mode
@@ -77,12 +77,12 @@ class Process:
             runtime, decoder=replace(runtime.decoder, ops=ops), cache=HybridCache(pools, True, tiers),
             options=replace(runtime.options, token_budget=512), memory=MemoryPlan(3 * CONTEXT // PAGE, 200, 4, CONTEXT))
         self.engine = Engine(self.runtime)
-        self.front = Front.from_directory(TINY, history=mode, notes=DiskNotes(directory, "model"))
+        self.chat_processor = ChatProcessor.from_directory(TINY, history=mode, notes=DiskNotes(directory, "model"))
         self.requests = 0
 
     def restarted(self) -> Process:
         self.engine.close()
-        self.front.flush()
+        self.chat_processor.flush()
         return Process(self.directory, self.mode)
 
     def serve(self, *asked: tuple[Job, Sequence[int]]) -> list[Served]:
@@ -131,7 +131,7 @@ class Agent:
         answer = self.talk.answer_ids
         asked = [(job, answer)]
         if self.title:
-            title = self.process.front.chat([*TITLE, {"role": "user", "content": f"{text}: a title?"}])
+            title = self.process.chat_processor.chat([*TITLE, {"role": "user", "content": f"{text}: a title?"}])
             asked.append((title, cut_small("A title")))
         served, prompt = self.process.serve(*asked)[0], job.request.prompt
         common = common_length(self.past, prompt)
@@ -156,8 +156,9 @@ class Agent:
         """Tokens that the template renders up to the answer to the user message before the last one."""
         users = [index for index, message in enumerate(self.talk.messages) if message["role"] == "user"]
         end = users[-2] if self.talk.messages[-2]["role"] == "user" and len(users) > 1 else users[-1]
-        rendered = self.process.front.chat(self.talk.messages[:end + 1], tools=self.talk.tools, history="template",
-                                           variables={"enable_thinking": self.talk.thinking}).request
+        rendered = self.process.chat_processor.chat(
+            self.talk.messages[:end + 1], tools=self.talk.tools, history="template",
+            variables={"enable_thinking": self.talk.thinking}).request
         return next(at for at in rendered.boundaries if rendered.prompt[at - len(ANSWER):at] == ANSWER)
 
     def turn(self, number: int) -> None:
@@ -171,12 +172,12 @@ class Agent:
 
     def restart(self) -> None:
         self.process = self.process.restarted()
-        self.talk.front = self.process.front
+        self.talk.chat_processor = self.process.chat_processor
 
 
 def agent(directory: Path, mode: str, thinking: bool, returns: bool) -> Agent:
     process = Process(directory, mode)
-    talk = Talk(process.front, None, thinking, returns, TOOLS, [SYSTEM], size=7)
+    talk = Talk(process.chat_processor, None, thinking, returns, TOOLS, [SYSTEM], size=7)
     return Agent(process, talk)
 
 

@@ -61,7 +61,7 @@ def remains(engine: Engine) -> Any:
 
 
 def plain(name: str, seed: int, **params: Any) -> Request:
-    """Nobody guesses for it, so that it can be launched ahead."""
+    """Nobody drafts for it, so that it can be launched ahead."""
     settings = {"temperature": 0.8 * (seed % 2), "seed": seed, **params}
     return replace(greedy(numbers(seed, 20 + 7 * seed % 40, 250), 40, name, **settings), speculate=False)
 
@@ -77,7 +77,7 @@ REQUESTS: dict[str, list[Request]] = {
     "what is forced": [plain("a", 1), replace(plain("b", 3, max_tokens=14), guide=partial(Dictate, {12: 3}))],
     "what the host must see": [plain("a", 1), plain("c", 6, repetition_penalty=0.5, max_tokens=19),
                                plain("d", 2, min_tokens=6, stop_token_ids=tuple(range(500)), ignore_eos=False)],
-    "guesses": [plain("a", 1), replace(plain("b", 2, max_tokens=25), speculate=True), plain("c", 3)],
+    "drafts": [plain("a", 1), replace(plain("b", 2, max_tokens=25), speculate=True), plain("c", 3)],
     "more than places": [plain(name, seed, max_tokens=8 + 5 * seed) for seed, name in enumerate("abcdefghi", 1)],
 }
 
@@ -90,7 +90,7 @@ def test_l6_a_step_in_flight_changes_nothing(case: str, model: str) -> None:
     again = [replace(request, id=f"{request.id} again") for request in REQUESTS[case]]
     assert tell(found, REQUESTS[case]) == answers and remains(found) == remains(wanted)
     assert tell(found, again) == tell(wanted, again) and remains(found) == remains(wanted)
-    assert found.stats.ahead > (0 if case == "guesses" else 20) and not wanted.stats.ahead
+    assert found.stats.ahead > (0 if case == "drafts" else 20) and not wanted.stats.ahead
 
 
 def test_l6_who_waits_for_a_place_gets_it() -> None:

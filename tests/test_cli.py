@@ -253,7 +253,7 @@ def test_inspect(capsys):
     assert facts["ops"]["mlp"] == "ref" and len(facts["ops"]) > 5
 
 
-def test_inspect_shows_who_guesses(capsys):
+def test_inspect_shows_who_drafts(capsys):
     for option, who, rings in (("mtp:2", "the model's draft head, up to 2 tokens at a time", True), ("off", "", False),
                                ("ngram", "n-grams, up to 4 tokens at a time", True),
                                ("draft:tiny:1", "the draft model tiny, which has 4.0 MiB of cache, up to 1", True)):
@@ -287,10 +287,10 @@ def test_an_exception_is_logged_in_a_line_and_with_verbose_at_length(capsys):
             try:
                 raise MemoryError("no room")
             except MemoryError:
-                logging.getLogger("deltic").exception("guessing failed")
+                logging.getLogger("deltic").exception("drafting failed")
     line, *rest = capsys.readouterr().err.splitlines()
-    assert line == "deltic: error: guessing failed (MemoryError: no room; -v shows where)"
-    assert rest[:2] == ["deltic: error: guessing failed", "Traceback (most recent call last):"]
+    assert line == "deltic: error: drafting failed (MemoryError: no room; -v shows where)"
+    assert rest[:2] == ["deltic: error: drafting failed", "Traceback (most recent call last):"]
 
 
 def test_bench(capsys):

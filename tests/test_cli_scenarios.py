@@ -11,7 +11,7 @@ from support import fresh_pools, numbers, odd_runtime, small_runtime
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cli import main
-from deltic.cli.play import Played, Stage, Summary, Timed, medians, play, serve
+from deltic.cli.bench_run import BenchRun, Restartable, Summary, Timed, medians, run_scenario, serve
 from deltic.cli.scenarios import SCENARIOS, Ask, Group, Scenario, Script, Sizes, advance, drawing, rehearse
 from deltic.cli.table import grid
 from deltic.engine.engine import Engine
@@ -154,17 +154,17 @@ def test_bad_options(argv: list[str], message: str, capsys: Any) -> None:
 @pytest.mark.parametrize("turns", [1, 2, 3, 7])
 def test_a_rehearsal_is_like_the_play(name: str, turns: int) -> None:
     sizes, scenario = Sizes(9, 5, 3, turns, 2), SCENARIOS[name]
-    planned, played, draw = rehearse(scenario, sizes), [], drawing(3, 1000)
+    planned, run, draw = rehearse(scenario, sizes), [], drawing(3, 1000)
     script, answers = scenario.script(sizes, draw), None
     while group := advance(script, answers):
-        played.append(group)
+        run.append(group)
         answers = [draw(3) for _ in group.asks]
-    assert shape(planned) == shape(played)
-    for group in played:
+    assert shape(planned) == shape(run)
+    for group in run:
         assert len({ask.name for ask in group.asks}) == len(group.asks)
         for ask in group.asks:
             assert all(0 < position <= len(ask.prompt) for position in ask.boundaries)
-    assert [group.restarted for group in played].count(True) == (name == "restart")
+    assert [group.restarted for group in run].count(True) == (name == "restart")
 
 
 def shape(groups: list[Group]) -> list[Any]:
@@ -195,11 +195,11 @@ def test_a_message_drops_the_thinking_of_the_steps_before() -> None:
     assert all(prompts[step][:len(prompts[step - 1])] == prompts[step - 1] for step in (1, 2, 3))
 
 
-# The play
+# The run_scenario
 
 
 class Fixed:
-    """A stage over one runtime; a restart leaves nothing."""
+    """A model over one runtime; a restart leaves nothing."""
 
     def __init__(self, pages: int = 200, slots: int = 24) -> None:
         self.pages, self.slots, self.restarts = pages, slots, 0
@@ -216,50 +216,50 @@ class Fixed:
 
 
 def test_a_restart_that_leaves_nothing_is_told_from_one_that_does() -> None:
-    stage = Fixed()
-    played = play(stage, SCENARIOS["restart"], Sizes(30, 10, 5, 2))
-    assert stage.restarts == 1 and [timed.cached_tokens for timed in played.requests] == [0, 44, 0]
-    assert played.summary.computed_tokens == 40 + 11 + 70
+    model = Fixed()
+    run = run_scenario(model, SCENARIOS["restart"], Sizes(30, 10, 5, 2))
+    assert model.restarts == 1 and [timed.cached_tokens for timed in run.requests] == [0, 44, 0]
+    assert run.summary.computed_tokens == 40 + 11 + 70
 
 
 def test_a_play_starts_from_nothing_and_leaves_the_engine_in_order() -> None:
-    stage, ticks = Fixed(), []
-    first = play(stage, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3), progress=lambda: ticks.append(1))
+    model, ticks = Fixed(), []
+    first = run_scenario(model, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3), progress=lambda: ticks.append(1))
     assert len(ticks) == 4
-    stage.engine.check()
-    again = play(stage, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
+    model.engine.check()
+    again = run_scenario(model, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
     assert [t.cached_tokens for t in first.requests] == [t.cached_tokens for t in again.requests] == [0, 44, 59]
-    assert len(stage.engine.runtime.cache.tree) == 0
+    assert len(model.engine.runtime.cache.tree) == 0
 
 
 def test_states_without_room_are_counted() -> None:
-    played = play(Fixed(slots=3), SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
-    assert played.summary.evictions > 0
+    run = run_scenario(Fixed(slots=3), SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
+    assert run.summary.evictions > 0
 
 
 def test_all_requests_of_a_group_are_answered_in_order() -> None:
-    stage = Fixed()
+    model = Fixed()
     asks = tuple(Ask(name, numbers(index, 20 + index, 500), ()) for index, name in enumerate("abc"))
-    timed, answers = serve(stage.engine, Group(asks), 6)
+    timed, answers = serve(model.engine, Group(asks), 6)
     assert [(t.request, t.prompt_tokens) for t in timed] == [("a", 20), ("b", 21), ("c", 22)]
     alone = [serve(Fixed().engine, Group((ask,)), 6)[1][0] for ask in asks]
     assert answers == alone and all(len(answer) == 6 for answer in answers)
 
 
 def test_a_failed_request_ends_the_play() -> None:
-    stage = Fixed()
+    model = Fixed()
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("kernel exploded")
 
-    stage.engine._commit = broken  # type: ignore[method-assign]
+    model.engine._commit = broken  # type: ignore[method-assign]
     with pytest.raises(DelticError, match=r"the measurement failed: turn 1: .*kernel exploded"):
-        play(stage, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
+        run_scenario(model, SCENARIOS["multi-turn"], Sizes(30, 10, 5, 3))
 
 
 def test_medians_are_taken_number_by_number() -> None:
-    def run(cached: int, first: float, warm: float | None) -> Played:
-        return Played((Timed("a", 10, cached, first, 9.0),), Summary(10, 5, 0.5, 1, warm, 1.0, 2.0, first))
+    def run(cached: int, first: float, warm: float | None) -> BenchRun:
+        return BenchRun((Timed("a", 10, cached, first, 9.0),), Summary(10, 5, 0.5, 1, warm, 1.0, 2.0, first))
 
     found = medians([run(1, 5.0, None), run(3, 1.0, 4.0), run(2, 3.0, 6.0)])
     assert found.requests == (Timed("a", 10, 2, 3.0, 9.0),)
@@ -275,11 +275,11 @@ def test_a_grid_has_words_left_and_numbers_right() -> None:
 
 
 def test_types_fit() -> None:
-    """What a script and a stage must be."""
-    stage: Stage = Fixed()
+    """What a script and a model must be."""
+    model: Restartable = Fixed()
 
     def script(sizes: Sizes, draw: Any) -> Script:
         yield Group((Ask("only", draw(sizes.prompt_tokens), ()),))
 
-    played = play(stage, Scenario("one request", Sizes(20, 1, 2, 1), script), Sizes(20, 1, 2, 1))
-    assert played.summary.prompt_tokens == played.summary.computed_tokens == 20
+    run = run_scenario(model, Scenario("one request", Sizes(20, 1, 2, 1), script), Sizes(20, 1, 2, 1))
+    assert run.summary.prompt_tokens == run.summary.computed_tokens == 20

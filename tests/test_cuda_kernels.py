@@ -143,7 +143,7 @@ CURSORS = [[1], [0], [17, 0, 300, 15], [16 * row + row for row in range(16)], [1
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
 def test_gdn(runtime: Runtime, done: list[int], moved: bool) -> None:
-    step, layer = served(runtime), runtime.decoder.stack.layers[0]
+    step, layer = served(runtime), runtime.decoder.weights.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
     state, spec = runtime.views.states[0], layer.mixer.spec
     state.recurrent.copy_(randn(*state.recurrent.shape, seed=1) * 0.3)
@@ -174,7 +174,7 @@ def test_gdn(runtime: Runtime, done: list[int], moved: bool) -> None:
 
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
 def test_attention(runtime: Runtime, done: list[int]) -> None:
-    step, layer = served(runtime), runtime.decoder.stack.layers[3]
+    step, layer = served(runtime), runtime.decoder.weights.layers[3]
     assert isinstance(layer.mixer, AttentionWeights)
     kv, spec = runtime.views.kv[0], layer.mixer.spec
     batch, few = batch_of(done, len(done)), len(done) <= 16
@@ -188,7 +188,7 @@ def test_attention(runtime: Runtime, done: list[int]) -> None:
     for tensor in (work.y, work.mixed, work.mass):
         tensor.fill_(NAN)
     step._mix(layer, work, proj, width)
-    table = ref.rope(batch.positions.cpu(), runtime.decoder.stack.rope)
+    table = ref.rope(batch.positions.cpu(), runtime.decoder.weights.rope)
     half = table.cos.shape[1] // 2
     assert error(work.turns, torch.cat((table.cos[:, :half], table.sin[:, :half]), 1)) < 1e-6
     mixer = AttentionWeights(spec, torch.eye(width).cuda().double(), layer.mixer.q_norm.double(),

@@ -89,7 +89,7 @@ def poison(state: StateView, batch: Batch, seed: int) -> StateView:
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_gdn(runtime: Runtime, case: str, moved: bool) -> None:
-    prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[0]
+    prompts, layer = prompts_of(runtime), runtime.decoder.weights.layers[0]
     assert isinstance(layer.mixer, GdnWeights)
     state, spec = runtime.views.states[0], layer.mixer.spec
     batch = batch_of(*CASES[case], moved)
@@ -120,14 +120,14 @@ def mix(prompts: Prompts, layer: object, proj: Tensor, batch: Batch) -> Tensor:
 
 
 def _turns(step: Step, batch: Batch) -> Tensor:
-    table = ref.rope(batch.positions.cpu(), step._stack.rope)
+    table = ref.rope(batch.positions.cpu(), step._decoder.rope)
     half = table.cos.shape[1] // 2
     return torch.cat((table.cos[:, :half], table.sin[:, :half]), 1).cuda()
 
 
 def delta_errors(runtime: Runtime, tokens: int, slow_decay: bool) -> tuple[float, float]:
     """Of the outputs and of the final state, against float64 on the same convolved bfloat16 channels."""
-    prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[0]
+    prompts, layer = prompts_of(runtime), runtime.decoder.weights.layers[0]
     mixer = layer.mixer
     spec: GdnSpec = mixer.spec
     state, batch = runtime.views.states[0], batch_of([(0, tokens)])
@@ -169,7 +169,7 @@ def test_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
         monkeypatch.setattr(long_attention, "_LONG", 60)
         monkeypatch.setattr(long_attention, "GRAIN", 128)
         monkeypatch.setattr(prompts_module, "GRAIN", 128)
-    prompts, layer = prompts_of(runtime), runtime.decoder.stack.layers[3]
+    prompts, layer = prompts_of(runtime), runtime.decoder.weights.layers[3]
     assert isinstance(layer.mixer, AttentionWeights)
     kv, spec, batch = runtime.views.kv[0], layer.mixer.spec, batch_of(shape)
     kv.keys.fill_(NAN)
@@ -183,7 +183,7 @@ def test_attention(runtime: Runtime, shape: list[tuple[int, int]], large: bool,
     width = spec.queries * 2 + 2 * spec.kv
     proj = randn(batch.layout.tokens, width, seed=3, dtype=torch.bfloat16)
     y = mix(prompts, layer, proj, batch)
-    table = ref.rope(batch.positions.cpu(), runtime.decoder.stack.rope)
+    table = ref.rope(batch.positions.cpu(), runtime.decoder.weights.rope)
     mixer = AttentionWeights(spec, torch.eye(width).cuda().double(), layer.mixer.q_norm.double(),
                              layer.mixer.k_norm.double(), torch.eye(spec.queries).cuda().double())
     output = TORCH.attention_mixer(proj.double(), mixer, slow, replace(batch, memo={}),

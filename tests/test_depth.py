@@ -16,7 +16,7 @@ BASE, PER_DRAFT = 0.02, 0.003
 
 def served(share: float, steps: int, seconds: list[float], limit: int = 3, rows: int = 1,
            depth: AdaptiveDepth | None = None) -> tuple[float, list[int], AdaptiveDepth]:
-    """Tokens per second of sequences whose every guess is right with this probability; `seconds`: of a step with so
+    """Tokens per second of sequences whose every draft is right with this probability; `seconds`: of a step with so
     many drafts."""
     rng, depth = random.Random(1), depth or AdaptiveDepth(limit)
     known = [Acceptance.hopeful(limit) for _ in range(rows)]
@@ -39,21 +39,21 @@ def linear(slope: float, limit: int = 3) -> list[float]:
     return [BASE * (1 + slope * drafts) for drafts in range(limit + 1)]
 
 
-def test_good_guesses_are_used_fully() -> None:
+def test_good_drafts_are_used_fully() -> None:
     rate, chosen, _ = served(0.8, 400, linear(0.15))
     assert chosen[-100:].count(3) >= 95
     assert rate > 0.93 * (1 + 0.8 + 0.64 + 0.512) / linear(0.15)[3]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_bad_guesses_cost_little(rows: int) -> None:
+def test_bad_drafts_cost_little(rows: int) -> None:
     rate, chosen, _ = served(0.0, 250, linear(0.25), rows=rows)
     assert rate >= 0.95 * rows / BASE
     assert 0 < sum(drafts > 0 for drafts in chosen[100:]) < 10, "it is tried again, but rarely"
 
 
-def test_dear_guesses_are_not_made() -> None:
-    """At large batches every row costs; then even good guesses do not pay."""
+def test_dear_drafts_are_not_made() -> None:
+    """At large batches every row costs; then even good drafts do not pay."""
     rate, chosen, _ = served(0.6, 300, linear(0.9), rows=8)
     assert rate >= 0.95 * 8 / BASE and chosen[-1] == 0
 
@@ -94,7 +94,7 @@ def test_what_comes_right_after_drafts_is_not_the_time_of_a_plain_step() -> None
     assert depth.plain_seconds(1) == 1.2 * BASE
 
 
-def test_a_plain_step_is_measured_now_and_then_amid_good_guesses() -> None:
+def test_a_plain_step_is_measured_now_and_then_amid_good_drafts() -> None:
     """Two of them, of which the second counts."""
     _, chosen, depth = served(0.9, 300, linear(0.15))
     pairs = [place for place in range(20, 299) if chosen[place] == chosen[place + 1] == 0]
@@ -110,7 +110,7 @@ def test_it_comes_back() -> None:
 
 
 def test_the_best_depth_lies_between() -> None:
-    """Where the second guess is mostly wrong, one is drafted."""
+    """Where the second draft is mostly wrong, one is drafted."""
     rng, depth, known, chosen = random.Random(2), AdaptiveDepth(4), [Acceptance.hopeful(4)], list[int]()
     for _ in range(500):
         drafts = depth.choose(known, 1)
@@ -123,7 +123,7 @@ def test_the_best_depth_lies_between() -> None:
     assert chosen[-100:].count(1) >= 90
 
 
-def test_what_is_behind_a_wrong_guess_teaches_nothing() -> None:
+def test_what_is_behind_a_wrong_draft_teaches_nothing() -> None:
     acceptance = Acceptance([0.5] * 3, [8] * 3)
     acceptance.learn(3, 1)
     assert acceptance.shares[0] > 0.5 > acceptance.shares[1] and acceptance.shares[2] == 0.5

@@ -42,10 +42,10 @@ from deltic.cache.tier_index import TierIndex
 from deltic.config import EngineConfig
 from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import HeadDrafter, NgramDrafter, Wants
+from deltic.engine.drafters import MtpDrafter, NgramDrafter, Wants
 from deltic.engine.engine import Engine
-from deltic.engine.head import DraftHead
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.mtp import MtpRunner
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.errors import ConfigError
@@ -55,7 +55,7 @@ from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
 # The other drafters
 
 
-def test_ngrams_guess_what_followed_before() -> None:
+def test_ngrams_draft_what_followed_before() -> None:
     runtime = load(RandomModel(shape=odd_shape(tie_word_embeddings=True), initializer_range=0.02), EngineConfig(
         dtype="float32", memory="8MiB", threads=1))
     drafter, prompt = NgramDrafter(4), numbers(3, 20, 509)
@@ -74,7 +74,7 @@ def test_ngrams_guess_what_followed_before() -> None:
 
 
 def itself(depth: int, **limits: Any) -> ModelDrafter:
-    """The model as its own draft model: guesses nothing wrong, as it draws with the same noise."""
+    """The model as its own draft model: drafts nothing wrong, as it draws with the same noise."""
     return ModelDrafter(runtime_of(odd_runtime(), **limits), 509, depth)
 
 
@@ -97,8 +97,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: str, batch: int)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("more", [(), (5,), (5, 6, 7)])
 @pytest.mark.parametrize("wrong", [0, 2, 3])
-def test_a_draft_model_takes_rejected_guesses_back(wrong: int, more: tuple[int, ...], model: str) -> None:
-    """Also where the model has gone on alone for some steps: it guesses as if it had never made them, and reads nothing
+def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, ...], model: str) -> None:
+    """Also where the model has gone on alone for some steps: it drafts as if it had never made them, and reads nothing
     again."""
     drafter, fresh = (ModelDrafter(runtime_of(MODELS[model](), budget=512), 509, 4) for _ in range(2))
     engine = Engine(runtime_of(MODELS[model]()))
@@ -106,9 +106,9 @@ def test_a_draft_model_takes_rejected_guesses_back(wrong: int, more: tuple[int, 
     sequence.tokens = [*sequence.tokens]
     leases = []
     for _ in range(12):
-        [guesses] = drafter.draft([(sequence, 4)])
+        [drafts] = drafter.draft([(sequence, 4)])
         leases.append(drafter._leases[sequence])
-        sequence.tokens += [*guesses[:wrong], (guesses[wrong] + 1) % 509, *more]
+        sequence.tokens += [*drafts[:wrong], (drafts[wrong] + 1) % 509, *more]
         found = drafter.draft([(sequence, 4)])
         assert found == fresh.draft([(sequence, 4)])
         fresh.forget(sequence)
@@ -153,7 +153,7 @@ def read_by(runtime: Runtime, tokens: list[int]) -> Runtime:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_draft_model_reads_what_is_new_in_a_conversation(model: str) -> None:
-    """Though its last guesses were wrong when the turn before ended."""
+    """Though its last drafts were wrong when the turn before ended."""
     read: list[int] = []
     drafter = ModelDrafter(read_by(runtime_of(MODELS[model](), budget=512), read), 509, 4)
     engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(4))
@@ -177,7 +177,7 @@ def test_a_draft_model_reads_a_common_beginning_once(model: str) -> None:
     opening = numbers(1, 200, 509)
     engine.add(Request("a", (*opening, *numbers(2, 20, 509)), replace(PARAMS["drawn"], n=3), boundaries=(200,)))
     drain(engine)
-    assert sum(read) <= 220 + 3 * 25, "after the prompt it reads what it guessed wrongly"
+    assert sum(read) <= 220 + 3 * 25, "after the prompt it reads what it drafted wrongly"
     read.clear()
     for name in "bc":
         engine.add(Request(name, (*opening, *numbers(ord(name), 30, 509)), PARAMS["greedy"], boundaries=(200,)))
@@ -186,7 +186,7 @@ def test_a_draft_model_reads_a_common_beginning_once(model: str) -> None:
 
 
 def test_a_draft_model_reads_no_more_at_once_than_a_step_may() -> None:
-    """Answers go on meanwhile, without guesses for who is not read yet."""
+    """Answers go on meanwhile, without drafts for who is not read yet."""
     read: list[int] = []
     drafter = ModelDrafter(read_by(runtime_of(odd_runtime(), budget=16), read), 509, 4)
     engine = Engine(runtime_of(odd_runtime(), budget=512), drafter, FixedDepth(4))
@@ -232,20 +232,20 @@ def test_a_model_without_a_head_says_so(option: str, words: str) -> None:
     assert caught.value.option == "speculate"
 
 
-@pytest.mark.parametrize(("option", "kind"), [("auto", HeadDrafter), ("mtp:2", HeadDrafter), ("off", type(None)),
+@pytest.mark.parametrize(("option", "kind"), [("auto", MtpDrafter), ("mtp:2", MtpDrafter), ("off", type(None)),
                                               ("ngram:5", NgramDrafter)])
 def test_options_choose_the_drafter(option: str, kind: type) -> None:
     runtime = load(RandomModel(shape=odd_shape(), head=True), EngineConfig(memory="8MiB", speculate=option))
     engine = Engine(runtime)
-    assert isinstance(engine.guessing.drafter, kind) and (runtime.head is None) == (kind is not HeadDrafter)
-    assert engine.guessing.depth.limit == {"auto": 3, "mtp:2": 2, "off": 0, "ngram:5": 5}[option]
+    assert isinstance(engine.speculator.drafter, kind) and (runtime.mtp_runner is None) == (kind is not MtpDrafter)
+    assert engine.speculator.depth.limit == {"auto": 3, "mtp:2": 2, "off": 0, "ngram:5": 5}[option]
 
 
 def test_a_draft_model_is_loaded_beside() -> None:
     """With a vocabulary of its own it is refused."""
     runtime = load(None, EngineConfig(memory="64MiB", speculate="draft:tiny:2"))
     engine = Engine(runtime)
-    assert isinstance(engine.guessing.drafter, ModelDrafter) and engine.guessing.depth.limit == 2
+    assert isinstance(engine.speculator.drafter, ModelDrafter) and engine.speculator.depth.limit == 2
     assert runtime.draft is not None and runtime.draft.cache is not runtime.cache
     with pytest.raises(ConfigError, match="the draft model /nowhere: there is no directory '/nowhere'") as caught:
         load(None, EngineConfig(memory="64MiB", speculate="draft:/nowhere"))
@@ -260,7 +260,7 @@ def test_too_little_memory_for_rings_is_said(caplog: pytest.LogCaptureFixture) -
 
 
 class Failing:
-    """Guesses rightly at first."""
+    """Drafts rightly at first."""
 
     limit = 3
 
@@ -303,8 +303,8 @@ class Odd(Scripted):
 
 
 @pytest.mark.parametrize("drafter", [
-    Forgetful({}, PATTERNS["right"], 3), *(Odd({("it", 0): guesses}, PATTERNS["right"], 3)  # type: ignore[dict-item]
-                                           for guesses in ([], [[9999]], [[-1, 3]], [[1], [2]], None))])
+    Forgetful({}, PATTERNS["right"], 3), *(Odd({("it", 0): drafts}, PATTERNS["right"], 3)  # type: ignore[dict-item]
+                                           for drafts in ([], [[9999]], [[-1, 3]], [[1], [2]], None))])
 def test_l8_a_drafter_that_makes_no_sense_is_switched_off(drafter: Scripted, caplog: pytest.LogCaptureFixture) -> None:
     answer, other = expected("odd", "greedy"), numbers(9, 30, 509)
     engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(3))
@@ -322,7 +322,7 @@ def test_l8_a_drafter_that_makes_no_sense_is_switched_off(drafter: Scripted, cap
 
 
 def test_the_heads_rows_are_made_of_the_models_own_states() -> None:
-    """However the tokens came, and whatever was guessed in between; so prefixes may be shared."""
+    """However the tokens came, and whatever was drafted in between; so prefixes may be shared."""
     runtime, answer = headed(), expected("odd", "greedy")
     tokens = (*answer.prompt, *answer.tokens)
     whole, parts, rng = session_over(runtime, budget=512), session_over(runtime, budget=7), random.Random(4)
@@ -354,7 +354,7 @@ def places(session: Any) -> list[int]:
 
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize(("depth", "batch"), [(1, 3), (3, 1), (MAX_DRAFTS, 3)])
-def test_l6_with_a_head_that_guesses_wrong(params: str, depth: int, batch: int) -> None:
+def test_l6_with_a_head_that_drafts_wrong(params: str, depth: int, batch: int) -> None:
     runtime, answer = headed(), expected("odd", params)
     engine = Engine(runtime_of(runtime), depth=FixedDepth(depth))
     for index in range(batch):
@@ -366,14 +366,14 @@ def test_l6_with_a_head_that_guesses_wrong(params: str, depth: int, batch: int) 
 
 
 @pytest.mark.parametrize("params", ["greedy", "drawn", "filters"])
-def test_guesses_of_one_call_are_those_of_many(params: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled head guesses as many tokens as are wanted of each sequence at once; other backends one by one."""
+def test_drafts_of_one_call_are_those_of_many(params: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled head drafts as many tokens as are wanted of each sequence at once; other backends one by one."""
     answer = expected("odd", params)
 
-    def guessed() -> list[list[list[int]]]:
+    def drafted() -> list[list[list[int]]]:
         engine, seen = Engine(runtime_of(headed()), depth=FixedDepth(4)), list[list[list[int]]]()
-        drafter = engine.guessing.drafter
-        assert isinstance(drafter, HeadDrafter)
+        drafter = engine.speculator.drafter
+        assert isinstance(drafter, MtpDrafter)
         original = drafter.draft
 
         def spy(wants: Wants) -> list[list[int]]:
@@ -386,14 +386,14 @@ def test_guesses_of_one_call_are_those_of_many(params: str, monkeypatch: pytest.
         drain(engine)
         return seen
 
-    at_once = guessed()
-    monkeypatch.setattr(DraftHead, "guess", lambda *arguments: None)
-    one_by_one = guessed()
+    at_once = drafted()
+    monkeypatch.setattr(MtpRunner, "draft", lambda *arguments: None)
+    one_by_one = drafted()
     assert at_once == one_by_one and len(at_once) > 10
     assert {len(row) for step in at_once for row in step} == {1, 2, 3, 4}
 
 
-def test_a_head_serves_what_was_kept_without_guesses(tmp_path: Path) -> None:
+def test_a_head_serves_what_was_kept_without_drafts(tmp_path: Path) -> None:
     """Prefixes from the tree, from host memory and from disk bring the head's rows and hidden state with them."""
     runtime, answer = headed(), expected("odd", "greedy")
     for place in ("tree", "disk"):
@@ -405,7 +405,7 @@ def test_a_head_serves_what_was_kept_without_guesses(tmp_path: Path) -> None:
             engine.close()
             engine = Engine(runtime_of(runtime, tiers=[TierIndex(Disk(tmp_path, "x", 1 << 30), threads=False)]))
         drafted: list[list[int]] = []
-        drafter = engine.guessing.drafter
+        drafter = engine.speculator.drafter
         assert drafter is not None
         original = drafter.draft
 
@@ -414,7 +414,7 @@ def test_a_head_serves_what_was_kept_without_guesses(tmp_path: Path) -> None:
             return drafted[-1:]
 
         drafter.draft = spy  # type: ignore[method-assign]
-        engine.guessing.depth = FixedDepth(3)
+        engine.speculator.depth = FixedDepth(3)
         engine.add(greedy((*answer.prompt, *answer.tokens[:30], *numbers(9, 9, 509)), 8))
         answers = drain(engine)
         assert usage_of(answers).cached_tokens == PROMPT + 29
@@ -433,5 +433,5 @@ def test_l6_with_the_trained_head(params: str) -> None:
         answers = drain(engine)
         found.append([answers[f"a{index}", 0].tokens for index in range(3)])
     assert found[0] == found[1]
-    drafted, accepted = sum(engine.guessing.stats.drafted_at), sum(engine.guessing.stats.accepted_at)
+    drafted, accepted = sum(engine.speculator.stats.drafted_at), sum(engine.speculator.stats.accepted_at)
     assert accepted > 0.6 * drafted > 0

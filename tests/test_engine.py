@@ -402,11 +402,11 @@ def test_l8_sick_logits_end_their_own_request_only(kind: str, params: dict[str, 
 def test_l3_a_sick_request_leaves_nothing_in_the_pages_and_slots_it_had(params: dict[str, Any]) -> None:
     """NaN in a weight fills the sick request's state and K/V; whoever gets them afterwards must not notice."""
     healthy = odd_runtime()
-    stack = healthy.decoder.stack
-    embedding = ref.embed(torch.arange(healthy.config.vocab_size), stack.embedding, torch.float32)
+    weights = healthy.decoder.weights
+    embedding = ref.embed(torch.arange(healthy.config.vocab_size), weights.embedding, torch.float32)
     embedding[SICK] = float("nan")
     packed = healthy.decoder.ops.pack(embedding, True)
-    broken = replace(healthy, decoder=replace(healthy.decoder, stack=replace(stack, embedding=packed)))
+    broken = replace(healthy, decoder=replace(healthy.decoder, weights=replace(weights, embedding=packed)))
     engine = Engine(small_runtime(broken, batch=4, pages=16))
     engine.add(greedy((*numbers(1, 60, SICK), SICK), 25, "sick", **params))
     engine.add(neighbours()[0])

@@ -16,8 +16,8 @@ from deltic.cache.pools import allocate
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
-from deltic.engine.head import DraftHead
 from deltic.engine.model import Model
+from deltic.engine.mtp import MtpRunner
 from deltic.ops import backends
 from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import PAGE
@@ -43,7 +43,7 @@ class Successor:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     memory: MemoryPlan = field(default_factory=lambda: MemoryPlan(PAGES, SLOTS, 4, PAGES * PAGE))
     cache: HybridCache = field(default_factory=lambda: small_cache(odd_shape()))
-    head: DraftHead | None = None
+    head: MtpRunner | None = None
     draft: Model | None = None
     steps: int = 0
 

@@ -288,7 +288,7 @@ def test_quantizing_at_load_gives_what_the_file_would(written: Written) -> None:
     for quant, kind in (("q8_0", "Q8_0"), ("q4_k", "Q4_K_M")):
         model = load(RandomModel(shape=SHAPES["equal heads"]), options(quant=quant))
         file = load(str(written("equal heads", kind)), options(packed_weights="on"))
-        for ours, theirs in zip(model.decoder.stack.layers, file.decoder.stack.layers, strict=True):
+        for ours, theirs in zip(model.decoder.weights.layers, file.decoder.weights.layers, strict=True):
             for left, right in zip(blocks_of(ours), blocks_of(theirs), strict=True):
                 assert left.type == right.type and torch.equal(left.data, right.data)
         assert off(logits_of(model), logits_of(file)) <= FEW_BITS
@@ -306,7 +306,7 @@ def blocks_of(layer: Any) -> list[QTensor]:
 
 def types_of(path: Path, **changes: Any) -> set[str]:
     runtime = load(str(path), options(**changes))
-    blocks = [block for layer in runtime.decoder.stack.layers for block in blocks_of(layer)]
+    blocks = [block for layer in runtime.decoder.weights.layers for block in blocks_of(layer)]
     return {block.type if isinstance(block, QTensor) else str(block.dtype) for block in blocks}
 
 
@@ -373,19 +373,19 @@ def test_float16_stays_float16_and_the_kernels_serve_it(written: Written, packed
     assert {*runtime.decoder.weight_kinds()} <= {"F16", "F32"} and runtime.step is not None
     views = [view.keys.dtype for view in runtime.views.kv] + [view.conv.dtype for view in runtime.views.states]
     assert set(views) == {torch.float16}
-    served = explain(runtime.decoder.ops, runtime.decoder.stack, runtime.views)
+    served = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
     assert {op for op, who in served.items() if who != "cpu"} == {"embed", "rope", "copy_slots", "copy_pages"}
 
 
 def test_a_loaded_model_says_who_really_serves() -> None:
     model = RandomModel(shape=SHAPES["three to a key"])
     plain = load(model, options(ops=("pack=torch",), dtype="float32"))
-    served = explain(plain.decoder.ops, plain.decoder.stack, plain.views)
+    served = explain(plain.decoder.ops, plain.decoder.weights, plain.views)
     assert {served[op] for op in ("head", "mlp", "gdn_mixer", "attention_mixer")} == {
         "torch (the weights are not packed)"}
     assert served["step"].startswith("the ops one by one") and served["sample"] == "cpu"
     mixed = load(model, options(ops=("mlp=ref",), dtype="float32"))
-    served = explain(mixed.decoder.ops, mixed.decoder.stack, mixed.views)
+    served = explain(mixed.decoder.ops, mixed.decoder.weights, mixed.views)
     assert (served["mlp"], served["head"]) == ("ref", "cpu") and served["step"].startswith("the ops one by one")
 
 

@@ -1,4 +1,4 @@
-"""A guide's tokens come whatever the model says, with guesses and without; a thinking budget closes the think block
+"""A guide's tokens come whatever the model says, with drafts and without; a thinking budget closes the think block
 when it is spent, neither sooner nor later, and leaves the rest to the model."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.errors import ConfigError, RequestError
 from deltic.text.chat import Conversation
+from deltic.text.chat_processor import ChatProcessor
 from deltic.text.files import TokenizerFiles
-from deltic.text.front import Front
 from deltic.text.stream import AnswerText, chat_router
 from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
@@ -83,8 +83,8 @@ def test_forced_tokens_come_and_the_model_goes_on_after_them(params: str, patter
         assert usage_of(answers).accepted_tokens == ANSWER - 1 - steps
 
 
-def test_guesses_of_what_the_model_would_say_are_rejected_where_it_is_not_asked() -> None:
-    """The guess before the forced token is right, the one in its place is not."""
+def test_drafts_of_what_the_model_would_say_are_rejected_where_it_is_not_asked() -> None:
+    """The draft before the forced token is right, the one in its place is not."""
     answer, place = expected("odd", "greedy"), 3
     token = (answer.tokens[place] + 1) % 509
     engine = Engine(runtime_of(odd_runtime()), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
@@ -93,7 +93,7 @@ def test_guesses_of_what_the_model_would_say_are_rejected_where_it_is_not_asked(
     assert answers["a", 0].tokens == [*answer.tokens[:place], token]
     assert usage_of(answers).accepted_tokens == place - 1 and usage_of(answers).drafted_tokens == place - 1
     engine.add(replace(greedy(answer.prompt, place + 2, "b"), guide=partial(Dictate, {place: token})))
-    engine.guessing.drafter.answers[("b", 0)] = answer.tokens  # type: ignore[union-attr]
+    engine.speculator.drafter.answers[("b", 0)] = answer.tokens  # type: ignore[union-attr]
     answers = drain(engine)
     assert answers["b", 0].tokens[:place + 1] == [*answer.tokens[:place], token]
     assert usage_of(answers, "b").accepted_tokens == place - 1 < usage_of(answers, "b").drafted_tokens
@@ -315,7 +315,7 @@ def test_a_budget_ends_the_thinking_and_the_model_answers(speculate: str) -> Non
     llm = model(speculate)
     free, = llm.chat(QUESTION, MOST, thinking=True).choices
     thoughts = free.tokens.index(END)
-    job = llm.front.chat(QUESTION, variables={"enable_thinking": True})
+    job = llm.chat_processor.chat(QUESTION, variables={"enable_thinking": True})
     assert thoughts > 15 and free.text
     for budget in (0, 1, 7, thoughts - 1, thoughts, thoughts + 9):
         found, = llm.chat(QUESTION, MOST, thinking=True, thinking_budget=budget).choices
@@ -354,7 +354,7 @@ def test_the_next_turn_goes_on_where_the_closed_block_was() -> None:
     llm = model("off")
     first = llm.chat(QUESTION, MOST, thinking=True, thinking_budget=6).choices[0]
     said = {"role": "assistant", "content": first.text, "reasoning_content": first.reasoning}
-    job = llm.front.chat([*QUESTION, said, *QUESTION], history="preserve")
+    job = llm.chat_processor.chat([*QUESTION, said, *QUESTION], history="preserve")
     assert job.request.prompt[first.usage.prompt_tokens:][:len(first.tokens)] == first.tokens
 
 
@@ -371,7 +371,7 @@ def test_what_is_no_budget_is_refused(wrong: Any) -> None:
         model("off").chat(QUESTION, MOST, thinking_budget=wrong)
     assert refusal.value.field == "thinking_budget"
     with pytest.raises(ConfigError, match="thinking_budget must be a number of tokens") as mistake:
-        Front(TOKENIZER, thinking_budget=wrong)
+        ChatProcessor(TOKENIZER, thinking_budget=wrong)
     assert mistake.value.option == "thinking_budget"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, serving, tiny
 
-from deltic.server import ticket as tickets
-from deltic.server.ticket import Ticket
+from deltic.server import handle as handles
+from deltic.server.request_handle import RequestHandle
 from deltic.types import Request, SamplingParams, TokenOut
 
 
@@ -22,8 +22,9 @@ def test_more_answers_than_allowed_are_refused_unread(path: str, fields: dict[st
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Scripted("one")
     with serving(engine.model(max_choices=8)) as served:
+        tokenizer = type(tiny().chat_processor.tokenizer)
         for name in ("encode", "encode_batch"):
-            monkeypatch.setattr(type(tiny().front.tokenizer), name, lambda *_: pytest.fail("read"), raising=False)
+            monkeypatch.setattr(tokenizer, name, lambda *_: pytest.fail("read"), raising=False)
         response = served.post(path, **fields)
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param) and "at most 8 (max_choices)" in error["message"]
@@ -70,10 +71,10 @@ def test_an_echo_is_as_large_as_a_body_may_be() -> None:
 
 def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
     async def read() -> tuple[list[int], int]:
-        ticket = Ticket([Request("a", (1,), SamplingParams())], 1 << 20, lambda _: None, lambda *_: None)
+        handle = RequestHandle([Request("a", (1,), SamplingParams())], 1 << 20, lambda _: None, lambda *_: None)
         for _ in range(999):
-            ticket.take(TokenOut("a", 0, 5))
-        ticket.take(TokenOut("a", 0, 5, finish="length"))
+            handle.take(TokenOut("a", 0, 5))
+        handle.take(TokenOut("a", 0, 5, finish="length"))
         turns, sizes = 0, []
 
         async def other() -> None:
@@ -83,10 +84,10 @@ def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        async for events in ticket:
+        async for events in handle:
             sizes.append(len(events))
         task.cancel()
         return sizes, turns
 
     sizes, turns = asyncio.run(read())
-    assert sum(sizes) == 1000 and max(sizes) <= tickets._TURN and turns >= len(sizes) - 1
+    assert sum(sizes) == 1000 and max(sizes) <= handles._TURN and turns >= len(sizes) - 1

@@ -28,7 +28,7 @@ def test_thirty_clients_that_do_not_read_hold_nobody_up(monkeypatch: pytest.Monk
         scheduler = tiny().engine.scheduler
         wait_until(lambda: len(scheduler.paused) == 30, 60)
         assert not scheduler.running and not scheduler.waiting
-        waiting = [len(ticket._events) for ticket in served.bridge._tickets.values()]
+        waiting = [len(handle._events) for handle in served.bridge._handles.values()]
         assert len(waiting) == 30 and max(waiting) < 64 + 32
         began = time.monotonic()
         for _ in range(5):

@@ -208,7 +208,7 @@ def test_stop_strings_need_a_tokenizer(random_llm: LLM) -> None:
 
 
 def test_generate_continues_texts_and_ids(llm: LLM) -> None:
-    ids = llm.front.tokenizer.encode("Once upon")
+    ids = llm.chat_processor.tokenizer.encode("Once upon")
     text, tokens = llm.generate(["Once upon"], greedy(9)), llm.generate([ids], greedy(9))
     assert text == tokens and text[0].choices[0].usage.prompt_tokens == len(ids)
     assert llm.generate([]) == []
@@ -262,7 +262,7 @@ def test_on_token_is_not_called_after_it_stopped_the_row(random_llm: LLM) -> Non
 
 
 @pytest.mark.parametrize("wanted", range(1, 8))
-def test_on_token_stops_within_right_guesses_too(random_llm: LLM, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_token_stops_within_right_drafts_too(random_llm: LLM, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = numbers(3, 9, 509)
     plain = random_llm.generate([prompt], greedy(8))[0].choices[0].tokens
     seen: list[int] = []

@@ -49,7 +49,7 @@ def endless(**params: Any) -> SamplingParams:
 
 
 def answers(outputs: Sequence[Output]) -> list[Any]:
-    """All that must not depend on who else asks: what is reused, and guessed, may."""
+    """All that must not depend on who else asks: what is reused, and drafted, may."""
     return [[(choice.text, choice.reasoning, choice.tokens, choice.logprobs, choice.finish, choice.usage.prompt_tokens)
              for choice in output.choices] for output in outputs]
 
@@ -131,7 +131,7 @@ def test_a_hundred_tasks_get_the_answers_of_one_thread(llm: LLM, alone: list[Any
             assert "".join(delta.text for delta in deltas if delta.kind == "content") == stream.output.text
             return answers([stream.output])
         if number % 3 == 1:
-            job = llm.front.chat(question_of(question), params)
+            job = llm.chat_processor.chat(question_of(question), params)
             return answers(await llm.agenerate([job.request.prompt], params))
         return answers([await llm.achat(question, params)])
 

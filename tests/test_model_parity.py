@@ -134,10 +134,10 @@ def check(pair: Pair, tokens: Sequence[int], expected: Tensor, found: Tensor, de
 
 
 def test_the_helper_names_the_first_bad_layer(untied: Pair) -> None:
-    stack = untied.ours.decoder.stack
-    layers = stack.layers
+    weights = untied.ours.decoder.weights
+    layers = weights.layers
     bad = replace(layers[2], post_norm=layers[2].post_norm - 1)
-    decoder = replace(untied.ours.decoder, stack=replace(stack, layers=(*layers[:2], bad, *layers[3:])))
+    decoder = replace(untied.ours.decoder, weights=replace(weights, layers=(*layers[:2], bad, *layers[3:])))
     broken = replace(untied, ours=replace(untied.ours, decoder=decoder))
     tokens = untied.prompt(20)
     with pytest.raises(Mismatch, match="first bad layer of the whole prompt: 2"):

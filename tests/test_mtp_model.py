@@ -81,7 +81,7 @@ class Theirs(nn.Module):
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int]) -> Tensor:
-        """The logits of DEPTH guesses, forced to say the last tokens, [DEPTH, V]: rows up to PROMPT are made of the
+        """The logits of DEPTH drafts, forced to say the last tokens, [DEPTH, V]: rows up to PROMPT are made of the
         trunk's hidden states, later ones of the head's own."""
         states = self.hidden(tokens[:PROMPT])
         before = torch.cat([torch.zeros_like(states[:1]), states])
@@ -168,7 +168,7 @@ def tokens_of(config: ModelConfig, seed: int = 0) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_of_three_guesses_are_transformers(pair: Pair, backend: str) -> None:
+def test_logits_of_three_drafts_are_transformers(pair: Pair, backend: str) -> None:
     _, mtp = pair.mtp(backends()[backend])
     tokens = tokens_of(pair.config)
     expected = pair.theirs.drafts(tokens)
@@ -344,4 +344,4 @@ def test_own_embedding_and_logits_are_used(pair: Pair) -> None:
     mtp = build_head(pair.config, tensors, decoder, None)
     assert not tensors
     assert mtp.embedding is own["mtp.embed_tokens.weight"] and mtp.head is own["mtp.shared_head.head.weight"]
-    assert shared.embedding is decoder.stack.embedding and shared.head is decoder.stack.head
+    assert shared.embedding is decoder.weights.embedding and shared.head is decoder.weights.head

@@ -42,7 +42,7 @@ def model(kind: str) -> Runtime:
 
 
 def with_rings(runtime: Runtime, units: int) -> CacheViews:
-    specs = [layer.mixer.spec for layer in runtime.decoder.stack.layers if isinstance(layer.mixer, GdnWeights)]
+    specs = [layer.mixer.spec for layer in runtime.decoder.weights.layers if isinstance(layer.mixer, GdnWeights)]
     views = [StateView(view.recurrent, view.conv, empty_ring(units, view.conv.dtype, spec))
              for view, spec in zip(runtime.views.states, specs, strict=True)]
     return CacheViews(runtime.views.kv, tuple(views))
@@ -83,7 +83,7 @@ def test_rings_change_no_bit(kind: str, threads: int) -> None:
     views = with_rings(runtime, 3)
     with using(threads=threads):
         ops = moved(runtime).decoder.ops
-    step = ops.step(ops, runtime.decoder.stack, views)
+    step = ops.step(ops, runtime.decoder.weights, views)
     assert step is not None
     where = {1: (0, 0), 2: (0, 0)}
     while min(done for done, _ in where.values()) < len(tokens):
@@ -123,7 +123,7 @@ def test_hidden_states_change_no_bit_of_the_logits(kind: str) -> None:
     logits, hidden = runtime.step(some_logits(batch_of(MIXED, True)))
     assert none is None and hidden is not None and same_bits(logits, wanted)
     assert hidden.shape == (28, SHAPE.hidden_size) and hidden.dtype == torch.float32
-    head = backends()["cpu"].head(hidden, runtime.decoder.stack.head)
+    head = backends()["cpu"].head(hidden, runtime.decoder.weights.head)
     assert same_bits(head[[0, 3, 19, 27]], logits)
     silent = batch_of(MIXED, True)
     silent = replace(silent, logit_tokens=silent.logit_tokens[:0], layout=replace(silent.layout, logits=0))

@@ -62,7 +62,7 @@ def test_l6_answers_are_the_same_after_a_pause(kind: str, when: int) -> None:
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_l6_many_pauses_amid_guesses_change_nothing(every: int) -> None:
+def test_l6_many_pauses_amid_drafts_change_nothing(every: int) -> None:
     request = greedy(PROMPT, 40, temperature=1.0, seed=3, n=2)
     whole = serve(runtime_of(odd_runtime()), [request])
     known = {key: answer.tokens for key, answer in whole.items()}
@@ -76,7 +76,7 @@ def test_l6_many_pauses_amid_guesses_change_nothing(every: int) -> None:
             engine.pause("a")
             assert engine.runtime.cache.rings.free == engine.runtime.cache.rings.size
         assert {key: answer.tokens for key, answer in found.items()} == known
-    assert engine.guessing.drafter and sum(engine.guessing.stats.accepted_at), "nothing was guessed"
+    assert engine.speculator.drafter and sum(engine.speculator.stats.accepted_at), "nothing was drafted"
 
 
 def test_a_paused_request_is_no_work_and_gives_its_place_to_others() -> None:

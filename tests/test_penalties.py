@@ -106,9 +106,9 @@ def story(seed: int) -> Iterator[list[Draw]]:
         for sequence in rng.sample(sequences, rng.randrange(1, len(sequences) + 1)):
             for _ in range(rng.choice([0, 1, 1, 1, 2, 5])):
                 sequence.append(rng.choice([rng.randrange(VOCABULARY), *sequence.tokens[-3:], *sequence.eos]))
-            guesses = tuple(rng.choice([rng.randrange(VOCABULARY), sequence.tokens[0], *sequence.eos])
+            drafts = tuple(rng.choice([rng.randrange(VOCABULARY), sequence.tokens[0], *sequence.eos])
                             for _ in range(rng.choice([0, 0, 3])))
-            draws += [Draw(sequence, guesses[:count]) for count in range(len(guesses) + 1)]
+            draws += [Draw(sequence, drafts[:count]) for count in range(len(drafts) + 1)]
         yield draws
 
 
@@ -152,7 +152,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("vocabulary", [4096, 248_320])
 def test_a_step_costs_what_is_new(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a context of 100,000 tokens, with a bias of half of the vocabulary, and with guesses: milliseconds for 200
+    """At a context of 100,000 tokens, with a bias of half of the vocabulary, and with drafts: milliseconds for 200
     draws, where looking at all tokens would take a minute."""
     looked = counted(monkeypatch)
     params = SamplingParams(repetition_penalty=1.1, presence_penalty=1.0, frequency_penalty=0.1, temperature=0.0,

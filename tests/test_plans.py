@@ -44,7 +44,7 @@ runpy.run_path(sys.argv[2], run_name="__main__")
 
 
 def test_the_scheduler_serves_in_a_process_that_has_no_torch() -> None:
-    """Hundreds of random requests: prefixes, forks, guesses, preemption, pauses, aborts."""
+    """Hundreds of random requests: prefixes, forks, drafts, preemption, pauses, aborts."""
     command = [sys.executable, "-c", WITHOUT_TORCH, "5", str(Path(__file__).with_name("plain_engine.py"))]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
     assert result.returncode == 0, result.stderr
@@ -122,8 +122,8 @@ class Recorder:
 
 
 def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefix hits inside and at the end of pages, forks, guesses right and wrong, preemption, a pause in the middle of
-    a prompt, a prompt known to its end, one that comes back from a tier, and the turn after an answer with guesses."""
+    """Prefix hits inside and at the end of pages, forks, drafts right and wrong, preemption, a pause in the middle of
+    a prompt, a prompt known to its end, one that comes back from a tier, and the turn after an answer with drafts."""
     answer = expected("odd", "greedy")
     engine = Engine(recorder, Scripted({("a", 0): answer.tokens}, PATTERNS["alternating"], 4),  # type: ignore[arg-type]
                     FixedDepth(4))
@@ -149,7 +149,7 @@ def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = drain(engine)["a", 0].tokens
     engine.add(greedy((*answer.prompt, *ended, 7), 4, "turn"))
     assert 0 < drain(engine)["turn", 0].last.usage.cached_tokens - len(answer.prompt) < len(answer.tokens)
-    assert engine.scheduler.preemptions > 0 and engine.guessing.stats.accepted_at[0] > 0
+    assert engine.scheduler.preemptions > 0 and engine.speculator.stats.accepted_at[0] > 0
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:

@@ -133,7 +133,7 @@ def test_chat_turns_resume_at_the_last_stable_boundary() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20)
     messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "What is a river?"}]
     for question in ("And a lake?", "And the sea?", "Which is deepest?"):
-        boundaries = llm.front.chat(messages, params).request.boundaries
+        boundaries = llm.chat_processor.chat(messages, params).request.boundaries
         answer = llm.chat(messages, params).text
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
         output = llm.chat(messages, replace(params, max_tokens=1))

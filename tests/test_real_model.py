@@ -186,7 +186,7 @@ def test_answers_are_those_of_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None
             peer._server(Path(os.environ["LLAMA_CPP"]), smollm2(), 2) as port:
         for question in QUESTIONS:
             text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-            prompt = llm.front.tokenizer.encode(text)
+            prompt = llm.chat_processor.tokenizer.encode(text)
             assert list(prompt) == peer._ask(port, "tokenize", content=text, parse_special=True)["tokens"]
             compare(question, peer._ours(llm, list(prompt)), peer._theirs(port, list(prompt)))
 

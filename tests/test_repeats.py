@@ -1,4 +1,4 @@
-"""An answer that goes round in circles ends there, neither sooner nor later, whatever is guessed."""
+"""An answer that goes round in circles ends there, neither sooner nor later, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def cycle(count: int) -> list[int]:
 
 @pytest.mark.parametrize("depth", [0, 1, 4, 12])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_cut_is_exact_within_guesses(pattern: str, depth: int) -> None:
+def test_the_cut_is_exact_within_drafts(pattern: str, depth: int) -> None:
     drafter = Scripted({("a", 0): cycle(99)}, PATTERNS[pattern], depth)
     engine = Engine(runtime_of(odd_runtime()), drafter, FixedDepth(depth))
     for times in (2, 3):

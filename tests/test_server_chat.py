@@ -37,29 +37,29 @@ def test_an_answer_and_its_usage(served: Served) -> None:
     assert answer.usage.prompt_tokens_details and answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-@pytest.mark.parametrize("guesses", [0, 3])
-def test_a_stream_is_the_answer_in_pieces(served: Served, guesses: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece per token; where tokens are guessed, per step."""
-    monkeypatch.setattr(tiny().engine.guessing, "depth", FixedDepth(guesses))
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_stream_is_the_answer_in_pieces(served: Served, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece per token; where tokens are drafted, per step."""
+    monkeypatch.setattr(tiny().engine.speculator, "depth", FixedDepth(drafts))
     whole = served.client.chat.completions.create(**LIMITS, temperature=0)
     chunks = list(served.client.chat.completions.create(**LIMITS, temperature=0, stream=True))
     assert streamed(chunks) == whole.choices[0].message.content
-    assert len(chunks) > (1 if guesses else 3) and len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) > (1 if drafts else 3) and len({chunk.id for chunk in chunks}) == 1
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk.usage is None for chunk in chunks)
 
 
 @pytest.mark.parametrize("body", [{"messages": USER}, {"prompt": "Once upon a time"}])
-def test_a_request_can_do_without_guesses(served: Served, body: dict[str, Any],
+def test_a_request_can_do_without_drafts(served: Served, body: dict[str, Any],
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny().engine.guessing, "depth", FixedDepth(3))
+    monkeypatch.setattr(tiny().engine.speculator, "depth", FixedDepth(3))
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answers = [served.post(path, **body, temperature=0, max_tokens=12, **more).json()
                for more in ({}, {"speculate": True}, {"speculate": None}, {"speculate": False})]
-    guessed = [sum(answer["usage"]["completion_tokens_details"][f"{kind}_prediction_tokens"]
+    drafted = [sum(answer["usage"]["completion_tokens_details"][f"{kind}_prediction_tokens"]
                    for kind in ("accepted", "rejected")) for answer in answers]
-    assert min(guessed[:3]) > 0 == guessed[3]
+    assert min(drafted[:3]) > 0 == drafted[3]
     assert all(answer["choices"] == answers[0]["choices"] for answer in answers)
 
 
@@ -127,7 +127,7 @@ def test_stop_strings_are_not_part_of_the_answer(served: Served) -> None:
 
 
 def test_logit_bias_forbids_and_forces(served: Served) -> None:
-    token = tiny().front.tokenizer.encode("a")[0]
+    token = tiny().chat_processor.tokenizer.encode("a")[0]
     answer = served.client.chat.completions.create(**LIMITS, temperature=0, logit_bias={str(token): 100})
     assert answer.choices[0].message.content == "a" * 12
 

@@ -22,7 +22,7 @@ def served() -> Iterator[Served]:
 
 def test_text_and_token_ids_are_the_same_prompt(served: Served) -> None:
     text = served.client.completions.create(**LIMITS, prompt="Once upon")
-    ids = served.client.completions.create(**LIMITS, prompt=tiny().front.tokenizer.encode("Once upon"))
+    ids = served.client.completions.create(**LIMITS, prompt=tiny().chat_processor.tokenizer.encode("Once upon"))
     assert text.object == "text_completion" and text.choices[0].text == ids.choices[0].text
     assert text.choices[0].finish_reason == "length" and text.usage and ids.usage
     assert text.usage.total_tokens == ids.usage.total_tokens and ids.usage.prompt_tokens_details
@@ -35,12 +35,13 @@ def test_several_prompts_and_choices_are_numbered_through(served: Served) -> Non
     together = served.client.completions.create(**LIMITS, prompt=prompts, n=2)
     assert [choice.index for choice in together.choices] == list(range(6))
     assert [choice.text for choice in together.choices] == [text for text in alone for _ in range(2)]
-    ids = served.client.completions.create(**LIMITS, prompt=[tiny().front.tokenizer.encode(text) for text in prompts])
+    tokenizer = tiny().chat_processor.tokenizer
+    ids = served.client.completions.create(**LIMITS, prompt=[tokenizer.encode(text) for text in prompts])
     assert [choice.text for choice in ids.choices] == alone
     assert together.usage and together.usage.completion_tokens == 36
 
 
-@pytest.mark.parametrize("prompt", ["Once upon", tiny().front.tokenizer.encode("Once upon")])
+@pytest.mark.parametrize("prompt", ["Once upon", tiny().chat_processor.tokenizer.encode("Once upon")])
 def test_echo(served: Served, prompt: Any) -> None:
     plain = served.client.completions.create(**LIMITS, prompt=prompt).choices[0].text
     echoed = served.client.completions.create(**LIMITS, prompt=prompt, echo=True).choices[0].text
@@ -68,7 +69,7 @@ def test_legacy_logprobs(served: Served, stream: bool) -> None:
     offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
     tops = [top for choice in choices for top in choice.logprobs.top_logprobs or []]
     assert len(tokens) == len(offsets) == len(tops) == 6 and all(token in top for token, top in zip(tokens, tops))
-    tokenizer = tiny().front.tokenizer
+    tokenizer = tiny().chat_processor.tokenizer
     words = [(at, token) for at, token in zip(offsets, tokens) if tokenizer.token_to_id(token) not in tokenizer.special]
     assert all(text[at:].startswith(token) for at, token in words if not token.startswith("bytes:"))
 

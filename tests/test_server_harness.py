@@ -25,7 +25,7 @@ from deltic.errors import RequestError
 from deltic.server.app import create_app
 from deltic.server.bridge import Bridge
 from deltic.server.listen import Server, listen, url_of
-from deltic.text.front import Front
+from deltic.text.chat_processor import ChatProcessor
 from deltic.types import Request, TokenLogprobs, TokenOut, Usage
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -40,10 +40,11 @@ def tiny() -> LLM:
 def limited(model: Any, **limits: Any) -> Any:
     """The model with these fields of Limits; closing it closes nothing."""
     runtime = replace(model.runtime, options=replace(model.runtime.options, limits=Limits(**limits)))
-    front = model.front
+    processor = model.chat_processor
     if limits.get("max_prompt_tokens"):
-        front = Front(front.tokenizer, longest=runtime.memory.max_context, limits=Limits(**limits))
-    return SimpleNamespace(engine=model.engine, worker=model.worker, front=front, runtime=runtime, close=lambda: None)
+        processor = ChatProcessor(processor.tokenizer, longest=runtime.memory.max_context, limits=Limits(**limits))
+    return SimpleNamespace(engine=model.engine, worker=model.worker, chat_processor=processor, runtime=runtime,
+                           close=lambda: None)
 
 
 class Scripted:
@@ -56,7 +57,7 @@ class Scripted:
 
     def play(self, text: str | None, *, error: str | None = None, pause: float = 0.0) -> None:
         """Another script, for an engine at rest."""
-        tokenizer = tiny().front.tokenizer
+        tokenizer = tiny().chat_processor.tokenizer
         self.script = [*tokenizer.encode(text), tokenizer.eos_id] if text is not None else tokenizer.encode("na")[:1]
         self.endless, self.error, self.delay = text is None, error, pause
         self.stats = SimpleNamespace(steps=0)
@@ -125,8 +126,8 @@ class Scripted:
     def model(self, **limits: Any) -> Any:
         """What create_app takes for a model. limits: fields of Limits."""
         worker = Worker(self)  # type: ignore[arg-type]
-        model = limited(SimpleNamespace(engine=self, worker=worker, front=tiny().front, runtime=tiny().runtime),
-                        **limits)
+        model = limited(SimpleNamespace(engine=self, worker=worker, chat_processor=tiny().chat_processor,
+                                        runtime=tiny().runtime), **limits)
         model.close = lambda: worker.stop(5)
         return model
 

@@ -148,8 +148,9 @@ def test_a_second_signal_takes_the_grace_away() -> None:
 def test_big_prompts_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Scripted("one")
     with serving(engine.model()) as served:
-        front = tiny().front
-        monkeypatch.setattr(front, "complete", lambda *given: time.sleep(1) or type(front).complete(front, *given))
+        processor = tiny().chat_processor
+        monkeypatch.setattr(processor, "complete",
+                            lambda *given: time.sleep(1) or type(processor).complete(processor, *given))
         slow = threading.Thread(target=served.post, args=("/v1/completions",), kwargs={"prompt": "x"})
         slow.start()
         time.sleep(0.2)

@@ -145,8 +145,8 @@ def test_the_figures_are_those_of_the_requests(served: Served) -> None:
     assert rose["time_to_first_token_seconds_count"] == rose["queue_time_seconds_count"] == 1
     assert 0 < rose["queue_time_seconds_sum"] < rose["time_to_first_token_seconds_sum"] < 60
     assert rose["requests_finished_total"] == 1 and 2 <= rose["steps_total"] <= 8
-    guessed = usage["completion_tokens_details"]
-    assert rose["steps_total"] == 8 - guessed["accepted_prediction_tokens"]
+    drafted = usage["completion_tokens_details"]
+    assert rose["steps_total"] == 8 - drafted["accepted_prediction_tokens"]
     assert cold.of("cache_checkpoints", tier="device") == before.of("cache_checkpoints", tier="device") + 2
     usage = complete(served, [*range(100, 150), 7, 8, 9], 5)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 50

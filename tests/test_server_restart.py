@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 OPTIONS = ("--port", "0", "--threads", "1", "--memory", "64MiB", "--max-context", "2048")
-SYSTEM = "You are a careful assistant who answers in one short sentence and never guesses."
+SYSTEM = "You are a careful assistant who answers in one short sentence and never drafts."
 
 
 @contextmanager

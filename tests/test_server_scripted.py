@@ -194,7 +194,7 @@ def test_an_engine_error_is_a_500_or_an_error_event() -> None:
 
 
 def test_a_long_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.server.ticket.QUIET", 0.05)
+    monkeypatch.setattr("deltic.server.request_handle.QUIET", 0.05)
     with scripted("ab", pause=0.3) as (served, _):
         text = served.post("/v1/chat/completions", messages=USER, stream=True).text
         assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(served, stream=True)) == "ab"

@@ -38,8 +38,8 @@ def test_a_session_verifies_and_accepts(model: str) -> None:
         count = rng.randint(1, min(6, ANSWER - 1 - done))
         right = rng.randint(0, count)
         wanted = answer.tokens[done:done + count]
-        guessed = [*wanted[:right], *((token + 1) % 500 for token in wanted[right:])]
-        logits = session.verify(guessed)
+        drafted = [*wanted[:right], *((token + 1) % 500 for token in wanted[right:])]
+        logits = session.verify(drafted)
         session.accept(right)
         parts.append(logits[:right])
         done += right
@@ -76,10 +76,10 @@ def test_a_session_drafts_with_the_head() -> None:
     logits, right, steps = session.prefill(prompt), 0, 0
     while session.position < len(prompt) + 12:
         token = int(logits.argmax())
-        guesses = session.draft(token, 3)
-        rows = session.verify([token, *guesses])
+        drafts = session.draft(token, 3)
+        rows = session.verify([token, *drafts])
         count = 0
-        while count < 3 and int(rows[count].argmax()) == guesses[count]:
+        while count < 3 and int(rows[count].argmax()) == drafts[count]:
             count += 1
         session.accept(1 + count)
         logits, right, steps = rows[count], right + count, steps + 1
@@ -148,11 +148,11 @@ def test_only_what_was_verified_right_before_is_accepted(after: Callable[[Sessio
 
 
 @pytest.mark.parametrize("runtime", [headed, embedded_with_head])
-def test_guesses_at_the_start_depend_on_nothing_before(runtime: Callable[[], Runtime]) -> None:
+def test_drafts_at_the_start_depend_on_nothing_before(runtime: Callable[[], Runtime]) -> None:
     session = session_over(runtime())
     fresh = session.draft(7, 3)
     for start in (3, 4):
         session.prefill(numbers(start, 30, 400))
         session.reset()
         assert session.draft(7, 3) == fresh
-    assert any(fresh), "a state that nobody wrote is NaN, which guesses token 0"
+    assert any(fresh), "a state that nobody wrote is NaN, which drafts token 0"

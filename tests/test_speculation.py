@@ -1,5 +1,5 @@
-"""L6: guesses change the speed of an answer, never the answer, whoever makes them, however wrong they are, whatever the
-cache knows and whoever else is there; L3: a rejected guess leaves no trace."""
+"""L6: drafts change the speed of an answer, never the answer, whoever makes them, however wrong they are, whatever the
+cache knows and whoever else is there; L3: a rejected draft leaves no trace."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from deltic.types import MAX_DRAFTS, Request, SamplingParams, TokenOut
 
 @dataclass(frozen=True)
 class Case:
-    """One point: `depth` guesses a step of this pattern; what the cache knows; requests at once; tokens a step."""
+    """One point: `depth` drafts a step of this pattern; what the cache knows; requests at once; tokens a step."""
 
     model: str
     pattern: str
@@ -97,7 +97,7 @@ def engine_of(case: Case, place: Path) -> tuple[Engine, Scripted | None]:
 
 
 def before(case: Case, engine: Engine) -> None:
-    """What the cache knows was answered with guesses too."""
+    """What the cache knows was answered with drafts too."""
     prompt = expected(case.model, case.params).prompt
     known = {"warm": 64, "exact": PROMPT, "from disk": 64}.get(case.story, 0)
     if known:
@@ -134,7 +134,7 @@ class Nothing:
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
-def test_l6_same_tokens_whatever_is_guessed(case: Case, tmp_path: Path) -> None:
+def test_l6_same_tokens_whatever_is_drafted(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
@@ -159,16 +159,16 @@ def check(case: Case, tmp_path: Path) -> None:
         else:
             assert answers["seen", choice].tokens == list(answer.tokens)
     usage, length = usage_of(answers, "seen"), len(expected(case.model, case.params).tokens)
-    # else there may be no room for guesses beside prompts and the guesses of the request before it
+    # else there may be no room for drafts beside prompts and the drafts of the request before it
     if case.pattern != "ngram" and (case.batch == 1 or case.budget == 64):
-        assert usage.drafted_tokens > 0 and engine.guessing.stats.drafted_at[0] > 0
+        assert usage.drafted_tokens > 0 and engine.speculator.stats.drafted_at[0] > 0
     if case.pattern == "wrong":
         assert usage.accepted_tokens == 0
     if case.pattern == "head" and usage.drafted_tokens:  # it shares the noise of draws with the model, nothing else
         share = 1 if PARAMS[case.params].temperature else 0.5
         assert usage.accepted_tokens < share * usage.drafted_tokens
     if case.pattern == "right" and case.story != "forked" and case.budget >= case.batch * (case.depth + 1):
-        # every step brings one token that was not guessed, but for a last one that is cut short by the answer's end
+        # every step brings one token that was not drafted, but for a last one that is cut short by the answer's end
         steps, rest = divmod(length - 1, case.depth + 1)
         assert usage.accepted_tokens == length - 1 - steps - (rest > 0 and case.params != "matcher")
     if case.pattern == "itself" and case.budget >= case.batch * (case.depth + 1):
@@ -194,13 +194,13 @@ def test_logprobs_are_the_models(pattern: str) -> None:
     assert len(found) == ANSWER and float((found - wanted).abs().max()) < 2e-3
 
 
-# Ends within guesses
+# Ends within drafts
 
 
 @pytest.mark.parametrize("place", range(1, 9))
 @pytest.mark.parametrize("depth", [3, 7])
-def test_a_stop_within_right_guesses_cuts_there(place: int, depth: int) -> None:
-    """The state that is kept is that of the answer, and of no guess behind its end."""
+def test_a_stop_within_right_drafts_cuts_there(place: int, depth: int) -> None:
+    """The state that is kept is that of the answer, and of no draft behind its end."""
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     stop = answer.tokens[place]
     end = answer.tokens.index(stop)
@@ -220,7 +220,7 @@ def test_a_stop_within_right_guesses_cuts_there(place: int, depth: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 9])
-def test_the_limit_cuts_guesses(limit: int) -> None:
+def test_the_limit_cuts_drafts(limit: int) -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
     engine.add(greedy(answer.prompt, limit))
@@ -237,7 +237,7 @@ def test_a_matcher_sees_accepted_tokens_alone() -> None:
         assert answers["a", 0].tokens == list(answer.tokens[:3]) and answers["a", 0].last.finish == "stop"
 
 
-def test_minimum_length_holds_within_guesses() -> None:
+def test_minimum_length_holds_within_drafts() -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     stop = answer.tokens[4]
     engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
@@ -248,7 +248,7 @@ def test_minimum_length_holds_within_guesses() -> None:
 
 
 @pytest.mark.parametrize("place", range(2, 7))
-def test_a_right_guess_that_ends_the_answer_is_a_right_one(place: int) -> None:
+def test_a_right_draft_that_ends_the_answer_is_a_right_one(place: int) -> None:
     """And those after it are not counted: neither right nor wrong."""
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["right"], 4), FixedDepth(4))
@@ -257,24 +257,24 @@ def test_a_right_guess_that_ends_the_answer_is_a_right_one(place: int) -> None:
         engine.add(greedy(answer.prompt, ANSWER, stop_token_ids=(answer.tokens[place],)))
         usage = usage_of(drain(engine))
         assert usage.accepted_tokens == usage.drafted_tokens == place - place // 5
-    assert engine.guessing.stats.drafted_at == engine.guessing.stats.accepted_at
-    assert min(engine.guessing._usual.shares) >= 0.8, "it was never wrong"
+    assert engine.speculator.stats.drafted_at == engine.speculator.stats.accepted_at
+    assert min(engine.speculator._usual.shares) >= 0.8, "it was never wrong"
 
 
-def test_guesses_after_a_wrong_one_that_ends_the_answer_are_not_counted() -> None:
+def test_drafts_after_a_wrong_one_that_ends_the_answer_are_not_counted() -> None:
     runtime, answer, place = odd_runtime(), expected("odd", "greedy"), 5
     engine = Engine(runtime_of(runtime), Scripted({("a", 0): answer.tokens}, PATTERNS["wrong"], 4), FixedDepth(4))
     engine.add(greedy(answer.prompt, ANSWER, stop_token_ids=(answer.tokens[place],)))
     usage = usage_of(drain(engine))
     assert (usage.accepted_tokens, usage.drafted_tokens) == (0, 4 * (place - 1) + 1)
-    assert sum(engine.guessing.stats.drafted_at) == usage.drafted_tokens
+    assert sum(engine.speculator.stats.drafted_at) == usage.drafted_tokens
 
 
 # Pressure, and who may not
 
 
 @pytest.mark.parametrize(("pages", "seed"), [(10, 0), (12, 0), (10, 2), (12, 2)])
-def test_who_is_preempted_comes_back_without_guesses(pages: int, seed: int) -> None:
+def test_who_is_preempted_comes_back_without_drafts(pages: int, seed: int) -> None:
     """It may be back in the very step that it was to verify them in, and without a replay ring."""
     rng = random.Random(seed)
     requests = [replace(greedy(numbers(1000 * seed + index, rng.randint(10, 60), 509), rng.randint(8, 70), f"r{index}"),
@@ -290,9 +290,9 @@ def test_who_is_preempted_comes_back_without_guesses(pages: int, seed: int) -> N
         same_tokens(wanted, answers[request.id, 0].tokens)
 
 
-def test_a_prompt_that_was_read_again_amid_guesses_is_kept_with_its_own_logits() -> None:
+def test_a_prompt_that_was_read_again_amid_drafts_is_kept_with_its_own_logits() -> None:
     """The second request is preempted after its first token. The chunk in which it reads the prompt's end again is not
-    its last, so that the state there is kept in the step after it, which has guesses."""
+    its last, so that the state there is kept in the step after it, which has drafts."""
     runtime, prompt = odd_runtime(), numbers(7, 48, 509)
     answer = reference(runtime, prompt, 12)
     drafter = Scripted({("second", 0): answer.tokens}, PATTERNS["right"], 3)
@@ -311,7 +311,7 @@ def test_a_prompt_that_was_read_again_amid_guesses_is_kept_with_its_own_logits()
 
 
 @pytest.mark.parametrize("depth", [4, 12])
-def test_prompts_do_not_wait_for_guesses(depth: int) -> None:
+def test_prompts_do_not_wait_for_drafts(depth: int) -> None:
     runtime, steps = odd_runtime(), []
     for drafts in (0, depth):
         engine = Engine(runtime_of(runtime, budget=64, pages=500), Scripted({}, PATTERNS["wrong"], 12),
@@ -325,7 +325,7 @@ def test_prompts_do_not_wait_for_guesses(depth: int) -> None:
     assert steps[1] <= 2 * steps[0] + 1
 
 
-def test_without_rings_nothing_is_guessed() -> None:
+def test_without_rings_nothing_is_drafted() -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     small = runtime_of(runtime)
     plain = replace(small.pools, rings=None)
@@ -353,7 +353,7 @@ def test_preempted_sequences_go_on(pattern: str) -> None:
 # The comparison must notice
 
 
-@pytest.mark.parametrize("bug", ["leaked guess", "lost token", "stale ring"])
+@pytest.mark.parametrize("bug", ["leaked draft", "lost token", "stale ring"])
 def test_l6_the_comparison_notices(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, answer = odd_runtime(), expected("odd", "greedy")
     small = runtime_of(runtime)
@@ -364,7 +364,7 @@ def test_l6_the_comparison_notices(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         commit(lease, tokens, base)
         if base is not None and bug == "lost token" and lease.behind > 1:
             lease.behind -= 1
-        if base is not None and bug == "leaked guess" and lease.done % 5 == 0:
+        if base is not None and bug == "leaked draft" and lease.done % 5 == 0:
             pools = cache.pools
             assert pools.rings is not None
             pools.rings[2][:, :, (lease.done - 1) % 16] *= 1.5

@@ -1,7 +1,7 @@
-"""L6 and L3 in random stories: requests of every kind come, are aborted and push each other out while guesses are made
-for some of them; each must answer what it answers alone without guesses.
+"""L6 and L3 in random stories: requests of every kind come, are aborted and push each other out while drafts are made
+for some of them; each must answer what it answers alone without drafts.
 
-Other tests put two things beside each other by hand. What is left goes wrong where three or four meet: guesses made in
+Other tests put two things beside each other by hand. What is left goes wrong where three or four meet: drafts made in
 the very step in which their sequence is sent back to wait, a prompt read again that ends where the step's budget does.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from deltic.cache.hybrid import HybridCache
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth, FixedDepth
 from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import Drafter, HeadDrafter, NgramDrafter, Wants
+from deltic.engine.drafters import Drafter, MtpDrafter, NgramDrafter, Wants
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
@@ -31,13 +31,13 @@ from deltic.engine.session import Session
 from deltic.types import PAGE
 
 PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime}
-"""Who answers the same: a head guesses, and leaves the rest as it is."""
+"""Who answers the same: a head drafts, and leaves the rest as it is."""
 OTHER = {"odd": qwen3_runtime, "headed": qwen3_runtime, "qwen3": odd_runtime}
 TOLERANCE, FAST, FLYING, SLOW, GROUP = 2e-3, (*range(50, 120), 412), range(1500, 1540), 1500, 50
 
 
 def alone(story: Story) -> Answers:
-    """What its requests answer one by one, without guesses, with nothing kept from one to the next."""
+    """What its requests answer one by one, without drafts, with nothing kept from one to the next."""
     room = Room(3, 512, 4 * story.room.context // PAGE, story.room.context, slots=4, rings=0, reuse=False)
     runtime, answers = room.furnish(PLAIN[story.model]()), Answers()
     for request in story.requests:
@@ -46,24 +46,24 @@ def alone(story: Story) -> Answers:
     return {(name, choice): answers[name.removesuffix(AGAIN), choice] for name, choice in story.choices}
 
 
-def guesser_of(kind: str, story: Story, runtime: Runtime, wanted: Answers) -> Drafter:
-    limit, pattern = story.guessing.limit, PATTERNS[story.guessing.pattern]
+def drafter_of(kind: str, story: Story, runtime: Runtime, wanted: Answers) -> Drafter:
+    limit, pattern = story.speculator.limit, PATTERNS[story.speculator.pattern]
     if kind == "scripted":
         return Scripted({who: answer.tokens for who, answer in wanted.items()}, pattern, limit, VOCABULARY)
     if kind == "ngram":
         return NgramDrafter(limit)
     if kind == "head":
-        assert runtime.head
-        return HeadDrafter(runtime, runtime.head, limit)
+        assert runtime.mtp_runner
+        return MtpDrafter(runtime, runtime.mtp_runner, limit)
     model = PLAIN[story.model] if kind == "itself" else OTHER[story.model]
-    return ModelDrafter(story.guessing.room.furnish(model()), VOCABULARY, limit)
+    return ModelDrafter(story.speculator.room.furnish(model()), VOCABULARY, limit)
 
 
 @dataclass
 class Several:
-    """Guessers of which each sequence has another in every step, or none; with the call `breaks` all fail."""
+    """Drafters of which each sequence has another in every step, or none; with the call `breaks` all fail."""
 
-    guessers: Sequence[Drafter]
+    drafters: Sequence[Drafter]
     limit: int
     draw: Random
     breaks: int | None
@@ -72,18 +72,18 @@ class Several:
     def draft(self, wants: Wants) -> list[list[int]]:
         self.calls += 1
         if self.calls == self.breaks:
-            raise RuntimeError("the guessers of this story fail")
-        guesses: list[list[int]] = [[] for _ in wants]
-        asked = [self.draw.choice([*range(len(self.guessers))] * 5 + [-1]) for _ in wants]
+            raise RuntimeError("the drafters of this story fail")
+        drafts: list[list[int]] = [[] for _ in wants]
+        asked = [self.draw.choice([*range(len(self.drafters))] * 5 + [-1]) for _ in wants]
         for number in sorted({*asked} - {-1}):
             mine = [index for index, other in enumerate(asked) if other == number]
-            for index, found in zip(mine, self.guessers[number].draft([wants[index] for index in mine]), strict=True):
-                guesses[index] = found
-        return guesses
+            for index, found in zip(mine, self.drafters[number].draft([wants[index] for index in mine]), strict=True):
+                drafts[index] = found
+        return drafts
 
     def forget(self, sequence: Running) -> None:
-        for guesser in self.guessers:
-            guesser.forget(sequence)
+        for drafter in self.drafters:
+            drafter.forget(sequence)
 
 
 @dataclass
@@ -120,15 +120,15 @@ class Stage:
     @classmethod
     def of(cls, story: Story, place: str, ahead: bool = False) -> Stage:
         """ahead: steps are launched while others are in flight, with as many slots beside the room's as that takes."""
-        guessing, draw, wanted = story.guessing, Random(story.seed), alone(story)
+        drafting, draw, wanted = story.speculator, Random(story.seed), alone(story)
         room = replace(story.room, slots=story.room.slots + story.room.batch) if ahead else story.room
         runtime = room.furnish(MODELS[story.model](), place)
-        guessers = [guesser_of(kind, story, runtime, wanted) for kind in guessing.guessers]
-        depths: dict[str, Depth] = {"fixed": FixedDepth(guessing.limit), "adaptive": Clockwork(guessing.limit),
-                                    "fickle": Fickle(guessing.limit, draw)}
-        engine = Engine(runtime, Several(guessers, guessing.limit, draw, guessing.breaks), depths[guessing.depth],
+        drafters = [drafter_of(kind, story, runtime, wanted) for kind in drafting.drafters]
+        depths: dict[str, Depth] = {"fixed": FixedDepth(drafting.limit), "adaptive": Clockwork(drafting.limit),
+                                    "fickle": Fickle(drafting.limit, draw)}
+        engine = Engine(runtime, Several(drafters, drafting.limit, draw, drafting.breaks), depths[drafting.depth],
                         ahead)
-        drafts = [guesser._runtime.cache for guesser in guessers if isinstance(guesser, ModelDrafter)]
+        drafts = [drafter._runtime.cache for drafter in drafters if isinstance(drafter, ModelDrafter)]
         return cls(story, engine, drafts, wanted, session_over(PLAIN[story.model](), batch=1))
 
     def tell(self) -> None:
@@ -145,7 +145,7 @@ class Stage:
             time += 1
         rings = self.engine.runtime.cache.rings
         assert rings.free == rings.size
-        assert self.engine.guessing.drafter is None or all(cache.at_rest for cache in self.drafts)
+        assert self.engine.speculator.drafter is None or all(cache.at_rest for cache in self.drafts)
         self.engine.close()
 
     def intervene(self, time: int) -> None:
@@ -181,13 +181,13 @@ class Stage:
     @property
     def happened(self) -> Counter[str]:
         stats, tiers = self.engine.stats, self.engine.runtime.cache.tiers
-        guesses = self.engine.guessing.stats
-        accepted, drafted = sum(guesses.accepted_at), sum(guesses.drafted_at)
+        drafts = self.engine.speculator.stats
+        accepted, drafted = sum(drafts.accepted_at), sum(drafts.drafted_at)
         return Counter({
             "preempted": self.engine.scheduler.preemptions, "accepted": accepted, "rejected": drafted - accepted,
             "aborted": sum(answer.last.finish == "abort" for answer in self.answers.values()),
             "reused": stats.reused_tokens, "restored": sum(tier.hits for tier in tiers),
-            "ahead": stats.ahead, "broken": int(self.engine.guessing.drafter is None), "paused": self.pauses})
+            "ahead": stats.ahead, "broken": int(self.engine.speculator.drafter is None), "paused": self.pauses})
 
 
 def same(wanted: Answer, found: Answer, aborted: bool) -> None:
@@ -223,7 +223,7 @@ def tell(seeds: Sequence[int], ahead: bool = False) -> Counter[str]:
 
 
 def test_some_stories() -> None:
-    """Everything happens in them that could go wrong. 59 and 412 are told because they did: the first when guesses
+    """Everything happens in them that could go wrong. 59 and 412 are told because they did: the first when drafts
     outlived their sequence's preemption, the second when logits were kept with the state before them."""
     happened = tell(FAST)
     assert all(happened[what] > 2 for what in ("preempted", "accepted", "rejected", "aborted", "reused", "restored",

@@ -25,7 +25,7 @@ ASKED: list[dict[str, Any]] = [
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """How many tokens were routed, and how many were turned into text."""
     counts = Counter[str]()
-    assert not tiny().front.tokenizer.composes  # found out once
+    assert not tiny().chat_processor.tokenizer.composes  # found out once
 
     def counting(kind: type, name: str) -> None:
         method = getattr(kind, name)
@@ -76,25 +76,26 @@ def test_a_caller_routes_every_token_once(stop: tuple[str, ...], budget: int | N
 @pytest.mark.parametrize("stop", [(), ("Hello there",)])
 def test_an_answer_that_its_reader_stops_has_no_more_than_was_read(stop: tuple[str, ...]) -> None:
     """The engine has gone on meanwhile, and held another beginning of a stop string back."""
-    front = tiny().front
-    job = front.complete("x", SamplingParams(stop=stop))
-    tokens = front.tokenizer.encode("Hey: Hello here")
+    processor = tiny().chat_processor
+    job = processor.complete("x", SamplingParams(stop=stop))
+    tokens = processor.tokenizer.encode("Hey: Hello here")
     ahead = job.request.matcher() if job.request.matcher else None
     assert [ahead.push(token) for token in tokens] == [False] * len(tokens) if ahead else not stop
     answers = Answers([job])
-    read = len(front.tokenizer.encode("Hey: Hel"))
+    read = len(processor.tokenizer.encode("Hey: Hel"))
     answers.take([TokenOut(job.request.id, 0, token) for token in tokens[:read]])
     answers.stop(0)
     answers.take([TokenOut(job.request.id, 0, tokens[read])])
     answers.take([TokenOut(job.request.id, 0, tokens[-1], finish="length", usage=Usage(1, 0, len(tokens)))])
     output = answers.outputs[0]
-    assert output and output.text == front.tokenizer.decode(tokens[:read]) and output.choices[0].finish == "abort"
+    assert output and output.text == processor.tokenizer.decode(tokens[:read]) and output.choices[0].finish == "abort"
     assert output.choices[0].usage.completion_tokens == read == answers.tokens
 
 
 def test_what_is_streamed_is_not_kept_but_for_what_is_remembered() -> None:
-    for job, kept in ((tiny().front.complete("x"), False), (tiny().front.chat(USER), True)):
+    for job, kept in ((tiny().chat_processor.complete("x"), False), (tiny().chat_processor.chat(USER), True)):
         answers = Answers([job], whole=False)
-        pieces = answers.take([TokenOut(job.request.id, 0, token) for token in tiny().front.tokenizer.encode("Yes")])
+        tokens = tiny().chat_processor.tokenizer.encode("Yes")
+        pieces = answers.take([TokenOut(job.request.id, 0, token) for token in tokens])
         assert "".join(delta.text for delta in pieces[0].deltas) == "Yes"
         assert bool(answers._growing[0].said) == kept

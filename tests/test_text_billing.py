@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deltic.errors import RequestError
-from deltic.text.front import Front
+from deltic.text.chat_processor import ChatProcessor
 from deltic.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_directory(Path(__file__).parents[1] / "deltic" / "models" / "tiny")
@@ -28,8 +28,8 @@ def test_billing_headers_are_removed(content: Any, role: str) -> None:
     messages = [{"role": role, "content": content}, {"role": "user", "content": "Hi"}]
     given = json.dumps(messages)
     clean = [{"role": "system", "content": "Be brief."}, messages[1]]
-    front = Front(TOKENIZER, strip_billing_header=True)
-    assert front.chat(messages).request.prompt == front.chat(clean).request.prompt
+    processor = ChatProcessor(TOKENIZER, strip_billing_header=True)
+    assert processor.chat(messages).request.prompt == processor.chat(clean).request.prompt
     assert json.dumps(messages) == given
 
 
@@ -40,15 +40,16 @@ def test_billing_headers_are_removed(content: Any, role: str) -> None:
      {"role": "user", "content": [HEADER]}],
 ])
 def test_only_the_very_beginning_of_a_system_message_is_touched(messages: Any, caplog: Any) -> None:
-    stripped = Front(TOKENIZER, strip_billing_header=True).chat(messages).request
-    assert stripped.prompt == Front(TOKENIZER).chat(messages).request.prompt and not caplog.records
+    stripped = ChatProcessor(TOKENIZER, strip_billing_header=True).chat(messages).request
+    assert stripped.prompt == ChatProcessor(TOKENIZER).chat(messages).request.prompt and not caplog.records
 
 
 def test_a_header_that_is_kept_is_warned_about_once(caplog: Any) -> None:
-    front = Front(TOKENIZER)
+    processor = ChatProcessor(TOKENIZER)
     with caplog.at_level(logging.WARNING, "deltic"):
         for _ in range(3):
-            job = front.chat([{"role": "system", "content": HEADER + "\nBe brief."}, {"role": "user", "content": "Hi"}])
+            job = processor.chat([{"role": "system", "content": HEADER + "\nBe brief."},
+                                  {"role": "user", "content": "Hi"}])
     assert [("--strip-billing-header" in record.message) for record in caplog.records] == [True]
     assert "billing" in TOKENIZER.decode(job.request.prompt)
 
@@ -57,4 +58,4 @@ def test_a_header_that_is_kept_is_warned_about_once(caplog: Any) -> None:
                                       [{"role": ["system"], "content": []}]])
 def test_wrong_messages_are_still_refused(messages: Any) -> None:
     with pytest.raises(RequestError):
-        Front(TOKENIZER, strip_billing_header=True).chat(messages)
+        ChatProcessor(TOKENIZER, strip_billing_header=True).chat(messages)

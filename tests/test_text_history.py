@@ -20,8 +20,8 @@ from tokenizers import normalizers
 from deltic.errors import ConfigError, RequestError
 from deltic.text.answers import Answers
 from deltic.text.chat import spell
+from deltic.text.chat_processor import ChatProcessor, Job
 from deltic.text.deltas import Answer
-from deltic.text.front import Front, Job
 from deltic.text.notes import unpack
 from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ class Store:
 class Talk:
     """A client and what it was told. returns: it sends reasoning back. size: of the model's tokens in characters."""
 
-    front: Front
+    processor: ChatProcessor
     mode: str | None = None
     thinking: bool = False
     returns: bool = True
@@ -109,7 +109,7 @@ class Talk:
     size: int = 1
 
     def ask(self, sampling: SamplingParams = SamplingParams(), **variables: Any) -> Job:
-        return self.front.chat(self.messages, sampling, tools=self.tools, history=self.mode,
+        return self.chat_processor.chat(self.messages, sampling, tools=self.tools, history=self.mode,
                                variables={"enable_thinking": self.thinking} | variables)
 
     def say(self, text: str) -> Job:
@@ -134,8 +134,8 @@ class Talk:
 
     def restart(self, store: Store, template: str = TINY_TEMPLATE) -> None:
         """The front of a new process."""
-        self.front.flush()
-        self.front = Front(TOKENIZER, template, notes=store)
+        self.chat_processor.flush()
+        self.chat_processor = ChatProcessor(TOKENIZER, template, notes=store)
 
     def result(self, text: str) -> Job:
         self.messages.append({"role": "tool", "tool_call_id": "1", "content": text})
@@ -162,7 +162,7 @@ def reserialised(arguments: str) -> str:
 
 
 def talk(mode: str | None = None, thinking: bool = False, template: str = TINY_TEMPLATE, **more: Any) -> Talk:
-    return Talk(Front(TOKENIZER, template, notes=more.pop("notes", None)), mode, thinking, **more)
+    return Talk(ChatProcessor(TOKENIZER, template, notes=more.pop("notes", None)), mode, thinking, **more)
 
 
 def agent(client: Talk, turns: int = 20, steps: int = 3) -> Iterator[tuple[str, Job, Job, list[int]]]:
@@ -241,10 +241,10 @@ def test_auto_asks_the_template() -> None:
 
 def test_modes_are_checked() -> None:
     with pytest.raises(ConfigError, match="auto, template, preserve") as wrong:
-        Front(TOKENIZER, history="all")
+        ChatProcessor(TOKENIZER, history="all")
     assert wrong.value.option == "history"
     with pytest.raises(RequestError, match="auto, template, preserve") as refused:
-        Front(TOKENIZER).chat([{"role": "user", "content": "Hi"}], history="none")
+        ChatProcessor(TOKENIZER).chat([{"role": "user", "content": "Hi"}], history="none")
     assert refused.value.field == "history"
 
 
@@ -275,7 +275,7 @@ def test_every_choice_can_be_continued() -> None:
     client = talk("preserve", True)
     job = client.say("Choose")
     for text in ("red", "green", "blue"):
-        twin = Talk(client.front, "preserve", True, messages=client.messages[:])
+        twin = Talk(client.chat_processor, "preserve", True, messages=client.messages[:])
         twin.hear(job, text)
         after = twin.say("Why?")
         assert shared(job, after, twin.answer_ids) == len(job.request.prompt) + len(twin.answer_ids)
@@ -301,12 +301,12 @@ def test_damaged_notes_are_no_notes(mode: str) -> None:
     client = talk(mode, True, notes=store)
     list(agent(client, turns=3))
     plain = build_prompt(ChatTemplate(TINY_TEMPLATE), TOKENIZER, client.messages, TOOLS, {"enable_thinking": True})
-    client.front.flush()
+    client.chat_processor.flush()
     sound = dict(store.notes)
     for damage in (lambda data: b"", lambda data: data[:-3], lambda data: data[:40], lambda data: b"x" + data,
                    lambda data: data[:60] + b"\0" + data[61:], lambda data: next(iter(sound.values()))[:-4]):
         store.notes = {key: damage(data) for key, data in sound.items()}
-        client.front = Front(TOKENIZER, TINY_TEMPLATE, notes=store)
+        client.chat_processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=store)
         assert client.ask().request.prompt == plain.ids
 
 
@@ -351,8 +351,8 @@ def test_what_does_not_fit_is_rendered() -> None:
     client.hear(first, "Hello")
     whole = len(client.say("And?").request.prompt)
     for longest, kept in ((whole + 1, True), (whole, False)):
-        front = Front(TOKENIZER, TINY_TEMPLATE, longest=longest)
-        client = Talk(front, "preserve", True, returns=False)
+        processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, longest=longest)
+        client = Talk(processor, "preserve", True, returns=False)
         client.hear(client.say("Hi"), "Hello")
         prompt = client.say("And?").request.prompt
         assert ("Let me" in TOKENIZER.decode(prompt)) == (len(prompt) == whole) == kept
@@ -373,7 +373,7 @@ def unremembered(text: str, finish: str, sampling: SamplingParams = SamplingPara
     client = talk("preserve", True, tools=TOOLS, messages=[{"role": "user", "content": "Hi"}], notes=(store := Store()))
     job = client.ask(sampling)
     finished(job, [*cut_small(text), *tail], finish)
-    client.front.flush()
+    client.chat_processor.flush()
     notes = [unpack(key, data, TOKENIZER.vocab_size) for key, data in store.notes.items()]
     assert all(note and note.digest for note in notes)
     return not any(note and note.ids for note in notes)
@@ -440,10 +440,10 @@ def test_a_later_answer_tells_which_of_two_earlier_ones_was_meant() -> None:
 
 
 def test_threads_may_share_it() -> None:
-    front, failed = Front(TOKENIZER, TINY_TEMPLATE), []
+    processor, failed = ChatProcessor(TOKENIZER, TINY_TEMPLATE), []
 
     def work(name: str) -> None:
-        client = Talk(front, "preserve", True, messages=[{"role": "system", "content": name}])
+        client = Talk(processor, "preserve", True, messages=[{"role": "system", "content": name}])
         last = client.say("Go")
         for turn in range(15):
             client.hear(last, f"{name} {turn}")
@@ -479,8 +479,8 @@ def test_known_ids_are_taken_up_to_a_special_token() -> None:
 def test_a_tokenizer_that_composes_characters(mode: str) -> None:
     tokenizer = Tokenizer.from_directory(TINY)
     tokenizer._backend.normalizer = normalizers.NFC()
-    front = Front(tokenizer, TINY_TEMPLATE)
-    client = Talk(front, mode, True, tools=TOOLS, messages=[{"role": "system", "content": "cafe\u0301 " * 20}])
+    processor = ChatProcessor(tokenizer, TINY_TEMPLATE)
+    client = Talk(processor, mode, True, tools=TOOLS, messages=[{"role": "system", "content": "cafe\u0301 " * 20}])
     first = client.say("re\u0301sume\u0301")
     client.hear(first, "Here: e\u0301\n\n" + CALL.format(line=1))
     after = client.result("u\u0308")
@@ -507,10 +507,10 @@ def spoken(reasoning: str, content: str, calls: list[dict[str, str]]) -> str:
        st.sampled_from([TOOLS, UNTYPED]), st.booleans())
 def test_random_conversations(data: st.DataObject, mode: str, template: str, tools: Any, returns: bool) -> None:
     """Spliced prompts say what the template renders, and nothing fails that would not fail without history."""
-    front, variables = Front(TOKENIZER, template), {"enable_thinking": True}
+    processor, variables = ChatProcessor(TOKENIZER, template), {"enable_thinking": True}
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
     for _ in range(data.draw(st.integers(1, 4))):
-        job = front.chat(messages, tools=tools, variables=variables, history=mode)
+        job = processor.chat(messages, tools=tools, variables=variables, history=mode)
         found = finished(job, cut_small(spoken(*data.draw(answers))), data.draw(st.sampled_from(["stop", "length"])))
         message: dict[str, Any] = {"role": "assistant", "content": found.content}
         if returns:
@@ -520,7 +520,7 @@ def test_random_conversations(data: st.DataObject, mode: str, template: str, too
                                      for call in found.calls]
         following = data.draw(st.sampled_from([("user", "And?"), ("tool", "ok")]))
         messages = [*messages, message, {"role": following[0], "content": following[1]}]
-        after = front.chat(messages, tools=tools, variables=variables, history=mode)
+        after = processor.chat(messages, tools=tools, variables=variables, history=mode)
         text = TOKENIZER.decode(after.request.prompt, skip_special=False)
         plain = build_prompt(ChatTemplate(template), TOKENIZER, messages, tools, variables).text
         if mode == "template":
@@ -543,7 +543,7 @@ def test_strange_arguments_and_schemas_fail_nothing(calls: list[Any], properties
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [
         {"function": {"name": "f", "arguments": arguments}} for arguments in calls]}]
     plain = build_prompt(ChatTemplate(TINY_TEMPLATE), TOKENIZER, messages, tools)
-    assert Front(TOKENIZER, TINY_TEMPLATE).chat(messages, tools=tools).request.prompt == plain.ids
+    assert ChatProcessor(TOKENIZER, TINY_TEMPLATE).chat(messages, tools=tools).request.prompt == plain.ids
 
 
 def test_a_template_that_wants_typed_arguments_still_gets_them() -> None:

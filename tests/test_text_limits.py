@@ -12,7 +12,7 @@ import pytest
 from deltic.config import Limits
 from deltic.errors import BusyError, LongPromptError, RequestError, TemplateError
 from deltic.text import tokenizer as module
-from deltic.text.front import Front
+from deltic.text.chat_processor import ChatProcessor
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import SamplingParams
 
@@ -44,48 +44,48 @@ class Counted:
         return self._backend.encode_batch_fast(texts, **options)
 
 
-def counted(**options: Any) -> tuple[Front, Counted]:
+def counted(**options: Any) -> tuple[ChatProcessor, Counted]:
     tokenizer = Tokenizer.from_directory(TINY)
-    front = Front(tokenizer, **options)
+    processor = ChatProcessor(tokenizer, **options)
     backend = tokenizer._backend = Counted(tokenizer._backend)  # type: ignore[assignment]
-    return front, backend
+    return processor, backend
 
 
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("chat", [True, False])
 def test_no_more_is_encoded_than_it_takes_to_refuse(text: str, chat: bool) -> None:
-    front, backend = counted(longest=LONGEST)
+    processor, backend = counted(longest=LONGEST)
     with pytest.raises(LongPromptError, match=r"more than 999 tokens and the context holds 1000, .* raise --") as found:
-        front.chat([{"role": "user", "content": text}]) if chat else front.complete(text)
+        processor.chat([{"role": "user", "content": text}]) if chat else processor.complete(text)
     assert found.value.field == ("messages" if chat else "prompt")
     assert backend.characters < len(text) / 10
 
 
 def test_a_long_conversation_of_short_messages_is_refused_too() -> None:
-    front, backend = counted(longest=LONGEST)
+    processor, backend = counted(longest=LONGEST)
     messages = [{"role": role, "content": "hi there " * 40} for _ in range(500) for role in ("user", "assistant")]
     for mode in ("template", "preserve"):
         with pytest.raises(LongPromptError, match="the context holds 1000"):
-            front.chat([*messages, messages[0]], history=mode)
+            processor.chat([*messages, messages[0]], history=mode)
     assert backend.characters < 400_000
 
 
 def test_the_longest_prompt_is_taken() -> None:
     text = "The quick brown fox. " * 40
-    free, messages = Front.from_directory(TINY), [{"role": "user", "content": text}]
-    for ask in (lambda front: front.complete(text), lambda front: front.chat(messages)):
+    free, messages = ChatProcessor.from_directory(TINY), [{"role": "user", "content": text}]
+    for ask in (lambda processor: processor.complete(text), lambda processor: processor.chat(messages)):
         size = len(ask(free).request.prompt)
         for options, fits in (({"longest": size + 1}, True), ({"longest": size}, False),
                               ({"limits": Limits(max_prompt_tokens=size)}, True),
                               ({"longest": 5000, "limits": Limits(max_prompt_tokens=size - 1)}, False),
                               ({"longest": size, "limits": Limits(max_prompt_tokens=size)}, False)):
-            front = Front.from_directory(TINY, **options)
+            processor = ChatProcessor.from_directory(TINY, **options)
             if fits:
-                assert ask(front).request.prompt == ask(free).request.prompt
+                assert ask(processor).request.prompt == ask(free).request.prompt
                 continue
             named = "context holds" if options["longest"] == size else r"\(max_prompt_tokens\)"
             with pytest.raises(LongPromptError, match=f"has {size} tokens .*{named}"):
-                ask(front)
+                ask(processor)
 
 
 class Endless(Sequence[int]):
@@ -103,16 +103,16 @@ class Endless(Sequence[int]):
 
 def test_token_ids_are_counted_first() -> None:
     with pytest.raises(LongPromptError, match=f"has {1 << 40} tokens"):
-        Front.from_directory(TINY, longest=LONGEST).complete(Endless(), SamplingParams())
+        ChatProcessor.from_directory(TINY, longest=LONGEST).complete(Endless(), SamplingParams())
 
 
 def test_large_texts_take_turns_and_small_ones_do_not_wait() -> None:
-    front, backend = counted()
+    processor, backend = counted()
     backend.go.clear()
-    threads = [Thread(target=front.complete, args=("some words " * 30_000,)) for _ in range(4)]
+    threads = [Thread(target=processor.complete, args=("some words " * 30_000,)) for _ in range(4)]
     for thread in threads:
         thread.start()
-    small = Thread(target=front.complete, args=("some words",))
+    small = Thread(target=processor.complete, args=("some words",))
     small.start()
     while backend.running < 2:
         assert small.is_alive()
@@ -124,22 +124,22 @@ def test_large_texts_take_turns_and_small_ones_do_not_wait() -> None:
 
 def test_who_waits_too_long_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE", 0.0)
-    front = Front.from_directory(TINY)
-    with front.tokenizer._turn, pytest.raises(BusyError, match="try again"):
-        front.complete("x " * 200_000)
-    assert front.complete("x " * 200_000).request.prompt
+    processor = ChatProcessor.from_directory(TINY)
+    with processor.tokenizer._turn, pytest.raises(BusyError, match="try again"):
+        processor.complete("x " * 200_000)
+    assert processor.complete("x " * 200_000).request.prompt
 
 
 def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     monkeypatch.setattr(module, "_trim_memory", lambda: trims.append(1))
-    front, free = Front.from_directory(TINY, longest=LONGEST), Front.from_directory(TINY)
+    processor, free = ChatProcessor.from_directory(TINY, longest=LONGEST), ChatProcessor.from_directory(TINY)
     free.complete("x " * 300_000)
     assert not trims
     free.complete("x " * 530_000)
     assert trims == [1]
     with pytest.raises(LongPromptError):
-        front.complete("x " * 530_000)
+        processor.complete("x " * 530_000)
     assert trims == [1, 1]
 
 
@@ -148,11 +148,11 @@ def test_the_template_has_the_seconds_that_the_limits_say(own: bool) -> None:
     slow = "{% for a in range(900000) %}{% endfor %}{{ messages[0].content }}"
     tokenizer = Tokenizer.from_directory(TINY)
     tokenizer.chat_templates["default"] = slow
-    front = Front(tokenizer, slow if own else None, limits=Limits(template_seconds=0.01))
+    processor = ChatProcessor(tokenizer, slow if own else None, limits=Limits(template_seconds=0.01))
     with pytest.raises(RequestError, match="seconds"):
-        front.chat([{"role": "user", "content": "Hi"}])
+        processor.chat([{"role": "user", "content": "Hi"}])
 
 
 def test_a_template_file_without_end_is_refused() -> None:
     with pytest.raises(TemplateError, match="longer than 1 MiB"):
-        Front.from_directory(TINY, template=Path("/dev/zero"))
+        ChatProcessor.from_directory(TINY, template=Path("/dev/zero"))

@@ -23,15 +23,15 @@ from test_text_history import (
 from test_text_support import QWEN_LIKE, build_prompt
 
 from deltic.cache.disk import DiskNotes
-from deltic.text.front import Front, Job
+from deltic.text.chat_processor import ChatProcessor, Job
 from deltic.text.template import ChatTemplate
 from deltic.types import SamplingParams
 
 SECRETS = ("alpha", "bravo", "carol")
 
 
-def pair(front: Front, mode: str | None = "preserve", returns: bool = False) -> tuple[Talk, Talk]:
-    one, two = (Talk(front, mode, True, returns, size=5) for _ in range(2))
+def pair(processor: ChatProcessor, mode: str | None = "preserve", returns: bool = False) -> tuple[Talk, Talk]:
+    one, two = (Talk(processor, mode, True, returns, size=5) for _ in range(2))
     return one, two
 
 
@@ -54,7 +54,7 @@ def plain(client: Talk, template: str = TINY_TEMPLATE) -> tuple[int, ...]:
 @TEMPLATES
 @pytest.mark.parametrize("returns", [True, False], ids=["returns", "drops"])
 def test_of_two_that_look_alike_neither_gets_the_others_thinking(mode: str, template: str, returns: bool) -> None:
-    one, two = pair(Front(TOKENIZER, template), mode, returns)
+    one, two = pair(ChatProcessor(TOKENIZER, template), mode, returns)
     exchange((one, "alpha"), (two, "bravo"))
     for client, own, other in ((one, "alpha", "bravo"), (two, "bravo", "alpha")):
         text = asked(client)
@@ -65,7 +65,7 @@ def test_of_two_that_look_alike_neither_gets_the_others_thinking(mode: str, temp
 
 
 def test_the_thinking_that_is_sent_decides() -> None:
-    one, two = pair(Front(TOKENIZER, TINY_TEMPLATE), returns=True)
+    one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE), returns=True)
     exchange((one, "alpha"), (two, "bravo"))
     one.messages[1]["reasoning_content"], two.messages[1]["reasoning_content"] = "bravo ", "carol"
     assert "bravo" in asked(one) and "alpha" not in asked(one)
@@ -75,7 +75,7 @@ def test_the_thinking_that_is_sent_decides() -> None:
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_one_that_was_edited_is_used_where_the_template_shows_it(name: str) -> None:
     """Within a tool loop; the thinking that was generated is nowhere."""
-    client = Talk(Front(TOKENIZER, TINY_TEMPLATE), "preserve", True, True, TOOLS)
+    client = Talk(ChatProcessor(TOKENIZER, TINY_TEMPLATE), "preserve", True, True, TOOLS)
     client.hear(client.say("Go"), CALL.format(line=1), thought="alpha")
     client.messages[-1].pop("reasoning_content")
     client.messages[-1][name] = "carol"
@@ -84,7 +84,7 @@ def test_one_that_was_edited_is_used_where_the_template_shows_it(name: str) -> N
 
 
 def test_an_edited_thought_reaches_all_that_came_after_it() -> None:
-    client = Talk(Front(TOKENIZER, TINY_TEMPLATE), "preserve", True, True)
+    client = Talk(ChatProcessor(TOKENIZER, TINY_TEMPLATE), "preserve", True, True)
     for secret in ("alpha", "bravo"):
         exchange((client, secret))
     client.messages[1]["reasoning_content"] = "carol"
@@ -92,14 +92,14 @@ def test_an_edited_thought_reaches_all_that_came_after_it() -> None:
 
 
 def test_blank_thinking_says_nothing() -> None:
-    client, _ = pair(Front(TOKENIZER, TINY_TEMPLATE))
+    client, _ = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((client, "alpha"))
     client.messages[-1]["reasoning_content"] = " \n"
     assert "alpha" in asked(client)
 
 
 def test_what_follows_tells_them_apart() -> None:
-    one, two = pair(Front(TOKENIZER, TINY_TEMPLATE))
+    one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((one, "alpha"), (two, "bravo"))
     job = one.say("And?")
     one.hear(job, "Only one of them heard this.", thought="carol")
@@ -108,7 +108,7 @@ def test_what_follows_tells_them_apart() -> None:
 
 
 def test_one_that_was_alone_keeps_its_thinking_when_another_comes() -> None:
-    one, two = pair(Front(TOKENIZER, TINY_TEMPLATE))
+    one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((one, "alpha"))
     job = one.say("And?")
     one.hear(job, "Only one of them heard this.", thought="carol")
@@ -121,7 +121,7 @@ def test_one_that_was_alone_keeps_its_thinking_when_another_comes() -> None:
 @pytest.mark.parametrize("finish", ["abort", "length", "error"])
 @pytest.mark.parametrize("first", [True, False])
 def test_answers_that_cannot_be_continued_count(finish: Any, first: bool) -> None:
-    one, two = pair(Front(TOKENIZER, TINY_TEMPLATE))
+    one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     talks = [(one, "alpha", "stop"), (two, "bravo", finish)]
     jobs = [client.say("Hi") for client, _, _ in talks]
     heard = list(zip(talks, jobs, strict=True))
@@ -131,7 +131,7 @@ def test_answers_that_cannot_be_continued_count(finish: Any, first: bool) -> Non
 
 
 def test_answers_cut_by_a_stop_string_count() -> None:
-    one, two = pair(Front(TOKENIZER, TINY_TEMPLATE))
+    one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((one, "alpha"))
     two.messages = [{"role": "user", "content": "Hi"}]
     two.hear(two.ask(SamplingParams(stop="!!")), "Hello.!!", "stop", "bravo")
@@ -141,22 +141,22 @@ def test_answers_cut_by_a_stop_string_count() -> None:
 
 def test_equal_answers_are_one() -> None:
     """Nothing hides in them: who asks again at temperature 0 loses nothing."""
-    one, two = pair(Front(TOKENIZER, TINY_TEMPLATE))
+    one, two = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     exchange((one, "alpha"), (two, "alpha"))
     assert "alpha" in asked(one) and "alpha" in asked(two)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["at once", "restarted"])
 def test_two_processes_over_one_directory(again: bool, tmp_path: Path) -> None:
-    fronts = [Front(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model")) for _ in range(2)]
-    talks = [Talk(front, "preserve", True, False, size=5) for front in fronts]
+    fronts = [ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model")) for _ in range(2)]
+    talks = [Talk(processor, "preserve", True, False, size=5) for processor in fronts]
     exchange(*zip(talks, SECRETS, strict=False))
-    for front in fronts:
-        front.flush()
+    for processor in fronts:
+        processor.flush()
     if again:
-        fronts = [Front(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model")) for _ in range(2)]
-    for client, front in zip(talks, reversed(fronts), strict=True):
-        client.front = front
+        fronts = [ChatProcessor(TOKENIZER, TINY_TEMPLATE, notes=DiskNotes(tmp_path, "model")) for _ in range(2)]
+    for client, processor in zip(talks, reversed(fronts), strict=True):
+        client.chat_processor = processor
         assert not any(secret in asked(client) for secret in SECRETS)
 
 
@@ -170,7 +170,7 @@ moves = st.lists(st.tuples(st.sampled_from(["ask", "answer", "turn", "turn", "tu
 def test_random_lives(moves: list[tuple[str, int, int]], returns: Any, template: str, mode: str) -> None:
     """Three clients of few words, two processes over one store: what one has thought stands in no other's prompt."""
     store = Store()
-    fronts = [Front(TOKENIZER, template, notes=store) for _ in range(2)]
+    fronts = [ChatProcessor(TOKENIZER, template, notes=store) for _ in range(2)]
     talks = [Talk(fronts[0], mode, True, size=9) for _ in SECRETS]
     jobs: dict[int, Job] = {}
     for move, who, what in moves:
@@ -182,25 +182,25 @@ def test_random_lives(moves: list[tuple[str, int, int]], returns: Any, template:
         if move in ("answer", "turn") and who in jobs:
             client.returns = returns[who][len(client.messages) // 2 % len(returns[who])]
             client.hear(jobs.pop(who), f"{what}", thought=SECRETS[who])
-            client.front.flush()
+            client.chat_processor.flush()
         elif move == "undo" and who not in jobs:
             del client.messages[-2:]
         elif move == "restart":
-            fronts[what] = client.front = Front(TOKENIZER, template, notes=store)
+            fronts[what] = client.chat_processor = ChatProcessor(TOKENIZER, template, notes=store)
         elif move == "move":
-            client.front = fronts[what]
+            client.chat_processor = fronts[what]
 
 
 def test_many_at_once_that_look_alike() -> None:
     """More than are kept apart."""
-    front = Front(TOKENIZER, TINY_TEMPLATE)
-    talks = [Talk(front, "preserve", True, False) for _ in range(9)]
+    processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE)
+    talks = [Talk(processor, "preserve", True, False) for _ in range(9)]
     exchange(*((client, f"secret{number}") for number, client in enumerate(talks)))
     assert not any("secret" in asked(client) for client in talks)
 
 
 def test_a_whole_answer_is_remembered_with_its_end() -> None:
-    client, _ = pair(Front(TOKENIZER, TINY_TEMPLATE))
+    client, _ = pair(ChatProcessor(TOKENIZER, TINY_TEMPLATE))
     job = client.say("Hi")
     answer = cut_small("alpha\n</think>\n\nHello.", 5)
     finished(job, answer)

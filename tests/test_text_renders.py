@@ -12,7 +12,7 @@ from test_text_support import QWEN_LIKE
 from deltic.config import Limits
 from deltic.errors import LongPromptError
 from deltic.text import template as module
-from deltic.text.front import Front
+from deltic.text.chat_processor import ChatProcessor
 from deltic.text.template import ChatTemplate
 
 TEMPLATES = pytest.mark.parametrize("template", [TINY_TEMPLATE, QWEN_LIKE], ids=["tiny", "qwen"])
@@ -42,7 +42,8 @@ def taken(renders: list[int]) -> int:
     (None, False, 2), (None, True, 2), (TOOLS, False, 3), (TOOLS, True, 4)])
 def test_a_turn_takes_the_prompt_and_its_continuations(
         template: str, tools: Any, thinking: bool, most: int, renders: list[int]) -> None:
-    client = Talk(Front(TOKENIZER, template, thinking_budget=9), "template", thinking, tools=tools, messages=[SYSTEM])
+    processor = ChatProcessor(TOKENIZER, template, thinking_budget=9)
+    client = Talk(processor, "template", thinking, tools=tools, messages=[SYSTEM])
     counts = []
     for question in ("Hi", "And?", "So?"):
         job = client.say(question)
@@ -53,7 +54,7 @@ def test_a_turn_takes_the_prompt_and_its_continuations(
 
 @TEMPLATES
 def test_a_preserved_turn_takes_one(template: str, renders: list[int]) -> None:
-    client = Talk(Front(TOKENIZER, template), "preserve", True, tools=TOOLS, messages=[SYSTEM])
+    client = Talk(ChatProcessor(TOKENIZER, template), "preserve", True, tools=TOOLS, messages=[SYSTEM])
     counts = []
     for question in ("Hi", "And?", "So?", "Why?"):
         job = client.say(question)
@@ -66,23 +67,23 @@ def test_a_preserved_turn_takes_one(template: str, renders: list[int]) -> None:
 @pytest.mark.parametrize("messages", LONG, ids=range(len(LONG)))
 def test_of_a_long_conversation_few_messages_are_rendered_more_than_once(
         template: str, messages: list[Any], renders: list[int]) -> None:
-    front = Front(TOKENIZER, template, history="template")
+    processor = ChatProcessor(TOKENIZER, template, history="template")
     for _ in range(2):
         renders.clear()
-        front.chat(messages, tools=TOOLS, variables={"enable_thinking": True})
+        processor.chat(messages, tools=TOOLS, variables={"enable_thinking": True})
     assert len(renders) <= 6 and max(renders) == len(messages) and sum(renders) < 2 * len(messages)
 
 
 @TEMPLATES
 def test_what_is_remembered_of_openings_changes_nothing(template: str) -> None:
-    warm = Front(TOKENIZER, template)
+    warm = ChatProcessor(TOKENIZER, template)
     for tools in (None, TOOLS):
         for text in ("Hello", "0", "Hello there", "Why", " He", ""):
             for messages in ([], [SYSTEM], [SYSTEM | {"content": "0"}]):
                 asked = [*messages, {"role": "user", "content": text}]
                 for variables in ({"enable_thinking": True}, {}):
-                    jobs = [front.chat(asked, tools=tools, variables=variables)
-                            for front in (warm, warm, Front(TOKENIZER, template))]
+                    jobs = [processor.chat(asked, tools=tools, variables=variables)
+                            for processor in (warm, warm, ChatProcessor(TOKENIZER, template))]
                     assert len({job.request.boundaries for job in jobs}) == 1
 
 
@@ -102,20 +103,20 @@ def test_an_opening_that_changes_with_the_date_is_asked_again(mode: str, monkeyp
         def strftime(cls, _: str) -> str:
             return f"day {cls.day}\n"
     monkeypatch.setattr(module, "datetime", Day)
-    client = Talk(Front(TOKENIZER, template), mode, messages=[SYSTEM])
+    client = Talk(ChatProcessor(TOKENIZER, template), mode, messages=[SYSTEM])
     client.hear(client.say("Hi"), "Hello")
     Day.day = 2
     job = client.say("And?")
     assert "day 2" in TOKENIZER.decode(job.request.prompt) and "day 1" not in TOKENIZER.decode(job.request.prompt)
-    fresh = Front(TOKENIZER, template, history=mode).chat(client.messages, variables={"enable_thinking": False})
+    fresh = ChatProcessor(TOKENIZER, template, history=mode).chat(client.messages, variables={"enable_thinking": False})
     assert job.request.boundaries == fresh.request.boundaries
 
 
 def test_nothing_is_rendered_that_is_too_long_by_far(renders: list[int]) -> None:
-    front = Front(TOKENIZER, TINY_TEMPLATE, longest=100, limits=Limits())
+    processor = ChatProcessor(TOKENIZER, TINY_TEMPLATE, longest=100, limits=Limits())
     with pytest.raises(LongPromptError):
-        front.chat([SYSTEM, {"role": "user", "content": "word " * 1000}])
+        processor.chat([SYSTEM, {"role": "user", "content": "word " * 1000}])
     assert not renders
     with pytest.raises(LongPromptError):
-        front.chat([SYSTEM, {"role": "user", "content": "word " * 140}])
+        processor.chat([SYSTEM, {"role": "user", "content": "word " * 140}])
     assert len(renders) == 1

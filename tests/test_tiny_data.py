@@ -406,7 +406,7 @@ def test_rounds_of_drafting():
     assert train_head.rounds([0, 1, 3, 0, 2, 1, 0, 0, 0, 0, 0, 0], room) == 5
 
 
-def test_stored_head_guesses_what_the_model_says(trunk):
+def test_stored_head_drafts_what_the_model_says(trunk):
     assert json.loads((MODEL / "config.json").read_text(encoding="utf-8"))["mtp_num_hidden_layers"] == 1
     head = train_head.Head().eval().requires_grad_(False)
     for weight in head.parameters():

@@ -229,7 +229,7 @@ class HybridCache:
         assert 0 <= lease.behind <= RING, "the cursor is not within the replay ring"
 
     def retreat(self, lease: Lease, done: int) -> bool:
-        """Take back the last committed tokens, which were guesses that nobody else has seen; False, and no change, if
+        """Take back the last committed tokens, which were drafts that nobody else has seen; False, and no change, if
         they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2). The ids are the
         caller's to change."""
         if not (lease.base if self.sizes.recurrent else 0) <= done <= lease.done:

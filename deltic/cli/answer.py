@@ -43,7 +43,7 @@ class Meter:
                 "tokens_per_second": None if rate is None else round(rate, 3)}
 
 
-def play(llm: LLM, ask: Callable[[], Stream], show: Callable[[Delta], None],
+def read_answer(llm: LLM, ask: Callable[[], Stream], show: Callable[[Delta], None],
          stopped: Callable[[], bool] = lambda: False) -> tuple[Stream, Meter]:
     """Start a stream and show its deltas until it ends or `stopped`; then it is closed."""
     meter, read_before, bar = Meter(time.perf_counter(), 0), llm.engine.stats.prompt_tokens, reading_bar()
@@ -112,7 +112,7 @@ def statistics_line(choice: Choice, meter: Meter) -> str:
     rate = timings["tokens_per_second"]
     speed = "" if rate is None else f" at {rate:.1f} tokens/s"
     if usage.drafted_tokens:
-        speed += f" ({usage.accepted_tokens} of {usage.drafted_tokens} guesses right)"
+        speed += f" ({usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted)"
     return (f"first token {timings['time_to_first_token_ms']:.0f} ms, {usage.completion_tokens} tokens{speed}, "
             f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
             f"peak memory {peak_memory_mib():,.0f} MiB")

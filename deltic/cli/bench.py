@@ -9,7 +9,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from deltic.cli import options, stage
+from deltic.cli import bench_model, options
 from deltic.cli.machine import peak_memory_mib
 from deltic.cli.measure import Case, Run, check_room, measure, model_facts, origin_facts
 from deltic.cli.models import open_llm
@@ -51,7 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.scenario:
-        print(stage.run(args, args.scenario))
+        print(bench_model.run(args, args.scenario))
         return 0
     case = Case(args.prompt_tokens or _PROMPT, args.new_tokens or _NEW, args.batch or 1)
     llm = open_llm(args, max_batch=case.batch, max_context=case.prompt_tokens + case.new_tokens)

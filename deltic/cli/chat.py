@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.answer import Screen, play, statistics_line
+from deltic.cli.answer import Screen, read_answer, statistics_line
 from deltic.cli.models import open_llm
 from deltic.cli.parser import MOST_BYTES, UsageError
 from deltic.cli.signals import Interruption
@@ -97,8 +97,9 @@ class Conversation:
             screen.show(delta)
 
         with Interruption() as interruption:
-            stream, meter = play(self._llm, lambda: self._llm.stream(messages, self._sampling, thinking=self._thinking),
-                                 show, lambda: interruption.requested)
+            stream, meter = read_answer(
+                self._llm, lambda: self._llm.stream(messages, self._sampling, thinking=self._thinking),
+                show, lambda: interruption.requested)
             screen.close()
         choice = stream.output.choices[0] if stream.output else None
         if sys.stderr.isatty():

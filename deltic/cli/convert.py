@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                              "four- or five-bit file has six bits (default: Q8_0, about half of a BF16 checkpoint)")
     parser.add_argument("--mtp", choices=_MTP, default="q8_0",
                         help="the multi-token-prediction head, if SRC has one. q8_0: with eight bits or more, because "
-                             "its guesses suffer from fewer (default); same: as most weights; none: leave it out")
+                             "its drafts suffer from fewer (default); same: as most weights; none: leave it out")
     parser.add_argument("--name", metavar="NAME", type=text, help="the model's name in the file (default: SRC's)")
     parser.add_argument("--force", action="store_true", help="replace DST.gguf if it exists")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")

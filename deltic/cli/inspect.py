@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deltic.cache.pools import Extras
     from deltic.engine.llm import LLM
     from deltic.ops import Ops
-    from deltic.text.front import Front
+    from deltic.text.chat_processor import ChatProcessor
 
 HELP = "Show a model's shape, its memory plan, its tokenizer and who serves each operation."
 
@@ -66,24 +66,24 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
                    (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None)))
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
-    facts["ops"] = explain(runtime.decoder.ops, runtime.decoder.stack, runtime.views)
+    facts["ops"] = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
     facts["weights"] |= {"mib": _mib(sum(kinds.values())), "kept_as": kept}
     if runtime.path is not None:
         facts["weights"]["mtp_head"] = _head_fact(runtime.path)
     return {"model": runtime.name, "path": str(runtime.path), **facts, "speculation": _speculation_fact(llm),
-            "tokenizer": _text_facts(llm.front, runtime.generation.eos_token_ids),
+            "tokenizer": _text_facts(llm.chat_processor, runtime.generation.eos_token_ids),
             "generation": runtime.generation.sampling()}
 
 
 def _speculation_fact(llm: LLM) -> str | None:
-    """Who guesses, and how many tokens at a time."""
+    """Who drafts, and how many tokens at a time."""
     from deltic.engine.draft_model import ModelDrafter
-    from deltic.engine.drafters import HeadDrafter
+    from deltic.engine.drafters import MtpDrafter
 
-    drafter, draft = llm.engine.guessing.drafter, llm.runtime.draft
+    drafter, draft = llm.engine.speculator.drafter, llm.runtime.draft
     if drafter is None:
         return None
-    who = "the model's draft head" if isinstance(drafter, HeadDrafter) else "n-grams"
+    who = "the model's draft head" if isinstance(drafter, MtpDrafter) else "n-grams"
     if isinstance(drafter, ModelDrafter) and draft:
         who = f"the draft model {draft.name}, which has {_mib(draft.options.memory_bytes or 0)} MiB of cache"
     return f"{who}, up to {drafter.limit} tokens at a time"
@@ -179,8 +179,8 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, e
     return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context, "warnings": list(plan.warnings)}
 
 
-def _text_facts(front: Front, eos: tuple[int, ...]) -> dict[str, Any]:
-    tokenizer = front.tokenizer
+def _text_facts(processor: ChatProcessor, eos: tuple[int, ...]) -> dict[str, Any]:
+    tokenizer = processor.tokenizer
     template = tokenizer.chat_template or ""
     return {"vocabulary": tokenizer.vocab_size, "special_tokens": len(tokenizer.special),
             "ends_with": [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in eos],

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deltic.engine.loading import RandomModel
 
 _SHARE = 0.9
-_FRONT = ("chat_template", "history", "strip_billing_header", "thinking_budget")
+_CHAT = ("chat_template", "history", "strip_billing_header", "thinking_budget")
 """Options of the commands that read words."""
 
 
@@ -30,9 +30,9 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
     from deltic.engine.llm import LLM
 
     bar = loading_bar()
-    front = {name: getattr(args, name) for name in _FRONT if hasattr(args, name)}
+    processor = {name: getattr(args, name) for name in _CHAT if hasattr(args, name)}
     try:
-        return LLM(_source(args), revision=args.revision, progress=bar.update, **front, **options)
+        return LLM(_source(args), revision=args.revision, progress=bar.update, **processor, **options)
     finally:
         bar.close()
 

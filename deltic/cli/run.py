@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
-from deltic.cli.answer import Meter, Screen, call_json, play, statistics_line
+from deltic.cli.answer import Meter, Screen, call_json, read_answer, statistics_line
 from deltic.cli.models import timed_llm
 from deltic.cli.parser import MOST_BYTES, UsageError, json_file, text
 from deltic.cli.signals import Terminated
@@ -61,7 +61,7 @@ def _answer(llm: LLM, args: argparse.Namespace, ask: Callable[[], Stream], load_
     """Show the answer; returns the exit code."""
     screen = Screen(args.thinking_output)
     try:
-        stream, meter = play(llm, ask, (lambda delta: None) if args.json else screen.show)
+        stream, meter = read_answer(llm, ask, (lambda delta: None) if args.json else screen.show)
     except (KeyboardInterrupt, Terminated):
         if not args.json:
             screen.close()

@@ -13,7 +13,7 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: bool) -> tuple[Pl
 
     It can be launched if all that it needs of the next tokens is the tokens: every running sequence takes one, draws
     one, and is followed by nothing that the host decides. States are written to spare slots, and K/V lies past the
-    cursor, so that where a sequence turns out to be over nothing has happened to it. drafts: somebody guesses tokens.
+    cursor, so that where a sequence turns out to be over nothing has happened to it. drafts: somebody drafts tokens.
     """
     shares = [share for share in flight.shares if share.live]
     if len(shares) != len(scheduler.running) or not all(_is_plain(share, drafts) for share in shares):

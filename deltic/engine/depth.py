@@ -11,13 +11,13 @@ from statistics import median_low
 from typing import Protocol
 
 _LEARNING = 0.08
-"""Least weight of the newest guess in what is known of a position's acceptance; the first ones weigh more."""
+"""Least weight of the newest draft in what is known of a position's acceptance; the first ones weigh more."""
 _PRIOR = 3
-"""Guesses that what is hoped for weighs as much as."""
+"""Drafts that what is hoped for weighs as much as."""
 _TIMINGS = 5
 """Steps, two at least, whose median is the time of a depth: one that others disturbed does not count."""
 _HOPE = 0.8
-"""How often a guess is taken to be right before anything is known."""
+"""How often a draft is taken to be right before anything is known."""
 _GROWTH = 0.12
 """By how much a step is taken to be longer per draft, until one with drafts has been measured."""
 _RENEWAL = 64
@@ -34,8 +34,8 @@ _SHORTEST, _LONGEST = 64, 1024
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often the guess at each position was right where all guesses before it were: shares from 0 to 1. weights:
-    guesses that each share stands for."""
+    """How often the draft at each position was right where all drafts before it were: shares from 0 to 1. weights:
+    drafts that each share stands for."""
 
     shares: list[float]
     weights: list[int]
@@ -50,14 +50,14 @@ class Acceptance:
         return cls([*other.shares], [_PRIOR] * len(other.shares))
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Of so many guesses so many were right; of those after the first wrong one nothing is known."""
+        """Of so many drafts so many were right; of those after the first wrong one nothing is known."""
         for position in range(min(accepted + 1, drafted)):
             share, weight = self.shares[position], self.weights[position] + 1
             self.shares[position] = share + max(_LEARNING, 1 / weight) * ((position < accepted) - share)
             self.weights[position] = weight
 
     def expected(self, drafts: int) -> float:
-        """Tokens that a step with so many guesses is expected to give."""
+        """Tokens that a step with so many drafts is expected to give."""
         total, chain = 1.0, 1.0
         for share in self.shares[:drafts]:
             chain *= share

@@ -1,4 +1,4 @@
-"""Guesses of a smaller model that reads what the larger one reads."""
+"""Drafts of a smaller model that reads what the larger one reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltic.types import RING, common_length
 
 
 class ModelDrafter:
-    """A drafter with a cache of its own, in which guesses stay in the replay ring until they are known to be right."""
+    """A drafter with a cache of its own, in which drafts stay in the replay ring until they are known to be right."""
 
     def __init__(self, runtime: Model, vocabulary: int, limit: int) -> None:
         if runtime.config.vocab_size != vocabulary:
@@ -33,7 +33,7 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
-        guesses: list[list[int]] = [[] for _ in wants]
+        drafts: list[list[int]] = [[] for _ in wants]
         wanting = {sequence for sequence, _ in wants}
         for waiting in [other for other in self._leases if other.lease is None and other not in wanting]:
             self.forget(waiting)  # it gave its place to one that needs the room here, too
@@ -43,15 +43,15 @@ class ModelDrafter:
         ready = [index for index in leased if self._is_ready(wants[index][0])]
         for depth in range(max((wants[index][1] for index in ready), default=0)):
             active = [index for index in ready if wants[index][1] > depth]
-            self._step([(index, wants[index][0]) for index in active], guesses)
-        return guesses
+            self._step([(index, wants[index][0]) for index in active], drafts)
+        return drafts
 
     def forget(self, sequence: Sequence) -> None:
         self._refused.clear()
         self._release(sequence)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether there is room for the sequence and as many guesses as there may be."""
+        """Whether there is room for the sequence and as many drafts as there may be."""
         if sequence in self._refused or self._awaits(sequence):
             return False
         cache, lease = self._runtime.cache, self._lease(sequence)
@@ -75,7 +75,7 @@ class ModelDrafter:
                    if (common := common_length(tokens, other.tokens)) for position in other.wanted)
 
     def _lease(self, sequence: Sequence) -> Lease | None:
-        """The sequence's lease, rejected guesses taken back; or a new one."""
+        """The sequence's lease, rejected drafts taken back; or a new one."""
         cache, lease = self._runtime.cache, self._leases.get(sequence)
         if lease is not None and not cache.retreat(lease, _sound(lease, sequence)):
             self._release(sequence)
@@ -105,7 +105,7 @@ class ModelDrafter:
             cache.keep_emitted(lease)
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether guesses can follow: all is read, and they fit the replay ring."""
+        """Whether drafts can follow: all is read, and they fit the replay ring."""
         lease = self._leases[sequence]
         if lease.done < len(sequence.tokens) - 1:
             return False
@@ -123,29 +123,29 @@ class ModelDrafter:
         self._runtime.cache.flush()
         return self._runtime.run(build(Plan(tuple(rows)), self._runtime.device))
 
-    def _step(self, active: list[tuple[int, Sequence]], guesses: list[list[int]]) -> None:
-        """One more guess for each of these sequences."""
+    def _step(self, active: list[tuple[int, Sequence]], drafts: list[list[int]]) -> None:
+        """One more draft for each of these sequences."""
         rows = []
         for index, sequence in active:
             lease = self._leases[sequence]
-            token = guesses[index][-1] if guesses[index] else sequence.tokens[-1]
+            token = drafts[index][-1] if drafts[index] else sequence.tokens[-1]
             rows.append(Row((token,), lease.done, lease.pages, lease.slot, 1, base=lease.base,
                             ring=lease.ring or 0, append=lease.ring is not None))
         logits = self._run(rows)
-        draws = [Draw(sequence, tuple(guesses[index])) for index, sequence in active]
+        draws = [Draw(sequence, tuple(drafts[index])) for index, sequence in active]
         sampling = sampling_of(draws, logits.device, logits.shape[1])
         tokens = self._runtime.sample(logits, sampling).tokens.tolist()
         for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
             _commit(self._runtime.cache, self._leases[sequence], row)
-            guesses[index].append(token)
+            drafts[index].append(token)
 
 
 def _commit(cache: HybridCache, lease: Lease, row: Row) -> None:
-    """Its ids are its own: guesses are among them."""
+    """Its ids are its own: drafts are among them."""
     lease.ids[lease.done:] = row.tokens
     cache.commit(lease, len(row.tokens), base_after(row))
 
 
 def _sound(lease: Lease, sequence: Sequence) -> int:
-    """How many of the tokens that were read came true; the sequence's last one is read with the next guess."""
+    """How many of the tokens that were read came true; the sequence's last one is read with the next draft."""
     return min(common_length(lease.ids, sequence.tokens), lease.done, len(sequence.tokens) - 1)

@@ -1,4 +1,4 @@
-"""Who guesses the tokens that come next. A guess costs or saves time; it never changes an answer."""
+"""Who drafts the tokens that come next. A draft costs or saves time; it never changes an answer."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Protocol
 import torch
 
 from deltic.engine.batch import build
-from deltic.engine.head import DraftHead
 from deltic.engine.model import Model
+from deltic.engine.mtp import MtpRunner
 from deltic.engine.sampler import Draw, sampling_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
 
 Wants = List[tuple[Sequence, int]]
-"""Sequences that are about to answer, each with the number of guesses that are wanted, at least 1."""
+"""Sequences that are about to answer, each with the number of drafts that are wanted, at least 1."""
 
 
 class Drafter(Protocol):
-    """limit: the most guesses that it is ever asked for."""
+    """limit: the most drafts that it is ever asked for."""
 
     limit: int
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        """At most so many guesses of what follows in each sequence."""
+        """At most so many drafts of what follows in each sequence."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
@@ -35,14 +35,14 @@ _LONGEST, _SHORTEST = 4, 2
 
 
 class NgramDrafter:
-    """Guesses that what followed the last few tokens before will follow them again (arXiv 2304.04487)."""
+    """Drafts that what followed the last few tokens before will follow them again (arXiv 2304.04487)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._known: dict[Sequence, _Ngrams] = {}
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        return [self._known.setdefault(sequence, _Ngrams()).guess(sequence.tokens, count) for sequence, count in wants]
+        return [self._known.setdefault(sequence, _Ngrams()).draft(sequence.tokens, count) for sequence, count in wants]
 
     def forget(self, sequence: Sequence) -> None:
         self._known.pop(sequence, None)
@@ -55,7 +55,7 @@ class _Ngrams:
         self._read = 0
         self._after: dict[tuple[int, ...], int] = {}
 
-    def guess(self, tokens: List[int], count: int) -> list[int]:
+    def draft(self, tokens: List[int], count: int) -> list[int]:
         for end in range(self._read + 1, len(tokens)):  # the last token has nothing after it yet
             for length in range(_SHORTEST, min(_LONGEST, end) + 1):
                 self._after[tuple(tokens[end - length:end])] = end
@@ -72,10 +72,10 @@ def _repeated(tokens: List[int], count: int) -> list[int]:
     return [tokens[index % len(tokens)] for index in range(count)]
 
 
-class HeadDrafter:
-    """Guesses with the model's own draft head; draws as the model itself will, with the same noise."""
+class MtpDrafter:
+    """Drafts with the model's own draft head; draws as the model itself will, with the same noise."""
 
-    def __init__(self, runtime: Model, head: DraftHead, limit: int) -> None:
+    def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
 
     @torch.inference_mode()
@@ -83,40 +83,40 @@ class HeadDrafter:
         self._runtime.cache.flush()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)
         batch = build(Plan(tuple(_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants)), device)
-        # what is guessed before matters for penalties alone
+        # what is drafted before matters for penalties alone
         draws = [Draw(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
         counts = torch.tensor([count for _, count in wants])
-        tokens = self._head.guess(batch, counts, sampling_of(draws, device, self._runtime.config.vocab_size))
+        tokens = self._head.draft_all(batch, counts, sampling_of(draws, device, self._runtime.config.vocab_size))
         if tokens is None:
             return self._one_by_one(wants, most)
         return [row[:count] for row, (_, count) in zip(tokens.tolist(), wants, strict=True)]
 
     def _one_by_one(self, wants: Wants, most: int) -> list[list[int]]:
         device = self._runtime.device
-        guesses: list[list[int]] = [[] for _ in wants]
+        drafts: list[list[int]] = [[] for _ in wants]
         hidden = torch.empty(0)
         before: list[int] = []
         for depth in range(most):
             active = [index for index, (_, count) in enumerate(wants) if count > depth]
             rows, draws = [], []
             for index in active:
-                sequence, ahead = wants[index][0], guesses[index]
+                sequence, ahead = wants[index][0], drafts[index]
                 rows.append(_next_row(sequence, ahead[-1] if ahead else sequence.tokens[-1], depth))
                 draws.append(Draw(sequence, tuple(ahead)))
             places = [place for place, index in enumerate(before) if index in active]
             hidden, logits = self._head.draft(build(Plan(tuple(rows)), device), hidden[places] if depth else None)
             tokens = self._runtime.sample(logits, sampling_of(draws, device, logits.shape[1])).tokens.tolist()
             for index, token in zip(active, tokens, strict=True):
-                guesses[index].append(token)
+                drafts[index].append(token)
             before = active
-        return guesses
+        return drafts
 
     def forget(self, sequence: Sequence) -> None:
         pass
 
 
 def _next_row(sequence: Sequence, token: int, depth: int) -> Row:
-    """The row of a token that follows the committed ones after so many guesses."""
+    """The row of a token that follows the committed ones after so many drafts."""
     lease = sequence.lease
     assert lease is not None
     return Row((token,), lease.done + depth, lease.pages, lease.slot, 1)

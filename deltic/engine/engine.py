@@ -21,13 +21,13 @@ from deltic.engine.ahead import plan_ahead
 from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
 from deltic.engine.fairness import stall_of
-from deltic.engine.guessing import Guessing
 from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter
 from deltic.engine.model import Model
 from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
+from deltic.engine.speculator import Speculator
 from deltic.errors import RequestError
 from deltic.types import Finish, Request, TokenOut
 
@@ -62,13 +62,13 @@ class Engine:
 
     def __init__(self, runtime: Model, drafter: Drafter | None = None, depth: Depth | None = None,
                  ahead: bool | None = None) -> None:
-        """drafter, depth: who guesses tokens, and how many; by default what the runtime's options say. ahead: launch
+        """drafter, depth: who drafts tokens, and how many; by default what the runtime's options say. ahead: launch
         steps before the one in flight is collected; by default where a device computes beside the host."""
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
         options = runtime.options
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
                                    stall_of(options.max_stall_ms, options.token_budget))
-        self.guessing = Guessing(runtime, self.scheduler, drafter, depth)
+        self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
         self.launcher = Launcher(runtime)
         self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
@@ -108,7 +108,7 @@ class Engine:
         """Have a request give up its places until `resume`; what it has read stays as long as there is room for it.
         Its answers are the same. Unknown and paused requests stay as they are."""
         for sequence in self._sequences.get(request, ()):
-            self.guessing.forget(sequence)
+            self.speculator.forget(sequence)
             self.scheduler.pause(sequence)
         self.runtime.cache.flush()
 
@@ -155,7 +155,7 @@ class Engine:
 
     def _launch(self) -> InFlight | None:
         """Draft, admit, plan, run and draw; None if there is nothing to do."""
-        drafting = self.guessing.draft()
+        drafting = self.speculator.draft()
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running[:]
                  if sequence.logits is not None and self._fits(sequence)]
@@ -165,12 +165,12 @@ class Engine:
 
     def _launch_ahead(self, flight: InFlight) -> InFlight | None:
         """The step after the one in flight; None where it has to wait for that one's tokens."""
-        ahead = plan_ahead(self.scheduler, flight, drafts=self.guessing.drafter is not None)
+        ahead = plan_ahead(self.scheduler, flight, drafts=self.speculator.drafter is not None)
         self.stats.ahead += ahead is not None
         return self.launcher.launch(*ahead, before=flight) if ahead else None
 
     def _commit(self, flight: InFlight) -> None:
-        """Move the cursors over what the step has processed, but for guesses: all of it is known to be right by now."""
+        """Move the cursors over what the step has processed, but for drafts: all of it is known to be right by now."""
         cache = self.runtime.cache
         for share in flight.shares:
             row, sequence = share.row, share.sequence
@@ -212,7 +212,7 @@ class Engine:
         """The step took so long, and read so many tokens of prompts."""
         self.scheduler.stall.timed(read, seconds)
         if flight.drafting and len(flight.drafting) == len(flight.shares) == len(flight.plan.rows):
-            self.guessing.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
+            self.speculator.timed(flight.plan, seconds, sum(event.token is not None for event in self._events))
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether the logits that the cache has kept are of this model; else the sequence has failed."""
@@ -223,30 +223,30 @@ class Engine:
         return fits
 
     def _follow(self, share: Share, chosen: Chosen, place: int) -> None:
-        """Take the tokens that were chosen for a sequence, from `place` on, as far as its guesses are right."""
-        sequence, guesses, right = share.sequence, share.guesses, 0
+        """Take the tokens that were chosen for a sequence, from `place` on, as far as its drafts are right."""
+        sequence, draft, right = share.sequence, share.draft_tokens, 0
         while True:
             if not chosen.healthy[place + right]:
                 return self._fail(sequence, _SICK)
-            if guesses:
-                self._commit_guess(share, right)
+            if draft:
+                self._commit_draft(share, right)
             forced = sequence.forced
             if forced is None and not chosen.possible[place + right]:
                 return self._fail(sequence, _NONE_LEFT)
             token = chosen.tokens[place + right] if forced is None else forced
-            guessed = right < len(guesses) and token == guesses[right]
-            judged = right + (right < len(guesses))
-            sequence.drafted += right < len(guesses)
-            sequence.accepted += guessed
+            accepted = right < len(draft) and token == draft[right]
+            judged = right + (right < len(draft))
+            sequence.drafted += right < len(draft)
+            sequence.accepted += accepted
             finish = self._take(sequence, token, chosen, place + right)
-            right += guessed
-            if finish or not guessed:
+            right += accepted
+            if finish or not accepted:
                 break
-        if guesses:
-            # what was guessed after the end was neither right nor wrong
-            drafted = judged if finish else len(guesses)
+        if draft:
+            # what was drafted after the end was neither right nor wrong
+            drafted = judged if finish else len(draft)
             sequence.drafted += drafted - judged
-            self.guessing.learn(sequence, drafted, right)
+            self.speculator.learn(sequence, drafted, right)
         if finish and sequence.generated:
             self._forget(sequence)
         elif finish:
@@ -264,13 +264,13 @@ class Engine:
             sibling.origin, sibling.keys = origin, sequence.keys
             self.scheduler.add(sibling)
 
-    def _commit_guess(self, share: Share, index: int) -> None:
-        """One more token of a step with guesses is known to be right: the first, or a guess that was."""
+    def _commit_draft(self, share: Share, index: int) -> None:
+        """One more token of a step with drafts is known to be right: the first, or a draft that was."""
         row, lease = share.row, share.lease
         assert row is not None
         self.runtime.cache.commit(lease, 1, base_after(row))
-        if self.runtime.head:
-            self.runtime.head.settle(lease.slot, share.start + index)
+        if self.runtime.mtp_runner:
+            self.runtime.mtp_runner.settle(lease.slot, share.start + index)
 
     def _take(self, sequence: Sequence, token: int, chosen: Chosen, row: int) -> Finish | None:
         """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""
@@ -309,7 +309,7 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
-        self.guessing.forget(sequence)
+        self.speculator.forget(sequence)
         self.stats.finished += 1
         self.stats.reused_tokens += sequence.cached
         group = self._sequences[sequence.request.id]

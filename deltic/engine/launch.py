@@ -38,23 +38,23 @@ class Share:
         return self.sequence.lease is self.lease
 
     @property
-    def guesses(self) -> tuple[int, ...]:
-        return self.row.guesses if self.row and self.row.drafts else ()
+    def draft_tokens(self) -> tuple[int, ...]:
+        return self.row.draft_tokens if self.row and self.row.drafts else ()
 
     @property
     def draws(self) -> list[Draw]:
-        """The sequence's next token, and those after each guess; after a token that is not known yet, where it takes
+        """The sequence's next token, and those after each draft; after a token that is not known yet, where it takes
         one from the step before."""
         if self.row and self.row.drawn is not None:
             return [Draw(self.sequence, self.row.tokens)]
-        return [Draw(self.sequence, self.guesses[:count]) for count in range(len(self.guesses) + 1)]
+        return [Draw(self.sequence, self.draft_tokens[:count]) for count in range(len(self.draft_tokens) + 1)]
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
     """A step that was launched, whose tokens the host has not seen.
 
-    drafting: the sequences that guesses were asked for. drawn [L] int64: the tokens, on the device. sampled: all that
+    drafting: the sequences that drafts were asked for. drawn [L] int64: the tokens, on the device. sampled: all that
     was drawn, on the host as soon as `arrived`. raw [L, V]: the model's logits, where the probability of another token
     than the drawn one may be reported. error: what launching raised.
     """
@@ -134,7 +134,7 @@ class Launcher:
         if flight.plan.operations:
             runtime.cache.pools.apply(flight.plan.operations)
         if flight.plan.rows:
-            batch = build(flight.plan, runtime.device, hidden=runtime.head is not None,
+            batch = build(flight.plan, runtime.device, hidden=runtime.mtp_runner is not None,
                           drawn=before.drawn if before else None, table=self._pages)
             began = time.perf_counter()
             logits.append(runtime.run(batch))
@@ -150,7 +150,7 @@ class Launcher:
     def _draw(self, flight: InFlight, draws: list[Draw], logits: Tensor) -> None:
         """logits [L, V]: those of all draws; a draw may write into them."""
         for share in flight.shares:
-            if share.draw is not None and not share.guesses and _keeps_end(share):
+            if share.draw is not None and not share.draft_tokens and _keeps_end(share):
                 share.end = logits[share.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
             flight.raw = logits.clone()

@@ -32,9 +32,9 @@ from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
 from deltic.errors import ModelError, RequestError
 from deltic.text.answers import Answers, Choice, Output
+from deltic.text.chat_processor import ChatProcessor, Job, bare_job, prompt_bound, read_template
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
-from deltic.text.front import Front, Job, bare_job, prompt_bound, read_template
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Request, SamplingParams, TokenOut
 
@@ -233,9 +233,10 @@ class LLM:
                  chat_template: Path | None = None, progress: LoadProgress | None = None, history: str = "auto",
                  strip_billing_header: bool = False, thinking_budget: int | None = None, **options: Any) -> None:
         runtime = load(model, engine_config(options), revision, progress)
-        self._front = _front(runtime, chat_template, history=history, strip_billing_header=strip_billing_header,
-                             thinking_budget=thinking_budget)
-        self.runtime = _with_words(runtime, self._front.tokenizer) if self._front else runtime
+        self._chat_processor = _chat_processor(runtime, chat_template, history=history,
+                                               strip_billing_header=strip_billing_header,
+                                               thinking_budget=thinking_budget)
+        self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()
         weakref.finalize(self, self.worker.stop, 0.0).atexit = False  # the worker sees to that end itself
@@ -246,11 +247,11 @@ class LLM:
         return self.worker.engine
 
     @property
-    def front(self) -> Front:
+    def chat_processor(self) -> ChatProcessor:
         """The tokenizer and chat template; ModelError if the model has none (random weights)."""
-        if self._front is None:
+        if self._chat_processor is None:
             raise ModelError(f"{self.runtime.name} has no tokenizer: give token ids, or load a model with one")
-        return self._front
+        return self._chat_processor
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
              **options: Unpack[ChatOptions]) -> Output:
@@ -294,7 +295,8 @@ class LLM:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
         long as anything is kept; returns its tokens. RequestError if they share none."""
         check_tools(tools)
-        prompt = self.front.opening(as_messages(messages, 0), tools=tools, variables=as_variables(variables, None))
+        prompt = self.chat_processor.opening(as_messages(messages, 0), tools=tools,
+                                             variables=as_variables(variables, None))
         if not prompt:
             raise RequestError("there is nothing to pin: conversations share no beginning without a system message or "
                                "tools", "messages")
@@ -314,8 +316,8 @@ class LLM:
                 log.error("the engine is stuck and is left behind")
             elif not self.worker.forked:
                 self.engine.close()
-                if self._front:
-                    self._front.flush()
+                if self._chat_processor:
+                    self._chat_processor.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -352,7 +354,7 @@ class LLM:
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
               thinking_budget: Any = None) -> Job:
         check_tools(tools)
-        return self.front.chat(as_messages(messages), as_params(sampling), tools=tools,
+        return self.chat_processor.chat(as_messages(messages), as_params(sampling), tools=tools,
                                variables=as_variables(variables, thinking), thinking_budget=thinking_budget)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any) -> list[Job]:
@@ -362,18 +364,18 @@ class LLM:
         return [self._job(prompt, each) for prompt, each in zip(rows, params, strict=True)]
 
     def _job(self, prompt: str | list[int], sampling: SamplingParams) -> Job:
-        if not isinstance(prompt, str) and self._front is None:
+        if not isinstance(prompt, str) and self._chat_processor is None:
             return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
-        return self.front.complete(prompt, sampling)
+        return self.chat_processor.complete(prompt, sampling)
 
 
-def _front(runtime: Runtime, template: Path | None, **options: Any) -> Front | None:
+def _chat_processor(runtime: Runtime, template: Path | None, **options: Any) -> ChatProcessor | None:
     if runtime.path is None:
         return None
     texts = runtime.tokenizer
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
-    return Front(tokenizer, read_template(template) if template else None, notes=runtime.notes,
+    return ChatProcessor(tokenizer, read_template(template) if template else None, notes=runtime.notes,
                  longest=runtime.memory.max_context, limits=runtime.options.limits, **options)
 
 

@@ -21,7 +21,7 @@ from deltic.engine.runtime import Runtime
 from deltic.engine.tiers import open_tiers
 from deltic.errors import ConfigError, ModelError
 from deltic.model.decoder import Decoder, build
-from deltic.model.mtp import Mtp as Head
+from deltic.model.mtp import Mtp as MtpHead
 from deltic.model.mtp import build_head
 from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_torch_threads
@@ -66,7 +66,7 @@ class _Loaded:
     options: EngineConfig
     generation: GenerationDefaults
     decoder: Decoder
-    head: Head | None
+    head: MtpHead | None
     threads: int
     tiled: bool
     made: Identity

@@ -19,7 +19,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     """How the cache is split; ConfigError if it holds nothing. head: it serves a draft head too. wanted: sequences
     shall have replay rings."""
     budget, ring = options.memory_bytes or free_memory(options.device) // 2, ring_bytes(config, dtype)
-    # rings take a quarter at most: who gets none is served without guesses
+    # rings take a quarter at most: who gets none is served without drafts
     rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,

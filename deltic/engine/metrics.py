@@ -119,7 +119,7 @@ class Snapshot:
 
     finished: for whatever reason; failed: those of them that ended with an error. prompt_tokens: computed ones, those
     of a preempted sequence again; reused_tokens: prompt tokens that the cache knew. pace: generated tokens per second.
-    drafted, accepted: guesses of speculation, and the right ones among them, by their place in a step; saved_seconds:
+    drafted, accepted: drafts of speculation, and the right ones among them, by their place in a step; saved_seconds:
     the time that they saved.
     """
 
@@ -147,13 +147,13 @@ class Snapshot:
 def snapshot(engine: Engine) -> Snapshot:
     """The engine's figures now. Cheap and safe in any thread; changes nothing."""
     stats, scheduler, cache, meter = engine.stats, engine.scheduler, engine.runtime.cache, engine.meter
-    guesses, limit = engine.guessing.stats, engine.guessing.depth.limit
+    drafts, limit = engine.speculator.stats, engine.speculator.depth.limit
     return Snapshot(
         running=len(scheduler.running), waiting=len(scheduler.waiting), paused=len(scheduler.paused),
         finished=stats.finished, failed=stats.failed,
         prompt_tokens=stats.prompt_tokens, reused_tokens=stats.reused_tokens,
-        generated_tokens=stats.generated_tokens, drafted=tuple(guesses.drafted_at[:limit]),
-        accepted=tuple(guesses.accepted_at[:limit]), saved_seconds=guesses.saved_seconds,
+        generated_tokens=stats.generated_tokens, drafted=tuple(drafts.drafted_at[:limit]),
+        accepted=tuple(drafts.accepted_at[:limit]), saved_seconds=drafts.saved_seconds,
         pace=meter.pace.read(time.perf_counter()),
         steps=stats.steps, preemptions=scheduler.preemptions,
         pages=_pool(cache.pages), slots=_pool(cache.slots),

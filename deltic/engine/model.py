@@ -10,7 +10,7 @@ from torch import Tensor
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
-from deltic.engine.head import DraftHead
+from deltic.engine.mtp import MtpRunner
 from deltic.ops.records import Batch, Sampled, Sampling
 
 
@@ -29,7 +29,7 @@ class Model(Protocol):
     generation: GenerationDefaults
     memory: MemoryPlan
     cache: HybridCache
-    head: DraftHead | None
+    mtp_runner: MtpRunner | None
     draft: Model | None
 
     @property

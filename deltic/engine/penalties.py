@@ -71,11 +71,11 @@ class Penalties:
         return Table(row, *(None if tensor is None else tensor[:vocabulary]
                             for tensor in (self._repetition, self._offset)))
 
-    def ahead(self, sequence: Sequence, guesses: tuple[int, ...]) -> Iterator[tuple[int, float, float]]:
-        """Where the table is another one once these guesses are appended, too: tokens, their repetition factors and
+    def ahead(self, sequence: Sequence, drafts: tuple[int, ...]) -> Iterator[tuple[int, float, float]]:
+        """Where the table is another one once these drafts are appended, too: tokens, their repetition factors and
         offsets. To be called after `table`."""
-        counts = Counter(guesses if self._repetition is not None or self._penalizes else ())
-        short = sequence.generated + len(guesses) < sequence.sampling.min_tokens
+        counts = Counter(drafts if self._repetition is not None or self._penalizes else ())
+        short = sequence.generated + len(drafts) < sequence.sampling.min_tokens
         for token in {*counts, *(sequence.eos if self._short and not short else ())}:
             met = token in counts or (self._repetition is not None and float(self._repetition[token]) != 1.0)
             yield (token, self.factor if met else 1.0,

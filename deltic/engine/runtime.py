@@ -17,8 +17,8 @@ from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.graphs import Graphs
-from deltic.engine.head import DraftHead
 from deltic.engine.model import Model
+from deltic.engine.mtp import MtpRunner
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp import Mtp
 from deltic.ops.cpu import use_torch_threads
@@ -70,14 +70,14 @@ class Runtime:
     statistics: list[LayerStatistics] = field(default_factory=list)
     views: CacheViews = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
-    head: DraftHead | None = field(init=False)
+    mtp_runner: MtpRunner | None = field(init=False)
     graphs: Graphs | None = field(init=False)
 
     def __post_init__(self) -> None:
         pools, ops = self.pools, self.decoder.ops
         self.views = CacheViews(pools.kv_views(), pools.state_views())
-        self.step = ops.step(ops, self.decoder.stack, self.views)
-        self.head = (DraftHead(self.mtp, self.views, pools.hidden)
+        self.step = ops.step(ops, self.decoder.weights, self.views)
+        self.mtp_runner = (MtpRunner(self.mtp, self.views, pools.hidden)
                      if self.mtp is not None and pools.hidden is not None else None)
         self.graphs = (Graphs(lambda batch: self._forward(batch)[0])
                        if self.options.device.startswith("cuda") and not self.options.debug_layers else None)
@@ -100,9 +100,9 @@ class Runtime:
         logits = self.graphs.run(batch) if self.graphs else None
         if logits is None:
             logits, hidden = self._forward(batch)
-            if self.head is not None:
+            if self.mtp_runner is not None:
                 assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
-                self.head.follow(batch, hidden.float())
+                self.mtp_runner.follow(batch, hidden.float())
         return logits
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:

@@ -19,7 +19,7 @@ from deltic.types import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One draw: the sequence's next token, or, supposing that the guesses `ahead` are right, the one after them."""
+    """One draw: the sequence's next token, or, supposing that the drafts `ahead` are right, the one after them."""
 
     sequence: Sequence
     ahead: tuple[int, ...] = ()

@@ -50,7 +50,7 @@ class Row:
     pages: the lease's own list, which only becomes longer. emits: (position, slot) pairs: also write the state after
     `position` tokens to this slot. base: tokens that the state in the slot stands for (None: done); those after it are
     in the replay ring `ring`. append: leave this step's tokens there too. drafts: how many of the tokens, the last
-    ones, are guesses. drawn: the one token is what this draw of the step in flight gives, and is not known yet.
+    ones, are drafts. drawn: the one token is what this draw of the step in flight gives, and is not known yet.
     """
 
     tokens: tuple[int, ...]
@@ -67,7 +67,7 @@ class Row:
     drawn: int | None = None
 
     @property
-    def guesses(self) -> tuple[int, ...]:
+    def draft_tokens(self) -> tuple[int, ...]:
         """The tokens that the model has to verify."""
         return self.tokens[len(self.tokens) - self.drafts:]
 
@@ -139,7 +139,7 @@ class Scheduler:
             if sequence.pending > 1 or sequence.reading:
                 prompts.append(sequence)
             elif sequence.pending and sequence.lease and (
-                    granted := self._grant(sequence, 1 + len(sequence.drafts), shares)):
+                    granted := self._grant(sequence, 1 + len(sequence.draft_tokens), shares)):
                 shares.append((sequence, granted))
         budget = max(self.token_budget - sum(count for _, count in shares), 1)
         prompts = [sequence for sequence in prompts if sequence.lease]
@@ -357,8 +357,8 @@ class Scheduler:
             sequence.rest = self.cache.rest(lease, keep=sound)
         else:
             self.cache.release(lease, keep=sound)
-        # guesses need the replay ring that they were made for
-        sequence.lease, sequence.drafts, sequence.logits = None, (), None
+        # drafts need the replay ring that they were made for
+        sequence.lease, sequence.draft_tokens, sequence.logits = None, (), None
 
     def _wake(self, sequence: Sequence) -> None:
         if sequence.rest:
@@ -369,7 +369,7 @@ class Scheduler:
         lease = sequence.lease
         assert lease is not None
         done, end = lease.done, lease.done + count
-        tokens = (*sequence.tokens[done:end], *sequence.drafts)[:count]
+        tokens = (*sequence.tokens[done:end], *sequence.draft_tokens)[:count]
         drafts = max(end - len(sequence.tokens), 0)
         return Row(tokens, done, lease.pages, lease.slot, drafts + 1 if end >= len(sequence.tokens) else 0,
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,

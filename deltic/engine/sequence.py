@@ -37,8 +37,8 @@ class Sequence:
     tiers bring for it. known: tokens that the tree knows of it, and as of which of the tree's changes. turn: the step
     since which it runs, or waits, without a break. rest: what it returns to, where it waits because its turn was over.
     arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those of
-    the prompt's end, if known. drafts: guesses of the tokens that come next, to be verified in the next step. drafted,
-    accepted: guesses so far, and those of them that were right. acceptance: what is known of them. group: what came
+    the prompt's end, if known. draft_tokens: what may come next, to be verified in the next step. drafted,
+    accepted: drafts so far, and those of them that were right. acceptance: what is known of them. group: what came
     together has one share of its client's places; client: who has one share of all.
     """
 
@@ -69,7 +69,7 @@ class Sequence:
     counts: Counter[int] = field(default_factory=Counter)
     penalties: Any = None
     finish: Finish | None = None
-    drafts: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
     drafted: int = 0
     accepted: int = 0
     acceptance: Acceptance | None = None
@@ -117,7 +117,7 @@ class Sequence:
 
     @property
     def answering(self) -> bool:
-        """Whether the next step would do nothing but choose the next token, so that guesses of more are welcome."""
+        """Whether the next step would do nothing but choose the next token, so that drafts of more are welcome."""
         return self.lease is not None and self.generated > 0 and self.pending == 1 and self.logits is None
 
     @property

@@ -48,9 +48,9 @@ class Session:
     Every token enters the state exactly once. Errors leave the session where it was. Several tokens at once, of which
     perhaps only the first few are wanted:
 
-        guesses = session.draft(7, 2)            # by the model's draft head, if it has one: what may follow 7
-        logits = session.verify([7, *guesses])   # float32 [3, vocabulary]; the session stays where it is
-        session.accept(2)                        # 7 and the first guess are in the state now, the second never was
+        drafts = session.draft(7, 2)            # by the model's draft head, if it has one: what may follow 7
+        logits = session.verify([7, *drafts])   # float32 [3, vocabulary]; the session stays where it is
+        session.accept(2)                        # 7 and the first draft are in the state now, the second never was
 
     A session has a model, a cache and a state of its own. Any thread may call it, and calls wait for each other; whose
     tokens come first is for the callers to say.
@@ -60,7 +60,7 @@ class Session:
                  revision: str | None = None, **options: Any) -> None:
         config = engine_config({"dtype": dtype, **options})
         if isinstance(config.speculation, Draft):
-            raise ConfigError("speculate=draft is of no use here: give what another Session guesses to verify",
+            raise ConfigError("speculate=draft is of no use here: give what another Session drafts to verify",
                               "speculate")
         self.runtime = load(model, config, revision, None, True)
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
@@ -105,18 +105,18 @@ class Session:
     @torch.inference_mode()
     def draft(self, token: int, count: int) -> list[int]:
         """What the model's draft head thinks most likely to follow the next token; the session stays where it is."""
-        token, head, cache, lease = *self._checked([token]), self.runtime.head, self.runtime.cache, self._lease
+        token, head, cache, lease = *self._checked([token]), self.runtime.mtp_runner, self.runtime.cache, self._lease
         if head is None:
             raise RequestError("this model has no draft head, or was loaded with speculate='off'", "speculate")
         count = _checked_count(count, 1, MAX_DRAFTS)
         if cache.reserve(lease, count) < count:
             raise RequestError("no pages are left: drop snapshots, or raise memory")
-        guesses, hidden = [token], None
+        drafts, hidden = [token], None
         for depth in range(count):
-            row = Row((guesses[-1],), lease.done + depth, lease.pages, lease.slot, 1)
+            row = Row((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1)
             hidden, logits = head.draft(self._batch(row), hidden)
-            guesses.append(int(logits.argmax()))
-        return guesses[1:]
+            drafts.append(int(logits.argmax()))
+        return drafts[1:]
 
     @_alone
     def verify(self, tokens: Sequence[int]) -> Tensor:
@@ -151,8 +151,8 @@ class Session:
         cache, lease = self.runtime.cache, self._lease
         lease.ids += row.tokens[:count]
         cache.commit(lease, count, base_after(row))
-        if self.runtime.head and count:
-            self.runtime.head.settle(lease.slot, count - 1)
+        if self.runtime.mtp_runner and count:
+            self.runtime.mtp_runner.settle(lease.slot, count - 1)
 
     @_alone
     def snapshot(self) -> Snapshot:
@@ -202,7 +202,7 @@ class Session:
 
     def _batch(self, row: Row, all_logits: bool = False) -> Batch:
         self.runtime.cache.flush()
-        return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.head is not None)
+        return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         if not isinstance(snapshot, Snapshot):

@@ -17,13 +17,13 @@ from deltic.ops.records import (
     Batch,
     Block,
     CacheViews,
+    DecoderWeights,
     GdnSpec,
     GdnWeights,
     Layer,
     MlpWeights,
     Rope,
     RopeSpec,
-    Stack,
     Weight,
 )
 
@@ -39,7 +39,7 @@ class Decoder:
 
     config: ModelConfig
     ops: Ops
-    stack: Stack
+    weights: DecoderWeights
     dtype: torch.dtype
 
     def forward(self, batch: Batch, views: CacheViews, observe: Observer | None = None) -> Tensor:
@@ -48,24 +48,24 @@ class Decoder:
 
         Mutates the views as the mixers say: K/V of every token, the rows' target slots, the emit slots.
         """
-        ops, stack = self.ops, self.stack
-        rope = ops.rope(batch.positions, stack.rope)
-        residual, delta = ops.embed(batch.ids, stack.embedding, self.dtype), None
-        for index, layer in enumerate(stack.layers):
-            residual, x = ops.add_norm(residual, delta, layer.input_norm, stack.eps)
+        ops, weights = self.ops, self.weights
+        rope = ops.rope(batch.positions, weights.rope)
+        residual, delta = ops.embed(batch.ids, weights.embedding, self.dtype), None
+        for index, layer in enumerate(weights.layers):
+            residual, x = ops.add_norm(residual, delta, layer.input_norm, weights.eps)
             delta = self._mix(x, layer, batch, views, rope)
-            residual, x = ops.add_norm(residual, delta, layer.post_norm, stack.eps)
+            residual, x = ops.add_norm(residual, delta, layer.post_norm, weights.eps)
             delta = ops.mlp(x, layer.mlp)
             if observe is not None:
                 observe(index, residual + delta)
         if not batch.layout.hidden:
             wanted = batch.logit_tokens
             residual, delta = residual[wanted], None if delta is None else delta[wanted]
-        return ops.add_norm(residual, delta, stack.norm, stack.eps)[1]
+        return ops.add_norm(residual, delta, weights.norm, weights.eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [L, H] -> logits [L, V] float32."""
-        return self.ops.head(hidden, self.stack.head)
+        return self.ops.head(hidden, self.weights.head)
 
     def _mix(self, x: Tensor, layer: Layer, batch: Batch, views: CacheViews, rope: Rope) -> Tensor:
         if isinstance(layer.mixer, GdnWeights):
@@ -75,8 +75,8 @@ class Decoder:
     def weight_kinds(self) -> dict[str, int]:
         """Bytes of the parameters by the form that they are kept in (a GGUF type, or a dtype), a tied head counted
         once."""
-        weights: list[Weight] = [self.stack.embedding, self.stack.norm, self.stack.head]
-        for layer in self.stack.layers:
+        weights: list[Weight] = [self.weights.embedding, self.weights.norm, self.weights.head]
+        for layer in self.weights.layers:
             weights += _weights(layer)
         kinds: dict[str, int] = {}
         for block in {id(block): block for weight in weights for block in _blocks(weight)}.values():
@@ -120,8 +120,8 @@ def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch
     embedding = top.block("model.embed_tokens", table=True)
     head = embedding if config.tie_word_embeddings else top.block("lm_head")
     rope = RopeSpec(config.rope.theta, config.rope.rotary_dim, config.rope.mrope_section, config.rope.factors)
-    stack = Stack(embedding, tuple(layers), top.norm("model.norm"), head, rope, config.rms_norm_eps)
-    return Decoder(config, ops, stack, dtype)
+    decoder = DecoderWeights(embedding, tuple(layers), top.norm("model.norm"), head, rope, config.rms_norm_eps)
+    return Decoder(config, ops, decoder, dtype)
 
 
 class Taker:

@@ -1,4 +1,4 @@
-"""The multi-token-prediction head: one more attention layer, which guesses what follows the token that comes next."""
+"""The multi-token-prediction head: one more attention layer, which drafts what follows the token that comes next."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from deltic.ops.records import (
     Batch,
     Block,
     CacheViews,
-    HeadWeights,
     Layer,
     MlpWeights,
+    MtpWeights,
     Weight,
 )
 
 SHORT: Final = 32_000
 """Rows of the shortened head. Byte-pair tokenizers number their tokens by how frequent they were, so that nearly all
-tokens that are worth a guess come first (FastMTP, arXiv 2509.18362)."""
+tokens that are worth a draft come first (FastMTP, arXiv 2509.18362)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mtp(HeadWeights):
+class Mtp(MtpWeights):
     """A draft head ready to run, stateless like a Decoder.
 
     Row i of its K/V is made of the token at position i and of the trunk's hidden state at i - 1, after the final norm
     (zero for row 0); its output there gives the logits of the token at i + 1, and takes the place of the hidden state
-    at i where guessing goes on. dtype: of the activations.
+    at i where drafting goes on. dtype: of the activations.
     """
 
     ops: Ops
     dtype: torch.dtype
 
     def draft(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> tuple[Tensor, Tensor]:
-        """Guess the tokens that follow `ids`.
+        """Draft the tokens that follow `ids`.
 
         ids [T] int64: the batch's tokens, at its positions. hidden [T, H]: the hidden states before them, the trunk's
         or what an earlier call returned; of any floating dtype. CacheViews the tokens' K/V in the head's layer.
@@ -80,10 +80,10 @@ class Mtp(HeadWeights):
 def build_head(config: ModelConfig, tensors: dict[str, Block], decoder: Decoder, rows: int | None = SHORT) -> Mtp:
     """Make a head of canonical tensors (`weights.names.expected_head`), which are taken out of `tensors`, for a trunk.
 
-    rows: guess among the vocabulary's first so many tokens only (rounded up to whole panels of 16); None: among all.
+    rows: draft among the vocabulary's first so many tokens only (rounded up to whole panels of 16); None: among all.
     The embedding and the matrix of the logits are the trunk's, in its memory, unless the head has its own.
     """
-    ops, stack = decoder.ops, decoder.stack
+    ops, main = decoder.ops, decoder.weights
     layer, top = (Taker(tensors, prefix, ops, config.norm_offset) for prefix in ("mtp.layers.0.", "mtp."))
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
@@ -92,8 +92,8 @@ def build_head(config: ModelConfig, tensors: dict[str, Block], decoder: Decoder,
                              layer.norm("self_attn.q_norm"), layer.norm("self_attn.k_norm"),
                              layer.linear("self_attn.o_proj"))
     mlp = MlpWeights(layer.linear("mlp.gate_proj", "mlp.up_proj"), layer.linear("mlp.down_proj"))
-    embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else stack.embedding
-    head = top.linear("shared_head.head") if "mtp.shared_head.head.weight" in tensors else stack.head
+    embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
+    head = top.linear("shared_head.head") if "mtp.shared_head.head.weight" in tensors else main.head
     fc = top.linear("fc")
     matrices = (embedding, *(block for weight in (fc, mixer.qkv, mixer.o_proj, mlp.gate_up, mlp.down, head)
                              for block in _blocks(weight)))
@@ -101,7 +101,7 @@ def build_head(config: ModelConfig, tensors: dict[str, Block], decoder: Decoder,
         embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc,
         Layer(layer.norm("input_layernorm"), mixer, layer.norm("post_attention_layernorm"), mlp,
               len(config.attention_layers)),
-        kv, top.norm("norm"), head if rows is None else first_rows(head, rows, ops), stack.rope, stack.eps, ops,
+        kv, top.norm("norm"), head if rows is None else first_rows(head, rows, ops), main.rope, main.eps, ops,
         # as a whole native step computes; plain matrices want activations of their own dtype
         torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype)
 

@@ -21,16 +21,16 @@ from deltic.ops.records import (
     Batch,
     Block,
     CacheViews,
+    DecoderWeights,
     GdnWeights,
-    HeadStep,
-    HeadWeights,
     KvView,
     MlpWeights,
+    MtpStep,
+    MtpWeights,
     Rope,
     RopeSpec,
     Sampled,
     Sampling,
-    Stack,
     StateView,
     Weight,
 )
@@ -61,12 +61,12 @@ class Ops:
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
-    step(ops, stack, views) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens` and, with
+    step(ops, decoder, views) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens` and, with
         `layout.hidden`, the hidden states of all its tokens after the final norm [T, H] float32 (else None), which does
         all that these ops would do for it; None where they have to be called one by one, because some of them are of
         another backend, for instance. Takes pointers once, so the weights and the views must stay where they are. The
         function too may give None, for a batch that it does not serve, and has then done nothing.
-    head_step(ops, weights, views, slots [S, H] float32) -> a draft head's `HeadStep`; None where it has to be put
+    mtp_step(ops, weights, views, slots [S, H] float32) -> a draft head's `MtpStep`; None where it has to be put
         together from these ops. slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
     copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each,
         source [N], target [N]): device copies, all layers at once.
@@ -85,8 +85,8 @@ class Ops:
     sample: Callable[[Tensor, Sampling], Sampled]
     copy_slots: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
     copy_pages: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
-    head_step: Callable[[Ops, HeadWeights, CacheViews, Tensor], HeadStep | None]
-    step: Callable[[Ops, Stack, CacheViews], Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None]
+    mtp_step: Callable[[Ops, MtpWeights, CacheViews, Tensor], MtpStep | None]
+    step: Callable[[Ops, DecoderWeights, CacheViews], Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None]
 
 
 def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:
@@ -115,14 +115,14 @@ def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "a
     return ops
 
 
-def explain(ops: Ops, stack: Stack | None = None, views: CacheViews | None = None) -> dict[str, str]:
-    """Who serves each op, and why nobody faster: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`. stack, views:
+def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews | None = None) -> dict[str, str]:
+    """Who serves each op, and why nobody faster: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`. decoder, views:
     those of a loaded model, for which some kernels may have to leave their work to others."""
     from deltic.ops import cpu
 
     served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}
     served |= {name: f"torch ({why})" for name, why in cpu.missing().items() if served[name] == "torch"}
-    if stack is None or views is None:
+    if decoder is None or views is None:
         return served
-    left = cpu.left_to_others(ops, stack, views)
+    left = cpu.left_to_others(ops, decoder, views)
     return served | {name: who for name, who in left.items() if served[name] == "cpu"}

@@ -273,7 +273,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class DecoderWeights:
     """All weights of a decoder. embedding [V, H]. norm [H] float32: of the last hidden state. head [V, H]."""
 
     embedding: Block
@@ -293,7 +293,7 @@ class CacheViews:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadWeights:
+class MtpWeights:
     """A draft head (multi-token prediction): one more attention layer beside a decoder.
 
     fc [H, 2 H]: columns of the embedding, then of the hidden state. norm_embedding, norm_hidden, norm [H] float32: the
@@ -314,17 +314,17 @@ class HeadWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadStep:
+class MtpStep:
     """A draft head in calls of its own, over one cache.
 
     follow(batch, hidden [T, H] float32): after a step of the decoder, of which these are the hidden states: stores the
         head's K/V of all tokens; the slots' hidden states are those of the last tokens, where rows do not append.
-    guess(batch, counts [R] int64, sampling) -> tokens [R, most] int64: what follows the tokens of a batch of
+    draft(batch, counts [R] int64, sampling) -> tokens [R, most] int64: what follows the tokens of a batch of
         single-token rows, counts[r] <= most of them. sampling: of R * most rows, which changes no logits.
     """
 
     follow: Callable[[Batch, Tensor], None]
-    guess: Callable[[Batch, Tensor, Sampling], Tensor]
+    draft: Callable[[Batch, Tensor, Sampling], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,18 +28,18 @@ from deltic.ops.records import (
     Batch,
     Block,
     CacheViews,
+    DecoderWeights,
     GdnSpec,
     GdnWeights,
-    HeadStep,
-    HeadWeights,
     KvView,
     MlpWeights,
+    MtpStep,
+    MtpWeights,
     RingView,
     Rope,
     RopeSpec,
     Sampled,
     Sampling,
-    Stack,
     StateView,
     Weight,
 )
@@ -105,11 +105,11 @@ def embed(ids: Tensor, weight: Block, dtype: torch.dtype) -> Tensor:
     return (weight.lookup(ids) if isinstance(weight, QTensor) else weight[ids]).to(dtype)
 
 
-def head_step(ops: Ops, weights: HeadWeights, views: CacheViews, slots: Tensor) -> HeadStep | None:
+def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
     """The ops are called one by one."""
 
 
-def step(ops: Ops, stack: Stack, views: CacheViews) -> None:
+def step(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> None:
     """The ops are called one by one."""
 
 
@@ -597,4 +597,4 @@ def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
 
 OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
           attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, head=head, sample=sample, copy_slots=copy_slots,
-          copy_pages=copy_pages, step=step, head_step=head_step)
+          copy_pages=copy_pages, step=step, mtp_step=mtp_step)

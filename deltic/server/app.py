@@ -25,10 +25,10 @@ from deltic.engine.metrics import snapshot
 from deltic.server import openai
 from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
-from deltic.server.desk import Desk, public_name
+from deltic.server.http import Problem, ProblemError, json_response, problem_of
 from deltic.server.listen import Server, listen, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
-from deltic.server.wire import Problem, ProblemError, json_response, problem_of
+from deltic.server.served_model import ServedModel, public_name
 
 __all__ = ["AppOptions", "create_app", "listen", "serve"]
 
@@ -53,15 +53,15 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None 
     limits, memory = llm.runtime.options.limits, ThreadPoolExecutor(1, "deltic-memory")
     room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
     bridge = Bridge(llm.worker, room, stuck_after)
-    desk = Desk(llm, bridge, served_name or public_name(llm), Intake(limits), memory)
+    served = ServedModel(llm, bridge, served_name or public_name(llm), Intake(limits), memory)
     check = _key_check(api_key) if api_key else lambda _: None
-    routes = [*openai.routes(desk, check), Route("/metrics", openai.answering(_metrics(desk), check)),
+    routes = [*openai.routes(served, check), Route("/metrics", openai.answering(_metrics(served), check)),
               Route("/health", _health(bridge))]
     cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     app = Starlette(routes=routes, lifespan=_lifespan(bridge, memory), exception_handlers={HTTPException: _on_error},
                     middleware=[*([cors] if cors_origins else []), Middleware(_OneLength)])
     app.router.redirect_slashes = False
-    app.state.bridge, app.state.intake = bridge, desk.intake
+    app.state.bridge, app.state.intake = bridge, served.intake
     return app
 
 
@@ -126,9 +126,9 @@ def _health(bridge: Bridge) -> openai.Endpoint:
     return health
 
 
-def _metrics(desk: Desk) -> openai.Endpoint:
+def _metrics(served: ServedModel) -> openai.Endpoint:
     async def metrics(_: Request) -> Response:
-        return Response(exposition(snapshot(desk.llm.engine), desk.name), media_type=CONTENT_TYPE)
+        return Response(exposition(snapshot(served.llm.engine), served.name), media_type=CONTENT_TYPE)
     return metrics
 
 

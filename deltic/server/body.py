@@ -23,7 +23,7 @@ from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show
-from deltic.server.wire import Problem, ProblemError
+from deltic.server.http import Problem, ProblemError
 
 _LARGE = 1 << 15  # bytes: native code reads fewer in a few milliseconds
 _LARGE_AT_ONCE = 2

@@ -1,6 +1,6 @@
 """The engine's worker for one event loop: requests go to its inbox, the events of a step come back in one call.
 
-The engine belongs to the worker's thread, tickets belong to the loop; nothing else is shared. Others may use the worker
+The engine belongs to the worker's thread, handles belong to the loop; nothing else is shared. Others may use the worker
 at the same time, and it outlives the bridge.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from deltic.engine.worker import Worker
 from deltic.errors import BusyError, UnavailableError
-from deltic.server.ticket import Ticket
+from deltic.server.request_handle import RequestHandle
 from deltic.types import Request, TokenOut
 
 log = logging.getLogger("deltic")
@@ -35,7 +35,7 @@ class Health:
 @dataclass(frozen=True, slots=True)
 class Room:
     """answers: how many run at once. waiting: how many more may wait. tokens: of the prompts of both. unread: events of
-    a ticket that may wait for its reader."""
+    a handle that may wait for its reader."""
 
     answers: int
     waiting: int
@@ -48,7 +48,7 @@ class Bridge:
 
     def __init__(self, worker: Worker, room: Room, stuck_after: float = STUCK_AFTER) -> None:
         self._worker, self._room, self._stuck_after = worker, room, stuck_after
-        self._tickets: dict[str, Ticket] = {}
+        self._handles: dict[str, RequestHandle] = {}
         self._closed: str | None = "the engine has not been started"
         self._empty = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -58,50 +58,50 @@ class Bridge:
         self._loop, self._closed = asyncio.get_running_loop(), None
         self._worker.start()
 
-    async def submit(self, requests: Sequence[Request]) -> Ticket:
+    async def submit(self, requests: Sequence[Request]) -> RequestHandle:
         """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
         if too many answers wait already."""
         self.check_room(sum(request.sampling.n for request in requests),
                         sum(len(request.prompt) for request in requests))
         requests = [replace(request, group=requests[0].id) for request in requests]
-        ticket = Ticket(requests, self._room.unread, self._withdraw, self._hold)
-        self._tickets |= dict.fromkeys(ticket.requests, ticket)
-        self._worker.submit(requests, self, partial(self._post, ticket.admit))
+        handle = RequestHandle(requests, self._room.unread, self._withdraw, self._hold)
+        self._handles |= dict.fromkeys(handle.requests, handle)
+        self._worker.submit(requests, self, partial(self._post, handle.admit))
         try:
-            await ticket.admitted
+            await handle.admitted
         except BaseException:
-            ticket.close()
+            handle.close()
             raise
-        return ticket
+        return handle
 
     def check_room(self, answers: int = 1, prompt_tokens: int = 1) -> None:
         """BusyError if there is no room for so much more, UnavailableError if there is for nothing. A request for more
         than there may be at all is taken if nothing else is there."""
         if self._closed:
             raise UnavailableError(self._closed)
-        tickets = set(self._tickets.values())
-        live = sum(ticket.answers for ticket in tickets)
+        handles = set(self._handles.values())
+        live = sum(handle.answers for handle in handles)
         if live and live + answers > self._room.answers + self._room.waiting:
             raise BusyError(f"{live} answers run or wait, and at most {self._room.waiting} may wait (max_waiting): try "
                             "again later")
-        tokens = sum(ticket.prompt_tokens for ticket in tickets)
+        tokens = sum(handle.prompt_tokens for handle in handles)
         if tokens and tokens + prompt_tokens > self._room.tokens:
             raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
                             "together (max_live_tokens): try again later")
 
     def health(self) -> Health:
         """How the engine is now; cheap."""
-        return Health(self._closed or self._worker.fault(self._stuck_after), len(self._tickets))
+        return Health(self._closed or self._worker.fault(self._stuck_after), len(self._handles))
 
     async def drain(self, grace: float) -> None:
         """Take no more requests, give the running ones `grace` seconds, then end them."""
         self._closed = self._closed or "the server is shutting down"
-        if self._tickets:
+        if self._handles:
             self._empty.clear()
             try:
                 await asyncio.wait_for(self._empty.wait(), grace)
             except TimeoutError:
-                log.warning("ending %d requests: the server is shutting down", len(self._tickets))
+                log.warning("ending %d requests: the server is shutting down", len(self._handles))
         self._fail_all()
 
     async def stop(self, grace: float = 0.0, patience: float = 5.0) -> None:
@@ -114,16 +114,16 @@ class Bridge:
         except TimeoutError:
             log.error("the engine is stuck and is left behind")
 
-    def _withdraw(self, ticket: Ticket) -> None:
+    def _withdraw(self, handle: RequestHandle) -> None:
         """A reader wants no more."""
-        if ticket.open:
-            self._worker.abort(ticket.requests)
-            self._forget(ticket)
+        if handle.open:
+            self._worker.abort(handle.requests)
+            self._forget(handle)
 
-    def _hold(self, ticket: Ticket, held: bool) -> None:
+    def _hold(self, handle: RequestHandle, held: bool) -> None:
         """A reader has fallen behind, or has caught up."""
         engine = self._worker.engine
-        for request in ticket.requests:
+        for request in handle.requests:
             self._worker.ask(partial(engine.pause if held else engine.resume, request))
 
     def on_events(self, events: list[TokenOut]) -> None:
@@ -143,16 +143,16 @@ class Bridge:
 
     def _deliver(self, events: list[TokenOut]) -> None:
         for event in events:
-            ticket = self._tickets.get(event.request)
-            if ticket is not None:
-                ticket.take(event)
-                if not ticket.open:
-                    self._forget(ticket)
+            handle = self._handles.get(event.request)
+            if handle is not None:
+                handle.take(event)
+                if not handle.open:
+                    self._forget(handle)
 
-    def _forget(self, ticket: Ticket) -> None:
-        for request in ticket.requests:
-            self._tickets.pop(request, None)
-        if not self._tickets:
+    def _forget(self, handle: RequestHandle) -> None:
+        for request in handle.requests:
+            self._handles.pop(request, None)
+        if not self._handles:
             self._empty.set()
 
     def _close(self) -> None:
@@ -160,5 +160,5 @@ class Bridge:
         self._fail_all()
 
     def _fail_all(self) -> None:
-        for ticket in list(dict.fromkeys(self._tickets.values())):
-            ticket.fail(UnavailableError(self._closed or "the engine has stopped"))
+        for handle in list(dict.fromkeys(self._handles.values())):
+            handle.fail(UnavailableError(self._closed or "the engine has stopped"))

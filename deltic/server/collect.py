@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from deltic.errors import GenerationError, RequestError
 from deltic.server.bridge import Bridge
-from deltic.server.ticket import Ticket
+from deltic.server.request_handle import RequestHandle
 from deltic.text.answers import Answers, Piece, Score
-from deltic.text.front import Job
+from deltic.text.chat_processor import Job
 from deltic.types import TokenOut, Usage
 
 
@@ -23,9 +23,9 @@ class Run:
     when it is not wanted any more.
     """
 
-    def __init__(self, ticket: Ticket, jobs: Sequence[Job], memory: Executor, whole: bool) -> None:
+    def __init__(self, handle: RequestHandle, jobs: Sequence[Job], memory: Executor, whole: bool) -> None:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
-        self._ticket, self._answers, self._memory = ticket, Answers(jobs, whole), memory
+        self._handle, self._answers, self._memory = handle, Answers(jobs, whole), memory
         self.usage, self.size = Usage(0, 0, 0), 0
 
     @classmethod
@@ -39,7 +39,7 @@ class Run:
 
         GenerationError if the engine gives up.
         """
-        async for events in self._ticket:
+        async for events in self._handle:
             for event in events:
                 self._count(event)
             pieces = self._answers.take(events)
@@ -65,7 +65,7 @@ class Run:
 
     def close(self) -> None:
         """Free what the engine holds for it; what was seen of its answers is remembered."""
-        self._ticket.close()
+        self._handle.close()
         with suppress(RuntimeError):  # the server is about to end
             for remember in self._answers.close():
                 self._memory.submit(remember)

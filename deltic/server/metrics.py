@@ -26,7 +26,7 @@ class _Family:
 
 def exposition(now: Snapshot, model: str) -> str:
     """The page. model: what clients call the model; the label of every sample."""
-    families = (*_requests(now), *_tokens(now), *_guesses(now), *_durations(now), *_pools(now), *_tiers(now.tiers))
+    families = (*_requests(now), *_tokens(now), *_drafts(now), *_durations(now), *_pools(now), *_tiers(now.tiers))
     return "".join(line + "\n" for family in families for line in _lines(family, model))
 
 
@@ -50,12 +50,12 @@ def _tokens(now: Snapshot) -> Iterator[_Family]:
                f"Tokens of answers per second, over the last {WINDOW} seconds.", now.pace)
 
 
-def _guesses(now: Snapshot) -> Iterator[_Family]:
-    for name, line, counts in (("drafted", "Tokens that speculation guessed, by their place in a step.", now.drafted),
-                               ("accepted", "Guesses that were right, by their place in a step.", now.accepted)):
+def _drafts(now: Snapshot) -> Iterator[_Family]:
+    for name, line, counts in (("drafted", "Tokens that speculation drafted, by their place in a step.", now.drafted),
+                               ("accepted", "Drafts that were right, by their place in a step.", now.accepted)):
         yield _Family(f"{name}_tokens_total", "counter", line,
                       tuple(("", {"position": str(place + 1)}, count) for place, count in enumerate(counts)))
-    yield _one("speculation_saved_seconds", "gauge", "Seconds by which steps with guesses were faster than without.",
+    yield _one("speculation_saved_seconds", "gauge", "Seconds by which steps with drafts were faster than without.",
                now.saved_seconds)
 
 

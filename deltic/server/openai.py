@@ -14,10 +14,7 @@ from starlette.routing import Route
 
 from deltic.errors import RequestError
 from deltic.server.collect import Run
-from deltic.server.desk import Desk
-from deltic.server.forms import ChatForm, Echo, Envelope, TextForm, usage_form
-from deltic.server.schema import ChatRequest, CompletionRequest
-from deltic.server.wire import (
+from deltic.server.http import (
     EventStream,
     Problem,
     dump,
@@ -28,20 +25,23 @@ from deltic.server.wire import (
     problem_of,
     while_connected,
 )
-from deltic.text.front import Job
+from deltic.server.responses import ChatShape, CompletionShape, Echo, Envelope, usage_fields
+from deltic.server.schema import ChatRequest, CompletionRequest
+from deltic.server.served_model import ServedModel
+from deltic.text.chat_processor import Job
 
 _TYPES = {401: "authentication_error", 404: "not_found_error"}
 _DONE = b"data: [DONE]\n\n"
 _WAITING = b": waiting\n\n"
 _SMALL = 2000  # tokens, and probabilities of tokens, of an answer that is written at once
 
-Form = ChatForm | TextForm
+Shape = ChatShape | CompletionShape
 Endpoint = Callable[[Request], Awaitable[Response]]
 Check = Callable[[Request], None]
 
 
 def error_response(problem: Problem, headers: dict[str, str] | None = None) -> Response:
-    """A problem in OpenAI's form."""
+    """A problem in OpenAI's shape."""
     response = json_response(_error(problem), problem.status)
     response.headers.update(headers or {})
     if problem.retry_after is not None:
@@ -49,11 +49,11 @@ def error_response(problem: Problem, headers: dict[str, str] | None = None) -> R
     return response
 
 
-def routes(desk: Desk, check: Check) -> list[Route]:
+def routes(served: ServedModel, check: Check) -> list[Route]:
     """The paths under /v1."""
-    wire = _Wire(desk)
-    found = (("/chat/completions", wire.chat, "POST"), ("/completions", wire.complete, "POST"),
-             ("/models", wire.models, "GET"), ("/models/{model:path}", wire.model, "GET"))
+    endpoints = _Endpoints(served)
+    found = (("/chat/completions", endpoints.chat, "POST"), ("/completions", endpoints.complete, "POST"),
+             ("/models", endpoints.models, "GET"), ("/models/{model:path}", endpoints.model, "GET"))
     return [Route(f"/v1{path}", answering(endpoint, check), methods=[method]) for path, endpoint, method in found]
 
 
@@ -69,77 +69,79 @@ def answering(endpoint: Endpoint, check: Check) -> Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wire:
-    desk: Desk
+class _Endpoints:
+    served: ServedModel
 
     async def chat(self, request: Request) -> Response:
-        body, job = await self.desk.read(request, ChatRequest, self._chat_job)
-        run = await self.desk.start(request, [job], "messages", not body.stream)
-        return await self._answer(request, run, ChatForm(self.desk.token_bytes, bool(body.logprobs)), body)
+        body, job = await self.served.read(request, ChatRequest, self._chat_job)
+        run = await self.served.start(request, [job], "messages", not body.stream)
+        return await self._answer(request, run, ChatShape(self.served.token_bytes, bool(body.logprobs)), body)
 
     async def complete(self, request: Request) -> Response:
-        body, (jobs, echo) = await self.desk.read(request, CompletionRequest, self._text_jobs)
-        run = await self.desk.start(request, jobs, "prompt", not body.stream)
-        return await self._answer(request, run, TextForm(self.desk.token_bytes, body.logprobs is not None, echo), body)
+        body, (jobs, echo) = await self.served.read(request, CompletionRequest, self._text_jobs)
+        run = await self.served.start(request, jobs, "prompt", not body.stream)
+        shape = CompletionShape(self.served.token_bytes, body.logprobs is not None, echo)
+        return await self._answer(request, run, shape, body)
 
     async def models(self, _: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self.desk.check_model(request.path_params["model"])
+        self.served.check_model(request.path_params["model"])
         return json_response(self._model())
 
     def _chat_job(self, body: ChatRequest) -> Job:
-        self.desk.check_model(body.model)
+        self.served.check_model(body.model)
         body.refuse_unsupported()
-        job = self.desk.llm.front.chat(body.checked_messages(), body.sampling(self.desk.limits),
+        job = self.served.llm.chat_processor.chat(body.checked_messages(), body.sampling(self.served.limits),
                                        tools=body.shown_tools(), variables=body.variables(), history=body.history,
                                        thinking_budget=body.thinking_budget)
         return _speculating(job, body.speculate)
 
     def _text_jobs(self, body: CompletionRequest) -> tuple[list[Job], Echo]:
-        self.desk.check_model(body.model)
+        self.served.check_model(body.model)
         body.refuse_unsupported()
-        sampling, prompts = body.sampling(self.desk.limits), body.prompts()
-        jobs = [_speculating(self.desk.complete(prompt, sampling), body.speculate) for prompt in prompts]
+        sampling, prompts = body.sampling(self.served.limits), body.prompts()
+        jobs = [_speculating(self.served.complete(prompt, sampling), body.speculate) for prompt in prompts]
         if not body.echo:
             return jobs, Echo()
-        echo = Echo([self.desk.text(prompt) for prompt in prompts], sampling.n)
-        if sum(map(len, echo.prompts)) * sampling.n > self.desk.limits.max_body_mib << 20:
-            raise RequestError(f"echo would repeat more than {self.desk.limits.max_body_mib} MiB (max_body_mib): ask "
+        echo = Echo([self.served.text(prompt) for prompt in prompts], sampling.n)
+        if sum(map(len, echo.prompts)) * sampling.n > self.served.limits.max_body_mib << 20:
+            raise RequestError(f"echo would repeat more than {self.served.limits.max_body_mib} MiB (max_body_mib): ask "
                                "for fewer answers, or leave it out", "echo")
         return jobs, echo
 
-    async def _answer(self, request: Request, run: Run, form: Form, body: ChatRequest | CompletionRequest) -> Response:
+    async def _answer(self, request: Request, run: Run, shape: Shape,
+                      body: ChatRequest | CompletionRequest) -> Response:
         if body.stream:
-            events = _stream(run, form, Envelope(form.piece_kind, self.desk.name, form.prefix), body.wants_usage)
+            events = _stream(run, shape, Envelope(shape.piece_kind, self.served.name, shape.prefix), body.wants_usage)
             return EventStream(events, _error_event, run.close)
         try:
-            done = await while_connected(request.receive, run.wholes(self.desk.limits.max_answer_values))
+            done = await while_connected(request.receive, run.wholes(self.served.limits.max_answer_values))
         finally:
             run.close()
-        choices = (form.whole(done.pop(0)) for _ in range(len(done)))
-        answer = Envelope(form.whole_kind, self.desk.name, form.prefix).wrap(choices, usage=usage_form(run.usage))
+        choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
+        answer = Envelope(shape.whole_kind, self.served.name, shape.prefix).wrap(choices, usage=usage_fields(run.usage))
         return json_bytes(dump(answer) if run.size <= _SMALL else await asyncio.to_thread(dump_patiently, answer))
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self.desk.name, "object": "model", "created": self.desk.created, "owned_by": "deltic",
-                "max_model_len": self.desk.llm.engine.max_context}
+        return {"id": self.served.name, "object": "model", "created": self.served.created, "owned_by": "deltic",
+                "max_model_len": self.served.llm.engine.max_context}
 
 
 def _speculating(job: Job, wanted: bool | None) -> Job:
-    """The job, for which tokens may be guessed unless that is not wanted."""
+    """The job, for which tokens may be drafted unless that is not wanted."""
     return job if wanted is not False else replace(job, request=replace(job.request, speculate=False))
 
 
-async def _stream(run: Run, form: Form, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
+async def _stream(run: Run, shape: Shape, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
     wrap = partial(envelope.wrap, usage=None) if wants_usage else envelope.wrap
     async for pieces in run.pieces():
-        chunks = [event(wrap([choice])) for piece in pieces for choice in form.pieces(piece)]
+        chunks = [event(wrap([choice])) for piece in pieces for choice in shape.pieces(piece)]
         if chunks or not pieces:
             yield b"".join(chunks) or _WAITING
     if wants_usage:
-        yield event(envelope.wrap([], usage=usage_form(run.usage)))
+        yield event(envelope.wrap([], usage=usage_fields(run.usage)))
     yield _DONE
 
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from deltic.errors import GenerationError
+from deltic.text.chat_processor import Job
 from deltic.text.deltas import Answer, AnswerCall, Delta, join, merge
-from deltic.text.front import Job
 from deltic.text.stream import AnswerText
 from deltic.types import Finish, TokenLogprobs, TokenOut, Usage
 

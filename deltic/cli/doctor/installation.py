@@ -80,13 +80,13 @@ def check_answer(args: argparse.Namespace) -> Finding | None:
     """The embedded model answers a question whose answer it knows."""
     if not args.run_model:
         return None
-    from deltic.cli.answer import play
+    from deltic.cli.answer import read_answer
     from deltic.engine.llm import LLM
     from deltic.types import SamplingParams
 
     llm, sampling = LLM(), SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS)
     question = [{"role": "user", "content": _QUESTION}]
-    stream, meter = play(llm, lambda: llm.stream(question, sampling), lambda delta: None)
+    stream, meter = read_answer(llm, lambda: llm.stream(question, sampling), lambda delta: None)
     given, rate = stream.output.text.strip() if stream.output else "", meter.tokens_per_second
     speed = f"{meter.tokens} tokens in {meter.end - meter.started:.2f} s" + (f", {rate:.0f} tokens/s" if rate else "")
     wrong: list[Fault] = [("problem", "the embedded model answers wrongly: try deltic run --ops ref; if that is right, "

@@ -13,14 +13,14 @@ from deltic.ops import Ops
 from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, pack, store_kv
 from deltic.ops.cpu.library import LEVELS, Pool, load
 from deltic.ops.cpu.sample import sample
-from deltic.ops.cpu.step import head_step as head_step
 from deltic.ops.cpu.step import left_to_others as left_to_others
+from deltic.ops.cpu.step import mtp_step as mtp_step
 from deltic.ops.cpu.step import step as step
 from deltic.ops.torch import OPS as TORCH_OPS
 
 _KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer, "fold_ring": fold_ring,
                             "attention_mixer": attention_mixer, "store_kv": store_kv, "mlp": mlp, "head": head,
-                            "sample": sample, "step": step, "head_step": head_step}
+                            "sample": sample, "step": step, "mtp_step": mtp_step}
 
 
 def missing() -> dict[str, str]:

@@ -108,8 +108,8 @@ class Model(Structure):
     )
 
 
-class DraftHead(Structure):
-    """`deltic_draft_head`."""
+class Mtp(Structure):
+    """`deltic_mtp`."""
 
     _fields_ = (("model", Model), ("fc", LinearWeight), ("kv", LinearWeight), ("norm_embedding", c_void_p),
                 ("norm_hidden", c_void_p))
@@ -143,8 +143,8 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_adjust": (c_int, [_P, _P, _I, _P, _P]),
     "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
-    "deltic_head_follow": (c_int, [_P, POINTER(DraftHead), POINTER(StepBatch), _P, _P]),
-    "deltic_head_guess": (c_int, [_P, POINTER(DraftHead), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
+    "deltic_mtp_follow": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _P]),
+    "deltic_mtp_draft": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
 }
 
 

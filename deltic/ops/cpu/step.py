@@ -14,10 +14,10 @@ from deltic.ops.cpu import kernels
 from deltic.ops.cpu.kernels import attention_layer, gdn_layer, kv_pages, native_weight, packed, slots
 from deltic.ops.cpu.library import (
     KINDS,
-    DraftHead,
     Drawing,
     Model,
     ModelLayer,
+    Mtp,
     Pool,
     address,
     library,
@@ -27,13 +27,13 @@ from deltic.ops.qtensor import QTensor
 from deltic.ops.records import (
     Batch,
     CacheViews,
+    DecoderWeights,
     GdnWeights,
-    HeadStep,
-    HeadWeights,
     Layer,
+    MtpStep,
+    MtpWeights,
     RopeSpec,
     Sampling,
-    Stack,
     Weight,
 )
 from deltic.ops.ref import frequency_axis
@@ -41,12 +41,12 @@ from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
 
 
-def step(pool: Pool, ops: Ops, stack: Stack, views: CacheViews
+def step(pool: Pool, ops: Ops, decoder: DecoderWeights, views: CacheViews
          ) -> Callable[[Batch], tuple[Tensor, Tensor | None]] | None:
-    if not _own(pool, ops) or not _fits(stack, views):
+    if not _own(pool, ops) or not _fits(decoder, views):
         return None
-    model, kept = _model(stack, views)
-    vocabulary, width, by_reference = len(stack.embedding), model.hidden, byref(model)
+    model, kept = _model(decoder, views)
+    vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
     def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
         layout = batch.layout
@@ -58,43 +58,43 @@ def step(pool: Pool, ops: Ops, stack: Stack, views: CacheViews
     return run
 
 
-def head_step(pool: Pool, ops: Ops, weights: HeadWeights, views: CacheViews, slots: Tensor) -> HeadStep | None:
-    stack = Stack(weights.embedding, (weights.layer,), weights.norm, weights.head, weights.rope, weights.eps)
+def mtp_step(pool: Pool, ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) -> MtpStep | None:
+    decoder = DecoderWeights(weights.embedding, (weights.layer,), weights.norm, weights.head, weights.rope, weights.eps)
     own = _own(pool, ops) and ops.store_kv == MethodType(kernels.store_kv, pool)
-    if not own or not _fits(stack, views) or not packed(weights.fc):
+    if not own or not _fits(decoder, views) or not packed(weights.fc):
         return None
-    model, kept = _model(stack, views)
-    head = DraftHead(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
-                     address(weights.norm_hidden))
+    model, kept = _model(decoder, views)
+    head = Mtp(model, native_weight(weights.fc), native_weight(weights.kv), address(weights.norm_embedding),
+               address(weights.norm_hidden))
     kept += [weights, head, slots]
     by_reference = byref(head)
 
     def follow(batch: Batch, hidden: Tensor) -> None:
-        pool.call(library().deltic_head_follow, by_reference, step_batch(batch), address(hidden), address(slots))
+        pool.call(library().deltic_mtp_follow, by_reference, step_batch(batch), address(hidden), address(slots))
 
-    def guess(batch: Batch, counts: Tensor, sampling: Sampling, _kept: list[object] = kept) -> Tensor:
+    def draft(batch: Batch, counts: Tensor, sampling: Sampling, _kept: list[object] = kept) -> Tensor:
         most = len(sampling.key) // len(counts)
         columns = [column.view(-1, most)[:, 0].contiguous() for column in (
             sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
         keys, tokens = sampling.key.contiguous(), torch.empty(len(counts), most, dtype=torch.int64)
         drawing = Drawing(*map(address, columns), address(keys), sampling.filtered)
-        pool.call(library().deltic_head_guess, by_reference, step_batch(batch), address(counts), most,
-                                          address(slots), byref(drawing), address(tokens))
+        pool.call(library().deltic_mtp_draft, by_reference, step_batch(batch), address(counts), most,
+                  address(slots), byref(drawing), address(tokens))
         return tokens
 
-    return HeadStep(follow, guess)
+    return MtpStep(follow, draft)
 
 
-def _model(stack: Stack, views: CacheViews) -> tuple[Model, list[object]]:
+def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[Model, list[object]]:
     """The struct of a whole model, and what it borrows from."""
-    layers = (ModelLayer * len(stack.layers))()
-    kept: list[object] = [layers, stack, views]
-    for struct, layer in zip(layers, stack.layers, strict=True):
+    layers = (ModelLayer * len(decoder.layers))()
+    kept: list[object] = [layers, decoder, views]
+    for struct, layer in zip(layers, decoder.layers, strict=True):
         _fill(struct, layer, views, kept)
-    turns, axes = _frequencies(stack.rope)
-    assert isinstance(stack.embedding, QTensor)
-    model = Model(stack.embedding.columns, len(layers), layers, stack.embedding.matrix, native_weight(stack.head),
-                  address(stack.norm), address(turns), address(axes), stack.rope.rotary_dim, stack.eps)
+    turns, axes = _frequencies(decoder.rope)
+    assert isinstance(decoder.embedding, QTensor)
+    model = Model(decoder.embedding.columns, len(layers), layers, decoder.embedding.matrix, native_weight(decoder.head),
+                  address(decoder.norm), address(turns), address(axes), decoder.rope.rotary_dim, decoder.eps)
     return model, [*kept, turns, axes, model]
 
 
@@ -105,19 +105,19 @@ def _own(pool: Pool, ops: Ops) -> bool:
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
-def left_to_others(ops: Ops, stack: Stack, views: CacheViews) -> dict[str, str]:
+def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
     """Kernels that cannot do their work for this model, and who does it."""
     torch_serves = "torch (the weights are not packed)"
-    left = {op: torch_serves for op, weights in _linear_layers(stack).items() if not all(map(packed, weights))}
-    if ops.step(ops, stack, views) is None:
+    left = {op: torch_serves for op, weights in _linear_layers(decoder).items() if not all(map(packed, weights))}
+    if ops.step(ops, decoder, views) is None:
         left["step"] = "the ops one by one (not all of them are the kernels')"
     return left
 
 
-def _linear_layers(stack: Stack) -> dict[str, list[Weight]]:
+def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
     """By the op that multiplies with them."""
-    layers: dict[str, list[Weight]] = {"head": [stack.head], "mlp": [], "gdn_mixer": [], "attention_mixer": []}
-    for layer in stack.layers:
+    layers: dict[str, list[Weight]] = {"head": [decoder.head], "mlp": [], "gdn_mixer": [], "attention_mixer": []}
+    for layer in decoder.layers:
         mixer = layer.mixer
         layers["mlp"] += [layer.mlp.gate_up, layer.mlp.down]
         if isinstance(mixer, GdnWeights):
@@ -127,9 +127,9 @@ def _linear_layers(stack: Stack) -> dict[str, list[Weight]]:
     return layers
 
 
-def _fits(stack: Stack, views: CacheViews) -> bool:
+def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
     """Whether everything is packed, on the CPU, and of a dtype that the kernels know."""
-    weights = [stack.embedding, *(weight for group in _linear_layers(stack).values() for weight in group)]
+    weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     dtypes = {view.keys.dtype for view in views.kv} | {view.conv.dtype for view in views.states}
     return all(map(packed, weights)) and dtypes <= KINDS.keys()
 

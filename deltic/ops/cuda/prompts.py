@@ -127,24 +127,24 @@ class Prompts:
         return not layout.appends and (batch.base is batch.done or not rings) and layout.tokens <= MOST_TOKENS
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        step, stack, plan = self._step, self._step._stack, plan_of(batch)
-        tokens, rotary = batch.layout.tokens, stack.rope.rotary_dim
+        step, decoder, plan = self._step, self._step._decoder, plan_of(batch)
+        tokens, rotary = batch.layout.tokens, decoder.rope.rotary_dim
         residual = torch.empty(tokens, step._hidden, device=self._device)
         turns = torch.empty(tokens, rotary, device=self._device)
         step._module.launch("k_enter", (4 * step._blocks,), 256, args.Enter(
-            ids=batch.ids, positions=batch.positions, embedding=stack.embedding, frequencies=step._frequencies,
+            ids=batch.ids, positions=batch.positions, embedding=decoder.embedding, frequencies=step._frequencies,
             axes=step._axes, residual=residual, turns=turns, hidden=step._hidden, rotary=rotary, tokens=tokens),
             overlap=False)
         work = _Work(batch, plan, turns, step._begin(plan.singles, "many") if plan.singles else None)
         delta: Tensor | None = None
-        for layer in stack.layers:
+        for layer in decoder.layers:
             delta = self._layer(layer, residual, delta, work)
         if batch.layout.hidden:
-            hidden = self._norm(residual, delta, stack.norm)
-            return _logits(hidden[batch.logit_tokens], stack.head), hidden.float()
+            hidden = self._norm(residual, delta, decoder.norm)
+            return _logits(hidden[batch.logit_tokens], decoder.head), hidden.float()
         wanted = batch.logit_tokens
         last = None if delta is None else delta[wanted]
-        return _logits(self._norm(residual[wanted], last, stack.norm), stack.head), None
+        return _logits(self._norm(residual[wanted], last, decoder.norm), decoder.head), None
 
     def _layer(self, layer: Layer, residual: Tensor, delta: Tensor | None, work: _Work) -> Tensor:
         x = self._norm(residual, delta, layer.input_norm)
@@ -166,7 +166,7 @@ class Prompts:
         y = torch.empty_like(residual, dtype=torch.bfloat16)
         if len(y):
             self._step._module.launch("k_add_norm", (len(y),), 256, args.AddNorm(
-                residual=residual, delta=delta, scale=scale, y=y, eps=self._step._stack.eps,
+                residual=residual, delta=delta, scale=scale, y=y, eps=self._step._decoder.eps,
                 hidden=residual.shape[1]))
         return y
 

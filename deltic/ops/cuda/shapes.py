@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.nvrtc import headers
-from deltic.ops.records import AttentionSpec, CacheViews, GdnSpec, GdnWeights, Stack, Weight
+from deltic.ops.records import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, Weight
 
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
@@ -129,17 +129,17 @@ def gdn_slice(spec: GdnSpec, kind: str) -> int:
     return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
 
 
-def shapes_of(stack: Stack, views: CacheViews) -> Shapes | None:
+def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
     """None where the kernels do not know the model: another dtype, packed weights, unusual sizes."""
-    assert isinstance(stack.embedding, Tensor)
-    if not stack.embedding.is_cuda:
+    assert isinstance(decoder.embedding, Tensor)
+    if not decoder.embedding.is_cuda:
         return None
     products: dict[Multiply, None] = {}
-    blocks = blocks_of(stack.embedding.device)
+    blocks = blocks_of(decoder.embedding.device)
     gdn: GdnSpec | None = None
     attention: AttentionSpec | None = None
-    weights: list[Weight] = [stack.embedding, stack.head]
-    for layer in stack.layers:
+    weights: list[Weight] = [decoder.embedding, decoder.head]
+    for layer in decoder.layers:
         mixer = layer.mixer
         inner, outer = ((mixer.in_proj, mixer.out_proj) if isinstance(mixer, GdnWeights)
                         else (mixer.qkv, mixer.o_proj))
@@ -158,8 +158,8 @@ def shapes_of(stack: Stack, views: CacheViews) -> Shapes | None:
                                   (layer.mlp.down, False, ADD)):
             assert isinstance(weight, Tensor)
             products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, blocks))] = None
-    assert isinstance(stack.head, Tensor)
-    products[Multiply(stack.head.shape[1], True, STORE)] = None
+    assert isinstance(decoder.head, Tensor)
+    products[Multiply(decoder.head.shape[1], True, STORE)] = None
     shapes = Shapes(tuple(products), gdn, attention)
     return shapes if _known(shapes) and _stored(views) else None
 

@@ -29,7 +29,7 @@ from deltic.ops.cuda.shapes import (
     shapes_of,
     unit_of,
 )
-from deltic.ops.records import AttentionWeights, Batch, CacheViews, GdnWeights, Layer, RopeSpec, Stack
+from deltic.ops.records import AttentionWeights, Batch, CacheViews, DecoderWeights, GdnWeights, Layer, RopeSpec
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -40,16 +40,17 @@ _PARTS = 32
 _MOST_ROWS = 1024
 
 
-def step(ops: Ops, stack: Stack, views: CacheViews) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
-    shapes = shapes_of(stack, views) if _own(ops) else None
+def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
+         ) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
+    shapes = shapes_of(decoder, views) if _own(ops) else None
     if shapes is None:
         return None
-    assert isinstance(stack.embedding, Tensor)
-    if shapes.shared > shared_memory(stack.embedding.device):
+    assert isinstance(decoder.embedding, Tensor)
+    if shapes.shared > shared_memory(decoder.embedding.device):
         log.info("decode steps are served by torch, as this card has too little shared memory for their kernels")
         return None
     try:
-        return Step(stack, views, shapes)
+        return Step(decoder, views, shapes)
     except CompileError as error:
         log.warning("decode steps are served by torch, as their kernels cannot be compiled: %s", error)
         return None
@@ -79,15 +80,15 @@ class _Work:
 class Step:
     """A batch to its logits; None for batches that are not a bucket of rows that decode."""
 
-    def __init__(self, stack: Stack, views: CacheViews, shapes: Shapes) -> None:
-        self._stack, self._views, self._shapes = stack, views, shapes
-        assert isinstance(stack.embedding, Tensor)
-        self._device, self._hidden = stack.embedding.device, stack.embedding.shape[1]
+    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes) -> None:
+        self._decoder, self._views, self._shapes = decoder, views, shapes
+        assert isinstance(decoder.embedding, Tensor)
+        self._device, self._hidden = decoder.embedding.device, decoder.embedding.shape[1]
         self._module = _module(shapes.source(), self._device)
         self._blocks = blocks_of(self._device)
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
-        self._frequencies, self._axes = _frequencies(stack.rope, self._device)
+        self._frequencies, self._axes = _frequencies(decoder.rope, self._device)
         self._prompts = (Prompts(self, shapes, self._device)
                          if torch.cuda.get_device_capability(self._device) == (9, 0) else None)
 
@@ -107,31 +108,31 @@ class Step:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
 
-        rotary = self._stack.rope.rotary_dim
+        rotary = self._decoder.rope.rotary_dim
         work = _Work(batch, kind, parts, empty(tokens, self._hidden), empty(tokens, rotary),
                      empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
                      empty(tokens, heads, parts, size), empty(tokens, heads, parts, 2))
         self._module.launch("k_enter", (self._blocks,), 256, args.Enter(
-            ids=batch.ids, positions=batch.positions, embedding=self._stack.embedding, frequencies=self._frequencies,
+            ids=batch.ids, positions=batch.positions, embedding=self._decoder.embedding, frequencies=self._frequencies,
             axes=self._axes, residual=work.residual, turns=work.turns, hidden=self._hidden, rotary=rotary,
             tokens=tokens), overlap=False)
         return work
 
     def _few(self, batch: Batch) -> Tensor:
-        stack, work = self._stack, self._begin(batch, "few")
+        decoder, work = self._decoder, self._begin(batch, "few")
         tokens = batch.layout.tokens
-        assert isinstance(stack.head, Tensor)
-        logits = work.residual.new_empty(tokens, len(stack.head))
-        width = max(max(_rows(_inner(layer)), 1) for layer in stack.layers)
+        assert isinstance(decoder.head, Tensor)
+        logits = work.residual.new_empty(tokens, len(decoder.head))
+        width = max(max(_rows(_inner(layer)), 1) for layer in decoder.layers)
         proj = work.residual.new_empty(tokens * width)
-        gated = work.y.new_empty(tokens, max(_columns(layer.mlp.down) for layer in stack.layers))
-        for layer in stack.layers:
+        gated = work.y.new_empty(tokens, max(_columns(layer.mlp.down) for layer in decoder.layers))
+        for layer in decoder.layers:
             self._multiply(_inner(layer), work.residual, layer.input_norm, proj, STORE)
             self._mix(layer, work, proj, _rows(_inner(layer)))
             self._multiply(_outer(layer), work.y, None, work.residual, ADD)
             self._multiply(layer.mlp.gate_up, work.residual, layer.post_norm, gated, GATE)
             self._multiply(layer.mlp.down, gated, None, work.residual, ADD)
-        self._multiply(stack.head, work.residual, stack.norm, logits, STORE)
+        self._multiply(decoder.head, work.residual, decoder.norm, logits, STORE)
         return logits
 
     def _multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
@@ -148,7 +149,7 @@ class Step:
         group = product.group(tokens, mine)
         slots, shared = product.shared(tokens, group, mine)
         self._module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, args.Product(
-            weight=weight, x=x, scale=scale, y=y, eps=self._stack.eps, tokens=tokens, rows=rows,
+            weight=weight, x=x, scale=scale, y=y, eps=self._decoder.eps, tokens=tokens, rows=rows,
             whole=units // blocks, rest=units % blocks, group=group, inverse=65536 // tokens + 1, slots=slots), shared)
 
     def _mix(self, layer: Layer, work: _Work, proj: Tensor, stride: int) -> None:
@@ -180,9 +181,9 @@ class Step:
             parts=work.parts))
 
     def _many(self, batch: Batch) -> Tensor:
-        stack, work = self._stack, self._begin(batch, "many")
+        decoder, work = self._decoder, self._begin(batch, "many")
         delta: Tensor | None = None
-        for layer in stack.layers:
+        for layer in decoder.layers:
             proj = _linear(self._norm(work, delta, layer.input_norm), _inner(layer))
             self._mix(layer, work, proj, proj.shape[1])
             outer = _outer(layer)
@@ -192,14 +193,14 @@ class Step:
             gated = both.new_empty(len(both), width)
             self._module.launch("k_gate", (-(-width // 2048), len(both)), 256, args.Gate(x=both, y=gated, width=width))
             delta = _linear(gated, layer.mlp.down)
-        assert isinstance(stack.head, Tensor)
-        return torch.mm(self._norm(work, delta, stack.norm), stack.head.t(), out_dtype=torch.float32)
+        assert isinstance(decoder.head, Tensor)
+        return torch.mm(self._norm(work, delta, decoder.norm), decoder.head.t(), out_dtype=torch.float32)
 
     def _norm(self, work: _Work, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16."""
         y = torch.empty_like(work.residual, dtype=torch.bfloat16)
         self._module.launch("k_add_norm", (len(y),), 256, args.AddNorm(
-            residual=work.residual, delta=delta, scale=scale, y=y, eps=self._stack.eps, hidden=self._hidden))
+            residual=work.residual, delta=delta, scale=scale, y=y, eps=self._decoder.eps, hidden=self._hidden))
         return y
 
 

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class FileType:
     """A type of files: the number that general.file_type gives it, the type of most matrices, the type of the head
     (and of an embedding that is also the head), the type of matrices that need more bits, and the type of those of the
-    multi-token-prediction head, whose guesses suffer from fewer than eight bits."""
+    multi-token-prediction head, whose drafts suffer from fewer than eight bits."""
 
     id: int
     most: str

@@ -123,7 +123,7 @@ def _warn_few_bits(sources: list[GgufSource]) -> None:
     few = [part.stored for part in sources if part.stored.nbytes * 8 < _FEW_BITS * math.prod(part.stored.shape)]
     if few:
         logger.warning("%s: %d tensors of the multi-token-prediction head have four bits or fewer (such as %s, %s), so "
-                       "that its guesses are worse: take a file whose nextn tensors are Q8_0, or convert the original "
+                       "that its drafts are worse: take a file whose nextn tensors are Q8_0, or convert the original "
                        "model with deltic convert", few[0].path, len(few), few[0].name, few[0].type.name)
 
 

@@ -1,4 +1,4 @@
-"""Guesses beside a running engine: for whom they are made, and what is learned of them.
+"""Drafts beside a running engine: for whom they are made, and what is learned of them.
 
 Who makes them is in `drafters`, how many pay in `depth`.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
 from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import Drafter, HeadDrafter, NgramDrafter
+from deltic.engine.drafters import Drafter, MtpDrafter, NgramDrafter
 from deltic.engine.model import Model
 from deltic.engine.scheduler import Plan, Scheduler
 from deltic.engine.sequence import Sequence
@@ -21,11 +21,11 @@ log = logging.getLogger("deltic")
 
 
 @dataclass(slots=True)
-class GuessStats:
+class SpeculationStats:
     """Counters since the start.
 
-    drafted_at, accepted_at: guesses that were verified, and the right ones among them, by their place in a step.
-    saved_seconds: by how much steps with guesses were faster than as many tokens one by one; negative where slower.
+    drafted_at, accepted_at: drafts that were verified, and the right ones among them, by their place in a step.
+    saved_seconds: by how much steps with drafts were faster than as many tokens one by one; negative where slower.
     """
 
     drafted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
@@ -42,43 +42,43 @@ def drafter_of(runtime: Model) -> Drafter | None:
     if isinstance(speculation, Draft):
         assert runtime.draft is not None
         return ModelDrafter(runtime.draft, runtime.config.vocab_size, speculation.tokens)
-    if runtime.head is None or speculation is None:
+    if runtime.mtp_runner is None or speculation is None:
         return None
-    return HeadDrafter(runtime, runtime.head, speculation.tokens if isinstance(speculation, Mtp) else Mtp().tokens)
+    return MtpDrafter(runtime, runtime.mtp_runner, speculation.tokens if isinstance(speculation, Mtp) else Mtp().tokens)
 
 
-class Guessing:
-    """Has tokens guessed for the sequences that are about to answer. drafter: None where nobody guesses, or once it has
+class Speculator:
+    """Has tokens drafted for the sequences that are about to answer. drafter: None where nobody drafts, or once it has
     failed."""
 
     def __init__(self, runtime: Model, scheduler: Scheduler, drafter: Drafter | None, depth: Depth | None) -> None:
         self.drafter = drafter_of(runtime) if drafter is None else drafter
         self.depth = depth or AdaptiveDepth(self.drafter.limit if self.drafter else 0)
-        self.stats = GuessStats()
+        self.stats = SpeculationStats()
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)
 
     def draft(self) -> list[Sequence]:
-        """Give the sequences that are about to answer their guesses for the next step; returns these sequences, none
-        where nobody guesses."""
+        """Give the sequences that are about to answer their drafts for the next step; returns these sequences, none
+        where nobody drafts."""
         ready = [sequence for sequence in self._scheduler.running if sequence.answering]
         for sequence in ready:
-            sequence.drafts = ()
+            sequence.draft_tokens = ()
         if self.drafter is None:
             return []
         granted = self._grants(ready)
         try:
             found = self.drafter.draft(granted) if granted else []
-            drafts = [self._checked(guesses[:count]) for (_, count), guesses in zip(granted, found, strict=True)]
+            checked = [self._checked(tokens[:count]) for (_, count), tokens in zip(granted, found, strict=True)]
         except Exception:
             self._switch_off()
             return []
-        for (sequence, _), guesses in zip(granted, drafts, strict=True):
-            sequence.drafts = guesses
+        for (sequence, _), tokens in zip(granted, checked, strict=True):
+            sequence.draft_tokens = tokens
         return ready
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
-        """Of so many guesses that were verified so many were right."""
+        """Of so many drafts that were verified so many were right."""
         for acceptance in (self._acceptance(sequence), self._usual):
             acceptance.learn(drafted, right)
         for position in range(drafted):
@@ -86,7 +86,7 @@ class Guessing:
             self.stats.accepted_at[position] += position < right
 
     def timed(self, plan: Plan, seconds: float, tokens: int) -> None:
-        """A step that did nothing but answer took so long, guessing included, and gave so many tokens."""
+        """A step that did nothing but answer took so long, drafting included, and gave so many tokens."""
         rows, drafts = len(plan.rows), max(row.drafts for row in plan.rows)
         self.depth.timed(rows, drafts, seconds)
         plain = self.depth.plain_seconds(rows)
@@ -102,12 +102,12 @@ class Guessing:
             self._switch_off()
 
     def _grants(self, ready: List[Sequence]) -> list[tuple[Sequence, int]]:
-        """Who may have guesses, and how many there is room for."""
+        """Who may have drafts, and how many there is room for."""
         wants = [(sequence, room) for sequence in ready if (room := _room(sequence)) > 0]
         depth = self.depth.choose([self._acceptance(sequence) for sequence, _ in wants], len(ready)) if wants else 0
         left = max(self._scheduler.token_budget - len(ready), 0)
         if self._scheduler.waiting or len(ready) < len(self._scheduler.running):
-            left //= 2  # prompts are not to wait for guesses
+            left //= 2  # prompts are not to wait for drafts
         granted = []
         for sequence, room in wants:
             if count := self._grant(sequence, min(depth, room, left)):
@@ -116,29 +116,29 @@ class Guessing:
         return granted
 
     def _grant(self, sequence: Sequence, count: int) -> int:
-        """Room in the cache for so many guesses after the next token; for how many there is."""
+        """Room in the cache for so many drafts after the next token; for how many there is."""
         cache, lease = self._runtime.cache, sequence.lease
         if not count or lease is None or not cache.take_ring(lease):
             return 0
         return max(cache.reserve(lease, count + 1) - 1, 0)
 
-    def _checked(self, guesses: List[int]) -> tuple[int, ...]:
-        if not all(0 <= guess < self._runtime.config.vocab_size for guess in guesses):
-            raise ValueError("a guess is no token")
-        return tuple(guesses)
+    def _checked(self, drafts: List[int]) -> tuple[int, ...]:
+        if not all(0 <= draft < self._runtime.config.vocab_size for draft in drafts):
+            raise ValueError("a draft is no token")
+        return tuple(drafts)
 
     def _switch_off(self) -> None:
         """Go on without the drafter, which has just failed."""
-        log.exception("guessing tokens failed and is switched off; answers go on without")
+        log.exception("drafting tokens failed and is switched off; answers go on without")
         self.drafter = None
 
     def _acceptance(self, sequence: Sequence) -> Acceptance:
-        """What is known of the sequence's guesses, or, as long as there were none, of all guesses."""
+        """What is known of the sequence's drafts, or, as long as there were none, of all drafts."""
         if sequence.acceptance is None:
             sequence.acceptance = Acceptance.like(self._usual)
         return sequence.acceptance
 
 
 def _room(sequence: Sequence) -> int:
-    """How many guesses a sequence can use: the token after them is not guessed."""
+    """How many drafts a sequence can use: the token after them is not drafted."""
     return sequence.limit - len(sequence.tokens) - 1 if sequence.request.speculate else 0

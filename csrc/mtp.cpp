@@ -1,4 +1,4 @@
-// A draft head: one more attention layer, which guesses what follows the token that comes next.
+// A draft head: one more attention layer, which drafts what follows the token that comes next.
 #include <cstring>
 #include <vector>
 
@@ -16,7 +16,7 @@ enum { kEmbedded = 32, kBefore, kPart, kJoined, kInput, kHidden, kLogits };
 void copy_row(float *to, const float *from, int64_t width) { std::memcpy(to, from, size_t(width) * sizeof(float)); }
 
 // The layer's input for each token, [tokens, hidden], from the hidden states before the tokens.
-float *enter(deltic_pool *pool, const deltic_draft_head &head, int64_t tokens, const int64_t *ids,
+float *enter(deltic_pool *pool, const deltic_mtp &head, int64_t tokens, const int64_t *ids,
              const float *before) {
     const deltic_model &model = head.model;
     int64_t hidden = model.hidden;
@@ -37,11 +37,11 @@ float *enter(deltic_pool *pool, const deltic_draft_head &head, int64_t tokens, c
 }
 
 // Single-token rows, each one token further than in the step before.
-struct Guesses {
+struct Drafts {
     std::vector<int64_t> ids, positions, starts, done, pages, store, index;
 
     // Of the rows of `batch` that want more than `depth` tokens.
-    Guesses(const deltic_batch &batch, const int64_t *counts, int64_t depth, const int64_t *tokens, int64_t stride) {
+    Drafts(const deltic_batch &batch, const int64_t *counts, int64_t depth, const int64_t *tokens, int64_t stride) {
         for (int64_t row = 0; row < batch.rows; ++row)
             if (counts[row] > depth) index.push_back(row);
         for (int64_t row : index) {
@@ -109,7 +109,7 @@ struct Drawn {
 
 }  // namespace
 
-void follow(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const float *hidden,
+void follow(deltic_pool *pool, const deltic_mtp &head, const deltic_batch &batch, const float *hidden,
             float *slots) {
     int64_t width = head.model.hidden;
     float *before = scratch_of<float>(pool, kBefore, batch.tokens * width);
@@ -132,26 +132,26 @@ void follow(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch
             copy_row(slots + batch.target[row] * width, hidden + (batch.starts[row + 1] - 1) * width, width);
 }
 
-void guess(deltic_pool *pool, const deltic_draft_head &head, const deltic_batch &batch, const int64_t *counts,
+void draft(deltic_pool *pool, const deltic_mtp &head, const deltic_batch &batch, const int64_t *counts,
            int64_t most, const float *slots, const deltic_drawing &drawing, int64_t *tokens) {
     int64_t width = head.model.hidden, vocabulary = rows_of(head.model.head);
     std::vector<float> state(size_t(batch.rows * width), 0.0f);
     for (int64_t row = 0; row < batch.rows; ++row)
         if (batch.done[row]) copy_row(&state[size_t(row * width)], slots + batch.source[row] * width, width);
     for (int64_t depth = 0; depth < most; ++depth) {
-        Guesses guesses(batch, counts, depth, tokens, most);
-        deltic_batch step = guesses.batch(batch.table);
+        Drafts drafts(batch, counts, depth, tokens, most);
+        deltic_batch step = drafts.batch(batch.table);
         float *before = scratch_of<float>(pool, kBefore, step.rows * width);
         for (int64_t i = 0; i < step.rows; ++i)
-            copy_row(before + i * width, &state[size_t(guesses.index[size_t(i)] * width)], width);
+            copy_row(before + i * width, &state[size_t(drafts.index[size_t(i)] * width)], width);
         float *hidden = scratch_of<float>(pool, kHidden, step.rows * width);
         float *logits = scratch_of<float>(pool, kLogits, step.rows * vocabulary);
         float *input = enter(pool, head, step.rows, step.ids, before);
         forward(pool, head.model, step, input, hidden, logits);
-        Drawn drawn(guesses.index, drawing, depth, most);
+        Drawn drawn(drafts.index, drawing, depth, most);
         drawn.draw(pool, logits, vocabulary);
         for (int64_t i = 0; i < step.rows; ++i) {
-            int64_t row = guesses.index[size_t(i)];
+            int64_t row = drafts.index[size_t(i)];
             tokens[row * most + depth] = drawn.tokens[size_t(i)];
             copy_row(&state[size_t(row * width)], hidden + i * width, width);
         }

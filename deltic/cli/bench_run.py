@@ -1,4 +1,4 @@
-"""Plays a scenario on an engine and takes the time of every request."""
+"""Runs a scenario on an engine and takes the time of every request."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Progress = Callable[[], None]
 Record = TypeVar("Record", "Timed", "Summary")
 
 
-class Stage(Protocol):
-    """Where a scenario is played. `restart` puts a new engine in place, which knows what the last one left on disk."""
+class Restartable(Protocol):
+    """What a scenario is run on. `restart` puts a new engine in place, which knows what the last one left on disk."""
 
     @property
     def engine(self) -> Engine: ...
@@ -61,37 +61,37 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class BenchRun:
     """One run of a scenario."""
 
     requests: tuple[Timed, ...]
     summary: Summary
 
 
-def play(stage: Stage, scenario: Scenario, sizes: Sizes, seed: int = 0,
-         progress: Progress = lambda: None) -> Played:
-    """Play a scenario, from pools without prefixes; then the last group again without any reuse.
+def run_scenario(model: Restartable, scenario: Scenario, sizes: Sizes, seed: int = 0,
+                 progress: Progress = lambda: None) -> BenchRun:
+    """Run a scenario, from pools without prefixes; then the last group again without any reuse.
 
     DelticError if a request fails.
     """
-    script = scenario.script(sizes, drawing(seed, stage.engine.runtime.config.vocab_size))
-    stage.engine.runtime.cache.clear()
+    script = scenario.script(sizes, drawing(seed, model.engine.runtime.config.vocab_size))
+    model.engine.runtime.cache.clear()
     groups: list[list[Timed]] = []
     evictions, group = 0, advance(script, None)
     while group is not None:
         if group.restarted:
-            stage.restart()
-        tree = stage.engine.runtime.cache.tree
+            model.restart()
+        tree = model.engine.runtime.cache.tree
         before, last = tree.evictions, group
-        timed, answers = serve(stage.engine, group, sizes.new_tokens)
+        timed, answers = serve(model.engine, group, sizes.new_tokens)
         groups.append(timed)
         evictions += tree.evictions - before
         progress()
         group = advance(script, answers)
-    cold, _ = serve(_without_reuse(stage.engine), last, sizes.new_tokens)
+    cold, _ = serve(_without_reuse(model.engine), last, sizes.new_tokens)
     progress()
     requests = tuple(timed for group in groups for timed in group)
-    return Played(requests, _summary(requests, groups[-1], cold, evictions))
+    return BenchRun(requests, _summary(requests, groups[-1], cold, evictions))
 
 
 def serve(engine: Engine, group: Group, new_tokens: int) -> tuple[list[Timed], list[Tokens]]:
@@ -115,10 +115,10 @@ def serve(engine: Engine, group: Group, new_tokens: int) -> tuple[list[Timed], l
     return timed, [tuple(answer) for answer in answers.values()]
 
 
-def medians(runs: Sequence[Played]) -> Played:
+def medians(runs: Sequence[BenchRun]) -> BenchRun:
     """Each number's median over the runs."""
     requests = zip(*(run.requests for run in runs), strict=True)
-    return Played(tuple(map(_median, requests)), _median([run.summary for run in runs]))
+    return BenchRun(tuple(map(_median, requests)), _median([run.summary for run in runs]))
 
 
 def _timed(name: str, first: float, last: float, end: TokenOut) -> Timed:

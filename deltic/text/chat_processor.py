@@ -45,7 +45,7 @@ class Job:
     remember: Remember | None = None
 
 
-class Front:
+class ChatProcessor:
     """Tokenizer and chat template of one model, and what was said with it.
 
     template: jinja source to use instead of the model's own. history: how prompts treat earlier answers, see
@@ -69,8 +69,8 @@ class Front:
         self._thinking_budget = thinking_budget
 
     @classmethod
-    def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> Front:
-        """Read a model directory's tokenizer; `template` is a file with a chat template, options those of Front."""
+    def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:
+        """Read a model directory's tokenizer; `template` is a file with a chat template, options those of the class."""
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
@@ -79,8 +79,8 @@ class Front:
         """The next turn of a conversation.
 
         tools are shown to the model; parse_calls: its calls become tool deltas, else they stay content.
-        variables: template variables such as enable_thinking. history: another mode than this front's.
-        thinking_budget: tokens that the answer may spend in think blocks, another number than this front's; then the
+        variables: template variables such as enable_thinking. history: another mode than this processor's.
+        thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think.
         RequestError names what is wrong.

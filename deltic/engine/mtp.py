@@ -1,4 +1,4 @@
-"""The draft head beside a running model: its K/V grows with every step, and it guesses on from the last hidden
+"""The draft head beside a running model: its K/V grows with every step, and it drafts on from the last hidden
 state."""
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from deltic.model.mtp import Mtp
 from deltic.ops.records import Batch, CacheViews, Sampling
 
 
-class DraftHead:
+class MtpRunner:
     """A multi-token-prediction head over one cache.
 
-    Row i of its K/V is made of token i and of the model's own hidden state at position i - 1, never of a guessed one,
-    so that prefixes can be shared; the rows of guesses lie past the cursor and are overwritten. A state slot holds
+    Row i of its K/V is made of token i and of the model's own hidden state at position i - 1, never of a drafted one,
+    so that prefixes can be shared; the rows of drafts lie past the cursor and are overwritten. A state slot holds
     the hidden state of its last committed token.
     """
 
@@ -22,7 +22,7 @@ class DraftHead:
         """hidden [1, slots, H] float32: those of the state slots."""
         self._mtp, self._views, self._slots = mtp, views, hidden[0]
         self._last = hidden[0, :0]
-        self._step = mtp.ops.head_step(mtp.ops, mtp, views, hidden[0])
+        self._step = mtp.ops.mtp_step(mtp.ops, mtp, views, hidden[0])
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take note of a step. hidden [T, H] float32: of all its tokens, after the model's final norm. Which tokens of
@@ -46,13 +46,13 @@ class DraftHead:
         """The last committed token of a slot is this one of the last step's batch."""
         self._slots[slot] = self._last[token]
 
-    def guess(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor | None:
-        """All guesses of single-token rows at once, as `HeadStep.guess` says; None where they have to be made one after
+    def draft_all(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor | None:
+        """All drafts of single-token rows at once, as `MtpStep.draft` says; None where they have to be made one after
         another, with `draft`."""
-        return self._step.guess(batch, counts, sampling) if self._step and sampling.adjust is None else None
+        return self._step.draft(batch, counts, sampling) if self._step and sampling.adjust is None else None
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Guess from single-token rows. hidden [R, H]: what the last guess gave; None: start from the model's own.
+        """Draft from single-token rows. hidden [R, H]: what the last draft gave; None: start from the model's own.
         Returns hidden [R, H] and logits [R, N] of the vocabulary's first N tokens, float32."""
         if hidden is None:
             hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)

@@ -16,15 +16,15 @@ _TURN = 32
 """Events that a reader gets at once: what it makes of them must not hold up the event loop."""
 
 
-class Ticket:
+class RequestHandle:
     """Iterate for the events of some requests, as they come; close it when they are not wanted.
 
     A reader that stays away, as its client does not read, may have so many events waiting: then its requests pause,
     so that they hold no state slots, the scarce good, until it is back and has read half of them.
     """
 
-    def __init__(self, requests: Sequence[Request], most_unread: int, withdraw: Callable[[Ticket], None],
-                 hold: Callable[[Ticket, bool], None]) -> None:
+    def __init__(self, requests: Sequence[Request], most_unread: int, withdraw: Callable[[RequestHandle], None],
+                 hold: Callable[[RequestHandle, bool], None]) -> None:
         """withdraw: has the engine drop what is not finished. hold: has it pause the requests, or go on with them."""
         self.requests = tuple(request.id for request in requests)
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
@@ -46,7 +46,7 @@ class Ticket:
         """How many are not finished."""
         return sum(self._left.values())
 
-    def __aiter__(self) -> Ticket:
+    def __aiter__(self) -> RequestHandle:
         return self
 
     async def __anext__(self) -> list[TokenOut]:

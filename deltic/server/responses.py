@@ -20,8 +20,8 @@ Spell = Callable[[int], bytes]
 """What a token looks like."""
 
 
-def usage_form(usage: Usage) -> Json:
-    """The `usage` of an answer; guesses are what OpenAI calls predictions."""
+def usage_fields(usage: Usage) -> Json:
+    """The `usage` of an answer; drafts are what OpenAI calls predictions."""
     return {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -45,7 +45,7 @@ class Envelope:
                 "system_fingerprint": f"deltic-{__version__}", "choices": choices, **more}
 
 
-class ChatForm:
+class ChatShape:
     """Choices of /v1/chat/completions. One per answer, as pieces depend on those before."""
 
     whole_kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
@@ -108,7 +108,7 @@ class Echo:
         return self.prompts[choice // self.choices] if self.prompts else ""
 
 
-class TextForm:
+class CompletionShape:
     """Choices of /v1/completions. One per answer."""
 
     whole_kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl-"

@@ -19,8 +19,8 @@ from deltic.errors import RequestError, show
 from deltic.server.body import Intake
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
-from deltic.server.wire import Problem, ProblemError, while_connected
-from deltic.text.front import Job, bare_job, prompt_bound
+from deltic.server.http import Problem, ProblemError, while_connected
+from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.types import SamplingParams
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -28,7 +28,7 @@ Prepared = TypeVar("Prepared")
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class ServedModel:
     """One model behind HTTP. name: what clients see and ask for; they may also say `default`. memory: one thread, in
     which answers are remembered in their order."""
 
@@ -72,18 +72,18 @@ class Desk:
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
         if self._has_words or isinstance(prompt, str):
-            return self.llm.front.complete(prompt, sampling)
+            return self.llm.chat_processor.complete(prompt, sampling)
         return bare_job(prompt, sampling, prompt_bound(self.llm.engine.max_context, self.limits))
 
     def token_bytes(self, token: int) -> bytes:
         """What a token looks like; without tokenizer they can be told apart all the same."""
-        return self.llm.front.tokenizer.token_bytes(token) if self._has_words else f"token_id:{token}".encode()
+        return self.llm.chat_processor.tokenizer.token_bytes(token) if self._has_words else f"token_id:{token}".encode()
 
     def text(self, prompt: str | Sequence[int]) -> str:
         """A prompt as text."""
         if isinstance(prompt, str):
             return prompt
-        return self.llm.front.tokenizer.decode(prompt, skip_special=False) if self._has_words else ""
+        return self.llm.chat_processor.tokenizer.decode(prompt, skip_special=False) if self._has_words else ""
 
     @property
     def _has_words(self) -> bool:

@@ -1,4 +1,4 @@
-"""`deltic bench --scenario`: opens the model, plays the scenario, and reports."""
+"""`deltic bench --scenario`: opens the model, runs the scenario, and reports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from itertools import count
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from deltic.cli.bench_run import BenchRun, Summary, medians, run_scenario
 from deltic.cli.machine import peak_memory_mib
 from deltic.cli.measure import Case, check_room, model_facts, origin_facts, trial
 from deltic.cli.models import open_llm
-from deltic.cli.play import Played, Summary, medians, play
 from deltic.cli.scenarios import SCENARIOS, Group, Scenario, Sizes, rehearse
 from deltic.cli.table import grid, table
 from deltic.cli.terminal import Bar
@@ -29,8 +29,8 @@ _NOTE = "loading and warming up the model, after a restart too, is part of no fi
 _WARM_UP = Case(prompt_tokens=16, new_tokens=2)
 
 
-class ModelStage:
-    """A model that can be loaded anew; its engine is the stage's alone. defaults: engine options to use where none is
+class BenchModel:
+    """A model that can be loaded anew; nobody else uses its engine. defaults: engine options to use where none is
     given."""
 
     def __init__(self, args: argparse.Namespace, **defaults: Any) -> None:
@@ -40,7 +40,7 @@ class ModelStage:
 
     @property
     def llm(self) -> LLM:
-        assert self._llm, "the stage is closed"
+        assert self._llm, "the model is closed"
         return self._llm
 
     @property
@@ -67,20 +67,20 @@ class ModelStage:
 
 
 def run(args: argparse.Namespace, name: str) -> str:
-    """Play a scenario as the arguments say; returns the report, as JSON if they ask for it."""
+    """Run a scenario as the arguments say; returns the report, as JSON if they ask for it."""
     scenario = SCENARIOS[name]
     sizes = scenario.sizes.changed(prompt_tokens=args.prompt_tokens, turn_tokens=args.turn_tokens,
                                    new_tokens=args.new_tokens, turns=args.turns, batch=args.batch)
     groups = rehearse(scenario, sizes)
     longest = Case(max(group.longest for group in groups), sizes.new_tokens, sizes.batch)
-    with _staged(args, groups, longest) as stage:
-        check_room(stage.llm, longest, "the longest prompt and --new-tokens")
-        runs = _play_all(stage, scenario, sizes, range(args.seed, args.seed + (args.repeat or 1)))
-        result = report(stage.llm, name, sizes, runs)
+    with _opened(args, groups, longest) as model:
+        check_room(model.llm, longest, "the longest prompt and --new-tokens")
+        runs = _run_all(model, scenario, sizes, range(args.seed, args.seed + (args.repeat or 1)))
+        result = report(model.llm, name, sizes, runs)
     return json.dumps(result) if args.json else _for_people(result)
 
 
-def report(llm: LLM, name: str, sizes: Sizes, runs: Sequence[Played]) -> dict[str, Any]:
+def report(llm: LLM, name: str, sizes: Sizes, runs: Sequence[BenchRun]) -> dict[str, Any]:
     """Medians of every request and of the whole, and the runs, with all that is needed to understand them."""
     return {**model_facts(llm), "scenario": name, **asdict(sizes), "repeat": len(runs), **asdict(medians(runs)),
             "note": _NOTE, "peak_memory_mib": round(peak_memory_mib(), 1), "runs": [asdict(run) for run in runs],
@@ -88,15 +88,15 @@ def report(llm: LLM, name: str, sizes: Sizes, runs: Sequence[Played]) -> dict[st
 
 
 @contextmanager
-def _staged(args: argparse.Namespace, groups: Sequence[Group], longest: Case) -> Iterator[ModelStage]:
-    """A stage with room for the groups, and with a directory for the cache if there is a restart."""
+def _opened(args: argparse.Namespace, groups: Sequence[Group], longest: Case) -> Iterator[BenchModel]:
+    """A model with room for the groups, and with a directory for the cache if there is a restart."""
     with _cache_directory(groups) as directory:
-        stage = ModelStage(args, max_batch=max(EngineConfig().max_batch, longest.batch),
+        model = BenchModel(args, max_batch=max(EngineConfig().max_batch, longest.batch),
                            max_context=longest.prompt_tokens + longest.new_tokens, **directory)
         try:
-            yield stage
+            yield model
         finally:
-            stage.close()
+            model.close()
 
 
 @contextmanager
@@ -108,11 +108,11 @@ def _cache_directory(groups: Sequence[Group]) -> Iterator[dict[str, str]]:
         yield {"cache_dir": directory}
 
 
-def _play_all(stage: ModelStage, scenario: Scenario, sizes: Sizes, seeds: Sequence[int]) -> list[Played]:
+def _run_all(model: BenchModel, scenario: Scenario, sizes: Sizes, seeds: Sequence[int]) -> list[BenchRun]:
     total = len(seeds) * (len(rehearse(scenario, sizes)) + 1)
-    done, bar = count(1), Bar("playing", 1, "groups of requests", patience=1.0)
+    done, bar = count(1), Bar("running", 1, "groups of requests", patience=1.0)
     try:
-        return [play(stage, scenario, sizes, seed, lambda: bar.update(next(done), total)) for seed in seeds]
+        return [run_scenario(model, scenario, sizes, seed, lambda: bar.update(next(done), total)) for seed in seeds]
     finally:
         bar.close()
 
