@@ -197,7 +197,7 @@ def _match(llm: LLM, args: argparse.Namespace) -> None:
             _keep(tree, conversation[:end])
             tier.offer(Source(conversation[:end], lambda _: {}, dict))
     found = {"tree": tree.match(prompt).checkpoint, "tier": tier.find(prompt)}
-    times = {"tree": [], "tier": []}
+    times: dict[str, list[float]] = {"tree": [], "tier": []}
     for _ in range(20):
         for name, look in (("tree", tree.match), ("tier", tier.find)):
             began = time.perf_counter()

@@ -14,7 +14,6 @@ import asyncio
 import json
 import random
 import socket
-import sys
 import time
 from typing import Any
 
@@ -117,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,7 +24,7 @@ from deltic import RandomModel, SamplingParams
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
-from deltic.engine.runtime import Runtime
+from deltic.engine.model import Model
 from deltic.types import Request
 
 ANSWER, LONG_SHARE = 16, 0.1
@@ -66,7 +66,7 @@ def _engine(args: argparse.Namespace, **options: Any) -> Engine:
         "memory": "4GiB", "max_context": 40_000, "threads": args.threads, "speculate": "off", **options})))
 
 
-def _prompt(draw: random.Random, runtime: Runtime, count: int) -> tuple[int, ...]:
+def _prompt(draw: random.Random, runtime: Model, count: int) -> tuple[int, ...]:
     return tuple(draw.randrange(runtime.config.vocab_size) for _ in range(count))
 
 
@@ -77,7 +77,7 @@ def _request(name: str, prompt: tuple[int, ...], count: int = ANSWER) -> Request
 def _facts(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     return {"model": engine.runtime.name, "layers": args.layers or None, "dtype": engine.runtime.config.dtype,
             "token_budget": engine.runtime.options.token_budget, "max_batch": engine.scheduler.max_batch,
-            "threads": engine.runtime.threads}
+            "threads": args.threads}
 
 
 # A mix as a server sees it
@@ -94,7 +94,7 @@ class Seen:
     gaps: list[float] = field(default_factory=list)
 
 
-def _arrivals(args: argparse.Namespace, runtime: Runtime) -> Iterator[tuple[float, bool, Request]]:
+def _arrivals(args: argparse.Namespace, runtime: Model) -> Iterator[tuple[float, bool, Request]]:
     draw, now = random.Random(7), 0.0
     for index in range(args.requests):
         now += draw.expovariate(args.rate)

@@ -85,14 +85,14 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
         while len(engine.scheduler.running) < batch or any(s.reading for s in engine.scheduler.running):
             engine.step()
         engine.step()
-        for step in range(args.new - 4):
+        for turn in range(args.new - 4):
             began = time.perf_counter()
             if profile and run:
                 profile.enable()
             events = engine.step()
             if profile and run:
                 profile.disable()
-            if step >= 4 and len(events) == batch and run:
+            if turn >= 4 and len(events) == batch and run:
                 times.append(time.perf_counter() - began)
                 forwards.append(engine.stats.last_overhead)
         while engine.has_work:
@@ -129,7 +129,7 @@ def _replays(runtime: Runtime, batch: int) -> float | None:
         captured.graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return round(begin.elapsed_time(end) * 20, 1)
+    return float(round(begin.elapsed_time(end) * 20, 1))
 
 
 def _captured(runtime: Runtime, batch: int) -> Any:

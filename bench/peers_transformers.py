@@ -106,7 +106,8 @@ def _transformers(settings: dict[str, Any]) -> Any:
 
     torch.set_num_threads(settings["threads"])
     config = _hf_config(ModelConfig.preset(settings["preset"], settings["layers"]))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings["dtype"])).eval()
+    model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=getattr(torch, settings["dtype"])).eval()
 
     @torch.inference_mode()
     def measure(task: str, prompt_tokens: int, new_tokens: int) -> float:

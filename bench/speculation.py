@@ -141,7 +141,7 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
     assert isinstance(head, MtpDrafter)
     for batch in args.batch or (1, 8):
         requests = [_request(runtime, index, 24 if args.quick else 64 if batch == 1 else 32) for index in range(batch)]
-        answers = _serve(Engine(plain), requests).answers
+        answers: dict[str, Sequence[int]] = {**_serve(Engine(plain), requests).answers}
         cases = [(0.8, "auto"), (0.0, "auto")] if batch > 1 else [(0.8, "fixed"), (0.8, "auto"), (0.0, "auto")]
         for share, name in cases:
             depth: Depth = FixedDepth(DEPTH) if name == "fixed" else AdaptiveDepth(DEPTH)
