@@ -30,7 +30,7 @@ from deltic.cli import answer, main, run
 from deltic.text.deltas import Delta
 from deltic.types import Usage
 
-def play(llm, ask, show):
+def read_answer(llm, ask, show):
     show(Delta("content", repr(ask())))
     choice = Of(text="", reasoning="", calls=(), finish="stop", error=None, usage=Usage(1, 0, 1))
     return Of(output=Of(choices=[choice])), answer.Meter(0.0, 1)
@@ -42,7 +42,7 @@ class Model(nullcontext):
 
 run.timed_llm = lambda args: (Model(args.model or "tiny"), 1.0)
 run._ask = lambda llm, args, prompt, sampling: (llm.runtime.name, prompt)
-run.play = play
+run.read_answer = read_answer
 sys.exit(main(sys.argv[1:]))
 """
 

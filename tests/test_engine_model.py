@@ -43,7 +43,7 @@ class Successor:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     memory: MemoryPlan = field(default_factory=lambda: MemoryPlan(PAGES, SLOTS, 4, PAGES * PAGE))
     cache: HybridCache = field(default_factory=lambda: small_cache(odd_shape()))
-    head: MtpRunner | None = None
+    mtp_runner: MtpRunner | None = None
     draft: Model | None = None
     steps: int = 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, serving, tiny
 
-from deltic.server import handle as handles
+from deltic.server import request_handle as handles
 from deltic.server.request_handle import RequestHandle
 from deltic.types import Request, SamplingParams, TokenOut
 

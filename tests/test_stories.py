@@ -47,7 +47,7 @@ def alone(story: Story) -> Answers:
 
 
 def drafter_of(kind: str, story: Story, runtime: Runtime, wanted: Answers) -> Drafter:
-    limit, pattern = story.speculator.limit, PATTERNS[story.speculator.pattern]
+    limit, pattern = story.drafting.limit, PATTERNS[story.drafting.pattern]
     if kind == "scripted":
         return Scripted({who: answer.tokens for who, answer in wanted.items()}, pattern, limit, VOCABULARY)
     if kind == "ngram":
@@ -56,7 +56,7 @@ def drafter_of(kind: str, story: Story, runtime: Runtime, wanted: Answers) -> Dr
         assert runtime.mtp_runner
         return MtpDrafter(runtime, runtime.mtp_runner, limit)
     model = PLAIN[story.model] if kind == "itself" else OTHER[story.model]
-    return ModelDrafter(story.speculator.room.furnish(model()), VOCABULARY, limit)
+    return ModelDrafter(story.drafting.room.furnish(model()), VOCABULARY, limit)
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Stage:
     @classmethod
     def of(cls, story: Story, place: str, ahead: bool = False) -> Stage:
         """ahead: steps are launched while others are in flight, with as many slots beside the room's as that takes."""
-        drafting, draw, wanted = story.speculator, Random(story.seed), alone(story)
+        drafting, draw, wanted = story.drafting, Random(story.seed), alone(story)
         room = replace(story.room, slots=story.room.slots + story.room.batch) if ahead else story.room
         runtime = room.furnish(MODELS[story.model](), place)
         drafters = [drafter_of(kind, story, runtime, wanted) for kind in drafting.drafters]

@@ -136,6 +136,26 @@ def test_a_slow_store_holds_nobody_up() -> None:
     assert len(store.notes) == 50
 
 
+def test_a_note_that_is_being_written_is_no_lost_one() -> None:
+    class Halting(Store):
+        def __init__(self) -> None:
+            super().__init__()
+            self.claimed, self.free = Event(), Event()
+
+        def put(self, key: str, data: bytes) -> None:
+            self.claimed.set()
+            assert self.free.wait(60)
+            super().put(key, data)
+    store = Halting()
+    book = Notebook(store, 5000)
+    book.put("aa", note(1))
+    assert store.claimed.wait(60) and store.notes == {"aa": b""}
+    assert [found.digest for found in book.find("aa")] == [note(1).digest]
+    store.free.set()
+    book.flush()
+    assert [found.digest for found in book.find("aa")] == [note(1).digest]
+
+
 def test_what_cannot_be_continued_takes_nobodys_place() -> None:
     book, sound = Notebook(None, 5000), note(1)
     for found in (replace(sound, ids=array("i")), sound, replace(sound, ids=array("i"))):

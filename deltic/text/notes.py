@@ -109,6 +109,7 @@ class Notebook:
         self._gone: OrderedDict[str, str] = OrderedDict()  # key to digest, or "" if there were several
         self._weight = self._waiting = 0
         self._lock = threading.Lock()
+        self._filling: str | None = None
         self._writer = ThreadPoolExecutor(1, "notes")
 
     def find(self, key: str) -> list[Note]:
@@ -180,7 +181,8 @@ class Notebook:
         while len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
 
-    # In the store: rivals lie in numbered places, which processes claim; they are only ever filled in order
+    # In the store: rivals lie in numbered places, which processes claim; they are only ever filled in order. A place
+    # that is claimed and not filled has lost its note, but for the one that this process is filling
 
     def _stored(self, key: str) -> list[Note]:
         assert self._store
@@ -189,7 +191,12 @@ class Notebook:
             data = self._store.get(place)
             if data is None:
                 break
-            found.append(unpack(place, data, self._vocab_size) or _LOST)
+            sound = unpack(place, data, self._vocab_size)
+            if not sound:
+                if place == self._filling:
+                    continue  # memory has what will be there
+                sound = unpack(place, self._store.get(place) or b"", self._vocab_size)  # filled by now?
+            found.append(sound or _LOST)
         missed = len({note.digest for note in found}) == 1 and found[0].rivals
         return [*found, _LOST] if missed else found
 
@@ -206,12 +213,14 @@ class Notebook:
         try:
             self._store_beside(key, note)
         finally:
+            self._filling = None
             with self._lock:
                 self._waiting -= size
 
     def _store_beside(self, key: str, note: Note) -> None:
         assert self._store
         for number, place in enumerate(map(partial(_place, key), range(RIVALS))):
+            self._filling = place
             if self._store.claim(place):
                 self._store.put(place, pack(place, note))
                 if number:
