@@ -17,10 +17,15 @@ from deltic.ops.records import Batch, Sampled, Sampling
 class Model(Protocol):
     """A model with its cache, wherever it computes.
 
-    name: what people call it. config: what the checkpoint is. options: how it is run, with the limits of a request.
-    generation: what is taken where a request leaves something open. memory: how much may run at once. cache: grants the
-    pages and slots that batches name, and carries out what it asks to be done to them (`cache.pools`). head: the draft
-    head over this cache, if it is used. draft: the model that drafts for this one, if another does.
+    name: what people call it.
+    config: what the checkpoint is.
+    options: how it is run, with the limits of a request.
+    generation: what is taken where a request leaves something open.
+    memory: how much may run at once.
+    cache: grants the pages and slots that batches name, and carries out what it asks to be done to them
+        (`cache.pools`).
+    mtp_runner: the draft head over this cache, if it is used.
+    draft: the model that drafts for this one, if another does.
     """
 
     name: str

@@ -45,13 +45,19 @@ class LayerStatistics:
 class Runtime:
     """A `Model` on this machine.
 
-    path: the model's directory or file, None for random weights. threads: those that compute for it. tokenizer: its
-    texts, where they are no files of the directory. notes: small texts that shall outlive the process, if there is a
-    cache directory. mtp: the model's draft head, if it is used. statistics: the last step's layer outputs, if
-    `options.debug_layers`.
+    path: the model's directory or file, None for random weights.
+    threads: those that compute for it.
+    tokenizer: its texts, where they are no files of the directory.
+    notes: small texts that shall outlive the process, if there is a cache directory.
+    mtp: the model's draft head, if it is used.
+    statistics: the last step's layer outputs, if `options.debug_layers`.
 
-    The others follow from these. views: the cache's tensors, layer by layer. step: runs a batch in one call, where the
-    ops have that. head: the draft head over this cache. graphs: replays decode steps, on a GPU.
+    The others follow from these.
+
+    views: the cache's tensors, layer by layer.
+    step: runs a batch in one call, where the ops have that.
+    mtp_runner: the draft head over this cache.
+    graphs: replays decode steps, on a GPU.
     """
 
     name: str
