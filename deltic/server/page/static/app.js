@@ -66,7 +66,6 @@ function showState() {
 
 function grown(changed, node) {
   if (changed === talk && views.has(node.id)) {
-    // the last view is made again at the end: it may have results of tools to ask for
     views.get(node.id).show(isRunning(node));
     follow();
   }
@@ -211,6 +210,7 @@ function bind() {
   input.addEventListener("keydown", typed);
   input.addEventListener("input", fit);
   byId("search").addEventListener("input", showState);
+  NARROW.addEventListener("change", () => showSidebar(!NARROW.matches));
   byId("shade").addEventListener("click", () => showSidebar(false));
   scroller.addEventListener("scroll", () => {
     following = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;

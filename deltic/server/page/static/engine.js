@@ -5,7 +5,6 @@ import {byId, el, svg} from "./dom.js";
 
 const EVERY = 1000; // milliseconds
 const POINTS = 120;
-const TOO_LONG = 8; // seconds after which the first token is shown as "more than"
 
 let timer = null;
 let before = null;
@@ -68,8 +67,8 @@ function show(now) {
   keep("reading", rate("prompt_tokens_computed_total"));
   keep("running", running);
   byId("engine-figures").replaceChildren(
-    plotted("Writing", series.pace, short(series.pace.at(-1)), "tokens/s"),
-    plotted("Reading", series.reading, short(series.reading.at(-1)), "tokens/s"),
+    plotted("Generation", series.pace, short(series.pace.at(-1)), "tokens/s"),
+    plotted("Prompt processing", series.reading, short(series.reading.at(-1)), "tokens/s"),
     plotted("Running", series.running, String(running), `answers, ${now.sum("requests_waiting") ?? 0} waiting`),
     reuse(now), drafts(now), memory(now), firstToken(now), totals(now));
   before = now;
@@ -97,6 +96,7 @@ function plot(values) {
   const first = width - (values.length - 1) * (width / (POINTS - 1));
   return svg("svg", {class: "plot", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
     "aria-label": `the last ${values.length} seconds, up to ${short(most)}`},
+    svg("line", {x1: 0, x2: width, y1: height - 1, y2: height - 1}),
     svg("polygon", {points: `${first.toFixed(1)},${height} ${points.join(" ")} ${width},${height}`}),
     svg("polyline", {points: points.join(" ")}));
 }
@@ -119,7 +119,7 @@ function drafts(now) {
   if (!places.length) return null;
   const accepted = now.all("accepted_tokens_total");
   const right = (place) => accepted.find((sample) => sample.labels.position === place)?.value ?? 0;
-  return card("Drafts that were right", places.map((sample) => bar(`token ${sample.labels.position}`,
+  return card("Accepted drafts", places.map((sample) => bar(`token ${sample.labels.position}`,
     right(sample.labels.position), sample.value, percent(right(sample.labels.position), sample.value))));
 }
 
@@ -128,7 +128,7 @@ function memory(now) {
     const budget = now.all("cache_budget_bytes").find((sample) => sample.labels.tier === labels.tier)?.value;
     return bar(labels.tier, value, budget ?? value, budget ? `${bytes(value)} of ${bytes(budget)}` : bytes(value));
   });
-  const pools = [["pages", "K/V pages"], ["slots", "states"]].map(([name, label]) => {
+  const pools = [["pages", "K/V pages"], ["slots", "state slots"]].map(([name, label]) => {
     const [used, size] = [now.sum(`cache_${name}_used`), now.sum(`cache_${name}`)];
     return size ? bar(label, used, size, `${short(used)} of ${short(size)}`) : null;
   });
@@ -141,8 +141,9 @@ function firstToken(now) {
   const all = buckets.at(-1)?.value ?? 0;
   if (!all) return null;
   const within = (share) => {
-    const bound = Number(buckets.find((bucket) => bucket.value >= all * share).labels.le);
-    if (!Number.isFinite(bound)) return `> ${TOO_LONG} s`;
+    const at = buckets.findIndex((bucket) => bucket.value >= all * share);
+    const bound = Number(buckets[at].labels.le);
+    if (!Number.isFinite(bound)) return `> ${buckets[at - 1].labels.le} s`;
     return bound < 1 ? `≤ ${Math.round(bound * 1000)} ms` : `≤ ${bound} s`;
   };
   return card("First token", el("dl", {}, el("dt", {}, "half of the requests"), el("dd", {}, within(0.5)),
@@ -151,7 +152,7 @@ function firstToken(now) {
 
 function totals(now) {
   const rows = [["answers", "requests_finished_total"], ["failed", "requests_failed_total"],
-    ["tokens written", "generated_tokens_total"], ["steps", "steps_total"], ["sent back to wait", "preemptions_total"]];
+    ["tokens written", "generated_tokens_total"], ["steps", "steps_total"], ["preemptions", "preemptions_total"]];
   return card("Since the start", el("dl", {}, rows.filter(([, name]) => now.sum(name) !== undefined).map(([label, name]) =>
     [el("dt", {}, label), el("dd", {}, now.sum(name).toLocaleString("en"))]).flat()));
 }

@@ -48,9 +48,18 @@ export class Growing {
     this.text = "";
     this.fixed = 0; // characters of the blocks that do not change any more
     this.tail = [];
+    this.rest = 0; // not again before this time
   }
 
+  // What takes long is done less often: a paragraph without end must not stop the page.
   show(text, ended) {
+    const begun = performance.now();
+    if (!ended && begun < this.rest) return;
+    this.render(text, ended);
+    this.rest = begun + 4 * (performance.now() - begun);
+  }
+
+  render(text, ended) {
     const clean = text.replace(/\r\n?/g, "\n");
     if (clean === this.text && !ended) return;
     // what a link refers to may come after it
@@ -143,14 +152,25 @@ function typeset(token) {
   const shown = el(token.display ? "span.display" : "span");
   try {
     if (token.text.length > LONGEST_FORMULA) throw new RangeError("the formula is too long");
-    katex.render(token.text, shown, {displayMode: token.display, trust: false, strict: false, maxExpand: 300,
-      maxSize: 30, throwOnError: true});
-    // the policy ignores style attributes, which is how KaTeX gives drawings their width
-    for (const drawing of shown.querySelectorAll("svg[style]")) drawing.style.width = drawing.getAttribute("width");
+    const tree = katex.__renderToDomTree(token.text, {displayMode: token.display, trust: false, strict: false,
+      maxExpand: 300, maxSize: 30, throwOnError: true});
+    withoutStyles(tree);
+    shown.append(tree.toNode());
+    for (const drawing of shown.querySelectorAll("[data-width]")) drawing.style.width = drawing.dataset.width;
     return shown;
   } catch {
     return el("code", {title: "not a formula that can be shown"}, token.raw.trim());
   }
+}
+
+// The policy refuses style attributes, by which KaTeX gives some drawings a width; all else it sets by script.
+function withoutStyles(node) {
+  if (node.attributes?.style) {
+    const width = /^width:\s*([\d.]+em)$/.exec(node.attributes.style);
+    if (width) node.attributes["data-width"] = width[1];
+    delete node.attributes.style;
+  }
+  node.children?.forEach(withoutStyles);
 }
 
 function decoded(text) {

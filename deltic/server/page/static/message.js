@@ -120,7 +120,7 @@ function figures(node) {
   const parts = [`${usage.completion_tokens} tokens`];
   if (usage.completion_tokens > 1 && seconds > 0) parts.push(`${Math.round((usage.completion_tokens - 1) / seconds)}/s`);
   if (node.first) parts.push(`first after ${duration((node.first - node.began) / 1000)}`);
-  if (drafted) parts.push(`drafts ${right} of ${drafted} right`);
+  if (drafted) parts.push(`${right} of ${drafted} drafts accepted`);
   return el(".figures", {}, el("span", {}, parts.join(" · ")),
     el("span.reuse", {title: "Tokens of the prompt that the server knew already, and did not read again"},
       el("meter", {min: 0, max: 1, value: usage.prompt_tokens ? cached / usage.prompt_tokens : 0}),
