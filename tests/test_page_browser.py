@@ -153,7 +153,7 @@ def test_a_conversation(page: Page, live: str) -> None:
     page.open(f"{live}/?again={page.eval('location.hash')}")
     assert page.count(".talk") == 1
     page.click(".talk .open")
-    assert answers(page) == shown and page.text(".answer .pager") == "1 / 2"
+    assert answers(page) == shown and page.count(".pager") == 2
 
 
 def test_the_engine_shows_its_numbers(page: Page, live: str) -> None:
@@ -164,7 +164,7 @@ def test_the_engine_shows_its_numbers(page: Page, live: str) -> None:
     panel = page.text("#engine")
     assert re.search(r"tokens written\s+[1-9]", panel) and re.search(r"K/V pages\s+\d+ of", panel)
     assert re.search(r"from the cache\s+\d+ %", panel) and re.search(r"half of the requests\s+≤", panel)
-    assert re.search(r"device\s+[\d.]+ \w+ of 6\d MiB", panel)
+    assert re.search(r"device\s+[\d.]+ \w+ of \d+ MiB", panel)
     before = int(re.search(r"answers\s+(\d+)\s+failed", panel)[1])  # type: ignore[index]
     say(page, "2+2=")
     page.wait(f"Number(/answers\\s+(\\d+)\\s+failed/.exec(document.querySelector('#engine').innerText)[1]) > {before}")
