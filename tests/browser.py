@@ -130,16 +130,21 @@ class Page:
     def count(self, selector: str) -> int:
         return int(self.eval(f"document.querySelectorAll({json.dumps(selector)}).length"))
 
-    def click(self, selector: str) -> None:
-        """A real click in the middle of the last such element, which must be what one would hit there."""
-        place = self.wait(f"""(() => {{
+    def hover(self, selector: str) -> dict[str, float]:
+        """Move the mouse to the middle of the last such element, which must be what one would hit there."""
+        place: dict[str, float] = self.wait(f"""(() => {{
             const node = [...document.querySelectorAll({json.dumps(selector)})].at(-1);
             node.scrollIntoView({{block: "nearest"}});
             const box = node.getBoundingClientRect();
             const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
             return node.contains(document.elementFromPoint(x, y)) && {{x, y}};
         }})()""")
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", **place)
+        return place
+
+    def click(self, selector: str) -> None:
+        place = self.hover(selector)
+        for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def type(self, text: str) -> None:

@@ -3,7 +3,7 @@
 import {metrics} from "./api.js";
 import {byId, el, svg} from "./dom.js";
 
-const EVERY = 1000; // milliseconds
+const EVERY = 1000; // milliseconds; after an error five times as many
 const POINTS = 120;
 
 let timer = null;
@@ -22,15 +22,17 @@ export function togglePanel(open = !panelIsOpen()) {
 }
 
 async function watch() {
+  let wait = EVERY;
   try {
     if (!document.hidden) show(new Figures(await metrics()));
     byId("engine-problem").textContent = "";
   } catch (error) {
     before = null;
+    wait *= 5;
     byId("engine-problem").textContent = error.message;
   }
   clearTimeout(timer);
-  if (panelIsOpen()) timer = setTimeout(watch, EVERY);
+  if (panelIsOpen()) timer = setTimeout(watch, wait);
 }
 
 // Samples in Prometheus' text format.
