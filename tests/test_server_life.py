@@ -21,6 +21,8 @@ from test_server_harness import USER, Scripted, Served, read_all, serving, tiny,
 
 from deltic.errors import ConfigError, DelticError
 from deltic.server.listen import listen
+from deltic.server.request_handle import RequestHandle
+from deltic.types import Request, SamplingParams, TokenOut
 
 ENDLESS: dict[str, Any] = {"model": "tiny", "messages": USER, "stream": True}
 
@@ -215,3 +217,21 @@ def test_signals_end_the_server_and_not_the_process() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> None:
+    """Whoever reads is cancelled so many turns of the loop after an event: it ends, or was done before."""
+    async def read() -> bool:
+        handle = RequestHandle([Request("r", (1,), SamplingParams())], 64, lambda _: None, lambda *_: None)
+        reader = asyncio.ensure_future(anext(handle))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        handle.take(TokenOut("r", 0, 5))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        cancelled = reader.cancel()
+        await asyncio.wait([reader])
+        return reader.cancelled() == cancelled
+
+    assert asyncio.run(read())

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
-from deltic.server import openai
+from deltic.server import openai, page
 from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
 from deltic.server.http import Problem, ProblemError, json_response, problem_of
@@ -56,7 +56,7 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None 
     served = ServedModel(llm, bridge, served_name or public_name(llm), Intake(limits), memory)
     check = _key_check(api_key) if api_key else lambda _: None
     routes = [*openai.routes(served, check), Route("/metrics", openai.answering(_metrics(served), check)),
-              Route("/health", _health(bridge))]
+              Route("/health", _health(bridge)), *page.routes()]
     cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     app = Starlette(routes=routes, lifespan=_lifespan(bridge, memory), exception_handlers={HTTPException: _on_error},
                     middleware=[*([cors] if cors_origins else []), Middleware(_OneLength)])

@@ -104,5 +104,6 @@ class RequestHandle:
 
     async def _wait(self) -> None:
         self._news.clear()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), QUIET)
+        with suppress(TimeoutError):  # not wait_for: before Python 3.12 it forgets a cancellation that comes with news
+            async with asyncio.timeout(QUIET):
+                await self._news.wait()

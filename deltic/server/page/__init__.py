@@ -1,0 +1,73 @@
+"""The chat page: `/`, and the files that it needs under `/page/`, all from the package.
+
+Nothing here is secret, so no key is asked for; the page itself asks for one when /v1 does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_FILES = Path(__file__).parent / "static"
+_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
+          ".js": "text/javascript; charset=utf-8", ".woff2": "font/woff2"}
+"""What is served, by the end of its name; licences and notes are not."""
+_POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; "
+           "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+           "require-trusted-types-for 'script'; trusted-types 'none'")
+"""No script but the page's own files, nothing from elsewhere, and no text that becomes HTML: the last two make a
+browser refuse `innerHTML` and the like."""
+_HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+            "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin"}
+_FOREVER = "public, max-age=31536000, immutable"
+_ASK = "no-cache"  # keep it, but ask each time whether it is still the same
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    data: bytes
+    headers: dict[str, str]
+
+
+def routes() -> list[Route]:
+    """The page and its files, for GET and HEAD."""
+    return [Route("/", _index), Route("/page/{name:path}", _file)]
+
+
+@cache
+def _files() -> dict[str, _File]:
+    """All that is served, by its path under `static`: read once, and looked up, so that no path leads elsewhere."""
+    return {path.relative_to(_FILES).as_posix(): _read(path) for path in _FILES.rglob("*") if path.suffix in _TYPES}
+
+
+def _read(path: Path) -> _File:
+    data = path.read_bytes()
+    # the folders of libraries have their version in their name: what lies there never changes
+    caching = _FOREVER if _FILES / "vendor" in path.parents else _ASK
+    return _File(data, {**_HEADERS, "content-type": _TYPES[path.suffix], "cache-control": caching,
+                        "etag": f'"{sha256(data).hexdigest()[:32]}"'})
+
+
+async def _index(request: Request) -> Response:
+    return _response(request, "index.html")
+
+
+async def _file(request: Request) -> Response:
+    return _response(request, request.path_params["name"])
+
+
+def _response(request: Request, name: str) -> Response:
+    file = _files().get(name)
+    if file is None:
+        raise HTTPException(404, "there is no such file")
+    known = request.headers.get("if-none-match", "").replace("W/", "").split(",")
+    if file.headers["etag"] in [tag.strip() for tag in known]:
+        return Response(status_code=304, headers=file.headers)
+    return Response(file.data, headers=file.headers)

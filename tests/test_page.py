@@ -1,0 +1,150 @@
+"""The chat page without a browser: routes, headers, what its files may say, and that a wheel has them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from test_server_harness import Scripted
+
+from deltic.server import page
+from deltic.server.app import create_app
+
+ROOT = Path(__file__).parents[1]
+STATIC = ROOT / "deltic" / "server" / "page" / "static"
+OWN = sorted(path for path in STATIC.glob("*") if path.is_file())
+SCRIPTS = [path for path in OWN if path.suffix == ".js"]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(Starlette(routes=page.routes())) as client:
+        yield client
+
+
+def policy(client: TestClient) -> dict[str, str]:
+    """The parts of the Content-Security-Policy."""
+    parts = client.get("/").headers["content-security-policy"].split("; ")
+    return {name: values for name, _, values in (part.partition(" ") for part in parts)}
+
+
+def test_the_page_is_mounted_and_asks_for_no_key() -> None:
+    model = Scripted("Hi").model()
+    with TestClient(create_app(model, api_key="secret")) as client:
+        assert client.get("/").status_code == 200 and client.get("/page/app.js").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/page/nothing.js").json()["error"]["type"] == "not_found_error"
+        assert client.post("/").status_code == 405
+    model.close()
+
+
+def test_every_file_that_is_named_is_served(client: TestClient) -> None:
+    html = client.get("/").text
+    named = set(re.findall(r'(?:src|href)="(page/[^"]+)"', html))
+    imported = {f"page/{name}" for path in SCRIPTS for name in re.findall(r'from "\./([^"]+)"', path.read_text("utf-8"))}
+    assert {"page/app.js", "page/style.css"} <= named and "page/markdown.js" in imported
+    for name in named | imported:
+        assert client.get(f"/{name}").status_code == 200, name
+    fonts = re.findall(r"url\((fonts/[^)]+\.woff2)\)", client.get("/page/vendor/katex-0.19.1/katex.min.css").text)
+    assert len(fonts) == 20
+    assert all(client.get(f"/page/vendor/katex-0.19.1/{font}").status_code == 200 for font in fonts)
+
+
+@pytest.mark.parametrize(("path", "kind"), [
+    ("/", "text/html; charset=utf-8"), ("/page/app.js", "text/javascript; charset=utf-8"),
+    ("/page/style.css", "text/css; charset=utf-8"), ("/page/favicon.svg", "image/svg+xml"),
+    ("/page/vendor/katex-0.19.1/fonts/KaTeX_Main-Regular.woff2", "font/woff2")])
+def test_headers(client: TestClient, path: str, kind: str) -> None:
+    found = client.get(path)
+    assert found.headers["content-type"] == kind and found.headers["x-content-type-options"] == "nosniff"
+    assert found.headers["referrer-policy"] == "no-referrer" and "content-security-policy" in found.headers
+    head = client.head(path)
+    assert head.status_code == 200 and not head.content
+    assert head.headers["content-length"] == str(len(found.content))
+
+
+def test_caching(client: TestClient) -> None:
+    """Libraries lie under their version and are kept; what can change is asked for again, and sent only if it has."""
+    own, library = client.get("/page/app.js"), client.get("/page/vendor/marked-18.2.1/marked.esm.js")
+    assert own.headers["cache-control"] == "no-cache" and "immutable" in library.headers["cache-control"]
+    tag = own.headers["etag"]
+    assert tag != library.headers["etag"]
+    for known in (tag, f"W/{tag}", f'"other", {tag}'):
+        again = client.get("/page/app.js", headers={"if-none-match": known})
+        assert again.status_code == 304 and not again.content and again.headers["etag"] == tag
+    assert client.get("/page/app.js", headers={"if-none-match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["", "index", "../__init__.py", "..%2f__init__.py", "%2e%2e/__init__.py", "/etc/passwd",
+                                  "vendor", "vendor/README.md", "vendor/katex-0.19.1/LICENSE", "app.js/", "app.js%00"])
+def test_nothing_else_is_served(client: TestClient, name: str) -> None:
+    assert client.get(f"/page/{name}").status_code == 404
+
+
+def test_the_policy_lets_no_text_become_a_script(client: TestClient) -> None:
+    parts = policy(client)
+    assert parts["default-src"] == "'none'" and parts["script-src"] == parts["style-src"] == "'self'"
+    assert parts["require-trusted-types-for"] == "'script'" and parts["trusted-types"] == "'none'"
+    assert parts["connect-src"] == parts["img-src"] == "'self'", "nothing that is written can be sent elsewhere"
+    assert parts["frame-ancestors"] == parts["base-uri"] == parts["form-action"] == "'none'"
+    assert not re.search("unsafe|http|\\*|data:|blob:", " ".join(parts.values()))
+
+
+def test_the_html_has_no_inline_code() -> None:
+    html = (STATIC / "index.html").read_text("utf-8")
+    assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:", html)
+    assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", html))
+
+
+def test_own_scripts_make_no_html() -> None:
+    """The sinks that read text as HTML or code: the policy refuses them, and they are not even tried."""
+    sinks = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment|srcdoc"
+                       r"|setHTML|\beval\b|new Function|setTimeout\([\"'`]")
+    found = [f"{path.name}: {line.strip()}" for path in SCRIPTS for line in path.read_text("utf-8").splitlines()
+             if sinks.search(line)]
+    assert not found
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    for path in OWN:
+        named = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", path.read_text("utf-8")))
+        assert named <= {"http://www.w3.org/2000/svg"}, path.name
+
+
+def test_files_are_small_and_light() -> None:
+    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in OWN}
+    assert max(lines.values()) <= 500, lines
+    assert sum(path.stat().st_size for path in STATIC.rglob("*") if path.is_file()) < 1_000_000
+
+
+def test_the_libraries_are_what_their_notes_say() -> None:
+    vendor = STATIC / "vendor"
+    notes = (vendor / "README.md").read_text("utf-8")
+    sums = dict(re.findall(r"^\| `([^`]+)` .*`([0-9a-f]{64})` \|$", notes, re.MULTILINE))
+    there = {path.relative_to(vendor).as_posix() for path in vendor.rglob("*") if path.suffix in (".js", ".css")}
+    assert set(sums) == there
+    assert {name: sha256((vendor / name).read_bytes()).hexdigest() for name in sums} == sums
+    assert all((folder / "LICENSE").exists() for folder in vendor.iterdir() if folder.is_dir())
+
+
+def test_a_wheel_has_the_page(tmp_path: Path) -> None:
+    """What hatchling would pack; the kernels are left out, as they take a while to compile."""
+    program = ("from hatchling.builders.wheel import WheelBuilder; import sys\n"
+               "builder = WheelBuilder('.'); builder.config.build_config['hooks'] = {}\n"
+               "builder.get_build_hooks = lambda directory: {}\n"
+               "print(*builder.build(directory=sys.argv[1], versions=['standard']))")
+    if subprocess.run([sys.executable, "-c", "import hatchling"], capture_output=True, check=False).returncode:
+        pytest.skip("hatchling is not installed")
+    made = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stdout.split()[-1]
+    packed = set(zipfile.ZipFile(made).namelist())
+    wanted = {path.relative_to(ROOT).as_posix() for path in STATIC.rglob("*") if path.is_file()}
+    assert wanted and wanted <= packed
