@@ -54,11 +54,9 @@ class Module:
     that one."""
 
     def __init__(self, source: str, device: torch.device) -> None:
-        major, minor = torch.cuda.get_device_capability(device)
-        self.device, self._overlaps = device, major >= 9
+        self.device, self._overlaps = device, torch.cuda.get_device_capability(device) >= (9, 0)
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        # of 9.0 alone: what other cards have not, too
-        self._code = compile_source(source, f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}")
+        self._code = compile_source(source, architecture(device))
         self._module = c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # torch makes the context current
@@ -116,6 +114,12 @@ class _Call:
         launch.stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._parameters[0] = ctypes.addressof(arguments)
         _check(self._go(self._reference, self._function, self._parameters, None))
+
+
+def architecture(device: torch.device) -> str:
+    """What is compiled for this card; of 9.0 alone: what other cards have not, too."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
 
 
 def shared_memory(device: torch.device) -> int:
