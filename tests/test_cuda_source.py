@@ -148,4 +148,4 @@ def test_torch_serves_where_a_kernel_is_broken_and_everybody_is_told(
     served = explain(ops, decoder, views)
     for name in ("step", "sample"):
         assert served[name].startswith("torch (the kernels cannot be compiled: ")
-    assert served["gdn_mixer"] == "torch"
+    assert served["gdn_mixer"].startswith("torch")

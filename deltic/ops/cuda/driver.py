@@ -62,6 +62,7 @@ class Module:
             torch.cuda.synchronize()  # torch makes the context current
             _check(_driver().cuModuleLoadData(byref(self._module), self._code))
         self._functions: dict[str, c_void_p] = {}
+        self._shared: dict[str, int] = {}
         self._calls: dict[tuple[str, int, int, bool, int, int], _Call] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
@@ -71,8 +72,9 @@ class Module:
         key = (name, block, shared, overlap, cluster, get_ident())
         call = self._calls.get(key)
         if call is None:
-            if shared:
+            if shared > self._shared.get(name, 0):  # the most that any call of it takes
                 _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
+                self._shared[name] = shared
             call = self._calls[key] = _Call(self._function(name), self._index, block, shared,
                                                  overlap and self._overlaps, cluster)
         call(grid, arguments)

@@ -83,11 +83,11 @@ DEVICE uint4 load_shared(u32 p) {
     return v;
 }
 // A copy to shared memory that nobody waits for before `await_copies`.
-template <int BYTES> DEVICE void copy_async(void *to, const void *from) {
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
+template <int BYTES> DEVICE void copy_async(u32 to, const void *from) {
+    if constexpr (BYTES == 16)  // past the first-level cache
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }

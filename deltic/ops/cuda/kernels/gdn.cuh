@@ -245,16 +245,16 @@ template <class Head, class In> struct Arriving {
     // What is there before the kernel waits.
     DEVICE void fetch_own(const Head &g) {
         const int t = threadIdx.x, o = t - PAIRS - GATES;
-        if (o == 2) copy_async<4>(&rate, g.a.decay + g.head);
-        if (o == 3) copy_async<4>(&bias, g.a.dt_bias + g.head);
+        if (o == 2) copy_async<4>(shared_address(&rate), g.a.decay + g.head);
+        if (o == 3) copy_async<4>(shared_address(&bias), g.a.dt_bias + g.head);
         if (t >= PAIRS) return;
         const int channel = g.channel_of(2 * t);
-        copy_async<16>(&taps[t], g.a.conv + channel * 4);
+        copy_async<16>(shared_address(&taps[t]), g.a.conv + channel * 4);
         const u16 *ring = g.a.ring + i64(g.source) * 4 * g.channels + channel;
 #pragma unroll
         for (int p = 0; p < 3; ++p) {
             const int position = g.done - 3 + p;
-            if (position >= 0) copy_async<4>(&history[p][2 * t], ring + (position & 3) * g.channels);
+            if (position >= 0) copy_async<4>(shared_address(&history[p][2 * t]), ring + (position & 3) * g.channels);
             else *(u32 *)&history[p][2 * t] = 0;
         }
     }
@@ -262,11 +262,11 @@ template <class Head, class In> struct Arriving {
     DEVICE void fetch_inputs(const Head &g) {
         const int t = threadIdx.x, o = t - PAIRS, gate = o - GATES;
         const In *from = g.inputs(0);
-        if (t < PAIRS) copy_async<WORD>(&input[2 * t], from + g.channel_of(2 * t));
-        else if (o < GATES) copy_async<WORD>(&gates[2 * o], from + g.channels + g.head * (2 * GATES) + 2 * o);
+        if (t < PAIRS) copy_async<WORD>(shared_address(&input[2 * t]), from + g.channel_of(2 * t));
+        else if (o < GATES) copy_async<WORD>(shared_address(&gates[2 * o]), from + g.channels + g.head * (2 * GATES) + 2 * o);
         else if (gate < 2) {
             const int at = gate * g.a.value_heads + g.head;
-            copy_async<4>(gate ? steep : beta, g.gates(0) + (sizeof(In) == 2 ? at & ~1 : at));
+            copy_async<4>(shared_address(gate ? steep : beta), g.gates(0) + (sizeof(In) == 2 ? at & ~1 : at));
         }
     }
     DEVICE Gates take(Head &g, float scale) const {
