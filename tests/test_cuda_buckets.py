@@ -10,7 +10,7 @@ import torch
 from support import numbers
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import PageTable, build, decodes, decoding, power_of_two, step_of
+from deltic.engine.batch import PageTable, buckets, build, decodes, decoding, power_of_two, step_of
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
@@ -84,6 +84,14 @@ def test_what_has_no_bucket(change: dict[str, object]) -> None:
     row = Row((1,), 20, (0, 1), 0, 1)
     assert decodes(Plan((row,)))
     assert not decodes(Plan((row, replace(row, **change))))
+
+
+def test_all_buckets() -> None:
+    found = list(buckets(5, 600))
+    assert found == [(rows, pages) for rows in (8, 4, 2, 1) for pages in (64, 32, 16)]
+    for rows, pages in ((1, 1), (3, 17), (5, 38)):
+        padded = decoding(Plan((Row((0,), 0, (0,) * pages, 0, 1),) * rows), CPU).padded
+        assert padded and (padded.rows, padded.pages) in found
 
 
 def test_powers_of_two() -> None:

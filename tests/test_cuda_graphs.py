@@ -61,6 +61,20 @@ def test_answers_with_and_without_graphs(runtime: Runtime) -> None:
     assert same >= (5 if runtime.options.dtype == "float32" else 3)
 
 
+def test_nothing_is_recorded_after_warming_up(runtime: Runtime) -> None:
+    fresh = replace(runtime)
+    fresh.warm_up()
+    assert fresh.graphs
+    recorded = fresh.graphs.buckets
+    assert len(recorded) == len({*recorded}) == 4 * 4  # 1 to 8 rows, 256 to 2,048 tokens
+    requests = [greedy(numbers(seed, 40 + 90 * seed, runtime.config.vocab_size), 40, str(seed)) for seed in range(8)]
+    found = serve(fresh, requests)
+    assert fresh.graphs.buckets == recorded
+    wanted = serve(runtime, requests)
+    same = sum(found[key].tokens == wanted[key].tokens for key in wanted)
+    assert same >= (8 if runtime.options.dtype == "float32" else 6)
+
+
 def test_sampled_answers_do_not_depend_on_neighbours(runtime: Runtime) -> None:
     """Greedy and drawn, alone and together: with the kernels bit for bit, with the torch ops in float32 too."""
     requests = [replace(greedy(numbers(seed, 30 + seed, runtime.config.vocab_size), 30, str(seed), seed=seed),

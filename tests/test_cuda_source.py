@@ -6,16 +6,24 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from deltic.ops.cuda import arguments, prompts
+from deltic.ops import explain, select
+from deltic.ops.cuda import arguments, nvrtc, prompts
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.sample import source
 from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes
-from deltic.ops.records import AttentionSpec, GdnSpec
+from deltic.ops.records import AttentionSpec, CacheViews, GdnSpec
+
+steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("step", "sample"))
+"""The modules; the package has functions of these names."""
 
 MODELS = {
     "tiny": (192, 576, GdnSpec(3, 6, 32, 32, 4, 1e-6), AttentionSpec(4, 2, 64, 16, True, 1e-6)),
@@ -88,8 +96,6 @@ def test_importing_loads_no_driver() -> None:
             "print(any('libcuda' in line or 'nvrtc' in line for line in open('/proc/self/maps')))")
     if not Path("/proc/self/maps").exists():
         pytest.skip("no /proc")
-    import torch
-
     if torch.version.cuda:
         pytest.skip("this torch brings them along")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -121,3 +127,25 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_blocks_are_whole_warps() -> None:
     assert WARPS * 32 == 256
+
+
+def test_torch_serves_where_a_kernel_is_broken_and_everybody_is_told(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    broken = tmp_path / "kernels"
+    shutil.copytree(FOLDER, broken)
+    (broken / "common.cuh").write_text("this is no kernel", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "FOLDER", broken)
+    for module in (steps, draws):
+        monkeypatch.setattr(module, "architecture", lambda _: "sm_90a")
+    monkeypatch.setattr(steps, "shapes_of", lambda *_: shapes_of("tiny"))
+    monkeypatch.setattr(steps, "shared_memory", lambda _: BLOCK)
+    monkeypatch.setattr(steps, "_reads_prompts", lambda _: True)
+    decoder: Any = SimpleNamespace(embedding=torch.zeros(1), norm=torch.zeros(1))
+    views, ops = CacheViews((), ()), select((), "cuda")
+    assert ops.step(ops, decoder, views) is None
+    assert "torch serves every step: the kernels cannot be compiled" in caplog.text
+    served = explain(ops, decoder, views)
+    for name in ("step", "sample"):
+        assert served[name].startswith("torch (the kernels cannot be compiled: ")
+    assert served["gdn_mixer"].startswith("torch")

@@ -121,6 +121,17 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, tabl
     return step_of(padded, layout, _span(slots[:real], targets[:real]))
 
 
+def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
+    """Rows and pages of all buckets that steps may have, the largest first."""
+    rows, most = power_of_two(max_rows), power_of_two(max(_FEWEST_PAGES, -(-max_context // PAGE)))
+    while rows:
+        pages = most
+        while pages >= _FEWEST_PAGES:
+            yield rows, pages
+            pages //= 2
+        rows //= 2
+
+
 def step_of(padded: Padded, layout: Layout | None = None, span: tuple[int, int] | None = None) -> Batch:
     """The batch whose tensors are views of a bucket's numbers. layout: of the real rows alone, which then know their
     bucket; None: of all rows."""

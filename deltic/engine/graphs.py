@@ -15,11 +15,21 @@ from deltic.ops.records import Batch, Padded
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """numbers: the graph reads the step's integers here. logits [rows, V]: it writes them here."""
+    """numbers: the graph reads the step's integers here. logits [rows, V]: it writes them here, in memory that other
+    graphs use too."""
 
     graph: torch.cuda.CUDAGraph
     numbers: Tensor
     logits: Tensor
+
+
+class _Borrowed:
+    """A tensor's memory without a claim to it: graphs that run one after another share what they work in."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self.__cuda_array_interface__ = {"shape": tuple(tensor.shape), "typestr": "<f4", "version": 3,
+                                         "data": (tensor.data_ptr(), False)}
 
 
 class Graphs:
@@ -63,4 +73,5 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._forward(static)
         self._pool = self._pool or graph.pool()
-        self._captured[rows, pages] = _Captured(graph, numbers, logits)
+        borrowed = torch.as_tensor(_Borrowed(logits), device=numbers.device)
+        self._captured[rows, pages] = _Captured(graph, numbers, borrowed)

@@ -16,9 +16,11 @@ from deltic.cache.late import LateNotes
 from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
+from deltic.engine.batch import buckets, decoding
 from deltic.engine.graphs import Graphs
 from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner
+from deltic.engine.scheduler import Plan, Row
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp import Mtp
 from deltic.ops.cpu import use_torch_threads
@@ -110,6 +112,20 @@ class Runtime:
                 assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
                 self.mtp_runner.follow(batch, hidden.float())
         return logits
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """On a GPU: record the graphs of all steps that only decode, and load what draws; nothing is left to be
+        compiled for them afterwards. Writes to page 0 and slot 0, so that nobody may have taken those yet."""
+        if self.graphs is None or self.mtp_runner is not None:
+            return
+        for rows, pages in buckets(self.memory.max_batch, self.memory.max_context):
+            row = Row((0,), 0, (0,) * pages, 0, 1)
+            logits = self.run(decoding(Plan((row,) * rows), self.device))
+        nothing = torch.zeros(1, device=self.device)
+        self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
+        torch.cuda.synchronize(self.device)
+        log.info("recorded %d graphs of steps that decode", len(self.graphs.buckets))
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
         """Choose from logits [L, V] float32, which may be changed."""

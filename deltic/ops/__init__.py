@@ -118,11 +118,14 @@ def select(overrides: tuple[str, ...] = (), device: str = "cpu", level: str = "a
 def explain(ops: Ops, decoder: DecoderWeights | None = None, views: CacheViews | None = None) -> dict[str, str]:
     """Who serves each op, and why nobody faster: `{"gdn_mixer": "cpu", "head": "torch (...)", ...}`. decoder, views:
     those of a loaded model, for which some kernels may have to leave their work to others."""
-    from deltic.ops import cpu
+    from deltic.ops import cpu, cuda
 
     served = {f.name: getattr(ops, f.name).__module__.split(".")[2] for f in fields(ops)}
     served |= {name: f"torch ({why})" for name, why in cpu.missing().items() if served[name] == "torch"}
     if decoder is None or views is None:
         return served
-    left = cpu.left_to_others(ops, decoder, views)
-    return served | {name: who for name, who in left.items() if served[name] == "cpu"}
+    for backend, left_of in (("cpu", cpu.left_to_others), ("cuda", cuda.left_to_torch)):
+        if backend in served.values():
+            left = left_of(ops, decoder, views)
+            served |= {name: who for name, who in left.items() if served[name] == backend}
+    return served

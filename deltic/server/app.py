@@ -97,6 +97,8 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     name = options.get("served_name") or public_name(llm)
     ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/health, {url}/metrics. Context of {llm.engine.max_context:,} "
              "tokens. Ctrl-C ends.")
+    with llm.worker.hold():
+        llm.runtime.warm_up()
     gc.collect()  # what is garbage now would stay for as long as the server runs
     try:
         Server(app, app.state.bridge, grace, lambda: on_ready(ready), llm.runtime.options.limits).run_on(listener)

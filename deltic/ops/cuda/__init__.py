@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from deltic.ops import Ops
 from deltic.ops.cuda.sample import sample
+from deltic.ops.cuda.step import left_to_torch as left_to_torch
 from deltic.ops.cuda.step import step
 from deltic.ops.torch import OPS as TORCH_OPS
 

@@ -54,16 +54,15 @@ class Module:
     that one."""
 
     def __init__(self, source: str, device: torch.device) -> None:
-        major, minor = torch.cuda.get_device_capability(device)
-        self.device, self._overlaps = device, major >= 9
+        self.device, self._overlaps = device, torch.cuda.get_device_capability(device) >= (9, 0)
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        # of 9.0 alone: what other cards have not, too
-        self._code = compile_source(source, f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}")
+        self._code = compile_source(source, architecture(device))
         self._module = c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # torch makes the context current
             _check(_driver().cuModuleLoadData(byref(self._module), self._code))
         self._functions: dict[str, c_void_p] = {}
+        self._shared: dict[str, int] = {}
         self._calls: dict[tuple[str, int, int, bool, int, int], _Call] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
@@ -73,8 +72,9 @@ class Module:
         key = (name, block, shared, overlap, cluster, get_ident())
         call = self._calls.get(key)
         if call is None:
-            if shared:
+            if shared > self._shared.get(name, 0):  # the most that any call of it takes
                 _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
+                self._shared[name] = shared
             call = self._calls[key] = _Call(self._function(name), self._index, block, shared,
                                                  overlap and self._overlaps, cluster)
         call(grid, arguments)
@@ -116,6 +116,12 @@ class _Call:
         launch.stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._parameters[0] = ctypes.addressof(arguments)
         _check(self._go(self._reference, self._function, self._parameters, None))
+
+
+def architecture(device: torch.device) -> str:
+    """What is compiled for this card; of 9.0 alone: what other cards have not, too."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
 
 
 def shared_memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from threading import get_ident
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.arguments import Choice
-from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.nvrtc import CompileError, headers
+from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.records import Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
+
+log = logging.getLogger("deltic")
 
 
 def _parts(rows: int) -> int:
@@ -71,7 +74,16 @@ def _drawer(module: Module, rows: int, vocabulary: int, thread: int) -> Callable
 @cache
 def _module(device: torch.device) -> Module | None:
     """None where the kernels cannot be compiled."""
+    why = why_not(device)
+    if why:
+        log.warning("on the GPU torch serves every draw: %s", why)
+    return None if why else Module(source(), device)
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why torch serves the draws; None: the kernels here do."""
     try:
-        return Module(source(), device)
-    except CompileError:
-        return None
+        compile_source(source(), architecture(device))
+    except CompileError as error:
+        return f"the kernels cannot be compiled: {error}"
+    return None

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module, shared_memory
-from deltic.ops.cuda.nvrtc import CompileError
-from deltic.ops.cuda.prompts import Prompts
+from deltic.ops.cuda import prompts
+from deltic.ops.cuda.driver import Module, architecture, shared_memory
+from deltic.ops.cuda.nvrtc import CompileError, compile_source
+from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.shapes import (
     ADD,
     GATE,
@@ -42,18 +43,41 @@ _MOST_ROWS = 1024
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
          ) -> Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None:
-    shapes = shapes_of(decoder, views) if _own(ops) else None
+    why, shapes = why_not(ops, decoder, views), shapes_of(decoder, views)
+    if why or shapes is None:
+        log.warning("on the GPU torch serves every step: %s", why)
+        return None
+    log.info("on the GPU deltic's own kernels serve the steps")
+    return Step(decoder, views, shapes)
+
+
+def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
+    """Why torch serves the steps of a model; None: the kernels here do."""
+    shapes = shapes_of(decoder, views)
+    if not _own(ops):
+        return "some of its operations are of another backend"
     if shapes is None:
-        return None
+        return "the kernels know neither its dtype nor its sizes, or one of them"
     assert isinstance(decoder.embedding, Tensor)
-    if shapes.shared > shared_memory(decoder.embedding.device):
-        log.info("decode steps are served by torch, as this card has too little shared memory for their kernels")
-        return None
+    device = decoder.embedding.device
+    if shapes.shared > shared_memory(device):
+        return "the card has too little shared memory for the kernels"
     try:
-        return Step(decoder, views, shapes)
+        for source in (shapes.source(), *([prompts.source(shapes)] if _reads_prompts(device) else [])):
+            compile_source(source, architecture(device))
     except CompileError as error:
-        log.warning("decode steps are served by torch, as their kernels cannot be compiled: %s", error)
-        return None
+        return f"the kernels cannot be compiled: {error}"
+    return None
+
+
+def left_to_torch(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[str, str]:
+    """Of what this backend serves, what it leaves to torch for a model on a GPU, and why."""
+    found = {"step": why_not(ops, decoder, views), "sample": why_not_draw(decoder.norm.device)}
+    return {name: f"torch ({why})" for name, why in found.items() if why}
+
+
+def _reads_prompts(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _own(ops: Ops) -> bool:
@@ -89,8 +113,7 @@ class Step:
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
         self._frequencies, self._axes = _frequencies(decoder.rope, self._device)
-        self._prompts = (Prompts(self, shapes, self._device)
-                         if torch.cuda.get_device_capability(self._device) == (9, 0) else None)
+        self._prompts = prompts.Prompts(self, shapes, self._device) if _reads_prompts(self._device) else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
         if batch.count is None:

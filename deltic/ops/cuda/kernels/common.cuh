@@ -82,6 +82,14 @@ DEVICE uint4 load_shared(u32 p) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
     return v;
 }
+// A copy to shared memory that nobody waits for before `await_copies`.
+template <int BYTES> DEVICE void copy_async(u32 to, const void *from) {
+    if constexpr (BYTES == 16)  // past the first-level cache
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 // Barriers in shared memory that copies report to.
 #if __CUDA_ARCH__ >= 900

@@ -23,12 +23,6 @@ template <bool TRANS> DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 
                      :: "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 #endif
 }
-// Asynchronous copies of 16 bytes, past the first-level cache.
-DEVICE void copy_unit(u32 to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-// Until all of this thread's are there.
-DEVICE void await_copies() { asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory"); }
 
 struct DeltaTerms {
     const u16 *proj;     // [T, stride]: ... z, b, a
@@ -167,8 +161,8 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
     const int from = a.tiled ? head % a.key_heads : head / (a.value_heads / a.key_heads);
     const u16 *tiles = a.tiles + i64(chunk) * (2 * a.key_heads + a.value_heads) * CHUNK * D;
     for (int i = tid; i < Shape::TILE / 16; i += 128) {
-        copy_unit(tile_q + i * 16, tiles + from * CHUNK * D + i * 8);
-        copy_unit(tile_k + i * 16, tiles + (a.key_heads + from) * CHUNK * D + i * 8);
+        copy_async<16>(tile_q + i * 16, tiles + from * CHUNK * D + i * 8);
+        copy_async<16>(tile_k + i * 16, tiles + (a.key_heads + from) * CHUNK * D + i * 8);
     }
     float sum = 0;
     if (tid < CHUNK) {
@@ -252,7 +246,7 @@ template <int D> DEVICE void delta_terms(const DeltaTerms &a) {
     __syncthreads();
     invert<LINE>(M, X);
     for (int i = tid; i < Shape::TILE / 16; i += 128)
-        copy_unit(tile_v + i * 16, tiles + (2 * a.key_heads + head) * CHUNK * D + i * 8);
+        copy_async<16>(tile_v + i * 16, tiles + (2 * a.key_heads + head) * CHUNK * D + i * 8);
     float acc[D / 8][4];
     lower_product<D>(acc, X, scale_k, tile_k);
     await_copies();

@@ -1,8 +1,8 @@
 // The core of a Gated DeltaNet layer for rows that decode: convolution, gates, delta rule, gated norm. Four warps have BV
 // columns of a value head of a row, their slice of its state in registers. Of few heads each slice is a block, and the
 // blocks of a head are a cluster: they tell each other what the norm needs to know. Of many heads a block has all slices,
-// and goes from head to head; as soon as a state is in registers, the next one is on its way to shared memory. Both round
-// alike.
+// and goes from head to head; as soon as a state is in registers, the next one and all else that its head needs are on
+// their way to shared memory, as loads that are waited for lie behind all those copies. Both round alike.
 
 struct Gdn {
     const void *proj;    // [T, stride]: q, k, v (the convolved channels), z, b, a
@@ -14,6 +14,20 @@ struct Gdn {
     const i64 *count, *starts, *done, *source, *target;
     float eps;
     int key_heads, value_heads, stride, tiled, heads;  // heads: of all rows
+};
+
+// Where a row's tokens and states are.
+struct Place {
+    int start, tokens, done, source, target;
+    static DEVICE Place of(const Gdn &a, int row) {
+        const int start = int(a.starts[row]);
+        return {start, int(a.starts[row + 1]) - start, int(a.done[row]), int(a.source[row]), int(a.target[row])};
+    }
+};
+
+// What one token has for one head: its gates, before they are squeezed, and what they are squeezed with.
+struct Gates {
+    float beta, steep, gate, rate, bias, scale;
 };
 
 // V slices of a head, by 128 V threads.
@@ -34,30 +48,29 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
     float history[EACH][3];
     uint2 taps[EACH];
 
-    DEVICE GatedDelta(const Gdn &args, Shared &shared, int item, int first) : a(args), m(shared) {
+    DEVICE GatedDelta(const Gdn &args, Shared &shared, int item, int first, const Place &place) : a(args), m(shared) {
         part = threadIdx.x / 128, tid = threadIdx.x % 128, warp = tid >> 5, lane = tid & 31;
         const int share = a.value_heads / a.key_heads;
         slice = first + part, row = item / a.value_heads, head = item - row * a.value_heads;
         from = a.tiled ? head % a.key_heads : head / share;
         leads = first == 0 && (a.tiled ? head < a.key_heads : head % share == 0);
         keys = a.key_heads * DK, channels = 2 * keys + a.value_heads * DV;
-        start = int(a.starts[row]), tokens = int(a.starts[row + 1]) - start, done = int(a.done[row]);
-        source = a.source[row], target = a.target[row];
+        start = place.start, tokens = place.tokens, done = place.done, source = place.source, target = place.target;
     }
     // A thread's i-th convolved channel, as a place in `mixed` and as a channel.
     DEVICE int local(int i) const { return threadIdx.x + i * THREADS; }
-    DEVICE int channel(int i) const {
-        const int c = local(i);
+    DEVICE int channel_of(int c) const {
         return c < DK ? from * DK + c : c < 2 * DK ? keys + from * DK + c - DK
                                                    : 2 * keys + head * DV + (slice - part) * BV + c - 2 * DK;
     }
+    DEVICE int channel(int i) const { return channel_of(local(i)); }
     DEVICE bool mixes(int i) const { return local(i) < CHANNELS; }
     DEVICE bool writes(int i) const { return mixes(i) && (leads || local(i) >= 2 * DK); }
     // Of a thread's part of a head's state.
     DEVICE int place() const { return tid / COLUMNS * DV + slice * BV + tid % COLUMNS * 4; }
     DEVICE float *state(i64 slot) const { return a.state + (slot * a.value_heads + head) * (DK * DV); }
     DEVICE void load_history() {
-        const u16 *ring = a.ring + source * 4 * channels;
+        const u16 *ring = a.ring + i64(source) * 4 * channels;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             taps[i] = mixes(i) ? __ldg((const uint2 *)a.conv + channel(i)) : make_uint2(0, 0);
@@ -66,17 +79,24 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
                 history[i][p] = mixes(i) && done - 3 + p >= 0 ? load(ring + ((done - 3 + p) & 3) * channels + channel(i)) : 0.f;
         }
     }
-    // The convolution of one token, into `mixed`; sums of squares of each 32 channels into `red`.
-    DEVICE void convolve(const In *proj, u16 *ring, int position) {
+    // The convolution of one token, into `mixed`; sums of squares of each 32 channels into `red`. ring: where the input is
+    // to be kept, null: nowhere; older: with the three before it.
+    template <class Input> DEVICE void convolve(Input input, u16 *ring, bool older, int position) {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             float x = 0;
             if (mixes(i)) {
-                const u16 raw = narrow(load(proj + channel(i)));
+                const u16 raw = narrow(input(i));
                 x = silu(__fmaf_rn(low(taps[i].x), history[i][0], __fmaf_rn(high(taps[i].x), history[i][1],
                          __fmaf_rn(low(taps[i].y), history[i][2], __fmul_rn(high(taps[i].y), wide(raw))))));
+                if (ring && writes(i)) {
+                    u16 *const to = ring + channel(i);
+                    to[(position & 3) * channels] = raw;
+#pragma unroll
+                    for (int p = 0; p < 3; ++p)
+                        if (older) to[((position + 1 + p) & 3) * channels] = narrow(history[i][p]);
+                }
                 history[i][0] = history[i][1], history[i][1] = history[i][2], history[i][2] = wide(raw);
-                if (ring && writes(i)) ring[(position & 3) * channels + channel(i)] = raw;
                 m.mixed[local(i)] = x;
             }
             const float square = warp_sum(__fmul_rn(x, x));
@@ -85,7 +105,7 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
         __syncthreads();
     }
     // One token, whose inputs are convolved. last: where the state is to be stored.
-    DEVICE void advance(int token, float raw_beta, float steep, float rate, float gate, float scale, float *last) {
+    DEVICE void advance(int token, const Gates &of, float *last) {
         const float *query = m.mixed, *key = m.mixed + DK, *value = m.mixed + 2 * DK + part * BV;
         const int column = tid % COLUMNS, group = tid / COLUMNS;
         float query_square = 0, key_square = 0, dot = 0;
@@ -116,8 +136,8 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
             *(float4 *)&m.parts[part][warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
         }
         __syncthreads();
-        const float soft = steep > 20.f ? steep : log1pf(__expf(steep));
-        const float keep = __expf(rate * soft), beta = sigmoid(raw_beta);
+        const float steep = of.steep + of.bias, soft = steep > 20.f ? steep : log1pf(__expf(steep));
+        const float keep = __expf(of.rate * soft), beta = sigmoid(of.beta);
         float output = 0;
         if (tid < BV) {
             float from_key = 0, from_query = 0;
@@ -157,33 +177,37 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
 #pragma unroll
             for (int i = 0; i < SLICES; ++i) mean += m.squares[token & 1][i];
             a.y[i64(start + token) * (a.value_heads * DV) + head * DV + slice * BV + tid] =
-                narrow(output * rsqrtf(mean / DV + a.eps) * scale * silu(gate));
+                narrow(output * rsqrtf(mean / DV + a.eps) * of.scale * silu(of.gate));
         }
     }
-    // All tokens of the row; arrive: makes the state be there. first: nothing was waited for yet.
-    template <class Arrive> DEVICE void run(bool first, float *last, Arrive arrive) {
-        load_history();
-        const float rate = __ldg(a.decay + head), bias = __ldg(a.dt_bias + head);
-        const float scale = tid < BV ? __ldg(a.norm + slice * BV + tid) : 0.f;
-        u16 *ring = a.ring + target * 4 * channels;
-        if (first) wait();
-        for (int token = 0; token < tokens; ++token) {
-            const In *proj = (const In *)a.proj + i64(start + token) * a.stride, *gates = proj + channels + a.value_heads * DV;
-            const float raw_beta = load(gates + head), steep = load(gates + a.value_heads + head) + bias;
-            const float gate = tid < BV ? load(proj + channels + head * DV + slice * BV + tid) : 0.f;
-            convolve(proj, source == target && token + 4 >= tokens ? ring : nullptr, done + token);
-            if (token == 0) arrive();
-            advance(token, raw_beta, steep, rate, gate, scale, token + 1 == tokens ? last : nullptr);
+    DEVICE const In *inputs(int token) const { return (const In *)a.proj + i64(start + token) * a.stride; }
+    DEVICE const In *gates(int token) const { return inputs(token) + channels + a.value_heads * DV; }
+    // A row of one token keeps its ring while it is convolved, if all places of it get an input.
+    DEVICE bool older() const { return source != target && tokens == 1 && done >= 3; }
+    DEVICE u16 *ring() const { return a.ring + i64(target) * 4 * channels; }
+    // One token of the row; following: when its inputs and the row's state are in registers.
+    template <class Input, class Following> DEVICE void advance(int token, const Gates &of, Input input, float *last,
+                                                                Following following) {
+        const bool kept = older() || (source == target && token + 4 >= tokens);
+        convolve(input, kept ? ring() : nullptr, older(), done + token);
+        following();
+        advance(token, of, token + 1 == tokens ? last : nullptr);
+    }
+    // Tokens from the n-th on, then the places of the ring that no new input went to.
+    DEVICE void rest(int n, Gates of, float *last) {
+        for (; n < tokens; ++n) {
+            of.beta = load(gates(n) + head), of.steep = load(gates(n) + a.value_heads + head);
+            if (tid < BV) of.gate = load(inputs(n) + channels + head * DV + slice * BV + tid);
+            advance(n, of, [&](int i) { return load(inputs(n) + channel(i)); }, last, [] {});
         }
-        if (source == target && done) return;
-        const u16 *const old = a.ring + source * 4 * channels;
+        if (older() || (source == target && done)) return;
+        const u16 *const old = a.ring + i64(source) * 4 * channels;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)  // the places that no new input went to
+        for (int i = 0; i < EACH; ++i)
             for (int place = 0; place < 4 && writes(i); ++place) {
                 const int last = done + tokens - 1, position = last - ((last - place) & 3), at = place * channels + channel(i);
-                if (position < done) ring[at] = done ? __ldcg(old + at) : u16(0);
-                else if (source != target)
-                    ring[at] = narrow(load((const In *)a.proj + i64(start + position - done) * a.stride + channel(i)));
+                if (position < done) ring()[at] = done ? __ldcg(old + at) : u16(0);
+                else if (source != target) ring()[at] = narrow(load(inputs(position - done) + channel(i)));
             }
     }
 };
@@ -193,55 +217,138 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_spread(const Gdn &a)
     using Slice = GatedDelta<DK, DV, BV, 1, In>;
     __shared__ typename Slice::Shared shared;
     launch_dependents();
-    Slice g(a, shared, blockIdx.x / Slice::SLICES, blockIdx.x % Slice::SLICES);
+    const int item = blockIdx.x / Slice::SLICES;
+    Slice g(a, shared, item, blockIdx.x % Slice::SLICES, Place::of(a, item / a.value_heads));
     if (g.row >= *a.count) return wait();
     const float *old = g.state(g.source) + g.place();
     const u64 policy = read_once();
 #pragma unroll
     for (int i = 0; i < Slice::ROWS; ++i)
         g.s[i] = g.done ? load4_once(old + i * Slice::GROUPS * DV, policy) : make_float4(0, 0, 0, 0);
-    g.run(true, g.state(g.target), [] {});
+    g.load_history();
+    Gates of{0, 0, 0, __ldg(a.decay + g.head), __ldg(a.dt_bias + g.head), 0};
+    if (g.tid < BV) of.scale = __ldg(a.norm + g.slice * BV + g.tid);
+    wait();
+    g.rest(0, of, g.state(g.target));
 }
+
+// What a head needs beside its state, as it comes to shared memory: of its channels the taps, three earlier inputs and the
+// new ones, and its gates. Threads copy pairs of channels.
+template <class Head, class In> struct Arriving {
+    static constexpr int PAIRS = Head::CHANNELS / 2, GATES = Head::SLICES * Head::COLUMNS * 4 / 2, WORD = sizeof(In) * 2;
+    static_assert(PAIRS + GATES + 4 <= Head::THREADS, "too few threads to copy");
+    uint4 taps[PAIRS];
+    In input[2 * PAIRS], gates[2 * GATES], beta[2], steep[2];
+    float rate, bias;
+    u16 history[3][2 * PAIRS];
+
+    // What is there before the kernel waits.
+    DEVICE void fetch_own(const Head &g) {
+        const int t = threadIdx.x, o = t - PAIRS - GATES;
+        if (o == 2) copy_async<4>(shared_address(&rate), g.a.decay + g.head);
+        if (o == 3) copy_async<4>(shared_address(&bias), g.a.dt_bias + g.head);
+        if (t >= PAIRS) return;
+        const int channel = g.channel_of(2 * t);
+        copy_async<16>(shared_address(&taps[t]), g.a.conv + channel * 4);
+        const u16 *ring = g.a.ring + i64(g.source) * 4 * g.channels + channel;
+#pragma unroll
+        for (int p = 0; p < 3; ++p) {
+            const int position = g.done - 3 + p;
+            if (position >= 0) copy_async<4>(shared_address(&history[p][2 * t]), ring + (position & 3) * g.channels);
+            else *(u32 *)&history[p][2 * t] = 0;
+        }
+    }
+    // Of the row's first token.
+    DEVICE void fetch_inputs(const Head &g) {
+        const int t = threadIdx.x, o = t - PAIRS, gate = o - GATES;
+        const In *from = g.inputs(0);
+        if (t < PAIRS) copy_async<WORD>(shared_address(&input[2 * t]), from + g.channel_of(2 * t));
+        else if (o < GATES) copy_async<WORD>(shared_address(&gates[2 * o]), from + g.channels + g.head * (2 * GATES) + 2 * o);
+        else if (gate < 2) {
+            const int at = gate * g.a.value_heads + g.head;
+            copy_async<4>(shared_address(gate ? steep : beta), g.gates(0) + (sizeof(In) == 2 ? at & ~1 : at));
+        }
+    }
+    DEVICE Gates take(Head &g, float scale) const {
+#pragma unroll
+        for (int i = 0; i < Head::EACH; ++i) {
+            const int c = g.local(i);
+            if (!g.mixes(i)) continue;
+            g.taps[i] = *((const uint2 *)taps + c);
+#pragma unroll
+            for (int p = 0; p < 3; ++p) g.history[i][p] = wide(history[p][c]);
+        }
+        const bool half = sizeof(In) == 2;
+        return {number(beta[half & g.head]), number(steep[half & (g.a.value_heads + g.head)]),
+                g.tid < 2 * GATES / Head::SLICES ? number(gates[g.part * (2 * GATES / Head::SLICES) + g.tid]) : 0.f,
+                rate, bias, scale};
+    }
+    static DEVICE float number(float v) { return v; }
+    static DEVICE float number(u16 v) { return wide(v); }
+};
 
 // Blocks of DV / BV * 128 threads, no more than there are heads.
 template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a) {
     using Head = GatedDelta<DK, DV, BV, DV / BV, In>;
-    constexpr int SIZE = DK * DV * 4, CHUNK = SIZE > 16384 ? 16384 : SIZE;
+    using Inputs = Arriving<Head, In>;
+    constexpr int SIZE = DK * DV * 4, CHUNK = SIZE > 16384 ? 16384 : SIZE, KNOWN = 64;
     extern __shared__ __align__(128) float stage[];
     __shared__ typename Head::Shared shared;
+    __shared__ __align__(16) Inputs arriving;
+    __shared__ Place places[KNOWN];  // of the block's next heads
     __shared__ u64 barrier;
     const u32 full = shared_address(&barrier);
     const int items = min(a.heads, int(*a.count) * a.value_heads);
     const u64 policy = read_once();
-    const auto old = [&](int item) {  // null: there is nothing yet
-        const int row = item / a.value_heads;
-        return item < items && a.done[row] ? a.state + (a.source[row] * a.value_heads + item - row * a.value_heads) * (DK * DV)
-                                           : nullptr;
+    const auto head = [&](int n) {
+        const int item = blockIdx.x + n * gridDim.x;
+        return Head(a, shared, item, 0, places[n % KNOWN]);
     };
-    const auto fetch = [&](const float *from) {  // by one thread
-        expect_bytes(full, from ? SIZE : 0);
-        for (int at = 0; from && at < SIZE; at += CHUNK)
-            bulk_copy(shared_address(stage) + at, (const char *)from + at, CHUNK, full, policy);
+    const auto find = [&](int n) {  // where the n-th and the following heads of the block are
+        const int item = blockIdx.x + (n + threadIdx.x) * gridDim.x;
+        if (threadIdx.x < KNOWN && item < items) places[threadIdx.x] = Place::of(a, item / a.value_heads);
+        __syncthreads();
+    };
+    const auto fetch = [&](const Head &g) {
+        if (threadIdx.x == 0) {
+            const float *from = g.state(g.source);
+            expect_bytes(full, g.done ? SIZE : 0);
+            for (int at = 0; g.done && at < SIZE; at += CHUNK)
+                bulk_copy(shared_address(stage) + at, (const char *)from + at, CHUNK, full, policy);
+        }
+        arriving.fetch_own(g);
     };
     if (threadIdx.x == 0) {
         init_barrier(full, 1);
         publish_barriers();
-        fetch(old(blockIdx.x));
     }
     launch_dependents();
-    __syncthreads();
+    const float scale = threadIdx.x % 128 < BV ? __ldg(a.norm + threadIdx.x / 128 * BV + threadIdx.x % 128) : 0.f;
+    find(0);
     if (blockIdx.x >= items) return wait();
-    for (int n = 0, item = blockIdx.x; item < items; ++n, item += gridDim.x) {
-        Head g(a, shared, item, 0);
-        const float *following = threadIdx.x == 0 ? old(item + gridDim.x) : nullptr;
-        g.run(n == 0, g.state(g.target), [&] {
-            await_barrier(full, n & 1);
-#pragma unroll
-            for (int i = 0; i < Head::ROWS; ++i)
-                g.s[i] = g.done ? *(const float4 *)(stage + g.place() + i * Head::GROUPS * DV) : make_float4(0, 0, 0, 0);
+    fetch(head(0));
+    wait();
+    arriving.fetch_inputs(head(0));
+    for (int n = 0; blockIdx.x + n * gridDim.x < items; ++n) {
+        Head g = head(n);
+        if (n % KNOWN == KNOWN - 1) {
             __syncthreads();
-            if (threadIdx.x == 0 && item + gridDim.x < items) fetch(following);
-        });
+            find(n + 1);
+        }
+        await_copies();
+        await_barrier(full, n & 1);
         __syncthreads();
+#pragma unroll
+        for (int i = 0; i < Head::ROWS; ++i)
+            g.s[i] = g.done ? *(const float4 *)(stage + g.place() + i * Head::GROUPS * DV) : make_float4(0, 0, 0, 0);
+        const Gates of = arriving.take(g, scale);
+        g.advance(0, of, [&](int i) { return Inputs::number(arriving.input[g.local(i)]); }, g.state(g.target),
+                  [&] {
+                      if (blockIdx.x + (n + 1) * gridDim.x >= items) return;
+                      const Head following = head(n + 1);
+                      fetch(following);
+                      arriving.fetch_inputs(following);
+                  });
+        g.rest(1, of, g.state(g.target));
     }
 }

@@ -25,7 +25,7 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
     static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
                          LOADS = SEGMENT > 512 ? 4 : 2;
     // a unit that is one segment is copied at once; other rows lie 64 bytes further apart than they are long, so that two
-    // of them are not in the same banks
+    // of them are not in the same banks: of the former, odd rows are read the other way round
     static constexpr bool JOINED = SEGMENTS == 1;
     static constexpr int LINE = SEGMENT * 2 + (JOINED ? 0 : 64), SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
     static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // of a segment
@@ -35,6 +35,7 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
     char *ring, *xs;          // [slots, ROWS, LINE]; [K / 32, T, 64 bytes]
     float *squares, *partial; // [WARPS, 16]; [2, group, WARPS, T, 8]
     float old = 0;
+    bool odd;
 
     DEVICE Multiplier(const Product &args, char *shared) : a(args) {
         tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
@@ -45,7 +46,8 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
         partial = (float *)(xs + K * 2 * a.tokens);
         pieces = 64 * a.tokens;
         barrier = shared_address(shared);
-        at = shared_address(ring) + (lane >> 2) % ROWS * LINE + warp * 128 + (lane & 3) * 16;
+        odd = JOINED && (lane & 4);
+        at = shared_address(ring) + (lane >> 2) % ROWS * LINE + warp * 128 + (lane & 3) * 16 + odd * 64;
         input = shared_address(xs) + warp * 2 * pieces + (lane >> 2) * 64 + (lane & 3) * 16;
     }
     DEVICE void next() {
@@ -156,7 +158,12 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < LOADS; ++j)
-            if (exists(segment, j)) v[j] = load_shared(at + j / 2 * (WARPS * 128) + j % 2 * 64);
+            if (exists(segment, j)) v[j] = load_shared(at + j / 2 * (WARPS * 128) + (odd ? -(j % 2) : j % 2) * 64);
+#pragma unroll
+        for (int j = 0; j < LOADS && JOINED; j += 2) {
+            const uint4 first = v[j];
+            v[j] = odd ? v[j + 1] : first, v[j + 1] = odd ? first : v[j + 1];
+        }
         next();
     }
     // What so many slots before the current one held is in registers.
