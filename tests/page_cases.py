@@ -72,6 +72,6 @@ HOSTILE = [
     "&lt;script&gt;owned++&lt;/script&gt; &#60;img src=x onerror=owned++&#62; &#0; &#xD800; &#x110000; &constructor;",
     "\u202e\u0000\ufeff<scr\u0000ipt>owned++</scr\u0000ipt>",
     "<math><mtext><table><mglyph><style><img src=x onerror=owned++></style></mglyph></table></mtext></math>",
-    "<noscript><p title=\"</noscript><img src=x onerror=owned++>\"></noscript><template><script>owned++</script></template>",
+    "<noscript><p title=\"</noscript><img src=x onerror=owned++>\"></noscript><template><script>owned++</script>",
     "<div id=thread><div id=input><a id=body></a><form id=document></form></div></div>",
 ]

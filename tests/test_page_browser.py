@@ -1,4 +1,4 @@
-"""The chat page in a real headless browser: with the embedded model behind `deltic serve`, and with scripted answers."""
+"""The chat page in a real headless browser, with the embedded model behind `deltic serve` and with scripted answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -95,8 +95,8 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     app = create_app(llm, **options)
     url = url_of(listener)
     name = options.get("served_name") or public_name(llm)
-    ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/health, {url}/metrics. Context of {llm.engine.max_context:,} "
-             "tokens. Ctrl-C ends.")
+    ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/ (chat page), {url}/health, {url}/metrics. Context of "
+             f"{llm.engine.max_context:,} tokens. Ctrl-C ends.")
     with llm.worker.hold():
         llm.runtime.warm_up()
     gc.collect()  # what is garbage now would stay for as long as the server runs

@@ -71,7 +71,7 @@ function show(now) {
   byId("engine-figures").replaceChildren(
     plotted("Generation", series.pace, short(series.pace.at(-1)), "tokens/s"),
     plotted("Prompt processing", series.reading, short(series.reading.at(-1)), "tokens/s"),
-    plotted("Running", series.running, String(running), `answers, ${now.sum("requests_waiting") ?? 0} waiting`),
+    plotted("Running", series.running, String(running), `${running === 1 ? "answer" : "answers"}, ${now.sum("requests_waiting") ?? 0} waiting`),
     reuse(now), drafts(now), memory(now), firstToken(now), totals(now));
   before = now;
 }

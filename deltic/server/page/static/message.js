@@ -1,6 +1,6 @@
 // How a message looks. A view is made once for each message, and shown again while its answer grows.
 
-import {codeBlock} from "./code.js";
+import {codeBlock, coloured} from "./code.js";
 import {button, copy, el, icon, toast} from "./dom.js";
 import {Growing} from "./markdown.js";
 
@@ -89,7 +89,8 @@ function showCalls(node, root, running, act) {
   if (root.dataset.key === key) return;
   root.dataset.key = key;
   const cards = node.calls.map((call) => el("section.call", {}, el("header", {}, icon("i-tool"), el("strong", {}, call.name),
-    el("span.note", {}, "tool call")), codeBlock(pretty(call.arguments), "json"),
+    el("span.note", {}, "tool call")),
+    el(".code", {}, el("pre", {tabindex: "0"}, el("code", {}, ...coloured(pretty(call.arguments), "json")))),
     open && el("textarea", {"aria-label": `Result of ${call.name}`, rows: 2,
       placeholder: "What the tool answers, as text or JSON"})));
   const send = () => act.results(node, [...root.querySelectorAll("textarea")].map((area) => area.value));
@@ -103,7 +104,7 @@ function footOf(node, versions, act) {
     said.push(el(".problem", {role: "alert"}, icon("i-alert"), el("span", {}, node.error),
       el("button.quiet", {type: "button", onclick: () => act.regenerate(node)}, "Try again")));
   } else if (ENDS[node.finish]) said.push(el("p.note", {}, ENDS[node.finish]));
-  said.push(el(".actions", {}, pager(node, versions, act), copyButton(() => node.content),
+  said.push(el(".actions", {}, pager(node, versions, act), copyButton(() => node.content || JSON.stringify(node.calls)),
     button("i-again", "Regenerate", () => act.regenerate(node)), figures(node)));
   return said;
 }
