@@ -19,7 +19,7 @@ The root $\sqrt{x^2 + 1}$ of a vector $\vec{v}$ and \(a^2 + b^2\) cost $5 or $10
 
 ```python
 def softmax(x: np.ndarray) -> np.ndarray:
-    # without the maximum there is no overflow
+    # subtracting the maximum: no overflow
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 ```
