@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
+from deltic.server import models
 from deltic.server.anthropic import routes as anthropic
 from deltic.server.anthropic import shapes as anthropic_shapes
 from deltic.server.body import Intake
@@ -61,7 +62,7 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None 
     bridge = Bridge(llm.worker, room, stuck_after)
     served = ServedModel(llm, bridge, served_name or public_name(llm), Intake(limits, lenient), memory)
     check = _key_check(api_key) if api_key else lambda _: None
-    routes = [*openai.routes(served, check), *anthropic.routes(served, check),
+    routes = [*openai.routes(served, check), *anthropic.routes(served, check), *models.routes(served, check),
               Route("/metrics", answering(_metrics(served), check, error_response)),
               Route("/health", _health(bridge))]
     cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])

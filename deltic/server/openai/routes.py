@@ -1,18 +1,17 @@
-"""OpenAI's routes: chat completions, completions, models."""
+"""OpenAI's routes: chat completions and completions."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from deltic.server.collect import Run
-from deltic.server.http import Check, EventStream, answering, event, json_response, written
+from deltic.server.http import Check, EventStream, answering, event, written
 from deltic.server.openai.jobs import chat_job, text_jobs
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.server.openai.shapes import (
@@ -34,10 +33,9 @@ Shape = ChatShape | CompletionShape
 def routes(served: ServedModel, check: Check) -> list[Route]:
     """The paths under /v1."""
     endpoints = _Endpoints(served)
-    found = (("/chat/completions", endpoints.chat, "POST"), ("/completions", endpoints.complete, "POST"),
-             ("/models", endpoints.models, "GET"), ("/models/{model:path}", endpoints.model, "GET"))
-    return [Route(f"/v1{path}", answering(endpoint, check, error_response), methods=[method])
-            for path, endpoint, method in found]
+    found = (("/chat/completions", endpoints.chat), ("/completions", endpoints.complete))
+    return [Route(f"/v1{path}", answering(endpoint, check, error_response), methods=["POST"])
+            for path, endpoint in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +54,6 @@ class _Endpoints:
         shape = CompletionShape(self.served.token_bytes, body.logprobs is not None, echo)
         return await self._answer(request, run, shape, body)
 
-    async def models(self, _: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        self.served.check_model(request.path_params["model"])
-        return json_response(self._model())
-
     async def _answer(self, request: Request, run: Run, shape: Shape,
                       body: ChatRequest | CompletionRequest) -> Response:
         if body.stream:
@@ -72,10 +63,6 @@ class _Endpoints:
         choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
         answer = Envelope(shape.whole_kind, self.served.name, shape.prefix).wrap(choices, usage=usage_fields(run.usage))
         return await written(answer, run.size)
-
-    def _model(self) -> dict[str, Any]:
-        return {"id": self.served.name, "object": "model", "created": self.served.created, "owned_by": "deltic",
-                "max_model_len": self.served.llm.engine.max_context}
 
 
 async def _stream(run: Run, shape: Shape, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
