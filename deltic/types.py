@@ -213,13 +213,15 @@ class TokenLogprobs:
 class Usage:
     """Tokens of one choice: prompt, of those reused from the cache, and generated. drafted_tokens: drafts that
     speculation made; accepted_tokens: those that the model accepted, all of them generated tokens. How many depends on
-    the time that steps took, so equal answers may differ in them."""
+    the time that steps took, so equal answers may differ in them. reasoning_tokens: of those generated, what lies in
+    think blocks; the engine, which knows no text, leaves it at 0."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     drafted_tokens: int = field(default=0, compare=False)
     accepted_tokens: int = field(default=0, compare=False)
+    reasoning_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,9 +234,9 @@ def test_serve_hands_over(monkeypatch):
     server.serve = lambda llm, listener, **options: calls.append((llm.runtime.name, listener.getsockname()[0], options))
     monkeypatch.setitem(sys.modules, "deltic.server.app", server)
     monkeypatch.setenv("DELTIC_API_KEY", "secret")
-    argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*"]
+    argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*", "--lenient"]
     assert main(argv) == main([*argv, "--api-key", "mine"]) == 0
-    given = {"served_name": "demo", "cors_origins": ["*"], "api_key": "secret"}
+    given = {"served_name": "demo", "cors_origins": ["*"], "lenient": True, "api_key": "secret"}
     assert calls == [("tiny", "127.0.0.1", given), ("tiny", "127.0.0.1", {**given, "api_key": "mine"})]
 
 

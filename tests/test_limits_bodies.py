@@ -14,7 +14,7 @@ from test_server_harness import USER, Scripted, Served, read_all, serving, wait_
 from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.server.body import _LARGE, parse
-from deltic.server.schema import ChatRequest, CompletionRequest
+from deltic.server.openai.schema import ChatRequest, CompletionRequest
 
 MIB = 1 << 20
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "x" * 300}}

@@ -10,7 +10,7 @@ from test_text_support import QWEN_LIKE, build_prompt
 from transformers import PreTrainedTokenizerFast
 
 from deltic.errors import RequestError, TemplateError
-from deltic.text.chat import load_template
+from deltic.text.chat import Conversation, load_template
 from deltic.text.messages import normalise_messages, normalise_tools
 from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
@@ -266,7 +266,7 @@ def test_a_syntax_error_tells_its_line() -> None:
     [
         ([], "no messages"),
         ([SYSTEM], "no user message"),
-        ([user(), SYSTEM], "must be the first"),
+        ([SYSTEM, SYSTEM], "no user message"),
     ],
 )
 def test_what_the_template_says_reaches_the_client(messages: list[Any], reason: str) -> None:
@@ -275,7 +275,20 @@ def test_what_the_template_says_reaches_the_client(messages: list[Any], reason: 
     assert caught.value.field == "messages"
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "documents"])
+def test_late_system_messages_are_put_into_the_first_where_the_template_takes_no_other() -> None:
+    late, both = {"role": "developer", "content": "Late."}, {"role": "system", "content": "Be brief.\n\nLate."}
+    strict = ChatTemplate(TINY_TEMPLATE)
+    open_to_all = ChatTemplate("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    first = {"role": "system", "content": "Be brief."}
+    folded = build_prompt(strict, TOKENIZER, [both, user("a"), user("b")])
+    assert build_prompt(strict, TOKENIZER, [first, user("a"), late, user("b")]) == folded
+    assert build_prompt(strict, TOKENIZER, [user("a"), late]) == build_prompt(
+        strict, TOKENIZER, [{"role": "system", "content": "Late."}, user("a")])
+    kept = Conversation.read(open_to_all, TOKENIZER, [first, user("a"), late])
+    assert kept.render(kept.messages) == "Be brief.|a|Late.|"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_reserved_variables(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         build_prompt(ChatTemplate(TINY_TEMPLATE), TOKENIZER, [user()], None, {name: 1})

@@ -91,8 +91,8 @@ def test_what_was_routed_ahead_is_not_routed_again() -> None:
     ended = [text.push(ord(letter)) for letter in "xaab!"]
     said = [text.take(ord(letter)) for letter in "xaab!"]
     assert ended == [False, False, False, True, True]
-    assert [offset for offset, _ in said] == [0, 1, 2, 3, 4]
-    assert [join(deltas).content for _, deltas in said] == ["x", "", "a", "", ""]
+    assert [offset for offset, _, _ in said] == [0, 1, 2, 3, 4] and text.stop == "ab"
+    assert [join(deltas).content for _, deltas, _ in said] == ["x", "", "a", "", ""]
     assert text.finish() == []
 
 

@@ -28,6 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help=f"what clients must send (default: ${_KEY_VARIABLE}, else nothing)")
     parser.add_argument("--cors-origin", action="append", type=text, default=[], metavar="URL",
                         help="a web page's origin that may use the server, * for all; may be repeated")
+    parser.add_argument("--lenient", action="store_true",
+                        help="ignore fields of requests that nobody knows, rather than refusing them")
     parser.add_argument("--pin-prompt", action="append", type=_opening, default=[], metavar="FILE",
                         help="a system prompt to read at start and to keep: text, or JSON with messages and tools as "
                              "clients send them; may be repeated")
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
         from deltic.server.app import serve
 
-        serve(llm, listener=listener, served_name=args.served_name, cors_origins=args.cors_origin,
+        serve(llm, listener=listener, served_name=args.served_name, cors_origins=args.cors_origin, lenient=args.lenient,
               api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None)
     return 0
 

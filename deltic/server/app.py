@@ -22,12 +22,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
-from deltic.server import openai, page
+from deltic.server import models, page
+from deltic.server.anthropic import routes as anthropic
+from deltic.server.anthropic import shapes as anthropic_shapes
 from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
-from deltic.server.http import Problem, ProblemError, json_response, problem_of
+from deltic.server.http import Check, Endpoint, Problem, ProblemError, answering, json_response, problem_of
 from deltic.server.listen import Server, listen, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
+from deltic.server.openai import routes as openai
+from deltic.server.openai.shapes import error_response
 from deltic.server.served_model import ServedModel, public_name
 
 __all__ = ["AppOptions", "create_app", "listen", "serve"]
@@ -40,22 +44,26 @@ class AppOptions(TypedDict, total=False):
     api_key: str | None
     cors_origins: Sequence[str]
     stuck_after: float
+    lenient: bool
 
 
 def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None = None,
-               cors_origins: Sequence[str] = (), stuck_after: float = STUCK_AFTER) -> Starlette:
+               cors_origins: Sequence[str] = (), stuck_after: float = STUCK_AFTER,
+               lenient: bool = False) -> Starlette:
     """An ASGI application that serves a model within its options' limits; the process may use it at the same time.
     Limits of connections are kept by `serve`, not here.
 
     served_name: the model's name for clients. api_key: what clients must send, if anything. cors_origins: web
-    pages that may use the server ("*": all). stuck_after: seconds without progress that make /health fail.
+    pages that may use the server ("*": all). stuck_after: seconds without progress that make /health fail. lenient:
+    fields that nobody knows are ignored.
     """
     limits, memory = llm.runtime.options.limits, ThreadPoolExecutor(1, "deltic-memory")
     room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
     bridge = Bridge(llm.worker, room, stuck_after)
-    served = ServedModel(llm, bridge, served_name or public_name(llm), Intake(limits), memory)
+    served = ServedModel(llm, bridge, served_name or public_name(llm), Intake(limits, lenient), memory)
     check = _key_check(api_key) if api_key else lambda _: None
-    routes = [*openai.routes(served, check), Route("/metrics", openai.answering(_metrics(served), check)),
+    routes = [*openai.routes(served, check), *anthropic.routes(served, check), *models.routes(served, check),
+              Route("/metrics", answering(_metrics(served), check, error_response)),
               Route("/health", _health(bridge)), *page.routes()]
     cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     app = Starlette(routes=routes, lifespan=_lifespan(bridge, memory), exception_handlers={HTTPException: _on_error},
@@ -75,7 +83,7 @@ class _OneLength:
         names = {name for name, _ in scope.get("headers", ())}
         if names.issuperset({b"content-length", b"transfer-encoding"}):
             problem = Problem(400, "the request has both Content-Length and Transfer-Encoding: send one of them")
-            await openai.error_response(problem, {"connection": "close"})(scope, receive, send)
+            await error_response(problem, {"connection": "close"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -119,7 +127,7 @@ def _lifespan(bridge: Bridge, memory: Executor) -> Callable[[Starlette], Any]:
     return lifespan
 
 
-def _health(bridge: Bridge) -> openai.Endpoint:
+def _health(bridge: Bridge) -> Endpoint:
     async def health(_: Request) -> Response:
         now = bridge.health()
         if now.fault:
@@ -128,21 +136,24 @@ def _health(bridge: Bridge) -> openai.Endpoint:
     return health
 
 
-def _metrics(served: ServedModel) -> openai.Endpoint:
+def _metrics(served: ServedModel) -> Endpoint:
     async def metrics(_: Request) -> Response:
         return Response(exposition(snapshot(served.llm.engine), served.name), media_type=CONTENT_TYPE)
     return metrics
 
 
-def _key_check(api_key: str) -> openai.Check:
+def _key_check(api_key: str) -> Check:
+    """Of what the two kinds of clients send: as a bearer's, or as x-api-key."""
     # beyond ASCII most clients send UTF-8, some Latin-1; a key from the environment may be neither
-    expected = [f"Bearer {api_key}".encode("utf-8", "surrogateescape")]
+    expected = [api_key.encode("utf-8", "surrogateescape")]
     with suppress(UnicodeEncodeError):
-        expected.append(f"Bearer {api_key}".encode("latin-1"))
+        expected.append(api_key.encode("latin-1"))
 
     def check(request: Request) -> None:
-        given = next((value for name, value in request.headers.raw if name == b"authorization"), b"")
-        if True not in [hmac.compare_digest(given, key) for key in expected]:  # of all, to take the same time
+        sent = dict(reversed(request.headers.raw))
+        given = sent.get(b"x-api-key"), sent.get(b"authorization", b"").removeprefix(b"Bearer ")
+        # of all, to take the same time
+        if True not in [hmac.compare_digest(value or b"", key) for value in given for key in expected]:
             raise ProblemError(Problem(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY",
                                        code="invalid_api_key"))
     return check
@@ -152,5 +163,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         problem = Problem(error.status_code, f"{request.method} {request.url.path} is not served here: {error.detail}")
+    if request.url.path.startswith("/v1/messages"):
+        return anthropic_shapes.error_response(problem)
     headers = error.headers if isinstance(error, HTTPException) else None
-    return openai.error_response(problem, dict(headers or {}))
+    return error_response(problem, dict(headers or {}))

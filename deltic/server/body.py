@@ -10,20 +10,24 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from json import decoder, scanner
 from typing import Any, NoReturn, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show
+from deltic.server.fields import Refused, known
 from deltic.server.http import Problem, ProblemError
+
+log = logging.getLogger("deltic")
 
 _LARGE = 1 << 15  # bytes: native code reads fewer in a few milliseconds
 _LARGE_AT_ONCE = 2
@@ -31,14 +35,29 @@ _PATIENCE = 4  # so many times the limit is read and thrown away, as clients lis
 
 # Which limit bounds the entries of a field; what has more is not even looked at.
 _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools", "stop": "max_stops",
-                               "stop_token_ids": "max_stops", "logit_bias": "max_logit_bias"}
+                               "stop_token_ids": "max_stops", "logit_bias": "max_logit_bias",
+                               "stop_sequences": "max_stops", "input": "max_messages", "documents": "max_messages"}
 
-_SCHEMAS = ("tools", "functions", "response_format")
+_SCHEMAS = ("tools", "functions", "response_format", "text", "output_config")
+_MOST_TOLD = 1000
 _LONGEST_NAME = 60
 
 _Scan = Callable[[str, int], tuple[Any, int]]
 
-Body = TypeVar("Body", bound=BaseModel)
+
+class Fields(BaseModel):
+    """A body, or a part of one: JSON's own types, and no other fields than these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of what the client sent and what had no effect."""
+        return self._ignored
+
+
+Body = TypeVar("Body", bound=Fields)
 Prepared = TypeVar("Prepared")
 
 
@@ -54,10 +73,11 @@ class _Upload:
 
 
 class Intake:
-    """Takes in the bodies of all requests of a server."""
+    """Takes in the bodies of all requests of a server. lenient: ignores fields that nobody knows."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits, self._held = limits, 0
+    def __init__(self, limits: Limits, lenient: bool = False) -> None:
+        self._limits, self._lenient, self._held = limits, lenient, 0
+        self._told: set[str] = set()
         self._coming: dict[_Upload, None] = {}  # in the order in which they became large
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
@@ -66,12 +86,15 @@ class Intake:
         """The body and what `prepare` makes of it, in a thread: big prompts take a while to parse and encode.
 
         RequestError names what is wrong with it, and ProblemError has status 413 if it is too large; BusyError if there
-        are too many at the same time.
+        are too many at the same time. What had no effect is noted with the request, see `answering`.
         """
         async with self._received(request) as raw:
             def work() -> tuple[Body, Prepared]:
-                body = parse(raw, schema, self._limits)
-                return body, prepare(body)
+                body = parse(raw, schema, self._limits, self._lenient)
+                prepared = prepare(body)
+                request.state.ignored = tuple(dict.fromkeys(body.ignored))
+                self._tell(request.state.ignored)
+                return body, prepared
 
             if len(raw) <= _LARGE:
                 return await asyncio.to_thread(work)
@@ -128,28 +151,60 @@ class Intake:
         self._held, upload.held = self._held - upload.held, 0
         upload.pieces.clear()
 
+    def _tell(self, ignored: Iterable[str]) -> None:
+        """Once for each name."""
+        for name in ignored:
+            if name not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(name)
+                log.warning("a client sends the field %s, which has no effect here", show(name))
+
     def _too_much(self) -> BusyError:
         return BusyError(f"the bodies of all requests are larger than {self._limits.max_bodies_mib} MiB together "
                          "(max_bodies_mib): try again later")
 
 
-def parse(raw: bytes, schema: type[Body], limits: Limits) -> Body:
+def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False) -> Body:
     """The body as a record; RequestError names the field that is wrong or unknown, or has too many entries."""
     data = _read_json(raw, limits.max_body_values)
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
-    _check_counts(data, schema, limits)
+    ignored: list[str] = []
+    data = _known(data, schema, ignored, lenient)
+    _check_counts(data, limits)
     if len(raw) > limits.max_schema_kib << 10:
         _check_schemas(data, limits.max_schema_kib)
     try:
-        return schema.model_validate(data)
+        body = schema.model_validate(data)
     except ValidationError as error:
         raise _explain(error) from None
+    body.ignored.extend(ignored)
+    return body
 
 
-def _check_counts(data: Mapping[str, Any], schema: type[BaseModel], limits: Limits) -> None:
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about fields name those that the client sent. names: by their own names, what they begin with is enough.
+    """
+    try:
+        yield
+    except RequestError as error:
+        field = error.field or ""
+        name = next((name for name in (field, *_beginnings(field)) if name in names), None)
+        if name is None:
+            raise
+        sent = names[name] + field[len(name):]
+        raise type(error)(str(error).replace(field, sent, 1), sent) from error
+
+
+def _beginnings(field: str) -> Iterator[str]:
+    """messages[3], messages of messages[3].content"""
+    for at in range(len(field) - 1, 0, -1):
+        if field[at] in ".[":
+            yield field[:at]
+
+
+def _check_counts(data: Mapping[str, Any], limits: Limits) -> None:
     """Refuse what has so many entries that validating them, or listing all that is wrong with them, would take long."""
-    _check_known(data, schema)
     for field, limit in _COUNTED.items():
         value, most = data.get(field), getattr(limits, limit)
         if isinstance(value, list | dict) and len(value) > most:
@@ -165,14 +220,37 @@ def _check_schemas(data: Mapping[str, Any], most_kib: int) -> None:
                 raise RequestError(f"{field} takes more than {most_kib} KiB (max_schema_kib)", field)
 
 
-def _check_known(data: Mapping[str, Any], schema: type[BaseModel], path: str = "") -> None:
-    for name in data:
-        if name not in schema.model_fields:
-            raise _unknown(path, name, schema)
+def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str], lenient: bool,
+           path: str = "") -> dict[str, Any]:
+    """The fields that the schema has; those of other servers as ours, if they can be."""
+    own = {name: value for name, value in data.items() if name in schema.model_fields}
+    for name, value in data.items():
+        if name not in own:
+            meant = known(name, value) if not path else None
+            if meant is None and not lenient:
+                raise _unknown(path, name, schema)
+            _take_over(name, value, {} if meant is None else meant, own, schema, ignored)
     for name, field in schema.model_fields.items():
         for kind in get_args(field.annotation):
-            if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(data.get(name), dict):
-                _check_known(data[name], kind, f"{name}.")
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(own.get(name), dict):
+                own[name] = _known(own[name], kind, ignored, lenient, f"{name}.")
+    return own
+
+
+def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: dict[str, Any],
+               schema: type[BaseModel], ignored: list[str]) -> None:
+    if value is None:
+        return
+    if isinstance(meant, Refused):
+        if value not in meant.neutral:
+            raise RequestError(f"{name} is not supported", name)
+        return
+    taken = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
+    for ours, wanted in taken.items():
+        if own.get(ours) is None:
+            own[ours] = wanted
+    if not taken:
+        ignored.append(name[:_LONGEST_NAME])
 
 
 def _read_json(raw: bytes, most_values: int) -> Any:

@@ -46,6 +46,8 @@ class Run:
             for piece in pieces:
                 if piece.remember:
                     await asyncio.get_running_loop().run_in_executor(self._memory, piece.remember)
+                if piece.done:
+                    self._add_usage(piece.done.usage, first=piece.done.index == 0)
             yield pieces
 
     async def wholes(self, most: int) -> list[Piece]:
@@ -74,8 +76,6 @@ class Run:
         if event.finish in ("error", "abort"):
             raise GenerationError(event.error or "the request was aborted")
         self.size += 1 + (len(event.logprobs.top) if event.logprobs else 0)
-        if event.usage:
-            self._add_usage(event.usage, first=event.choice == 0)
 
     def _add_usage(self, usage: Usage, first: bool) -> None:
         """The prompt counts once, however many choices continue it."""
@@ -83,4 +83,5 @@ class Run:
         self.usage = Usage(total.prompt_tokens + usage.prompt_tokens * first,
                            total.cached_tokens + usage.cached_tokens * first,
                            total.completion_tokens + usage.completion_tokens,
-                           total.drafted_tokens + usage.drafted_tokens, total.accepted_tokens + usage.accepted_tokens)
+                           total.drafted_tokens + usage.drafted_tokens, total.accepted_tokens + usage.accepted_tokens,
+                           total.reasoning_tokens + usage.reasoning_tokens)

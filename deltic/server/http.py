@@ -5,22 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deltic.errors import BusyError, DelticError, GenerationError, LongPromptError, RequestError, UnavailableError
+from deltic.server.fields import IGNORED_HEADER
 
 log = logging.getLogger("deltic")
 
 _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=list)
 
+_MOST_NAMED = 50
+_SMALL = 2000  # tokens, and probabilities of tokens, of an answer that is written at once
+
 Result = TypeVar("Result")
+Endpoint = Callable[[Request], Awaitable[Response]]
+Check = Callable[[Request], None]
+"""Raises if the request may not be served at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,21 @@ def problem_of(error: Exception) -> Problem:
     return Problem(500, "internal error; the server's log has the details")
 
 
+def answering(endpoint: Endpoint, check: Check, refuse: Callable[[Problem], Response]) -> Endpoint:
+    """Turns what the check or the endpoint raises into an answer, so that the connection can be used again. Names what
+    had no effect. refuse: a problem in the wire's shape."""
+    async def answer(request: Request) -> Response:
+        try:
+            check(request)
+            response = await endpoint(request)
+            if ignored := getattr(request.state, "ignored", ()):
+                response.headers[IGNORED_HEADER] = ", ".join(map(quote, ignored[:_MOST_NAMED]))
+            return response
+        except Exception as error:
+            return refuse(problem_of(error))
+    return answer
+
+
 def dump(data: Any) -> bytes:
     """JSON; what is not valid Unicode becomes a question mark, an iterator a list."""
     return _WRITER.encode(data).encode("utf-8", "replace")
@@ -91,12 +114,13 @@ def _written(data: Any) -> Iterator[bytes]:
 
 
 def json_response(data: Any, status: int = 200) -> Response:
-    return json_bytes(dump(data), status)
+    return Response(dump(data), status, media_type="application/json")
 
 
-def json_bytes(data: bytes, status: int = 200) -> Response:
-    """A response of JSON that is written already."""
-    return Response(data, status, media_type="application/json")
+async def written(data: Any, size: int) -> Response:
+    """A response of JSON, written in a thread if it is large. size: of its tokens, and probabilities of tokens."""
+    text = dump(data) if size <= _SMALL else await asyncio.to_thread(dump_patiently, data)
+    return Response(text, media_type="application/json")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

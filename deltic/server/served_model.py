@@ -10,20 +10,20 @@ from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel
 from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM
 from deltic.errors import RequestError, show
-from deltic.server.body import Intake
+from deltic.server.body import Fields, Intake
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.http import Problem, ProblemError, while_connected
+from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.types import SamplingParams
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=Fields)
 Prepared = TypeVar("Prepared")
 
 
@@ -68,6 +68,13 @@ class ServedModel:
             if error.field == "prompt":
                 raise RequestError(str(error), prompt_field) from error
             raise
+
+    async def wholes(self, request: Request, run: Run) -> list[Piece]:
+        """All choices of a run, when they are done, unless the client goes away meanwhile."""
+        try:
+            return await while_connected(request.receive, run.wholes(self.limits.max_answer_values))
+        finally:
+            run.close()
 
     def complete(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""

@@ -20,7 +20,8 @@ _MOST_PIECES = 256  # of an answer that are kept apart: each takes a hundred byt
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One finished answer. error: what went wrong, if finish is "error"; the rest is what came before that.
-    logprobs: one per token, if asked for."""
+    logprobs: one per token, if asked for. said: text, reasoning and calls in the order in which they came. stop: the
+    stop string that ended it."""
 
     index: int
     text: str
@@ -31,6 +32,8 @@ class Choice:
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    said: tuple[Delta, ...] = field(default=(), compare=False)
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class _Growing:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     said: list[Delta] = field(default_factory=list)
     merged: int = 0
+    thoughts: int = 0
     deltas: list[Delta] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     end: TokenOut | None = None
@@ -97,7 +101,8 @@ class _Growing:
     def take(self, event: TokenOut, whole: bool) -> None:
         if event.token is not None:
             self.tokens.append(event.token)
-            offset, deltas = self.text.take(event.token)
+            offset, deltas, thought = self.text.take(event.token)
+            self.thoughts += thought
             self.deltas += deltas
             if event.logprobs is not None and (event.finish != "stop" or self.text.stopped):
                 self.scores.append(Score(event.token, event.logprobs, offset))
@@ -132,7 +137,8 @@ class _Growing:
     def _choice(self, answer: Answer, end: TokenOut) -> Choice:
         assert end.finish and end.usage
         return Choice(end.choice, answer.content, answer.reasoning, answer.calls, tuple(self.tokens), end.finish,
-                      end.usage, tuple(self.logprobs), end.error)
+                      replace(end.usage, reasoning_tokens=self.thoughts), tuple(self.logprobs), end.error,
+                      tuple(merge(self.said)), self.text.stop if end.finish == "stop" else None)
 
 
 class Answers:

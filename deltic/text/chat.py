@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import unicodedata
 from bisect import bisect_right
 from collections import OrderedDict
@@ -23,11 +24,13 @@ from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.types import common_length
 
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "add_generation_prompt")
 # Longer than what any pre-tokenizer keeps together, so that a cut there leaves earlier tokens alone.
 _SLACK = 256
 # Beginnings of messages: two, as one alone might be that of the message at hand.
 _PROBES, _QUESTION = ("Hello", "0"), "Question"
+_TWO_SYSTEMS = [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hello"},
+                {"role": "system", "content": "brief"}, {"role": "user", "content": "Hello"}]
 # Messages from which on it pays to leave some out; turns, or steps of one, that are looked at on either side.
 _LONG, _AROUND = 64, 2
 _MOST_OPENINGS = 256
@@ -48,13 +51,14 @@ class Conversation:
     @classmethod
     def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
              variables: Mapping[str, Any] | None = None, *, images: bool = False) -> Conversation:
-        """From what a request says; RequestError names the field that is wrong."""
+        """From what a request says; RequestError names the field that is wrong. Where the template takes a system
+        message at the beginning only, later ones are put there, too."""
         given = plain(variables or {}, "chat_template_kwargs")
         for name in _RESERVED:
             if name in given:
                 raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
         clean = normalise_messages(messages, images=images)
-        return cls(template, tokenizer, clean, normalise_tools(tools), given)
+        return _with_one_system(cls(template, tokenizer, clean, normalise_tools(tools), given))
 
     def aside(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         """A few other messages under this template and its variables, without tools; "" if it refuses them. Asked
@@ -66,6 +70,16 @@ class Conversation:
         """These messages under this conversation's template, tools and variables, as the ids would spell them."""
         text = self.template.render(messages, self.tools, add_generation_prompt, **self.variables)
         return unicodedata.normalize("NFC", text) if self.tokenizer.composes else text
+
+
+def _with_one_system(conversation: Conversation) -> Conversation:
+    messages = conversation.messages
+    if all(message["role"] != "system" for message in messages[1:]) or conversation.aside(_TWO_SYSTEMS):
+        return conversation
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    text = "\n\n".join(text for text in texts if isinstance(text, str) and text)
+    rest = [message for message in messages if message["role"] != "system"]
+    return replace(conversation, messages=[{"role": "system", "content": text, "contents": text}, *rest])
 
 
 @lru_cache(maxsize=64)
@@ -120,6 +134,23 @@ def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bou
         anchors += [Anchor(kept + index, offset + start, offset + end)
                     for index, (_, start, end) in zip(special, spelled, strict=True)]
     return Spelled(text, (*known[:kept], *ids), tuple(anchors), kept)
+
+
+def unfinished(conversation: Conversation, continues: bool, bound: Bound = UNBOUNDED) -> Spelled:
+    """The conversation without the beginning of an answer; continues: nor the end of its last message, the
+    assistant's, which then goes on as it stands. RequestError if there is no such message."""
+    if not continues:
+        text = conversation.render(conversation.messages, False)
+        return spell(conversation.tokenizer, text, bound=bound)
+    *before, last = conversation.messages or [{"role": "nobody"}]
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(last["content"], str):
+        raise RequestError("only an assistant's message without calls can be continued", "messages")
+    mark = "x" + secrets.token_hex(16)
+    marked = last["content"] + mark
+    text, *rest = conversation.render([*before, {**last, "content": marked, "contents": marked}], False).split(mark)
+    if len(rest) != 1:
+        raise RequestError("the chat template does not show the last message, so it cannot be continued", "messages")
+    return spell(conversation.tokenizer, text, bound=bound)
 
 
 def boundaries(conversation: Conversation, prompt: Spelled, start: int | None = None) -> tuple[int, ...]:

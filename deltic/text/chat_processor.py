@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deltic.config import Limits
 from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
-from deltic.text.chat import Conversation, load_template, opening, spell
+from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
 from deltic.text.deltas import Answer
-from deltic.text.history import MODES, History
+from deltic.text.history import MODES, History, Turn
 from deltic.text.notes import NoteStore
 from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
 from deltic.text.template import ChatTemplate
@@ -31,6 +31,11 @@ _LONGEST_TEMPLATE = 1 << 20  # bytes: the longest published ones have a few tens
 Remember = Callable[[Sequence[int], Finish, Answer, bool], None]
 """Takes the tokens of a finished choice, the one that ended it too, why it ended, what it says, and whether its text
 ended with it: in no think block or call, and not at a stop string."""
+
+
+Opens = Literal["turn", "message", "nothing"]
+"""How a prompt ends: with the beginning of the assistant's turn; in its last message, which the answer continues; or
+with the end of that message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +80,36 @@ class ChatProcessor:
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              parse_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None) -> Job:
+             thinking_budget: int | None = None, opens: Opens = "turn") -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model; parse_calls: its calls become tool deltas, else they stay content.
         variables: template variables such as enable_thinking. history: another mode than this processor's.
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
-        does not think.
+        does not think. opens: what the answer begins; one that does not begin a turn is not remembered.
         RequestError names what is wrong.
         """
         mode = self._mode if history is None else history
         budget = self._thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
-        template = self._override or load_template(self.tokenizer, tools, self._seconds)
+        template = self._template(tools)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
-        turn = self._history.turn(conversation, mode)
+        turn = self._turn(conversation, mode, opens)
         router = chat_router(self.tokenizer, turn.ids, tools if parse_calls else None, sampling.stop)
         guide = None if budget is None else partial(
             ThinkingBudget, tokenizer=self.tokenizer, closing=Closing.of(conversation), tokens=budget)
-        remember = partial(self._history.remember, turn, sampling.stop_token_ids)
+        remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         return _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
+
+    def knows(self, variable: str, tools: Any = None) -> bool:
+        """Whether the chat template says anything about a variable."""
+        return variable in self._template(tools).source
 
     def opening(self, messages: Any, *, tools: Any = None,
                 variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """The ids that all conversations under these system messages and tools begin with; none if they share none."""
-        template = self._override or load_template(self.tokenizer, tools, self._seconds)
+        template = self._template(tools)
         question = {"role": "user", "content": "Question"}
         conversation = Conversation.read(template, self.tokenizer, [*self._without_billing(messages), question], tools,
                                          variables)
@@ -117,6 +126,16 @@ class ChatProcessor:
     def flush(self) -> None:
         """Wait until what was said is written, where it is kept beyond the process."""
         self._history.flush()
+
+    def _template(self, tools: Any) -> ChatTemplate:
+        return self._override or load_template(self.tokenizer, tools, self._seconds)
+
+    def _turn(self, conversation: Conversation, mode: str, opens: Opens) -> Turn:
+        if opens == "turn":
+            return self._history.turn(conversation, mode)
+        prompt = unfinished(conversation, opens == "message", replace(self._bound, field="messages"))
+        start = opening(conversation, prompt)
+        return Turn(prompt.ids, (start,) if start else ())
 
     def _without_billing(self, messages: Any) -> Any:
         cleaned = without_billing_headers(messages)

@@ -261,8 +261,8 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-Said = tuple[int, list[Delta]]
-"""Characters that an answer's tokens said before one of them, and what that one says."""
+Said = tuple[int, list[Delta], bool]
+"""Characters that an answer's tokens said before one of them, what that one says, and whether it is a thought."""
 
 
 class AnswerText:
@@ -286,6 +286,11 @@ class AnswerText:
         """Whether a stop string is complete."""
         return self._stops.stopped
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that is complete."""
+        return self._stops.found
+
     def push(self, token: int, /) -> bool:
         """Route the next token before it is read; True if a stop string is complete."""
         self._ahead.append(self._route(token))
@@ -300,7 +305,9 @@ class AnswerText:
         return self._router.finish()
 
     def _route(self, token: int) -> Said:
-        return self._router.characters, [] if token in self._hidden else self._router.feed(token)
+        before, thinking = self._router.characters, self._router.region == "reasoning"
+        deltas = [] if token in self._hidden else self._router.feed(token)
+        return before, deltas, thinking and self._router.region == "reasoning"
 
 
 class AnswerTexts:

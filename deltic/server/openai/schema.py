@@ -6,15 +6,14 @@ its neutral values are accepted and all others are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from deltic.config import Limits
 from deltic.errors import RequestError, show
+from deltic.server.body import Fields, renamed
+from deltic.text.chat_processor import Opens
 from deltic.types import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -40,16 +39,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Fields):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class _Common(_Strict):
+class _Common(Fields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -91,6 +86,8 @@ class _Common(_Strict):
     def _sampling(self, limits: Limits, **more: Any) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING}
         given |= {"stop": _stops(self.stop), "logit_bias": _biases(self.logit_bias or {})} | more
+        if given["max_tokens"] == -1:  # of other servers: as many as the context holds
+            given["max_tokens"] = None
         params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
         most = limits.max_answer_tokens
         if most is None:
@@ -130,6 +127,10 @@ class ChatRequest(_Common):
     thinking_budget: int | None = None
     history: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    include_reasoning: bool | None = None
 
     def sampling(self, limits: Limits) -> SamplingParams:
         """How the answer is to be chosen."""
@@ -138,7 +139,7 @@ class ChatRequest(_Common):
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         given = {"max_tokens": self._max_tokens(), "logprobs": self._logprobs()}
-        with _renamed(names):
+        with renamed(names):
             return self._sampling(limits, **given)
 
     def shown_tools(self) -> list[Any] | None:
@@ -155,7 +156,8 @@ class ChatRequest(_Common):
 
     def variables(self) -> dict[str, Any]:
         """What the chat template is told."""
-        given = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+        given = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort,
+                 "documents": self.documents}
         return (self.chat_template_kwargs or {}) | {key: value for key, value in given.items() if value is not None}
 
     def checked_messages(self) -> list[Any]:
@@ -163,6 +165,14 @@ class ChatRequest(_Common):
         if not self.messages:
             raise RequestError("messages must have at least one message", "messages")
         return self.messages
+
+    def opens(self) -> Opens:
+        """What the answer begins."""
+        if not self.continue_final_message:
+            return "nothing" if self.add_generation_prompt is False else "turn"
+        if self.add_generation_prompt:
+            raise RequestError("continue_final_message excludes add_generation_prompt", "continue_final_message")
+        return "message"
 
     def _max_tokens(self) -> int | None:
         if self.max_completion_tokens is None:
@@ -207,18 +217,6 @@ class CompletionRequest(_Common):
         if not prompts or not all(isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts):
             raise RequestError("prompt must be text, token ids, or a non-empty list of such", "prompt")
         return prompts
-
-
-@contextmanager
-def _renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about inner fields name the fields of the wire."""
-    try:
-        yield
-    except RequestError as error:
-        name = names.get(error.field or "")
-        if error.field is None or name is None:
-            raise
-        raise RequestError(str(error).replace(error.field, name, 1), name) from error
 
 
 def _check_choices(prompts: int, n: int | None, limits: Limits) -> None:

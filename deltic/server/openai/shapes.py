@@ -1,4 +1,4 @@
-"""OpenAI's answers: what a choice looks like whole and in pieces."""
+"""What OpenAI's clients get: choices, whole and in pieces, and errors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,41 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.responses import Response
+
 from deltic import __version__
+from deltic.server.http import Problem, event, json_response, problem_of
 from deltic.text.answers import Choice, Piece, Score
 from deltic.text.deltas import AnswerCall, Delta, ToolDelta
 from deltic.types import Finish, Usage
 
 _LEAST = -9999.0  # what OpenAI says where a probability is 0: JSON has no infinity
 
+_TYPES = {401: "authentication_error", 404: "not_found_error"}
+
 Json = dict[str, Any]
 Spell = Callable[[int], bytes]
 """What a token looks like."""
+
+
+def error_response(problem: Problem, headers: dict[str, str] | None = None) -> Response:
+    """A problem in OpenAI's shape."""
+    response = json_response(error_fields(problem), problem.status)
+    response.headers.update(headers or {})
+    if problem.retry_after is not None:
+        response.headers["retry-after"] = str(problem.retry_after)
+    return response
+
+
+def error_event(error: Exception) -> bytes:
+    """The end of a stream that failed."""
+    return event(error_fields(problem_of(error)))
+
+
+def error_fields(problem: Problem) -> Json:
+    """The body of an error."""
+    kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
 def usage_fields(usage: Usage) -> Json:
@@ -26,6 +51,7 @@ def usage_fields(usage: Usage) -> Json:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             "completion_tokens_details": {
+                "reasoning_tokens": usage.reasoning_tokens,
                 "accepted_prediction_tokens": usage.accepted_tokens,
                 "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens}}
 
@@ -50,21 +76,23 @@ class ChatShape:
 
     whole_kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, token_bytes: Spell, scored: bool) -> None:
-        self._token_bytes, self._scored = token_bytes, scored
+    def __init__(self, token_bytes: Spell, scored: bool, reasons: bool = True) -> None:
+        """reasons: the thinking is wanted."""
+        self._token_bytes, self._scored, self._reasons = token_bytes, scored, reasons
         self._begun: set[int] = set()
         self._scores: dict[int, list[Score]] = {}
 
     def whole(self, piece: Piece) -> Json:
         """A choice that is done."""
         assert piece.done
-        return {"index": piece.number, "message": _message(piece.done), "logprobs": self._logprobs(piece.scores),
+        return {"index": piece.number, "message": self._message(piece.done), "logprobs": self._logprobs(piece.scores),
                 "finish_reason": _reason(piece.done.finish, bool(piece.done.calls))}
 
     def pieces(self, piece: Piece) -> list[Json]:
         """The choices of the chunks that this piece becomes, one each; scores wait for a text to go with."""
         self._scores.setdefault(piece.number, []).extend(piece.scores)
-        bodies: list[Json] = [_delta(delta) for delta in piece.deltas]
+        bodies: list[Json] = [_delta(delta) for delta in piece.deltas
+                              if self._reasons or delta.kind != "reasoning"]
         if piece.done:
             bodies.append({})
         if bodies and piece.number not in self._begun:
@@ -74,6 +102,14 @@ class ChatShape:
         if piece.done:
             choices[-1]["finish_reason"] = _reason(piece.done.finish, bool(piece.done.calls))
         return choices
+
+    def _message(self, choice: Choice) -> Json:
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None,
+                         "reasoning_content": choice.reasoning or None if self._reasons else None}
+        if choice.calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [_call(call) for call in choice.calls]
+        return message
 
     def _piece(self, choice: int, body: Json) -> Json:
         scores: list[Score] = []
@@ -150,15 +186,6 @@ class CompletionShape:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-
-def _message(choice: Choice) -> Json:
-    message: Json = {"role": "assistant", "content": choice.text, "refusal": None,
-                     "reasoning_content": choice.reasoning or None}
-    if choice.calls:
-        message["content"] = choice.text or None
-        message["tool_calls"] = [_call(call) for call in choice.calls]
-    return message
 
 
 def _call(call: AnswerCall) -> Json:

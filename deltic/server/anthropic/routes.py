@@ -1,0 +1,82 @@
+"""Anthropic's routes: messages, and how many tokens they have."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from deltic.server.anthropic.schema import CountRequest, MessagesRequest
+from deltic.server.anthropic.shapes import (
+    PING,
+    Blocks,
+    blocks,
+    error_event,
+    error_response,
+    message,
+    stop_fields,
+    usage_fields,
+)
+from deltic.server.body import renamed
+from deltic.server.collect import Run
+from deltic.server.http import Check, EventStream, answering, event, json_response, written
+from deltic.server.openai.jobs import chat_job
+from deltic.server.served_model import ServedModel
+from deltic.text.chat_processor import Job
+from deltic.types import Usage
+
+
+def routes(served: ServedModel, check: Check) -> list[Route]:
+    """The paths under /v1/messages."""
+    endpoints = _Endpoints(served)
+    found = (("/v1/messages", endpoints.create), ("/v1/messages/count_tokens", endpoints.count))
+    return [Route(path, answering(endpoint, check, error_response), methods=["POST"]) for path, endpoint in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoints:
+    served: ServedModel
+
+    async def create(self, request: Request) -> Response:
+        body, job = await self.served.read(request, MessagesRequest, self._job)
+        run = await self.served.start(request, [job], "messages", not body.stream)
+        if body.stream:
+            started = Usage(len(job.request.prompt), 0, 0)
+            events = _stream(run, message(self.served.name, started), Blocks(body.shows_thinking))
+            return EventStream(events, error_event, run.close)
+        done, = await self.served.wholes(request, run)
+        assert done.done
+        content = blocks(done.done.said, body.shows_thinking)
+        return await written(message(self.served.name, run.usage, content, done.done), run.size)
+
+    async def count(self, request: Request) -> Response:
+        _, job = await self.served.read(request, CountRequest, self._job)
+        return json_response({"input_tokens": len(job.request.prompt)})
+
+    def _job(self, body: CountRequest) -> Job:
+        chat, names = body.chat()
+        with renamed(names):
+            job = chat_job(self.served, chat)
+        body.ignored.extend(names.get(name, name) for name in chat.ignored)
+        return job
+
+
+async def _stream(run: Run, first: dict[str, Any], content: Blocks) -> AsyncIterator[bytes]:
+    def named(*events: dict[str, Any]) -> bytes:
+        return b"".join(event(data, data["type"]) for data in events)
+
+    yield named({"type": "message_start", "message": first})
+    choice = None
+    async for pieces in run.pieces():
+        for piece in pieces:
+            choice = piece.done
+            if events := [*content.events(piece.deltas)]:
+                yield named(*events)
+        if not pieces:
+            yield PING
+    yield named(*content.close(), {"type": "message_delta", "delta": stop_fields(choice),
+                                   "usage": usage_fields(run.usage)}, {"type": "message_stop"})

@@ -1,0 +1,221 @@
+"""Anthropic's requests, as the chat requests that say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deltic.errors import RequestError, show
+from deltic.server.body import Fields
+from deltic.server.openai.schema import ChatRequest
+
+_KINDS = ("enabled", "adaptive", "between_tools", "disabled")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SEPARATOR = "\n\n"
+
+Message = dict[str, Any]
+Names = dict[str, str]
+
+
+class CountRequest(Fields):
+    """The body of /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: list[Any]
+    system: Any = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    def chat(self) -> tuple[ChatRequest, Names]:
+        """The same as a chat request, and how what it names is called here. RequestError names what cannot be had."""
+        messages, names = _chat_messages(self.system, self.messages)
+        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        fields |= _tools(self.tools, self.tool_choice) | self._thinking() | self._format() | self._more()
+        fields["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
+        names |= {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config",
+                  "reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens",
+                  "enable_thinking": "thinking"}
+        return ChatRequest(**fields), names
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether thinking is to be sent, and not just that there was some."""
+        return (self.thinking or {}).get("display") != "omitted"
+
+    def _thinking(self) -> dict[str, Any]:
+        """Without the field there is none, as Anthropic's clients expect."""
+        given = self.thinking or {"type": "disabled"}
+        kind, budget = given.get("type"), given.get("budget_tokens")
+        if kind not in _KINDS:
+            raise RequestError(f"thinking.type must be one of {', '.join(_KINDS)}, not {show(kind)}", "thinking.type")
+        if kind == "enabled" and type(budget) is not int:
+            raise RequestError(f"thinking.budget_tokens must be a number of tokens, not {show(budget)}",
+                               "thinking.budget_tokens")
+        return {"enable_thinking": kind != "disabled", "thinking_budget": budget if kind == "enabled" else None}
+
+    def _format(self) -> dict[str, Any]:
+        given = self.output_config or {}
+        effort, form = given.get("effort"), given.get("format")
+        if effort is not None and not isinstance(effort, str):
+            raise RequestError(f"output_config.effort must be text, not {show(effort)}", "output_config.effort")
+        fields: dict[str, Any] = {"reasoning_effort": effort}
+        if form is not None:
+            if not isinstance(form, dict) or form.get("type") != "json_schema":
+                raise RequestError("output_config.format must be of the type json_schema", "output_config.format")
+            fields["response_format"] = {"type": "json_schema", "json_schema": {
+                "name": "answer", "strict": True, "schema": form.get("schema")}}
+        return fields
+
+    def _more(self) -> dict[str, Any]:
+        return {}
+
+
+class MessagesRequest(CountRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    history: str | None = None
+    speculate: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+
+    def _more(self) -> dict[str, Any]:
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {show(self.max_tokens)}", "max_tokens")
+        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "history",
+                                                       "speculate", "ignore_eos", "seed")} | {
+            "stop": self.stop_sequences}
+
+
+def _tools(tools: list[Any] | None, choice: Mapping[str, Any] | None) -> dict[str, Any]:
+    functions = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+    if not choice:
+        return {"tools": functions}
+    kind, wanted = choice.get("type"), None
+    if kind == "tool":
+        wanted = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind not in _CHOICES:
+        raise RequestError(f"tool_choice.type must be one of {', '.join((*_CHOICES, 'tool'))}, not {show(kind)}",
+                           "tool_choice.type")
+    parallel = False if choice.get("disable_parallel_tool_use") is True and kind != "none" else None
+    return {"tools": functions, "tool_choice": wanted or _CHOICES[str(kind)], "parallel_tool_calls": parallel}
+
+
+def _tool(tool: Any, path: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        raise RequestError(f'{path} must be of the form {{"name": ..., "input_schema": {{...}}}}', path)
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(f"{path} has the type {show(tool['type'])}: tools that a server runs are not there, only "
+                           "the client's own", f"{path}.type")
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise RequestError(f"{path}.input_schema must be a JSON schema, not {show(schema)}", f"{path}.input_schema")
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": schema,
+                "strict": tool.get("strict")}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _chat_messages(system: Any, messages: list[Any]) -> tuple[list[Message], Names]:
+    chat: list[Message] = []
+    names: Names = {}
+    if system:
+        names["messages[0]"] = "system"
+        chat.append({"role": "system", "content": _separate(system, "system")})
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        for turned in _turned(message, path):
+            names[f"messages[{len(chat)}]"] = path
+            chat.append(turned)
+    return chat, names
+
+
+def _turned(message: Any, path: str) -> Iterator[Message]:
+    """One message as those of a chat: a tool's results have messages of their own."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{path}.role must be one of user, assistant, not {show(role)}", f"{path}.role")
+    content, place = message.get("content"), f"{path}.content"
+    if role == "assistant":
+        yield _assistant(_blocks(content, place), place)
+    elif role == "system" or isinstance(content, str):
+        yield {"role": role, "content": _separate(content, place)}
+    else:
+        yield from _user(_blocks(content, place), place)
+
+
+def _user(blocks: list[Any], path: str) -> Iterator[Message]:
+    texts: list[Any] = []
+    for index, block in enumerate(blocks):
+        place = f"{path}[{index}]"
+        if block["type"] != "tool_result":
+            texts.append(_text(block, place))
+            continue
+        if texts:
+            yield {"role": "user", "content": _SEPARATOR.join(texts)}
+            texts = []
+        result = _separate(block.get("content") or "", f"{place}.content")
+        failed = "error" if block.get("is_error") is True and not result else result
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed}
+    if texts or not blocks:
+        yield {"role": "user", "content": _SEPARATOR.join(texts)}
+
+
+def _assistant(blocks: list[Any], path: str) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Any] = []
+    for index, block in enumerate(blocks):
+        place, kind = f"{path}[{index}]", block["type"]
+        if kind == "thinking":
+            thought = block.get("thinking")
+            if not isinstance(thought, str):
+                raise RequestError(f"{place}.thinking must be text, not {show(thought)}", f"{place}.thinking")
+            thoughts.append(thought)
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind != "redacted_thinking":  # of another server: nobody can read it
+            texts.append(_text(block, place))
+    message: Message = {"role": "assistant", "content": "".join(texts), "tool_calls": calls or None}
+    return message | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {})
+
+
+def _separate(content: Any, path: str) -> Any:
+    """A text, or the blocks of one, as a list of parts where there are several: a header is a part of its own."""
+    if isinstance(content, str):
+        return content
+    texts = [_text(block, f"{path}[{index}]") for index, block in enumerate(_blocks(content, path))]
+    return [{"type": "text", "text": _SEPARATOR * bool(index) + text} for index, text in enumerate(texts)]
+
+
+def _blocks(content: Any, path: str) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{path} must be text or a list of blocks, not {show(content)}", path)
+    for index, block in enumerate(content):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise RequestError(f"{path}[{index}] must be an object with a type, not {show(block)}", f"{path}[{index}]")
+    return content
+
+
+def _text(block: Mapping[str, Any], path: str) -> str:
+    """What a block says: a text, or a document that is one."""
+    kind, text, field = block["type"], block.get("text"), "text"
+    source = block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        kind, text, field = "text", source.get("data"), "source.data"
+    if kind != "text":
+        raise RequestError(f"{path} is of type {show(kind)}, but this server reads text only", f"{path}.type")
+    if not isinstance(text, str):
+        raise RequestError(f"{path}.{field} must be text, not {show(text)}", f"{path}.{field}")
+    return text

@@ -1,0 +1,105 @@
+"""Fields of requests that other servers and their clients know: what is made of them here.
+
+Nothing is ignored in silence: the answer has a header that names what was, and the log a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+IGNORED_HEADER = "x-deltic-ignored"
+"""Names the fields of a request that had no effect."""
+
+Honour = Callable[[Any], Mapping[str, Any]]
+"""Fields of ours that say the same as a value of another server's; none if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that would change the answer in a way that is not there. neutral: values that ask for nothing."""
+
+    neutral: tuple[Any, ...] = ()
+
+
+def _as(name: str) -> Honour:
+    return lambda value: {name: value}
+
+
+def _think(value: Any) -> Mapping[str, Any]:
+    """Ollama: true, false, or an effort."""
+    return {"reasoning_effort": value} if isinstance(value, str) else {"enable_thinking": value}
+
+
+def _reasoning(value: Any) -> Mapping[str, Any]:
+    """OpenRouter: an object."""
+    if not isinstance(value, dict):
+        return {}
+    exclude = value.get("exclude")
+    return {"reasoning_effort": value.get("effort"), "thinking_budget": value.get("max_tokens"),
+            "enable_thinking": value.get("enabled"), "include_reasoning": None if exclude is None else not exclude}
+
+
+def _thinking(value: Any) -> Mapping[str, Any]:
+    """DeepSeek, Z.ai: an object with a type."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return {"enable_thinking": kind != "disabled"} if isinstance(kind, str) else {}
+
+
+def _usage(value: Any) -> Mapping[str, Any]:
+    """OpenRouter: an object."""
+    return {"stream_options": {"include_usage": True}} if isinstance(value, dict) and value.get("include") else {}
+
+
+_HONOURED: Mapping[str, Honour] = {
+    "n_predict": _as("max_tokens"), "num_predict": _as("max_tokens"), "max_new_tokens": _as("max_tokens"),
+    "min_new_tokens": _as("min_tokens"), "repeat_penalty": _as("repetition_penalty"), "think": _think,
+    "reasoning": _reasoning, "thinking": _thinking, "usage": _usage, "stop_sequences": _as("stop"),
+    "ignore_eos_token": _as("ignore_eos"), "best_of_n": _as("best_of"),
+}
+
+_REFUSED: Mapping[str, Refused] = {
+    "use_beam_search": Refused((False,)), "prompt_logprobs": Refused((0, False)), "logits_processors": Refused(([],)),
+    "custom_logit_processor": Refused(("",)), "lora_path": Refused(("",)), "lora": Refused(([],)),
+    "allowed_token_ids": Refused(([],)), "bad_words": Refused(([],)), "input_embeds": Refused(([],)),
+    "prompt_embeds": Refused(), "session_params": Refused(({},)), "image_data": Refused(([],)),
+    "return_hidden_states": Refused((False,)), "include_stop_str_in_output": Refused((False,)),
+    "no_stop_trim": Refused((False,)), "mcp_servers": Refused(([],)), "chat_template": Refused(),
+    "truncate_prompt_tokens": Refused((-1,)),
+}
+
+_IGNORED: Mapping[str, str] = {
+    "vLLM, SGLang":
+        "add_special_tokens skip_special_tokens spaces_between_special_tokens return_tokens_as_token_ids "
+        "return_token_ids length_penalty early_stopping priority request_id cache_salt mm_processor_kwargs "
+        "kv_transfer_params vllm_xargs separate_reasoning stream_reasoning rid bootstrap_host bootstrap_port "
+        "bootstrap_room data_parallel_rank return_cached_tokens_details return_prompt_text",
+    "llama.cpp":
+        "cache_prompt id_slot slot_id n_keep n_discard samplers sampler_seq penalize_nl penalty_prompt repeat_last_n "
+        "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_range "
+        "dynatemp_exponent mirostat mirostat_tau mirostat_eta typical_p typ_p tfs_z xtc_probability xtc_threshold "
+        "top_n_sigma n_probs min_keep n_indent t_max_predict_ms timings_per_token return_progress return_tokens "
+        "post_sampling_probs response_fields reasoning_format parse_tool_calls thinking_forced_open",
+    "Ollama, text-generation-inference":
+        "keep_alive options raw num_ctx num_batch num_gpu num_thread num_keep use_mmap details do_sample "
+        "decoder_input_details watermark",
+    "OpenRouter, LibreChat, Open WebUI, litellm":
+        "provider models route transforms plugins top_a session_id conversation_id message_id chat_id promptPrefix "
+        "modelLabel chatGptLabel resendFiles imageDetail maxContextTokens spec iconURL greeting endpoint "
+        "background_tasks features variables tool_ids files model_item drop_params caching litellm_metadata tags "
+        "litellm_session_id prediction_id extra_headers custom_llm_provider extra_body",
+    "Anthropic, OpenAI":
+        "container inference_geo speed diagnostics context_management betas anthropic_beta user_profile_id "
+        "workspace_id cache_control client_metadata prompt_cache_options access_programs background_options",
+}
+_NAMES = frozenset(name for names in _IGNORED.values() for name in names.split())
+
+
+def known(name: str, value: Any) -> Mapping[str, Any] | Refused | None:
+    """What a field of another server is here: fields of ours, none if it is ignored; None if nobody knows it."""
+    if name in _HONOURED:
+        return _HONOURED[name](value)
+    if name in _REFUSED:
+        return _REFUSED[name]
+    return {} if name in _NAMES else None

@@ -1,0 +1,114 @@
+"""What is served: models in OpenAI's and in Anthropic's form, their tokens as vLLM names the routes, the version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from deltic import __version__
+from deltic.errors import RequestError
+from deltic.server.anthropic import shapes as anthropic
+from deltic.server.body import Fields
+from deltic.server.http import Check, Endpoint, answering, json_response, written
+from deltic.server.openai.jobs import chat_job
+from deltic.server.openai.schema import ChatRequest
+from deltic.server.openai.shapes import error_response
+from deltic.server.served_model import ServedModel
+
+
+def routes(served: ServedModel, check: Check) -> list[Route]:
+    """/v1/models, /tokenize, /detokenize, /version."""
+    endpoints = _Endpoints(served)
+    tokens = (("/tokenize", endpoints.tokenize), ("/detokenize", endpoints.detokenize))
+    return [Route("/v1/models", _either(endpoints.models, check)),
+            Route("/v1/models/{model:path}", _either(endpoints.model, check)),
+            *(Route(path, answering(endpoint, check, error_response), methods=["POST"]) for path, endpoint in tokens),
+            Route("/version", answering(_version, check, error_response))]
+
+
+class TokenizeRequest(ChatRequest):
+    """The body of /tokenize: a prompt, or messages with all that a chat request has."""
+
+    messages: list[Any] = []  # noqa: RUF012
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _either(endpoint: Endpoint, check: Check) -> Endpoint:
+    """Errors in the form of the client that asks."""
+    ours, theirs = (answering(endpoint, check, refuse) for refuse in (error_response, anthropic.error_response))
+
+    async def answer(request: Request) -> Response:
+        return await (theirs if _is_anthropic(request) else ours)(request)
+    return answer
+
+
+async def _version(_: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoints:
+    served: ServedModel
+
+    async def models(self, request: Request) -> Response:
+        model = self._model(request)
+        if _is_anthropic(request):
+            return json_response({"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
+        return json_response({"object": "list", "data": [model]})
+
+    async def model(self, request: Request) -> Response:
+        self.served.check_model(request.path_params["model"])
+        return json_response(self._model(request))
+
+    async def tokenize(self, request: Request) -> Response:
+        body, ids = await self.served.read(request, TokenizeRequest, self._tokens)
+        shown = (self.served.token_bytes(id).decode("utf-8", "replace") for id in ids)
+        return await written({"count": len(ids), "max_model_len": self.served.llm.engine.max_context,
+                              "tokens": iter(ids), "token_strs": shown if body.return_token_strs else None}, len(ids))
+
+    async def detokenize(self, request: Request) -> Response:
+        _, text = await self.served.read(request, DetokenizeRequest, self._text)
+        return await written({"prompt": text}, len(text))
+
+    def _tokens(self, body: TokenizeRequest) -> tuple[int, ...]:
+        if (body.prompt is None) == (not body.messages):
+            raise RequestError("give either prompt or messages", "prompt")
+        if body.prompt is None:
+            return chat_job(self.served, body).request.prompt
+        self.served.check_model(body.model)
+        return self.served.complete(body.prompt, body.sampling(self.served.limits)).request.prompt
+
+    def _text(self, body: DetokenizeRequest) -> str:
+        self.served.check_model(body.model)
+        vocabulary = self.served.llm.runtime.config.vocab_size
+        wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise RequestError(f"tokens has {wrong}, and the model has tokens from 0 to {vocabulary - 1}", "tokens")
+        return self.served.text(body.tokens)
+
+    def _model(self, request: Request) -> dict[str, Any]:
+        served, longest = self.served, self.served.llm.engine.max_context
+        if _is_anthropic(request):
+            created = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return {"id": served.name, "type": "model", "display_name": served.name, "created_at": created,
+                    "max_input_tokens": longest, "max_tokens": served.limits.max_answer_tokens or longest,
+                    "lifecycle": "active", "capabilities": None}
+        return {"id": served.name, "object": "model", "created": served.created, "owned_by": "deltic",
+                "max_model_len": longest}

@@ -1,0 +1,61 @@
+"""From OpenAI's requests to jobs. A chat request is also what the requests of other wires are translated to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from deltic.errors import RequestError
+from deltic.server.openai.schema import ChatRequest, CompletionRequest
+from deltic.server.openai.shapes import Echo
+from deltic.server.served_model import ServedModel
+from deltic.text.chat_processor import Job
+
+
+def chat_job(served: ServedModel, body: ChatRequest) -> Job:
+    """The next turn of a conversation. Renders and encodes it: for a thread. RequestError names the field that is
+    wrong."""
+    served.check_model(body.model)
+    body.refuse_unsupported()
+    processor, tools = served.llm.chat_processor, body.shown_tools()
+    job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
+                         variables=_understood(body, partial(processor.knows, tools=tools)),
+                         thinking_budget=body.thinking_budget, opens=body.opens())
+    return _speculating(job, body.speculate)
+
+
+def _understood(body: ChatRequest, knows: Callable[[str], bool]) -> dict[str, Any]:
+    """The variables for a template. An effort that it does not know is named as ignored, or turns thinking off."""
+    variables = body.variables()
+    effort = variables.get("reasoning_effort")
+    if effort is not None and not knows("reasoning_effort"):
+        del variables["reasoning_effort"]
+        if effort == "none" and knows("enable_thinking"):
+            variables.setdefault("enable_thinking", False)
+        else:
+            body.ignored.append("reasoning_effort")
+    if variables.get("documents") and not knows("documents"):
+        raise RequestError("the chat template knows no documents: put them into a message", "documents")
+    return variables
+
+
+def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], Echo]:
+    """A job for each prompt, and what stands before its answers."""
+    served.check_model(body.model)
+    body.refuse_unsupported()
+    sampling, prompts = body.sampling(served.limits), body.prompts()
+    jobs = [_speculating(served.complete(prompt, sampling), body.speculate) for prompt in prompts]
+    if not body.echo:
+        return jobs, Echo()
+    echo = Echo([served.text(prompt) for prompt in prompts], sampling.n)
+    if sum(map(len, echo.prompts)) * sampling.n > served.limits.max_body_mib << 20:
+        raise RequestError(f"echo would repeat more than {served.limits.max_body_mib} MiB (max_body_mib): ask for "
+                           "fewer answers, or leave it out", "echo")
+    return jobs, echo
+
+
+def _speculating(job: Job, wanted: bool | None) -> Job:
+    """The job, for which tokens may be drafted unless that is not wanted."""
+    return job if wanted is not False else replace(job, request=replace(job.request, speculate=False))

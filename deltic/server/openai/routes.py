@@ -1,0 +1,76 @@
+"""OpenAI's routes: chat completions and completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from deltic.server.collect import Run
+from deltic.server.http import Check, EventStream, answering, event, written
+from deltic.server.openai.jobs import chat_job, text_jobs
+from deltic.server.openai.schema import ChatRequest, CompletionRequest
+from deltic.server.openai.shapes import (
+    ChatShape,
+    CompletionShape,
+    Envelope,
+    error_event,
+    error_response,
+    usage_fields,
+)
+from deltic.server.served_model import ServedModel
+
+_DONE = b"data: [DONE]\n\n"
+_WAITING = b": waiting\n\n"
+
+Shape = ChatShape | CompletionShape
+
+
+def routes(served: ServedModel, check: Check) -> list[Route]:
+    """The paths under /v1."""
+    endpoints = _Endpoints(served)
+    found = (("/chat/completions", endpoints.chat), ("/completions", endpoints.complete))
+    return [Route(f"/v1{path}", answering(endpoint, check, error_response), methods=["POST"])
+            for path, endpoint in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoints:
+    served: ServedModel
+
+    async def chat(self, request: Request) -> Response:
+        body, job = await self.served.read(request, ChatRequest, partial(chat_job, self.served))
+        run = await self.served.start(request, [job], "messages", not body.stream)
+        shape = ChatShape(self.served.token_bytes, bool(body.logprobs), body.include_reasoning is not False)
+        return await self._answer(request, run, shape, body)
+
+    async def complete(self, request: Request) -> Response:
+        body, (jobs, echo) = await self.served.read(request, CompletionRequest, partial(text_jobs, self.served))
+        run = await self.served.start(request, jobs, "prompt", not body.stream)
+        shape = CompletionShape(self.served.token_bytes, body.logprobs is not None, echo)
+        return await self._answer(request, run, shape, body)
+
+    async def _answer(self, request: Request, run: Run, shape: Shape,
+                      body: ChatRequest | CompletionRequest) -> Response:
+        if body.stream:
+            events = _stream(run, shape, Envelope(shape.piece_kind, self.served.name, shape.prefix), body.wants_usage)
+            return EventStream(events, error_event, run.close)
+        done = await self.served.wholes(request, run)
+        choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
+        answer = Envelope(shape.whole_kind, self.served.name, shape.prefix).wrap(choices, usage=usage_fields(run.usage))
+        return await written(answer, run.size)
+
+
+async def _stream(run: Run, shape: Shape, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
+    wrap = partial(envelope.wrap, usage=None) if wants_usage else envelope.wrap
+    async for pieces in run.pieces():
+        chunks = [event(wrap([choice])) for piece in pieces for choice in shape.pieces(piece)]
+        if chunks or not pieces:
+            yield b"".join(chunks) or _WAITING
+    if wants_usage:
+        yield event(envelope.wrap([], usage=usage_fields(run.usage)))
+    yield _DONE

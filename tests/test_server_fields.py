@@ -1,0 +1,207 @@
+"""Fields of other servers, ends of prompts, models and tokens: whatever clients send beside the common."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from anthropic import Anthropic
+from test_server_harness import USER, Scripted, Served, serving, tiny
+
+from deltic import __version__
+from deltic.server.fields import IGNORED_HEADER
+
+CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+STAGE: list[tuple[Served, Scripted]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stage() -> Iterator[None]:
+    engine = Scripted("")
+    with serving(engine.model()) as served:
+        STAGE[:] = [(served, engine)]
+        yield
+
+
+@contextmanager
+def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripted]]:
+    served, engine = STAGE[0]
+    served.wait_idle()
+    engine.play(text, **options)
+    yield served, engine
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("cache_prompt", True), ("add_special_tokens", False), ("skip_special_tokens", True), ("keep_alive", "5m"),
+    ("provider", {"order": ["x"]}), ("transforms", []), ("id_slot", -1), ("mirostat", 0), ("resendFiles", True),
+    ("promptPrefix", "x"), ("timings_per_token", True), ("separate_reasoning", True), ("priority", 0),
+    ("top_a", 0), ("drop_params", True), ("length_penalty", 1.0),
+])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_other_servers_know_is_ignored_and_named(field: str, value: Any, stream: bool) -> None:
+    with scripted("x") as (served, _):
+        response = served.post(CHAT, messages=USER, stream=stream, **{field: value})
+        assert response.status_code == 200 and response.headers[IGNORED_HEADER] == field
+        plain = served.post(CHAT, messages=USER, stream=stream, **{field: None})
+        assert plain.status_code == 200 and IGNORED_HEADER not in plain.headers
+
+
+def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    with scripted("x") as (served, _), caplog.at_level(logging.WARNING, "deltic"):
+        for _ in range(2):
+            assert served.post(CHAT, messages=USER, watermark=True).status_code == 200
+    assert [record.getMessage() for record in caplog.records].count(
+        "a client sends the field 'watermark', which has no effect here") == 1
+
+
+@pytest.mark.parametrize(("path", "fields", "sampling"), [
+    (CHAT, {"max_tokens": -1}, {"max_tokens": None}), (CHAT, {"max_completion_tokens": -1}, {"max_tokens": None}),
+    (TEXT, {"n_predict": -1}, {"max_tokens": None}), (TEXT, {"n_predict": 7}, {"max_tokens": 7}),
+    (CHAT, {"num_predict": 7}, {"max_tokens": 7}), (CHAT, {"max_new_tokens": 7, "max_tokens": 5}, {"max_tokens": 5}),
+    (CHAT, {"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}), (CHAT, {"min_new_tokens": 2}, {"min_tokens": 2}),
+])
+def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: dict[str, Any]) -> None:
+    asked = {"prompt": "x"} if path == TEXT else {"messages": USER}
+    with scripted("a b c d e f g h i") as (served, engine):
+        response = served.post(path, **asked, **fields)
+    assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
+    assert {name: getattr(engine.seen[-1].sampling, name) for name in sampling} == sampling
+
+
+@pytest.mark.parametrize(("fields", "same"), [
+    ({"think": True}, {"enable_thinking": True}), ({"think": "high"}, {"reasoning_effort": "high"}),
+    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}), ({"reasoning": {"enabled": True}},
+                                                                       {"enable_thinking": True}),
+    ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+])
+def test_other_ways_to_ask_for_thinking(fields: dict[str, Any], same: dict[str, Any]) -> None:
+    with scripted("x") as (served, engine):
+        for asked in (fields, same):
+            assert served.post(CHAT, messages=USER, **asked).status_code == 200
+    assert engine.seen[-1].prompt == engine.seen[-2].prompt
+
+
+@pytest.mark.parametrize("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
+def test_thinking_that_is_not_wanted_is_left_out(fields: dict[str, Any]) -> None:
+    with scripted(THOUGHT + "Yes.") as (served, _):
+        whole = served.post(CHAT, messages=USER, **fields).json()
+        text = served.post(CHAT, messages=USER, stream=True, **fields).text
+    assert whole["choices"][0]["message"] == {
+        "role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": None}
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0 and "see" not in text
+
+
+def test_thoughts_are_counted() -> None:
+    thought = tiny().chat_processor.tokenizer.encode("\nLet me see.\n")
+    with scripted(THOUGHT + "Yes.") as (served, _):
+        usage = served.post(CHAT, messages=USER, n=2).json()["usage"]
+        none = served.post(TEXT, prompt="x").json()["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 2 * len(thought)
+    assert none["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("use_beam_search", True), ("prompt_logprobs", 1), ("lora_path", "x"), ("allowed_token_ids", [1]),
+    ("bad_words", ["x"]), ("chat_template", "{{ 1 }}"), ("include_stop_str_in_output", True),
+    ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]),
+])
+def test_what_would_change_the_answer_is_refused(field: str, value: Any) -> None:
+    with scripted("x") as (served, _):
+        error = served.post(CHAT, messages=USER, **{field: value}).json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", field)
+
+
+def test_unknown_fields_are_refused_unless_the_server_is_lenient() -> None:
+    body = {"messages": USER, "max_tokns": 5, "stream_options": {"often": 1}}
+    with scripted("x") as (served, _):
+        assert served.post(CHAT, **body).status_code == 400
+    with serving(Scripted("x").model(), lenient=True) as lenient:
+        response = lenient.post(CHAT, **body, **{"\u00fc\n": 1})
+        assert response.headers[IGNORED_HEADER] == "max_tokns, %C3%BC%0A, often" and response.status_code == 200
+        many = lenient.post(MESSAGES, messages=USER, max_tokens=5, **{f"field_{index}": 1 for index in range(5000)})
+        assert many.status_code == 200 and len(many.headers[IGNORED_HEADER]) < 1000
+
+
+def test_an_effort_that_the_template_does_not_know() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}|{% if enable_thinking is defined %}" \
+               "{{ enable_thinking }}{% endif %}|{{ documents }}"
+    llm = tiny()
+    from deltic.text.chat_processor import ChatProcessor
+    engine = Scripted("x")
+    model = engine.model()
+    model.chat_processor = ChatProcessor(llm.chat_processor.tokenizer, template)
+    with serving(model) as served:
+        none = served.post(CHAT, messages=USER, reasoning_effort="none")
+        high = served.post(CHAT, messages=USER, reasoning_effort="high")
+        listed = served.post(CHAT, messages=USER, documents=[{"title": "x", "text": "y"}])
+    assert (none.headers.get(IGNORED_HEADER), high.headers.get(IGNORED_HEADER)) == (None, "reasoning_effort")
+    shown = [llm.chat_processor.tokenizer.decode(request.prompt) for request in engine.seen]
+    assert shown[:2] == ["Hi|False|None", "Hi||None"] and "'title': 'x'" in shown[2] and listed.status_code == 200
+
+
+def test_documents_need_a_template_that_knows_them() -> None:
+    with scripted("x") as (served, _):
+        error = served.post(CHAT, messages=USER, documents=[{"text": "y"}]).json()["error"]
+        assert error["param"] == "documents" and served.post(CHAT, messages=USER, documents=[]).status_code == 200
+
+
+def test_ends_of_prompts() -> None:
+    begun = [*USER, {"role": "assistant", "content": "The answer "}]
+    with scripted("x") as (served, engine):
+        for fields in ({"continue_final_message": True, "add_generation_prompt": False},
+                       {"continue_final_message": True}, {"add_generation_prompt": False}, {}):
+            assert served.post(CHAT, messages=begun, **fields).status_code == 200
+        shown = [tiny().chat_processor.tokenizer.decode(request.prompt, skip_special=False) for request in engine.seen]
+        error = served.post(CHAT, messages=begun, continue_final_message=True, add_generation_prompt=True).json()
+        wrong = served.post(CHAT, messages=USER, continue_final_message=True).json()
+    assert shown[0] == shown[1] and shown[0].endswith("</think>\n\nThe answer ")
+    assert shown[2].endswith("The answer<|im_end|>\n") and shown[3].startswith(shown[2])
+    assert shown[3].removeprefix(shown[2]).startswith("<|im_start|>assistant")
+    assert error["error"]["param"] == "continue_final_message" and wrong["error"]["param"] == "messages"
+
+
+def test_models_in_both_forms() -> None:
+    with scripted("x") as (served, _), Anthropic(base_url=served.url, api_key="x", max_retries=0) as client:
+        found = list(client.models.list())
+        assert [model.id for model in found] == ["tiny"] and found[0].created_at.year > 2000
+        assert client.models.retrieve("tiny").max_input_tokens == 2048
+        version = {"anthropic-version": "2023-06-01"}
+        assert served.http.get("/v1/models/x", headers=version).json()["error"]["type"] == "not_found_error"
+        assert served.client.models.retrieve("tiny").object == "model"
+        with pytest.raises(openai.NotFoundError):
+            served.client.models.retrieve("x")
+
+
+def test_tokens_and_back() -> None:
+    with scripted("x") as (served, engine):
+        found = served.post("/tokenize", model="tiny", prompt="Hello \u6f22", add_special_tokens=True).json()
+        assert found["count"] == len(found["tokens"]) > 1 and found["max_model_len"] == 2048
+        assert served.post("/detokenize", model="tiny", tokens=found["tokens"]).json() == {"prompt": "Hello \u6f22"}
+        named = served.post("/tokenize", prompt="Hello", return_token_strs=True).json()
+        assert "".join(named["token_strs"]) == "Hello" and found["token_strs"] is None
+        asked = {"messages": USER, "chat_template_kwargs": {"enable_thinking": True}}
+        served.post(CHAT, **asked)
+        assert tuple(served.post("/tokenize", **asked).json()["tokens"]) == engine.seen[-1].prompt
+        assert served.http.get("/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "x", "messages": USER}, "prompt"),
+    ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"messages": [5]}, "messages[0]"),
+    ("/tokenize", {"prompt": "x", "foo": 1}, "foo"), ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": ["x"]}, "tokens[0]"), ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [1 << 40]}, "tokens"), ("/detokenize", {"tokens": [1], "foo": 1}, "foo"),
+    (CHAT, {"messages": USER, "documents": 5}, "documents"), (CHAT, {"messages": USER, "think": 5}, "enable_thinking"),
+    (CHAT, {"messages": USER, "reasoning": {"effort": 5}}, "reasoning_effort"),
+    (CHAT, {"messages": USER, "documents": [1] * 5000}, "documents"),
+])
+def test_a_bad_field_is_named(path: str, body: dict[str, Any], param: str) -> None:
+    with scripted("x") as (served, _):
+        response = served.http.post(path, content=json.dumps(body))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
