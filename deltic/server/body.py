@@ -33,7 +33,8 @@ _PATIENCE = 4  # so many times the limit is read and thrown away, as clients lis
 _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools", "stop": "max_stops",
                                "stop_token_ids": "max_stops", "logit_bias": "max_logit_bias"}
 
-_SCHEMAS = ("tools", "functions", "response_format")
+_SCHEMAS = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
+            "guided_choice", "guided_grammar")
 _LONGEST_NAME = 60
 
 _Scan = Callable[[str, int], tuple[Any, int]]

@@ -95,14 +95,15 @@ class _Endpoints:
         body.refuse_unsupported()
         job = self.served.llm.chat_processor.chat(body.checked_messages(), body.sampling(self.served.limits),
                                        tools=body.shown_tools(), variables=body.variables(), history=body.history,
-                                       thinking_budget=body.thinking_budget)
+                                       thinking_budget=body.thinking_budget, output_format=body.output_format())
         return _speculating(job, body.speculate)
 
     def _text_jobs(self, body: CompletionRequest) -> tuple[list[Job], Echo]:
         self.served.check_model(body.model)
         body.refuse_unsupported()
         sampling, prompts = body.sampling(self.served.limits), body.prompts()
-        jobs = [_speculating(self.served.complete(prompt, sampling), body.speculate) for prompt in prompts]
+        wanted = body.output_format()
+        jobs = [_speculating(self.served.complete(prompt, sampling, wanted), body.speculate) for prompt in prompts]
         if not body.echo:
             return jobs, Echo()
         echo = Echo([self.served.text(prompt) for prompt in prompts], sampling.n)

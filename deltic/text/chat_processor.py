@@ -16,8 +16,10 @@ from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
 from deltic.text.chat import Conversation, load_template, opening, spell
 from deltic.text.deltas import Answer
+from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
 from deltic.text.history import MODES, History
 from deltic.text.notes import NoteStore
+from deltic.text.output_format import OutputFormat
 from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
 from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
@@ -67,6 +69,7 @@ class ChatProcessor:
         self._mode, self._history = history, History(tokenizer, notes, replace(self._bound, field="messages"))
         self._strip_billing_header, self._warned = strip_billing_header, False
         self._thinking_budget = thinking_budget
+        self.grammars = Grammars(tokenizer, limits.schema_seconds)
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:
@@ -75,7 +78,7 @@ class ChatProcessor:
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              parse_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None) -> Job:
+             thinking_budget: int | None = None, output_format: OutputFormat | None = None) -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model; parse_calls: its calls become tool deltas, else they stay content.
@@ -83,6 +86,7 @@ class ChatProcessor:
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think.
+        output_format: what the answer has to look like, after the thinking.
         RequestError names what is wrong.
         """
         mode = self._mode if history is None else history
@@ -92,10 +96,13 @@ class ChatProcessor:
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._history.turn(conversation, mode)
         router = chat_router(self.tokenizer, turn.ids, tools if parse_calls else None, sampling.stop)
+        closing = Closing.of(conversation)
         guide = None if budget is None else partial(
-            ThinkingBudget, tokenizer=self.tokenizer, closing=Closing.of(conversation), tokens=budget)
+            ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids)
-        return _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
+        job = _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
+        return job if output_format is None else _constrained(
+            job, self.grammars.grammar(output_format), closing.rest_ids)
 
     def opening(self, messages: Any, *, tools: Any = None,
                 variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:
@@ -107,12 +114,15 @@ class ChatProcessor:
         prompt = spell(self.tokenizer, conversation.render(conversation.messages))
         return prompt.ids[:opening(conversation, prompt)]
 
-    def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams()) -> Job:
-        """Continue a text (special tokens in it are recognised) or token ids as they stand."""
+    def complete(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
+                 output_format: OutputFormat | None = None) -> Job:
+        """Continue a text (special tokens in it are recognised) or token ids as they stand. output_format: what the
+        continuation has to look like."""
         if not isinstance(prompt, str):
             self._bound.check(len(prompt))
         ids = self.tokenizer.encode(prompt, bound=self._bound) if isinstance(prompt, str) else prompt
-        return _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
+        job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
+        return job if output_format is None else _constrained(job, self.grammars.grammar(output_format))
 
     def flush(self) -> None:
         """Wait until what was said is written, where it is kept beyond the process."""
@@ -143,6 +153,13 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     matcher = texts.followers() if sampling.stop or guide else None
     guides = partial(next, map(guide, map(texts.of, count()))) if guide else None
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
+
+
+def _constrained(job: Job, grammar: Grammar, gap: Sequence[int] = ()) -> Job:
+    """The job with answers within a grammar. gap: the tokens between a think block and an answer."""
+    constraints = map(partial(GrammarConstraint, grammar, gap=gap), map(job.texts.of, count()))
+    matcher = job.request.matcher or job.texts.followers()
+    return replace(job, request=replace(job.request, matcher=matcher, constraint=partial(next, constraints)))
 
 
 def prompt_bound(longest: int | None, limits: Limits) -> Bound:
