@@ -176,6 +176,22 @@ class Guide(Protocol):
         """Take the next token of the answer, forced or chosen."""
 
 
+class Constraint(Protocol):
+    """Says which tokens may come next in an answer, such as those with which it stays within a grammar. One instance
+    per choice; what it says must depend on the tokens that it was given alone. It may be asked in another thread than
+    it is given tokens in, never in two at once."""
+
+    def fitting(self, drafts: Sequence[int], /) -> int:
+        """How many of these tokens, one after the other, may come."""
+
+    def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
+        """Which tokens may come next, and which after each of the drafts, which fit: bit t % 8 of byte t // 8 is token
+        t, those past the end are forbidden. None: all."""
+
+    def push(self, token: int, /) -> None:
+        """Take the next token of the answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the engine is asked: token ids in, token ids out.
@@ -184,6 +200,9 @@ class Request:
     matcher: makes the stop-string matcher of one choice, or None; called once for each choice, in their order. A
         matcher has a token before the guide does, and before the token's event goes out.
     guide: makes what forces tokens on one choice, or None; called as the matcher is.
+    constraint: makes what says which tokens may come in one choice, or None; called as the matcher is. Tokens that a
+        guide forces come nevertheless. Tokens that end the answer (min_tokens, ignore_eos) are held back only where
+        another one may come.
     speculate: whether tokens may be drafted for this request; the answer is the same.
     group: requests that came together name the same. client: who asks, such as an address; "": each group is one of its
         own. Where places are short clients have equal parts, and of a client's part its groups.
@@ -196,6 +215,7 @@ class Request:
     matcher: Callable[[], Matcher] | None = None
     speculate: bool = True
     guide: Callable[[], Guide] | None = None
+    constraint: Callable[[], Constraint] | None = None
     group: str = ""
     client: str = ""
 
@@ -203,7 +223,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural-log probability that the model gave to the token of the answer, chosen or forced, and to the most
-    probable ones, before the draw's filters."""
+    probable ones, before the draw's filters and whatever a constraint allows."""
 
     token: float
     top: tuple[tuple[int, float], ...] = ()

@@ -24,6 +24,7 @@ CACHES = {
     "deltic/ops/cuda/step.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
     "deltic/engine/batch.py _no_appends": "a constant that is never written to",
+    "deltic/engine/masks.py _table": "a constant that is never written to",
     "deltic/engine/sampler.py _greedy": "constants that are never written to",
     "deltic/ops/torch/basic.py frequencies": "a constant that is never written to",
     "deltic/text/chat.py _aside": "what a template makes of a few messages: a pure function of texts, few of them kept",

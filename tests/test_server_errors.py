@@ -58,7 +58,7 @@ def user(content: Any) -> list[Any]:
     ({"logprobs": 3}, "logprobs"), ({"stream_options": {"foo": 1}}, "stream_options.foo"),
     ({"tools": [5]}, "tools[0]"), ({"tools": {}}, "tools"), ({"tools": [{"type": "custom"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0]"), ({"tool_choice": "required", "tools": [FUNCTION]}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"store": True}, "store"),
+    ({"response_format": {"type": "yaml"}}, "response_format"), ({"store": True}, "store"),
     ({"functions": [{"name": "f"}]}, "functions"), ({"function_call": "auto"}, "function_call"),
     ({"audio": {"voice": "x"}}, "audio"), ({"modalities": ["text", "audio"]}, "modalities"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls"), ({"service_tier": "flex"}, "service_tier"),

@@ -37,5 +37,5 @@ def _is_plain(share: Share, drafts: bool) -> bool:
     """Whether the sequence's next step but one needs nothing of the next one but the token."""
     row, sequence = share.row, share.sequence
     return (row is not None and len(row.tokens) == 1 and share.draw is not None and sequence.generated > 0
-            and not share.lease.behind and sequence.guide is None and not wanted(sequence)
+            and not share.lease.behind and not (sequence.guide or sequence.constraint) and not wanted(sequence)
             and not (drafts and sequence.request.speculate))

@@ -35,8 +35,8 @@ log = logging.getLogger("deltic")
 
 _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
          "--debug-layers to find the first bad layer, or with --ops ref")
-_NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one, or all but those that min_tokens forbids "
-              "too; allow at least one more")
+_NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one that a grammar allows, or all but "
+              "those that min_tokens forbids too; allow at least one more")
 
 
 @dataclass(slots=True)
@@ -192,6 +192,8 @@ class Engine:
                 continue
             sequence = share.sequence
             try:
+                if share.error:
+                    raise share.error
                 if chosen.healthy[share.draw]:
                     if share.lease.emitting:
                         self.runtime.cache.keep_emitted(share.lease, share.end)
@@ -287,7 +289,7 @@ class Engine:
 
     def _blame(self, sequence: Sequence, error: Exception) -> None:
         """What a request brought along has raised this error, which is being handled."""
-        log.exception("a request's own matcher or guide failed; the request ends with an error")
+        log.exception("a request's own matcher, guide or constraint failed; the request ends with an error")
         self._fail(sequence, f"internal error: {error}")
 
     def _fail(self, sequence: Sequence, message: str) -> None:
@@ -322,11 +324,13 @@ class Engine:
         limit = self.max_context
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
-        eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos())
+        goes_on = params.ignore_eos and not request.constraint  # which knows where an answer has to end
+        eos = frozenset(params.stop_token_ids) | (frozenset() if goes_on else self._eos())
         boundaries = distinct(request.boundaries, len(prompt))
         wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
         return Sequence(request, choice, params, seed, eos, limit, tuple(prompt),
                         request.matcher() if request.matcher else None, request.guide() if request.guide else None,
+                        request.constraint() if request.constraint else None,
                         Repeats(params.max_repeat) if params.max_repeat else None, boundaries=boundaries, wanted=wanted)
 
     def _eos(self) -> frozenset[int]:

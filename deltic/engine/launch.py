@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltic.cache.lease import Lease
 from deltic.engine.batch import PageTable, build
+from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
 from deltic.engine.sampler import Draw, SamplingTable, logprobs_of
 from deltic.engine.scheduler import Plan, Row
@@ -23,7 +24,7 @@ from deltic.types import TokenLogprobs
 class Share:
     """One sequence's share of a step, on the lease that it had then. row: None if it only draws from logits that were
     known. start: the row's first token in the batch. draw: the first of its draws; None: it draws nothing. end [V]: the
-    logits of its prompt's end, where they will be kept."""
+    logits of its prompt's end, where they will be kept. error: what its constraint raised."""
 
     sequence: Sequence
     lease: Lease
@@ -31,6 +32,7 @@ class Share:
     start: int = 0
     draw: int | None = None
     end: Tensor | None = None
+    error: Exception | None = None
 
     @property
     def live(self) -> bool:
@@ -41,13 +43,13 @@ class Share:
     def draft_tokens(self) -> tuple[int, ...]:
         return self.row.draft_tokens if self.row and self.row.drafts else ()
 
-    @property
-    def draws(self) -> list[Draw]:
+    def draws(self, masks: List[bytes | None] | None) -> list[Draw]:
         """The sequence's next token, and those after each draft; after a token that is not known yet, where it takes
-        one from the step before."""
+        one from the step before. masks: of each, where the sequence is constrained."""
         if self.row and self.row.drawn is not None:
             return [Draw(self.sequence, self.row.tokens)]
-        return [Draw(self.sequence, self.draft_tokens[:count]) for count in range(len(self.draft_tokens) + 1)]
+        masks = masks or [None] * (len(self.draft_tokens) + 1)
+        return [Draw(self.sequence, self.draft_tokens[:count], mask) for count, mask in enumerate(masks)]
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +99,7 @@ class Launcher:
 
     def __init__(self, runtime: Model) -> None:
         self._runtime, self.seconds = runtime, 0.0
-        self._pages, self._params = PageTable(), SamplingTable()
+        self._pages, self._params, self._masks = PageTable(), SamplingTable(), Masks()
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None) -> InFlight:
@@ -133,6 +135,8 @@ class Launcher:
             flight.shares.append(Share(sequence, sequence.lease))
         if flight.plan.operations:
             runtime.cache.pools.apply(flight.plan.operations)
+        drawing = [share for share in flight.shares if share.row is None or share.row.logits]
+        asked = self._masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
         if flight.plan.rows:
             batch = build(flight.plan, runtime.device, hidden=runtime.mtp_runner is not None,
                           drawn=before.drawn if before else None, table=self._pages)
@@ -143,7 +147,7 @@ class Launcher:
             # a draw may write into them, and what came from a tier lies on the host
             logits.append(sequence.logits[None].to(runtime.device, copy=True))
             sequence.logits = None
-        draws = _draws(flight.shares)
+        draws = _draws(drawing, asked)
         if draws:
             self._draw(flight, draws, logits[0] if len(logits) == 1 else torch.cat(logits))
 
@@ -161,13 +165,16 @@ class Launcher:
             flight.arrived.record(torch.cuda.current_stream(sampled.tokens.device))
 
 
-def _draws(shares: List[Share]) -> list[Draw]:
+def _draws(shares: List[Share], asked: Asked) -> list[Draw]:
     """All draws of a step, in the order of its logits."""
     draws = list[Draw]()
     for share in shares:
-        if share.row is None or share.row.logits:
-            share.draw = len(draws)
-            draws += share.draws
+        masks, share.draw = None, len(draws)
+        try:
+            masks = asked[share.sequence].result() if share.sequence in asked else None
+        except Exception as error:
+            share.error = error  # the others of the step have nothing to do with it
+        draws += share.draws(masks)
     return draws
 
 

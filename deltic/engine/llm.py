@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
@@ -32,18 +32,18 @@ from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
 from deltic.errors import ModelError, RequestError
 from deltic.text.answers import Answers, Choice, Output
-from deltic.text.chat_processor import ChatProcessor, Job, bare_job, prompt_bound, read_template
+from deltic.text.chat_processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
+from deltic.text.output_format import OutputFormat, only_format
+from deltic.text.output_format import response_format as read_response_format
+from deltic.text.output_format import structured_outputs as read_structured_outputs
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import Request, SamplingParams, TokenOut
 
 __all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
 
 log = logging.getLogger("deltic")
-
-ENDS = ("<|im_end|>", "<|endoftext|>")
-"""Tokens of this family's vocabularies that end an answer, if they are there."""
 
 TokenCallback = Callable[[int, int], bool]
 """Called with (row, token id) for each token of a batch; False stops that row alone."""
@@ -52,7 +52,16 @@ _GATHERED = 64  # tokens after which a caller who waits for whole answers turns 
 _CLOSING = 60.0  # seconds that `close` waits for the step that is running
 
 
-class ChatOptions(TypedDict, total=False):
+class FormatOptions(TypedDict, total=False):
+    """What answers have to look like. response_format: in OpenAI's form, {"type": "json_object"}, or {"type":
+    "json_schema", "json_schema": {"name": ..., "schema": ...}}. structured_outputs: in vLLM's, one of json (a schema),
+    regex, choice (a list of texts), grammar."""
+
+    response_format: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
+
+
+class ChatOptions(FormatOptions, total=False):
     """What a conversation can be told besides its messages. thinking: the template variable enable_thinking.
     thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once."""
 
@@ -222,20 +231,21 @@ class LLM:
     `generate_stream`. All of them may be called from any thread and any task, also while the model is being served:
     one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
 
+    Of the options, those of ChatConfig say how conversations are read, the others, of EngineConfig, how the model runs.
     history: "template", "preserve" or "auto", how prompts treat earlier answers: see `deltic.text.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
     thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
+    tool_call_parser: "qwen", "json", "minimax", how the model writes tool calls; "auto": as its chat template does.
     Unknown options raise ConfigError, unusable models ModelError; requests that cannot be served RequestError; calls
     after `close`, or in a process that was forked from the model's, UnavailableError.
     """
 
     def __init__(self, model: str | RandomModel | None = None, *, revision: str | None = None,
-                 chat_template: Path | None = None, progress: LoadProgress | None = None, history: str = "auto",
-                 strip_billing_header: bool = False, thinking_budget: int | None = None, **options: Any) -> None:
+                 chat_template: Path | None = None, progress: LoadProgress | None = None, **options: Any) -> None:
+        chat = {field.name: options.pop(field.name) for field in fields(ChatConfig) if field.name in options}
+        ChatConfig(**chat)
         runtime = load(model, engine_config(options), revision, progress)
-        self._chat_processor = _chat_processor(runtime, chat_template, history=history,
-                                               strip_billing_header=strip_billing_header,
-                                               thinking_budget=thinking_budget)
+        self._chat_processor = _chat_processor(runtime, chat_template, **chat)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()
@@ -274,22 +284,24 @@ class LLM:
 
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
                  sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-                 on_token: TokenCallback | None = None) -> list[Output]:
+                 on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
         """Continue each prompt (text or token ids). sampling: one for all, or one per prompt.
 
         RequestError, and nothing runs, if a prompt is refused. A choice on which the engine gave up has finish "error"
         and says why in `error`; the others are not affected."""
-        return self._gather(self._jobs(prompts, sampling, on_token), on_token)
+        return self._gather(self._jobs(prompts, sampling, on_token, **options), on_token)
 
     async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
                         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-                        on_token: TokenCallback | None = None) -> list[Output]:
+                        on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
         """As `generate`, for asyncio. Cancelling it aborts the requests."""
-        return await self._agather(await asyncio.to_thread(self._jobs, prompts, sampling, on_token), on_token)
+        jobs = await asyncio.to_thread(self._jobs, prompts, sampling, on_token, **options)
+        return await self._agather(jobs, on_token)
 
-    def generate_stream(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams()) -> Stream:
+    def generate_stream(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
+                        **options: Unpack[FormatOptions]) -> Stream:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
-        return Stream(self, self._job(as_prompt(prompt), as_params(sampling)))
+        return Stream(self, self._job(as_prompt(prompt), as_params(sampling), as_format(**options)))
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
         """Read the beginning that all conversations with these system messages and tools share, and keep it for as
@@ -352,21 +364,28 @@ class LLM:
             call.close()
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
-              thinking_budget: Any = None) -> Job:
+              thinking_budget: Any = None, **form: Any) -> Job:
         check_tools(tools)
         return self.chat_processor.chat(as_messages(messages), as_params(sampling), tools=tools,
-                               variables=as_variables(variables, thinking), thinking_budget=thinking_budget)
+                               variables=as_variables(variables, thinking), thinking_budget=thinking_budget,
+                                        output_format=as_format(**form))
 
-    def _jobs(self, prompts: Any, sampling: Any, on_token: Any) -> list[Job]:
+    def _jobs(self, prompts: Any, sampling: Any, on_token: Any, **form: Any) -> list[Job]:
         check_callback(on_token)
         rows = as_prompts(prompts)
         params = as_sampling(sampling, len(rows))
-        return [self._job(prompt, each) for prompt, each in zip(rows, params, strict=True)]
+        wanted = as_format(**form)
+        return [self._job(prompt, each, wanted) for prompt, each in zip(rows, params, strict=True)]
 
-    def _job(self, prompt: str | list[int], sampling: SamplingParams) -> Job:
-        if not isinstance(prompt, str) and self._chat_processor is None:
+    def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None = None) -> Job:
+        if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
-        return self.chat_processor.complete(prompt, sampling)
+        return self.chat_processor.complete(prompt, sampling, wanted)
+
+
+def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:
+    """The one of the two that is given; RequestError if both are."""
+    return only_format([read_response_format(response_format), read_structured_outputs(structured_outputs)])
 
 
 def _chat_processor(runtime: Runtime, template: Path | None, **options: Any) -> ChatProcessor | None:
@@ -376,7 +395,8 @@ def _chat_processor(runtime: Runtime, template: Path | None, **options: Any) -> 
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
     return ChatProcessor(tokenizer, read_template(template) if template else None, notes=runtime.notes,
-                 longest=runtime.memory.max_context, limits=runtime.options.limits, **options)
+                         longest=runtime.memory.max_context, limits=runtime.options.limits,
+                         **options)
 
 
 def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:
@@ -384,6 +404,4 @@ def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:
     if tokenizer.vocab_size > runtime.config.vocab_size:
         log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",
                     tokenizer.vocab_size, runtime.config.vocab_size)
-    ends = [tokenizer.eos_id, *map(tokenizer.token_to_id, ENDS)]
-    found = [end for end in ends if end is not None and end in tokenizer.special]
-    return replace(runtime, generation=runtime.generation.with_eos(found), tokenizer=None)
+    return replace(runtime, generation=runtime.generation.with_eos(tokenizer.ends), tokenizer=None)

@@ -25,7 +25,13 @@ def penalizes(params: SamplingParams) -> bool:
 def wanted(sequence: Sequence) -> bool:
     """Whether any logit of this sequence's next tokens may be changed."""
     params = sequence.sampling
-    return penalizes(params) or bool(sequence.eos and sequence.generated < params.min_tokens)
+    return penalizes(params) or _is_short(sequence)
+
+
+def _is_short(sequence: Sequence, ahead: int = 0) -> bool:
+    """Whether it may not end yet, after so many more tokens; where a constraint has a say, that is seen to there."""
+    return bool(sequence.eos and sequence.constraint is None
+                and sequence.generated + ahead < sequence.sampling.min_tokens)
 
 
 class Penalties:
@@ -43,7 +49,7 @@ class Penalties:
         self.factor = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         self._penalizes = bool(params.presence_penalty or params.frequency_penalty)
         self._read = len(sequence.tokens)
-        self._short = bool(sequence.eos) and sequence.generated < params.min_tokens
+        self._short = _is_short(sequence)
         self._repetition: Tensor | None = None
         self._offset: Tensor | None = None
         if self.factor != 1.0:
@@ -75,7 +81,7 @@ class Penalties:
         """Where the table is another one once these drafts are appended, too: tokens, their repetition factors and
         offsets. To be called after `table`."""
         counts = Counter(drafts if self._repetition is not None or self._penalizes else ())
-        short = sequence.generated + len(drafts) < sequence.sampling.min_tokens
+        short = _is_short(sequence, len(drafts))
         for token in {*counts, *(sequence.eos if self._short and not short else ())}:
             met = token in counts or (self._repetition is not None and float(self._repetition[token]) != 1.0)
             yield (token, self.factor if met else 1.0,

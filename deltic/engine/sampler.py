@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from deltic.engine.batch import upload
+from deltic.engine.masks import forbids, offsets
 from deltic.engine.penalties import Penalties, penalizes, wanted
 from deltic.engine.sequence import Sequence
 from deltic.ops.noise import sample_key
@@ -19,10 +20,12 @@ from deltic.types import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One draw: the sequence's next token, or, supposing that the drafts `ahead` are right, the one after them."""
+    """One draw: the sequence's next token, or, supposing that the drafts `ahead` are right, the one after them. mask:
+    which tokens may come, as a `Constraint` says; None: all."""
 
     sequence: Sequence
     ahead: tuple[int, ...] = ()
+    mask: bytes | None = None
 
     @property
     def position(self) -> int:
@@ -47,7 +50,8 @@ class SamplingTable:
             params = [sequence.sampling for sequence in sequences]
             self._sequences, self._sampling = sequences, _sampling(params, device)
             self._adjusts = any(p.min_tokens or penalizes(p) for p in params)
-        adjust = _adjust(draws, device, vocabulary) if self._adjusts else None
+        adjusts = self._adjusts or any(draw.mask is not None for draw in draws)
+        adjust = _adjust(draws, device, vocabulary) if adjusts else None
         if self._sampling.greedy:
             return self._sampling if adjust is None else replace(self._sampling, adjust=adjust)
         keys = array("q", [0 if draw.sequence.sampling.temperature == 0 else
@@ -93,15 +97,17 @@ def _filters(params: SamplingParams) -> bool:
 def _adjust(draws: List[Draw], device: torch.device, vocabulary: int) -> Adjust | None:
     tables, singles, prompts = list[Table](), list[tuple[int, int, float, float]](), dict[int, Penalties]()
     for row, draw in enumerate(draws):
-        if not wanted(draw.sequence):
-            continue
-        penalties = _penalties(draw.sequence, device, vocabulary, prompts)
-        table = penalties.table(draw.sequence, row, vocabulary)
-        if table is None:
-            continue
-        tables.append(table)
-        if draw.ahead:
-            singles += [(row, *entry) for entry in penalties.ahead(draw.sequence, draw.ahead) if entry[0] < vocabulary]
+        mask, table = draw.mask, None
+        if wanted(draw.sequence):
+            penalties = _penalties(draw.sequence, device, vocabulary, prompts)
+            table = penalties.table(draw.sequence, row, vocabulary)
+            if table and draw.ahead:
+                singles += [(row, *entry) for entry in penalties.ahead(draw.sequence, draw.ahead)
+                            if entry[0] < vocabulary and not (mask and forbids(mask, entry[0]))]
+        if mask is not None:
+            table = _masked(table or Table(row, None, None), mask, vocabulary, device)
+        if table:
+            tables.append(table)
     if not tables:
         return None
     rows, tokens, repetitions, offsets = zip(*singles, strict=True) if singles else ((), (), (), ())
@@ -109,6 +115,12 @@ def _adjust(draws: List[Draw], device: torch.device, vocabulary: int) -> Adjust 
                   torch.tensor(tokens, dtype=torch.int64, device=device),
                   torch.tensor(repetitions, dtype=torch.float32, device=device),
                   torch.tensor(offsets, dtype=torch.float32, device=device), tuple(tables))
+
+
+def _masked(table: Table, mask: bytes, vocabulary: int, device: torch.device) -> Table:
+    """The same, with what the mask forbids."""
+    masked = offsets(mask, vocabulary, device)
+    return replace(table, offset=masked if table.offset is None else masked.add_(table.offset))
 
 
 def _penalties(sequence: Sequence, device: torch.device, vocabulary: int, prompts: dict[int, Penalties]) -> Penalties:

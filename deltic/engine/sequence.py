@@ -11,7 +11,7 @@ from deltic.cache.lease import Lease, Rest, Snapshot
 from deltic.cache.tiers import Fetch
 from deltic.engine.depth import Acceptance
 from deltic.engine.repeats import Repeats
-from deltic.types import PAGE, Finish, Guide, Matcher, Request, SamplingParams, Usage
+from deltic.types import PAGE, Constraint, Finish, Guide, Matcher, Request, SamplingParams, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +30,9 @@ class Sequence:
     request's own prompt, of which many that wait need no copies. keys: the prompt as bytes, 8 a token, which are
     quickly compared; choices share them. lease: None while waiting.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
-    goes round in circles. guide: forces tokens on it. counts: occurrences of the answer's tokens. penalties: what the
-    sampler knows of them. origin: where to fork from instead of processing the prompt. boundaries: where following
-    prompts are expected to part. wanted: prompt
+    goes round in circles. guide: forces tokens on it. constraint: says which tokens may come. counts: occurrences of
+    the answer's tokens. penalties: what the sampler knows of them. origin: where to fork from instead of processing the
+    prompt. boundaries: where following prompts are expected to part. wanted: prompt
     positions whose state is worth keeping. hold: up to which position it waits for another one to read. fetch: what the
     tiers bring for it. known: tokens that the tree knows of it, and as of which of the tree's changes. turn: the step
     since which it runs, or waits, without a break. rest: what it returns to, where it waits because its turn was over.
@@ -51,6 +51,7 @@ class Sequence:
     tokens: list[int] | tuple[int, ...]
     matcher: Matcher | None = None
     guide: Guide | None = None
+    constraint: Constraint | None = None
     repeats: Repeats | None = None
     lease: Lease | None = None
     origin: Origin | None = None
@@ -152,6 +153,8 @@ class Sequence:
         circling = self.repeats.push(token) if self.repeats else False
         if self.guide:
             self.guide.push(token)
+        if self.constraint:
+            self.constraint.push(token)
         if token in self.eos or matched:
             self.finish = "stop"
         elif circling or len(self.tokens) >= self.limit:

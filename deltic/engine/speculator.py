@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as List
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
@@ -74,7 +75,7 @@ class Speculator:
             self._switch_off()
             return []
         for (sequence, _), tokens in zip(granted, checked, strict=True):
-            sequence.draft_tokens = tokens
+            sequence.draft_tokens = _fitting(sequence, tokens)
         return ready
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
@@ -142,3 +143,12 @@ class Speculator:
 def _room(sequence: Sequence) -> int:
     """How many drafts a sequence can use: the token after them is not drafted."""
     return sequence.limit - len(sequence.tokens) - 1 if sequence.request.speculate else 0
+
+
+def _fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+    """The drafts before the first one that may not come."""
+    if not drafts or sequence.constraint is None:
+        return drafts
+    with suppress(Exception):  # a constraint that fails says so again when it is asked for the next token
+        return drafts[:sequence.constraint.fitting(drafts)]
+    return ()

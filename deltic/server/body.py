@@ -38,7 +38,8 @@ _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools",
                                "stop_token_ids": "max_stops", "logit_bias": "max_logit_bias",
                                "stop_sequences": "max_stops", "input": "max_messages", "documents": "max_messages"}
 
-_SCHEMAS = ("tools", "functions", "response_format", "text", "output_config")
+_SCHEMAS = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
+             "guided_choice", "guided_grammar", "text", "output_config")
 _MOST_TOLD = 1000
 _LONGEST_NAME = 60
 

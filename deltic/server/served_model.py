@@ -21,6 +21,7 @@ from deltic.server.collect import Run
 from deltic.server.http import Problem, ProblemError, while_connected
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
+from deltic.text.output_format import OutputFormat
 from deltic.types import SamplingParams
 
 Body = TypeVar("Body", bound=Fields)
@@ -76,10 +77,11 @@ class ServedModel:
         finally:
             run.close()
 
-    def complete(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Job:
+    def complete(self, prompt: str | Sequence[int], sampling: SamplingParams,
+                 output_format: OutputFormat | None = None) -> Job:
         """A raw continuation; a model without tokenizer takes token ids."""
-        if self._has_words or isinstance(prompt, str):
-            return self.llm.chat_processor.complete(prompt, sampling)
+        if self._has_words or isinstance(prompt, str) or output_format:
+            return self.llm.chat_processor.complete(prompt, sampling, output_format)
         return bare_job(prompt, sampling, prompt_bound(self.llm.engine.max_context, self.limits))
 
     def token_bytes(self, token: int) -> bytes:

@@ -15,11 +15,13 @@ _THOUGHT, _ANSWER = "Because", "Answer"
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """Token ids that end a think block: those of the `gap` before the tag, and the tag with what follows it."""
+    """Token ids that end a think block: those of the `gap` before the tag, and the tag with what follows it, which
+    alone is the `rest`."""
 
     gap: bytes
     gap_ids: tuple[int, ...]
     tag_ids: tuple[int, ...]
+    rest_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, conversation: Conversation) -> Closing:
@@ -28,7 +30,8 @@ class Closing:
         tokenizer = conversation.tokenizer
         tag = tokenizer.token_to_id(THINK_END)
         tag_ids = tokenizer.encode(THINK_END) if tag is None else [tag]
-        return cls(gap.encode(), tuple(tokenizer.encode(gap)), (*tag_ids, *tokenizer.encode(rest)))
+        rest_ids = tuple(tokenizer.encode(rest))
+        return cls(gap.encode(), tuple(tokenizer.encode(gap)), (*tag_ids, *rest_ids), rest_ids)
 
     def after(self, spelled: bytes) -> tuple[int, ...]:
         """What closes a block of thoughts that end with these bytes; a gap that is there is not repeated."""

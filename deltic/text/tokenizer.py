@@ -66,8 +66,13 @@ class Bound:
 UNBOUNDED: Final = Bound()
 
 
+ENDS = ("<|im_end|>", "<|endoftext|>")
+"""Tokens of this family's vocabularies that end an answer, if they are there."""
+
+
 class Tokenizer:
-    """A tokenizer of a model directory. Immutable after construction, so threads may share it."""
+    """A tokenizer of a model directory. Immutable after construction, so threads may share it. ends: the special tokens
+    that end an answer."""
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str] | None = None,
                  templates: Mapping[str, str] | None = None) -> None:
@@ -80,6 +85,8 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1)
         self.bos_id = self._named_id("bos_token")
         self.eos_id = self._named_id("eos_token")
+        ends = [self.eos_id, *map(backend.token_to_id, ENDS)]
+        self.ends = tuple(end for end in dict.fromkeys(ends) if end is not None and end in self.special)
         self._plain_bytes = _byte_reader(backend)
         self._bytes: dict[int, bytes] = {}
         self._turn = threading.Lock()

@@ -22,7 +22,8 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
     processor, tools = served.llm.chat_processor, body.shown_tools()
     job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
                          variables=_understood(body, partial(processor.knows, tools=tools)),
-                         thinking_budget=body.thinking_budget, opens=body.opens())
+                         thinking_budget=body.thinking_budget, opens=body.opens(),
+                         output_format=body.output_format())
     return _speculating(job, body.speculate)
 
 
@@ -46,7 +47,8 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     served.check_model(body.model)
     body.refuse_unsupported()
     sampling, prompts = body.sampling(served.limits), body.prompts()
-    jobs = [_speculating(served.complete(prompt, sampling), body.speculate) for prompt in prompts]
+    wanted = body.output_format()
+    jobs = [_speculating(served.complete(prompt, sampling, wanted), body.speculate) for prompt in prompts]
     if not body.echo:
         return jobs, Echo()
     echo = Echo([served.text(prompt) for prompt in prompts], sampling.n)

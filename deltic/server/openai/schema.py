@@ -14,6 +14,7 @@ from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.server.body import Fields, renamed
 from deltic.text.chat_processor import Opens
+from deltic.text.output_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.types import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -22,7 +23,6 @@ _COMPLETION_TOKENS = 16
 
 # Values that ask for nothing. null always does.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "store": (False,),
@@ -44,7 +44,24 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None
 
 
-class _Common(Fields):
+class FormatFields(Fields):
+    """The fields that say what an answer has to look like: OpenAI's, and vLLM's by their newer and older names."""
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    def output_format(self) -> OutputFormat | None:
+        """What they say; RequestError if that is wrong, or more than one says something."""
+        guided = [read(getattr(self, name), name) for name, read in GUIDED.items() if getattr(self, name) is not None]
+        return only_format([response_format(self.response_format), structured_outputs(self.structured_outputs),
+                            *guided])
+
+
+class _Common(FormatFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -110,7 +127,6 @@ class ChatRequest(_Common):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    response_format: Any = None
     reasoning_effort: str | None = None
     modalities: Any = None
     audio: Any = None

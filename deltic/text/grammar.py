@@ -1,0 +1,258 @@
+"""Keeps answers within a grammar: from what a request asks for to the tokens that may come next.
+
+The work is done by llguidance, which is loaded when it is first needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TookTooLong
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, cast
+
+from deltic.errors import RequestError
+from deltic.text.markers import THINK, THINK_END
+from deltic.text.output_format import Choice, GrammarText, JsonSchema, OutputFormat, Regex
+from deltic.text.stream import AnswerText
+from deltic.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+log = logging.getLogger("deltic")
+
+_MOST_KEPT = 64
+_MOST_TEXT = 1 << 20
+_COMPILING = 2  # threads: one that is busy with a hostile grammar shall not keep others waiting
+_WHITESPACE = r" |\r?\n[ \t]{0,40}"
+"""Between the parts of JSON, as people indent it: without a bound small models write nothing else, again and again."""
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
+LENIENT = JSON_OPTIONS | {"lenient": True, "coerce_one_of": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that was compiled, and the tokens that it is about."""
+
+    vocabulary: Vocabulary
+    prototype: LLMatcher
+
+    def matcher(self) -> LLMatcher:
+        return self.prototype.deep_copy()
+
+
+class Vocabulary:
+    """The tokens of a model as grammars see them: special ones, and those of think blocks and calls, spell nothing, a
+    grammar has to name them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.ends = tokenizer, frozenset(tokenizer.ends)
+        marks = {mark: tokenizer.token_to_id(mark) for mark in (THINK, THINK_END, "<tool_call>", "</tool_call>")}
+        self.marks = {mark: id for mark, id in marks.items() if id is not None}
+        if not self.ends:
+            raise RequestError("the model has no token that ends an answer, so that no answer can be given a form")
+
+    @cached_property
+    def compiled(self) -> LLTokenizer:
+        """Takes a while for a large vocabulary, in which no other thread runs."""
+        from llguidance import LLTokenizer
+        from llguidance._tokenizer import TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_Tokens(self._tokenizer, self)), eos_token=sorted(self.ends))
+
+    @cached_property
+    def unfinished(self) -> bytes:
+        """The mask of all tokens but those that end an answer, or begin a call."""
+        mask = bytearray(b"\xff" * -(-self._tokenizer.vocab_size // 8))
+        for token in self.ends.union(id for mark, id in self.marks.items() if mark != THINK_END):
+            mask[token >> 3] &= ~(1 << (token & 7))
+        return bytes(mask)
+
+    def only(self, token: int) -> bytes:
+        """The mask of one token."""
+        return bytes(token >> 3) + bytes([1 << (token & 7)])
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+        self._encode = tokenizer.encode
+        self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
+        self.eos_token_id, self.bos_token_id = min(vocabulary.ends), tokenizer.bos_id
+        self.special_token_ids = sorted({*tokenizer.special, *vocabulary.marks.values()})
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode(), parse_special=False)
+
+
+class Grammars:
+    """Compiles grammars, and keeps the last ones. Threads may share it. seconds: that one may take."""
+
+    def __init__(self, tokenizer: Tokenizer, seconds: float = 5.0) -> None:
+        self._tokenizer, self._seconds = tokenizer, seconds
+        self._known: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer)
+
+    def warm(self) -> None:
+        """Make what all grammars need, before anybody waits for it."""
+        with self._lock:
+            _ = self.vocabulary.compiled
+
+    def grammar(self, wanted: OutputFormat) -> Grammar:
+        """The grammar of a format; RequestError names the format's field if there is none."""
+        return self.compiled(lambda: source_of(wanted), wanted.field)
+
+    def compiled(self, source: Callable[[], str], field: str) -> Grammar:
+        """The grammar with this source, in llguidance's form; RequestError with this field. The source is made, as the
+        grammar is, in a thread that may take so long; what it has begun is bounded as well."""
+        try:
+            self.warm()
+        except ImportError as error:
+            raise RequestError(f"{field} needs the package llguidance, which cannot be loaded ({error}): pip install "
+                               "llguidance", field) from error
+        text = source()
+        if len(text) > _MOST_TEXT:
+            raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
+        key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        try:
+            return self._future(key, text).result(self._seconds)
+        except TookTooLong:
+            raise RequestError(f"{field} takes longer than {self._seconds:g} seconds to compile (schema_seconds): "
+                               "simplify it", field) from None
+        except _BadGrammar as error:
+            raise RequestError(f"{field} cannot be enforced: {error}", field) from None
+
+    def _future(self, key: bytes, text: str) -> Future[Grammar]:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_COMPILING, "deltic-grammars")
+            known = self._known.pop(key, None) or self._threads.submit(_compile, self.vocabulary, text)
+            self._known[key] = known
+            while len(self._known) > _MOST_KEPT:
+                self._known.popitem(last=False)[1].cancel()
+            return known
+
+
+class _BadGrammar(ValueError):
+    pass
+
+
+def _compile(vocabulary: Vocabulary, text: str) -> Grammar:
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(vocabulary.compiled, text, log_level=0, limits=_limits())
+    if not matcher.is_error():
+        matcher.deep_copy().compute_bitmask()
+        trial = matcher.deep_copy()
+        mask = trial.compute_bitmask()
+        if not trial.is_error() and mask.count(0) == len(mask):
+            raise _BadGrammar("nothing satisfies it")
+        matcher, trial = (trial, matcher) if trial.is_error() else (matcher, trial)
+    if matcher.is_error():
+        raise _BadGrammar(_first_line(matcher.get_error()))
+    return Grammar(vocabulary, matcher)
+
+
+def _limits() -> LLParserLimits:
+    """Of one grammar: a second or so, and some tens of MiB; of each token a few tens of milliseconds."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
+                          max_lexer_states=20_000, max_grammar_size=200_000)
+
+
+def _first_line(message: str) -> str:
+    """What is wrong, without the state of the parser."""
+    return message.partition("\n")[0].strip()[:300]
+
+
+def source_of(wanted: OutputFormat) -> str:
+    """A format in llguidance's form."""
+    from llguidance import LLMatcher
+
+    if isinstance(wanted, JsonSchema):
+        schema = wanted.schema if isinstance(wanted.schema, dict) else {"allOf": [wanted.schema]}
+        options = JSON_OPTIONS if wanted.strict else LENIENT
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast("Any", options))
+    if isinstance(wanted, Regex):
+        return LLMatcher.grammar_from_regex(wanted.pattern)
+    if isinstance(wanted, Choice):
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.texts)))
+    return LLMatcher.grammar_from_lark(_lark(wanted))
+
+
+def _lark(wanted: GrammarText) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(wanted.text)
+    except Exception as error:  # whatever it meets
+        raise RequestError(f"{wanted.field} is neither Lark's notation nor GBNF: {error}", wanted.field) from error
+
+
+class GrammarConstraint:
+    """Keeps one answer within a grammar, from the end of its think block on.
+
+    text: that of the answer, which gets every token before the constraint does. gap: the tokens that stand between a
+    think block and the answer. Thinking is free, but the answer cannot end in it.
+    """
+
+    def __init__(self, grammar: Grammar, text: AnswerText, gap: Sequence[int] = ()) -> None:
+        self._matcher, self._vocabulary, self._text = grammar.matcher(), grammar.vocabulary, text
+        self._thinking, self._gap, self._rest = text.region == "reasoning", tuple(gap), tuple[int, ...]()
+
+    def fitting(self, drafts: Sequence[int], /) -> int:
+        """As in `Constraint`. Ends are not drafted, nor is what follows thinking."""
+        if self._rest:
+            return 0
+        if self._thinking:
+            marks = self._vocabulary.marks
+            if THINK_END not in marks:
+                return 0  # spelled in letters, it may be in any of the drafts
+            barred = self._vocabulary.ends.union(marks.values())
+            return next((place for place, draft in enumerate(drafts) if draft in barred), len(drafts))
+        right = self._matcher.validate_tokens([*drafts])
+        return next((place for place, draft in enumerate(drafts[:right]) if draft in self._vocabulary.ends), right)
+
+    def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
+        """As in `Constraint`."""
+        if self._thinking:
+            return [self._vocabulary.unfinished] * (len(drafts) + 1)
+        if self._rest:
+            return [self._vocabulary.only(self._rest[0])]
+        masks: list[bytes | None] = [self._matcher.compute_bitmask()]
+        for draft in drafts:
+            self._matcher.consume_token(draft)
+            masks.append(self._matcher.compute_bitmask())
+        if drafts:
+            self._matcher.rollback(len(drafts))
+        self._check()
+        return masks
+
+    def push(self, token: int, /) -> None:
+        """Take the next token of the answer."""
+        if self._thinking:
+            self._thinking = self._text.region == "reasoning"
+            self._rest = () if self._thinking else self._gap
+        elif self._rest:
+            self._rest = self._rest[1:] if token == self._rest[0] else ()
+        elif token not in self._vocabulary.ends:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError("the grammar cannot be followed any further: " + _first_line(self._matcher.get_error()))

@@ -1,0 +1,157 @@
+"""What an answer has to look like, as requests say it: a JSON schema, a regular expression, some texts, a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltic.errors import RequestError, show
+
+_MOST_NESTED = 64
+_MOST_CHOICES = 10_000
+_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """JSON that a schema allows. strict: all that the schema says is kept to, or the request refused; else what cannot
+    be enforced is left to the model. field: where the request says so."""
+
+    schema: Any
+    strict: bool = False
+    field: str = field(default="response_format", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """Text that a regular expression matches as a whole, in the syntax of Rust's regex crate."""
+
+    pattern: str
+    field: str = field(default="structured_outputs.regex", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of some texts."""
+
+    texts: tuple[str, ...]
+    field: str = field(default="structured_outputs.choice", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarText:
+    """Text of a grammar, in Lark's or llama.cpp's (GBNF) notation."""
+
+    text: str
+    field: str = field(default="structured_outputs.grammar", compare=False)
+
+
+OutputFormat = JsonSchema | Regex | Choice | GrammarText
+
+
+def response_format(value: Any, name: str = "response_format") -> OutputFormat | None:
+    """OpenAI's `response_format`; None where any text will do. RequestError names what is wrong."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return JsonSchema(_OBJECT, field=name)
+    if kind != "json_schema":
+        raise RequestError(f"{name} must be an object whose type is text, json_object or json_schema, not "
+                           f"{show(value)}", name)
+    given = value.get("json_schema")
+    # the schema itself may stand in place of its wrapper, as it does in the form of the Responses API
+    inner, path = (value, name) if given is None and "schema" in value else (given, f"{name}.json_schema")
+    if not isinstance(inner, Mapping) or inner.get("schema") is None:
+        raise RequestError(f"{path} must be an object with a name and a schema, not {show(inner)}", path)
+    if inner.get("strict") not in (None, True, False):
+        raise RequestError(f"{path}.strict must be true or false, not {show(inner['strict'])}", f"{path}.strict")
+    return json_schema(inner["schema"], bool(inner.get("strict")), f"{path}.schema")
+
+
+def json_schema(schema: Any, strict: bool = False, name: str = "response_format") -> JsonSchema:
+    """A JSON schema: an object, true, false, or the text of one."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{name} is no JSON: {error}", name) from None
+    if not isinstance(schema, Mapping | bool):
+        raise RequestError(f"{name} must be a JSON schema, an object, not {show(schema)}", name)
+    _check_depth(schema, name)
+    return JsonSchema(schema, strict, name)
+
+
+def structured_outputs(value: Any, name: str = "structured_outputs") -> OutputFormat | None:
+    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} must be an object, not {show(value)}", name)
+    unknown = next((key for key in value if key not in (*_READERS, "json_object", *_IGNORED)), None)
+    if unknown is not None:
+        raise RequestError(f"{name}.{unknown} is not supported: use one of json, json_object, regex, choice, grammar",
+                           f"{name}.{unknown}")
+    found = [read(value[kind], f"{name}.{kind}") for kind, read in _READERS.items() if value.get(kind) is not None]
+    if value.get("json_object"):
+        found.append(JsonSchema(_OBJECT, field=f"{name}.json_object"))
+    if len(found) != 1:
+        raise RequestError(f"{name} must say one of json, json_object, regex, choice, grammar; it says {len(found)}",
+                           name)
+    return found[0]
+
+
+def only_format(formats: Sequence[OutputFormat | None]) -> OutputFormat | None:
+    """The one that is asked for, of all fields that may ask for one."""
+    found = [given for given in formats if given]
+    if len(found) > 1:
+        raise RequestError(f"{found[0].field} and {found[1].field} both say what the answer looks like: give one",
+                           found[1].field)
+    return found[0] if found else None
+
+
+def regex(value: Any, name: str) -> Regex:
+    return Regex(_text(value, name), name)
+
+
+def choice(value: Any, name: str) -> Choice:
+    texts = tuple(value) if isinstance(value, list | tuple) else ()
+    if not texts or len(texts) > _MOST_CHOICES or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{name} must be a list of 1 to {_MOST_CHOICES} non-empty texts, not {show(value)}", name)
+    return Choice(texts, name)
+
+
+def grammar(value: Any, name: str) -> GrammarText:
+    return GrammarText(_text(value, name), name)
+
+
+def _json(value: Any, name: str) -> JsonSchema:
+    return json_schema(value, True, name)
+
+
+_READERS: Mapping[str, Callable[[Any, str], OutputFormat]] = {
+    "json": _json, "regex": regex, "choice": choice, "grammar": grammar}
+_IGNORED = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+"""What vLLM says to its own backends."""
+GUIDED = {f"guided_{kind}": read for kind, read in _READERS.items()}
+"""vLLM's older names: fields of a request, and how each is read."""
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{name} must be text, not {show(value)}", name)
+    return value
+
+
+def _check_depth(schema: Any, name: str) -> None:
+    level, depth = [schema], 0
+    while level := [item for value in level if isinstance(value, Mapping | list)
+                    for item in (value.values() if isinstance(value, Mapping) else value)]:
+        depth += 1
+        if depth > _MOST_NESTED:
+            raise RequestError(f"{name} is nested more than {_MOST_NESTED} levels deep: move parts of it to $defs, and "
+                               "refer to them", name)
