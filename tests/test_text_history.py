@@ -99,7 +99,7 @@ class Store:
 class Talk:
     """A client and what it was told. returns: it sends reasoning back. size: of the model's tokens in characters."""
 
-    processor: ChatProcessor
+    chat_processor: ChatProcessor
     mode: str | None = None
     thinking: bool = False
     returns: bool = True

@@ -94,7 +94,8 @@ class _Endpoints:
         self.served.check_model(body.model)
         body.refuse_unsupported()
         job = self.served.llm.chat_processor.chat(body.checked_messages(), body.sampling(self.served.limits),
-                                       tools=body.shown_tools(), variables=body.variables(), history=body.history,
+                                       tools=body.shown_tools(), parallel_calls=body.parallel_tool_calls is not False,
+                                       variables=body.variables(), history=body.history,
                                        thinking_budget=body.thinking_budget)
         return _speculating(job, body.speculate)
 
