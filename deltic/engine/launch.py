@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltic.cache.lease import Lease
-from deltic.engine.batch import PageTable, build
+from deltic.engine.batch import BatchMemory, build
 from deltic.engine.model import Model
 from deltic.engine.sampler import Draw, SamplingTable, logprobs_of
 from deltic.engine.scheduler import Plan, Row
@@ -97,7 +97,7 @@ class Launcher:
 
     def __init__(self, runtime: Model) -> None:
         self._runtime, self.seconds = runtime, 0.0
-        self._pages, self._params = PageTable(), SamplingTable()
+        self._memory, self._params = BatchMemory(), SamplingTable()
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None) -> InFlight:
@@ -135,7 +135,7 @@ class Launcher:
             runtime.cache.pools.apply(flight.plan.operations)
         if flight.plan.rows:
             batch = build(flight.plan, runtime.device, hidden=runtime.mtp_runner is not None,
-                          drawn=before.drawn if before else None, table=self._pages)
+                          drawn=before.drawn if before else None, memory=self._memory)
             began = time.perf_counter()
             logits.append(runtime.run(batch))
             self.seconds += time.perf_counter() - began

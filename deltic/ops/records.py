@@ -88,6 +88,8 @@ class Batch:
     count [1]: how many rows are real, where the others only fill a bucket up; None: all.
     padded: the same step in the shape of a bucket; None where it has no bucket.
     memo: what a backend derives from this batch once and uses in every layer.
+    kept: where following batches will be this one with other numbers: what a backend derives from its layout and from
+        where its tensors, all contiguous, lie; None where they will not.
     """
 
     layout: Layout
@@ -110,6 +112,7 @@ class Batch:
     count: Tensor | None = None
     padded: Padded | None = None
     memo: dict[str, Any] = field(default_factory=dict)
+    kept: dict[Any, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,8 @@ def _free(address: int, process: int) -> None:
 
 def step_batch(batch: Batch) -> Any:
     """The batch as the kernels want it, by reference; made once per batch, whose tensors it borrows."""
-    known = batch.memo.get("native")
+    places = batch.memo if batch.kept is None else batch.kept
+    known = places.get("native")
     if known is None:
         layout = batch.layout
         tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
@@ -237,7 +238,7 @@ def step_batch(batch: Batch) -> Any:
         kept = [tensor.contiguous() for tensor in tensors]
         struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.emits, batch.pages.shape[1],
                            *(tensor.data_ptr() for tensor in kept))
-        known = batch.memo["native"] = (byref(struct), struct, kept)
+        known = places["native"] = (byref(struct), struct, kept)
     return known[0]
 
 

@@ -49,10 +49,16 @@ def step(pool: Pool, ops: Ops, decoder: DecoderWeights, views: CacheViews
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
     def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
-        layout = batch.layout
-        logits = torch.empty(layout.logits, vocabulary)
-        hidden = torch.empty(layout.tokens, width) if layout.hidden else None
-        pool.call(library().deltic_forward, by_reference, step_batch(batch), address(hidden), logits.data_ptr())
+        outputs = batch.kept.get(run) if batch.kept else None
+        if outputs is None:
+            layout = batch.layout
+            logits = torch.empty(layout.logits, vocabulary)
+            hidden = torch.empty(layout.tokens, width) if layout.hidden else None
+            outputs = logits, hidden, (step_batch(batch), address(hidden), address(logits))
+            if batch.kept is not None:
+                batch.kept[run] = outputs
+        logits, hidden, places = outputs
+        pool.call(library().deltic_forward, by_reference, *places)
         return logits, hidden
 
     return run
