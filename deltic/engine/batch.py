@@ -133,7 +133,7 @@ def _numbers(rows: List[Row], all_logits: bool, hidden: bool, exact: bool) -> tu
     else:
         contexts = (PAGE * power_of_two(max(_FEWEST_PAGES, *[len(row.pages) for row in rows])),) * len(rows)
     singles = chunks.count(1)
-    layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any([row.append for row in rows]), hidden)
+    layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any(row.append for row in rows), hidden)
     numbers = array("q", ids)
     for values in (positions, positions, positions, starts, done, base, store, slots, targets,
                    [row.ring for row in rows], wanted, *zip(*emits, strict=True)):

@@ -54,15 +54,17 @@ class Share:
 class InFlight:
     """A step that was launched, whose tokens the host has not seen.
 
-    drafting: the sequences that drafts were asked for. drawn [L] int64: the tokens, on the device. sampled: all that
-    was drawn, on the host as soon as `arrived`. raw [L, V]: the model's logits, where the probability of another token
-    than the drawn one may be reported. error: what launching raised.
+    drafting: the sequences that drafts were asked for. drawn [L] int64: the tokens, on the device; of a CPU until the
+    next step has been launched. chosen: what was drawn; None where it has not been waited for. sampled: the same, on
+    the host as soon as `arrived`. raw [L, V]: the model's logits, where the probability of another token than the drawn
+    one may be reported. error: what launching raised.
     """
 
     plan: Plan
     shares: list[Share]
     drafting: List[Sequence] = ()
     drawn: Tensor | None = None
+    chosen: Chosen | None = None
     sampled: Sampled | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
@@ -117,8 +119,7 @@ class Launcher:
             began = time.perf_counter()
             flight.arrived.synchronize()
             self.seconds += time.perf_counter() - began
-        sampled = flight.sampled
-        return Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), flight.raw)
+        return flight.chosen or _chosen(flight.sampled, flight.raw)
 
     @torch.inference_mode()
     def _launch(self, flight: InFlight, sequences: List[Sequence], known: List[Sequence],
@@ -156,7 +157,9 @@ class Launcher:
             flight.raw = logits.clone()
         sampled = self._runtime.sample(logits, self._params.of(draws, logits.device, logits.shape[1]))
         flight.drawn, flight.sampled = sampled.tokens, sampled
-        if sampled.tokens.is_cuda:
+        if not sampled.tokens.is_cuda:
+            flight.chosen = _chosen(sampled, flight.raw)
+        else:
             flight.sampled, flight.arrived = _on_host(sampled), torch.cuda.Event()
             flight.arrived.record(torch.cuda.current_stream(sampled.tokens.device))
 
@@ -169,6 +172,10 @@ def _draws(shares: List[Share]) -> list[Draw]:
             share.draw = len(draws)
             draws += share.draws
     return draws
+
+
+def _chosen(sampled: Sampled, raw: Tensor | None) -> Chosen:
+    return Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
 
 
 def _keeps_end(share: Share) -> bool:

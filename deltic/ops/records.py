@@ -363,7 +363,8 @@ class Sampling:
     temperature float32 (0: greedy), top_k int64 (0: all), top_p, min_p float32, key int64: the 64-bit key of
     (seed, choice, position) that the row's Gumbel noise is a function of.
     greedy: every row is greedy. filtered: some row has top_k, top_p or min_p. top_logprobs: how many of the
-    most probable tokens to report (None: no log-probabilities at all).
+    most probable tokens to report (None: no log-probabilities at all). kept: as in `Batch`, of draws one after another;
+    then what was drawn stays only until the next draw.
     """
 
     temperature: Tensor
@@ -375,6 +376,7 @@ class Sampling:
     greedy: bool = True
     filtered: bool = False
     top_logprobs: int | None = None
+    kept: dict[Any, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from deltic.ops.cpu.library import (
     Pool,
     address,
     library,
+    made_once,
     step_batch,
 )
 from deltic.ops.qtensor import QTensor
@@ -30,6 +31,7 @@ from deltic.ops.records import (
     DecoderWeights,
     GdnWeights,
     Layer,
+    Layout,
     MtpStep,
     MtpWeights,
     RopeSpec,
@@ -49,17 +51,14 @@ def step(pool: Pool, ops: Ops, decoder: DecoderWeights, views: CacheViews
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
     def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
-        outputs = batch.kept.get(run) if batch.kept else None
-        if outputs is None:
-            layout = batch.layout
-            logits = torch.empty(layout.logits, vocabulary)
-            hidden = torch.empty(layout.tokens, width) if layout.hidden else None
-            outputs = logits, hidden, (step_batch(batch), address(hidden), address(logits))
-            if batch.kept is not None:
-                batch.kept[run] = outputs
-        logits, hidden, places = outputs
-        pool.call(library().deltic_forward, by_reference, *places)
+        logits, hidden, places = made_once(batch.kept, run, lambda: outputs(batch.layout))
+        pool.call(library().deltic_forward, by_reference, step_batch(batch), *places)
         return logits, hidden
+
+    def outputs(layout: Layout) -> tuple[Tensor, Tensor | None, tuple[int | None, ...]]:
+        logits = torch.empty(layout.logits, vocabulary)
+        hidden = torch.empty(layout.tokens, width) if layout.hidden else None
+        return logits, hidden, (address(hidden), address(logits))
 
     return run
 
