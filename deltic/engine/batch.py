@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from functools import cache
-from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,72 +23,135 @@ class PageTable:
     slower as contexts grow. A list of pages may become longer, but what is in it stays."""
 
     def __init__(self) -> None:
-        self._numbers = torch.zeros(0, 0, dtype=torch.int64)
+        self._numbers, self._width = array("q"), 0
+        self._tensor = self._rows = torch.zeros(0, 0, dtype=torch.int64)
         self._lists: list[List[int]] = []
         self._written: list[int] = []
 
     def of(self, rows: List[Row], width: int) -> Tensor:
-        """[R, P] int64, on the host, of at least so many pages; valid until the next call."""
-        places, most = self._numbers.shape
-        if len(rows) > places or width > most:
-            places, most = power_of_two(max(len(rows), places)), power_of_two(max(width, most))
-            self._numbers = torch.zeros(places, most, dtype=torch.int64)
-            self._lists, self._written = [()] * places, [0] * places
+        """[R, P] int64, on the host, of at least so many pages; valid until the next call. The same tensor as last
+        time where it has room for the pages, and there are as many rows."""
+        if len(rows) > len(self._lists) or width > self._width:
+            self._grow(power_of_two(max(len(rows), len(self._lists))), power_of_two(max(width, self._width)))
         for place, row in enumerate(rows):
             pages, start = row.pages, self._written[place]
+            first, end = place * self._width, len(pages)
             if pages is not self._lists[place]:
-                self._numbers[place, :start], start = 0, 0
-            if start < len(pages):
-                self._numbers[place, start:len(pages)] = torch.frombuffer(array("q", pages[start:]), dtype=torch.int64)
-            self._lists[place], self._written[place] = pages, len(pages)
-        return self._numbers[:len(rows)]
+                self._numbers[first:first + start] = array("q", bytes(8 * start))
+                self._lists[place], start = pages, 0
+            if start < end:
+                self._numbers[first + start:first + end] = array("q", pages[start:])
+            self._written[place] = end
+        if len(rows) != len(self._rows):
+            self._rows = self._tensor[:len(rows)]
+        return self._rows
+
+    def _grow(self, places: int, width: int) -> None:
+        self._numbers, self._width = array("q", bytes(8 * places * width)), width
+        self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64).view(places, width)
+        self._lists, self._written, self._rows = [()] * places, [0] * places, self._tensor[:0]
+
+
+class BatchMemory:
+    """What stays from one step's batch to the next: the page table and, on a CPU, the last batch itself, whose memory
+    one of the same shape is written into."""
+
+    def __init__(self) -> None:
+        self.pages = PageTable()
+        self._shape: _Shape | None = None
+        self._batch: Batch | None = None
+        self._numbers, self._appends = array("q"), bytearray()
+
+    def batch(self, shape: _Shape, numbers: array[int], appends: List[bool], pages: Tensor) -> Batch:
+        """The batch of these numbers, on the host; valid until the next call."""
+        if self._batch and self._batch.pages is pages and shape == self._shape:
+            self._numbers[:], self._appends[:] = numbers, bytes(appends)
+            self._batch.memo.clear()
+        else:
+            self._shape, self._numbers, self._appends = shape, numbers, bytearray(appends)
+            self._batch = _batch(shape, torch.frombuffer(numbers, dtype=torch.int64),
+                                 torch.frombuffer(self._appends, dtype=torch.bool), pages, {})
+        return self._batch
+
+
+class _Shape(NamedTuple):
+    """All of a batch but its numbers. behind: some state is behind its cursor. span: as in `Batch`."""
+
+    layout: Layout
+    behind: bool
+    span: tuple[int, int] | None
 
 
 def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False,
-          drawn: Tensor | None = None, table: PageTable | None = None) -> Batch:
+          drawn: Tensor | None = None, memory: BatchMemory | None = None) -> Batch:
     """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
 
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
-    int64, on the device: what the step in flight has drawn; then every row takes its token from there. table: that of
+    int64, on the device: what the step in flight has drawn; then every row takes its token from there. memory: that of
     the steps before; on a CPU the batch is valid until the next one is built with it.
     """
-    rows, table = plan.rows, table or PageTable()
+    rows = plan.rows
     if device.type == "cuda" and not hidden and decodes(plan):
-        return decoding(plan, device, drawn, table)
-    chunks = tuple(len(row.tokens) for row in rows)
-    starts = [0]
-    for chunk in chunks:
-        starts.append(starts[-1] + chunk)
-    wanted = list(range(starts[-1])) if all_logits else [token for row, end in zip(rows, starts[1:], strict=True)
-                                                         for token in range(end - row.logits, end)]
-    pages = on_device(table.of(rows, max([len(row.pages) for row in rows])), device)
-    positions = array("q", chain.from_iterable(range(row.done, row.done + len(row.tokens)) for row in rows))
-    sources = [row.slot for row in rows]
-    targets = [row.slot if row.target is None else row.target for row in rows]
-    done = [row.done for row in rows]
-    fields = _upload(device,
-                     ids=chain.from_iterable(map(_ids, rows)), positions=positions * 3, starts=starts, done=done,
-                     store=chain.from_iterable(places for row in rows for places in _places(row)),
-                     sources=sources, targets=targets, logit_tokens=wanted, rings=[row.ring for row in rows],
-                     base=[row.done if row.base is None else row.base for row in rows],
-                     emit_row=[index for index, row in enumerate(rows) for _ in row.emits],
-                     emit_length=[position for row in rows for position, _ in row.emits],
-                     emit_slot=[slot for row in rows for _, slot in row.emits])
-    singles = sum(chunk == 1 for chunk in chunks)
+        return decoding(plan, device, drawn, memory)
+    shape, numbers = _numbers(rows, all_logits, hidden, exact=device.type != "cpu")
     appends = [row.append for row in rows]
+    if device.type == "cpu" and memory:
+        batch = memory.batch(shape, numbers, appends, memory.pages.of(rows, max([len(row.pages) for row in rows])))
+    else:
+        table = (memory.pages if memory else PageTable()).of(rows, max([len(row.pages) for row in rows]))
+        append = on_device(torch.tensor(appends), device) if shape.layout.appends else _no_appends(len(rows), device)
+        batch = _batch(shape, upload(numbers, torch.int64, device), append, on_device(table, device))
     if drawn is not None:
-        _take_drawn(fields["ids"], drawn)
-    behind = any(row.base not in (None, row.done) for row in rows)
-    layout = Layout(chunks, tuple(d + c for d, c in zip(done, chunks, strict=True)), singles, len(wanted),
-                    len(fields["emit_row"]), any(appends), hidden)
+        _take_drawn(batch.ids, drawn)
+    return batch
+
+
+def _numbers(rows: List[Row], all_logits: bool, hidden: bool, exact: bool) -> tuple[_Shape, array[int]]:
+    """The rows' numbers in the order in which `_batch` takes them. exact: give each row's context as it is; else
+    rounded up, so that steps one after another have one shape."""
+    ids, positions, store, starts, wanted = list[int](), list[int](), list[int](), [0], list[int]()
+    for row in rows:
+        count, first = len(row.tokens), row.done
+        ids += _ids(row)
+        if count == 1:
+            positions.append(first)
+            store.append(_flat(row, first))
+        else:
+            positions += range(first, first + count)
+            for places in _places(row):
+                store += places
+        end = starts[-1] + count
+        starts.append(end)
+        wanted += range(end - (count if all_logits else row.logits), end)
+    chunks = tuple([len(row.tokens) for row in rows])
+    done, slots = [row.done for row in rows], [row.slot for row in rows]
+    base = [row.done if row.base is None else row.base for row in rows]
+    targets = [row.slot if row.target is None else row.target for row in rows]
+    emits = [(index, *emit) for index, row in enumerate(rows) for emit in row.emits]
+    if exact:
+        contexts = tuple([first + count for first, count in zip(done, chunks, strict=True)])
+    else:
+        contexts = (PAGE * power_of_two(max(_FEWEST_PAGES, *[len(row.pages) for row in rows])),) * len(rows)
+    singles = chunks.count(1)
+    layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any(row.append for row in rows), hidden)
+    numbers = array("q", ids)
+    for values in (positions, positions, positions, starts, done, base, store, slots, targets,
+                   [row.ring for row in rows], wanted, *zip(*emits, strict=True)):
+        numbers.extend(values)
+    return _Shape(layout, base != done, _span(slots[:singles], targets[:singles])), numbers
+
+
+def _batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor, kept: dict[Any, Any] | None = None) -> Batch:
+    layout = shape.layout
+    rows, tokens, emits = layout.rows, layout.tokens, layout.emits
+    (ids, positions, starts, done, base, store, source, target, ring, logit_tokens, emit_row, emit_length,
+     emit_slot) = numbers.split((tokens, 3 * tokens, rows + 1, rows, rows, tokens, rows, rows, rows, layout.logits,
+                                 emits, emits, emits))
     return Batch(
-        layout=layout, ids=fields["ids"], positions=fields["positions"].view(3, -1), starts=fields["starts"],
-        done=fields["done"], pages=pages, store=fields["store"], source=fields["sources"],
-        target=fields["targets"], base=fields["base" if behind else "done"], ring=fields["rings"],
-        append=torch.tensor(appends, device=device) if layout.appends else _no_appends(len(rows), device),
-        emit_row=fields["emit_row"], emit_length=fields["emit_length"], emit_slot=fields["emit_slot"],
-        logit_tokens=fields["logit_tokens"],
-        span=_span(sources[:singles], targets[:singles]))
+        layout=layout, ids=ids, positions=positions.view(3, -1), starts=starts, done=done, pages=pages, store=store,
+        source=source, target=target, base=base if shape.behind else done, ring=ring, append=append,
+        emit_row=emit_row, emit_length=emit_length, emit_slot=emit_slot, logit_tokens=logit_tokens, span=shape.span,
+        kept=kept)
 
 
 def decodes(plan: Plan) -> bool:
@@ -97,8 +160,8 @@ def decodes(plan: Plan) -> bool:
                and row.base in (None, row.done) for row in plan.rows)
 
 
-def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, table: PageTable | None = None) -> Batch:
-    """A plan that `decodes`, with its bucket: both are views of one upload. drawn, table: as in `build`."""
+def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memory: BatchMemory | None = None) -> Batch:
+    """A plan that `decodes`, with its bucket: both are views of one upload. drawn, memory: as in `build`."""
     rows = [*plan.rows]
     real, pages = len(rows), power_of_two(max(_FEWEST_PAGES, *(len(row.pages) for row in rows)))
     rows += [rows[-1]] * (power_of_two(real) - real)
@@ -109,7 +172,7 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, tabl
     for values in ([_ids(row)[0] for row in rows], done * 3, range(len(rows) + 1), done,
                    [_flat(row, row.done) for row in rows], slots, targets):
         numbers.extend(values)
-    known = (table or PageTable()).of(plan.rows, pages)[:, :pages]
+    known = (memory.pages if memory else PageTable()).of(plan.rows, pages)[:, :pages]
     numbers.extend((0,) * (len(rows) * pages))
     host = torch.frombuffer(numbers, dtype=torch.int64)
     below = host[-len(rows) * pages:].view(len(rows), pages)
@@ -203,12 +266,3 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
 def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     # torch.tensor looks at every number several times
     return on_device(torch.frombuffer(numbers, dtype=dtype), device)
-
-
-def _upload(device: torch.device, **lists: Iterable[int]) -> dict[str, Tensor]:
-    flat, sizes = array("q"), list[int]()
-    for values in lists.values():
-        before = len(flat)
-        flat.extend(values)
-        sizes.append(len(flat) - before)
-    return dict(zip(lists, upload(flat, torch.int64, device).split(sizes), strict=True))

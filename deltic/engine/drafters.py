@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from deltic.engine.batch import build
+from deltic.engine.batch import BatchMemory, build
 from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner
-from deltic.engine.sampler import Draw, sampling_of
+from deltic.engine.sampler import Draw, SamplingTable, sampling_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
 
@@ -77,16 +77,18 @@ class MtpDrafter:
 
     def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
+        self._memory, self._params = BatchMemory(), SamplingTable()
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
         self._runtime.cache.flush()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)
-        batch = build(Plan(tuple(_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants)), device)
+        plan = Plan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
+        batch = build(plan, device, memory=self._memory)
         # what is drafted before matters for penalties alone
         draws = [Draw(sequence, (0,) * depth) for sequence, _ in wants for depth in range(most)]
         counts = torch.tensor([count for _, count in wants])
-        tokens = self._head.draft_all(batch, counts, sampling_of(draws, device, self._runtime.config.vocab_size))
+        tokens = self._head.draft_all(batch, counts, self._params.of(draws, device, self._runtime.config.vocab_size))
         if tokens is None:
             return self._one_by_one(wants, most)
         return [row[:count] for row, (_, count) in zip(tokens.tolist(), wants, strict=True)]

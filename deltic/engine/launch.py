@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltic.cache.lease import Lease
-from deltic.engine.batch import PageTable, build
+from deltic.engine.batch import BatchMemory, build
 from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
 from deltic.engine.sampler import Draw, SamplingTable, logprobs_of
@@ -56,15 +56,17 @@ class Share:
 class InFlight:
     """A step that was launched, whose tokens the host has not seen.
 
-    drafting: the sequences that drafts were asked for. drawn [L] int64: the tokens, on the device. sampled: all that
-    was drawn, on the host as soon as `arrived`. raw [L, V]: the model's logits, where the probability of another token
-    than the drawn one may be reported. error: what launching raised.
+    drafting: the sequences that drafts were asked for. drawn [L] int64: the tokens, on the device; of a CPU until the
+    next step has been launched. chosen: what was drawn; None where it has not been waited for. sampled: the same, on
+    the host as soon as `arrived`. raw [L, V]: the model's logits, where the probability of another token than the drawn
+    one may be reported. error: what launching raised.
     """
 
     plan: Plan
     shares: list[Share]
     drafting: List[Sequence] = ()
     drawn: Tensor | None = None
+    chosen: Chosen | None = None
     sampled: Sampled | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
@@ -99,7 +101,7 @@ class Launcher:
 
     def __init__(self, runtime: Model) -> None:
         self._runtime, self.seconds = runtime, 0.0
-        self._pages, self._params, self._masks = PageTable(), SamplingTable(), Masks()
+        self._memory, self._params, self._masks = BatchMemory(), SamplingTable(), Masks()
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None) -> InFlight:
@@ -119,8 +121,7 @@ class Launcher:
             began = time.perf_counter()
             flight.arrived.synchronize()
             self.seconds += time.perf_counter() - began
-        sampled = flight.sampled
-        return Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), flight.raw)
+        return flight.chosen or _chosen(flight.sampled, flight.raw)
 
     @torch.inference_mode()
     def _launch(self, flight: InFlight, sequences: List[Sequence], known: List[Sequence],
@@ -139,7 +140,7 @@ class Launcher:
         asked = self._masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
         if flight.plan.rows:
             batch = build(flight.plan, runtime.device, hidden=runtime.mtp_runner is not None,
-                          drawn=before.drawn if before else None, table=self._pages)
+                          drawn=before.drawn if before else None, memory=self._memory)
             began = time.perf_counter()
             logits.append(runtime.run(batch))
             self.seconds += time.perf_counter() - began
@@ -160,7 +161,9 @@ class Launcher:
             flight.raw = logits.clone()
         sampled = self._runtime.sample(logits, self._params.of(draws, logits.device, logits.shape[1]))
         flight.drawn, flight.sampled = sampled.tokens, sampled
-        if sampled.tokens.is_cuda:
+        if not sampled.tokens.is_cuda:
+            flight.chosen = _chosen(sampled, flight.raw)
+        else:
             flight.sampled, flight.arrived = _on_host(sampled), torch.cuda.Event()
             flight.arrived.record(torch.cuda.current_stream(sampled.tokens.device))
 
@@ -176,6 +179,10 @@ def _draws(shares: List[Share], asked: Asked) -> list[Draw]:
             share.error = error  # the others of the step have nothing to do with it
         draws += share.draws(masks)
     return draws
+
+
+def _chosen(sampled: Sampled, raw: Tensor | None) -> Chosen:
+    return Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), raw)
 
 
 def _keeps_end(share: Share) -> bool:

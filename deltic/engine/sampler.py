@@ -35,12 +35,12 @@ class Draw:
 
 class SamplingTable:
     """The parameters of one step's draws after another's: all but keys and penalties stay as long as the same sequences
-    draw."""
+    draw. On a CPU what is drawn with them stays only until the next draw."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self._sampling = Sampling(*(torch.empty(0),) * 5)
-        self._adjusts = False
+        self._adjusts, self._keys = False, array("q")
 
     def of(self, draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:
         """Row i makes draw i. vocabulary: of how many tokens there are logits: of all when a sequence is first drawn
@@ -49,14 +49,21 @@ class SamplingTable:
         if sequences != self._sequences:
             params = [sequence.sampling for sequence in sequences]
             self._sequences, self._sampling = sequences, _sampling(params, device)
+            if device.type == "cpu":
+                self._keys = array("q", bytes(8 * len(draws)))
+                self._sampling = replace(self._sampling, key=upload(self._keys, torch.int64, device), kept={})
             self._adjusts = any(p.min_tokens or penalizes(p) for p in params)
         adjusts = self._adjusts or any(draw.mask is not None for draw in draws)
         adjust = _adjust(draws, device, vocabulary) if adjusts else None
-        if self._sampling.greedy:
-            return self._sampling if adjust is None else replace(self._sampling, adjust=adjust)
+        sampling = self._sampling if adjust is None else replace(self._sampling, adjust=adjust)
+        if sampling.greedy:
+            return sampling
         keys = array("q", [0 if draw.sequence.sampling.temperature == 0 else
                            sample_key(draw.sequence.seed, draw.sequence.choice, draw.position) for draw in draws])
-        return replace(self._sampling, key=upload(keys, torch.int64, device), adjust=adjust)
+        if device.type != "cpu":
+            return replace(sampling, key=upload(keys, torch.int64, device))
+        self._keys[:] = keys
+        return sampling
 
 
 def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:

@@ -88,6 +88,8 @@ class Batch:
     count [1]: how many rows are real, where the others only fill a bucket up; None: all.
     padded: the same step in the shape of a bucket; None where it has no bucket.
     memo: what a backend derives from this batch once and uses in every layer.
+    kept: where following batches will be this one with other numbers: what a backend derives from its layout and from
+        where its tensors, all contiguous, lie; None where they will not.
     """
 
     layout: Layout
@@ -110,6 +112,7 @@ class Batch:
     count: Tensor | None = None
     padded: Padded | None = None
     memo: dict[str, Any] = field(default_factory=dict)
+    kept: dict[Any, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +363,8 @@ class Sampling:
     temperature float32 (0: greedy), top_k int64 (0: all), top_p, min_p float32, key int64: the 64-bit key of
     (seed, choice, position) that the row's Gumbel noise is a function of.
     greedy: every row is greedy. filtered: some row has top_k, top_p or min_p. top_logprobs: how many of the
-    most probable tokens to report (None: no log-probabilities at all).
+    most probable tokens to report (None: no log-probabilities at all). kept: as in `Batch`, of draws one after another;
+    then what was drawn stays only until the next draw.
     """
 
     temperature: Tensor
@@ -372,6 +376,7 @@ class Sampling:
     greedy: bool = True
     filtered: bool = False
     top_logprobs: int | None = None
+    kept: dict[Any, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

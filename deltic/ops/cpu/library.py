@@ -6,11 +6,11 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from deltic.errors import ConfigError
 from deltic.ops.memory import Arena
 from deltic.ops.qtensor import PANEL
 from deltic.ops.records import PAGE, RING, Batch
+
+Result = TypeVar("Result")
 
 _COMPILED = {"deltic_abi": 7, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """What the library must say of itself, so that both sides mean the same bytes."""
@@ -226,19 +228,30 @@ def _free(address: int, process: int) -> None:
         library().deltic_pool_free(address)
 
 
+def made_once(kept: dict[Any, Any] | None, key: object, make: Callable[[], Result]) -> Result:
+    """What `make` gives; where things are kept, what it gave the first time."""
+    if kept is None:
+        return make()
+    if key not in kept:
+        kept[key] = make()
+    found: Result = kept[key]
+    return found
+
+
 def step_batch(batch: Batch) -> Any:
     """The batch as the kernels want it, by reference; made once per batch, whose tensors it borrows."""
-    known = batch.memo.get("native")
-    if known is None:
-        layout = batch.layout
-        tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
-                   batch.target, batch.base, batch.ring, batch.append, batch.emit_row, batch.emit_length,
-                   batch.emit_slot, batch.logit_tokens)
-        kept = [tensor.contiguous() for tensor in tensors]
-        struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.emits, batch.pages.shape[1],
-                           *(tensor.data_ptr() for tensor in kept))
-        known = batch.memo["native"] = (byref(struct), struct, kept)
-    return known[0]
+    return made_once(batch.memo if batch.kept is None else batch.kept, step_batch, lambda: _struct(batch))[0]
+
+
+def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Tensor]]:
+    layout = batch.layout
+    tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
+               batch.target, batch.base, batch.ring, batch.append, batch.emit_row, batch.emit_length,
+               batch.emit_slot, batch.logit_tokens)
+    borrowed = [tensor.contiguous() for tensor in tensors]
+    struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.emits, batch.pages.shape[1],
+                       *(tensor.data_ptr() for tensor in borrowed))
+    return byref(struct), struct, borrowed
 
 
 def address(tensor: Tensor | None) -> int | None:

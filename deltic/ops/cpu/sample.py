@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ctypes import byref
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltic.ops.cpu.library import Drawing, Pool, address, library
+from deltic.ops.cpu.library import Drawing, Pool, address, library, made_once
 from deltic.ops.records import Adjust, Sampled, Sampling
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.sample import CANDIDATES, changed
@@ -16,13 +17,15 @@ from deltic.ops.torch.sample import CANDIDATES, changed
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """values [L, n] float32 and ids [L, n] of the best tokens, best first; totals [L] float64, if asked for; healthy
-    [L] bool."""
+    """values [L, n] float32 and ids [L, n] of the best tokens, best first; tokens [L]: the first of them; totals [L]
+    float64, at the temperatures `heat`, if asked for; healthy [L] bool."""
 
     values: Tensor
     ids: Tensor
+    tokens: Tensor
     totals: Tensor | None
     healthy: Tensor
+    heat: Tensor | None
 
 
 def sample(pool: Pool, logits: Tensor, sampling: Sampling) -> Sampled:
@@ -58,34 +61,41 @@ def _apply(pool: Pool, logits: Tensor, adjust: Adjust) -> None:
 
 def _choose(pool: Pool, logits: Tensor, sampling: Sampling) -> tuple[_Best, Tensor]:
     """What is best in each row, and the tokens chosen [L]."""
-    if sampling.greedy:
-        best = _best(pool, logits, 1)
-        return best, best.ids.view(-1)
-    if not sampling.filtered:
-        best = _best(pool, logits, 1)
-    else:
-        best = _best(pool, logits, min(CANDIDATES, logits.shape[1]), sampling.temperature)
+    if sampling.greedy or not sampling.filtered:
+        best = _best(pool, logits, 1, kept=sampling.kept)
+        return best, best.tokens if sampling.greedy else _draw(pool, logits, best, sampling)
+    best = _best(pool, logits, min(CANDIDATES, logits.shape[1]), sampling.temperature, sampling.kept)
     return best, _draw(pool, logits, best, sampling)
 
 
-def _best(pool: Pool, logits: Tensor, count: int, temperature: Tensor | None = None) -> _Best:
+def _best(pool: Pool, logits: Tensor, count: int, temperature: Tensor | None = None,
+          kept: dict[Any, Any] | None = None) -> _Best:
     rows, width = logits.shape
+    best, places = made_once(kept, (_best, count), lambda: _room(rows, count, temperature))
+    pool.call(library().deltic_top, address(logits), rows, width, count, *places)
+    return best
+
+
+def _room(rows: int, count: int, temperature: Tensor | None) -> tuple[_Best, tuple[int | None, ...]]:
+    """Where the best of each row will be written, and what `deltic_top` is to be told of that."""
     values, ids = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
     healthy = torch.empty(rows, dtype=torch.bool)
-    totals, heat = None, None
-    if temperature is not None:
-        totals, heat = torch.empty(rows, dtype=torch.float64), temperature.contiguous()
-    pool.call(library().deltic_top, address(logits), rows, width, count, address(heat), address(values),
-                               address(ids), address(totals), address(healthy))
-    return _Best(values, ids, totals, healthy)
+    totals = None if temperature is None else torch.empty(rows, dtype=torch.float64)
+    heat = None if temperature is None else temperature.contiguous()
+    best = _Best(values, ids, ids[:, 0], totals, healthy, heat)
+    return best, (address(heat), address(values), address(ids), address(totals), address(healthy))
 
 
 def _draw(pool: Pool, logits: Tensor, best: _Best, sampling: Sampling) -> Tensor:
     rows, count = best.ids.shape
-    tokens = torch.empty(rows, dtype=torch.int64)
-    kept = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
-                                               sampling.key)]
-    drawing = Drawing(*map(address, kept), sampling.filtered)
+    drawing, tokens, _ = made_once(sampling.kept, _draw, lambda: _drawing(rows, sampling))
     pool.call(library().deltic_draw, address(logits), rows, logits.shape[1], count, address(best.values),
-                                address(best.ids), address(best.totals), byref(drawing), address(tokens))
+              address(best.ids), address(best.totals), byref(drawing), address(tokens))
     return tokens
+
+
+def _drawing(rows: int, sampling: Sampling) -> tuple[Drawing, Tensor, list[Tensor]]:
+    """How to draw, where to, and what the first borrows."""
+    columns = [column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
+                                                  sampling.key)]
+    return Drawing(*map(address, columns), sampling.filtered), torch.empty(rows, dtype=torch.int64), columns

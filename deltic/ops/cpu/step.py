@@ -21,6 +21,7 @@ from deltic.ops.cpu.library import (
     Pool,
     address,
     library,
+    made_once,
     step_batch,
 )
 from deltic.ops.qtensor import QTensor
@@ -30,6 +31,7 @@ from deltic.ops.records import (
     DecoderWeights,
     GdnWeights,
     Layer,
+    Layout,
     MtpStep,
     MtpWeights,
     RopeSpec,
@@ -49,11 +51,14 @@ def step(pool: Pool, ops: Ops, decoder: DecoderWeights, views: CacheViews
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
     def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
-        layout = batch.layout
+        logits, hidden, places = made_once(batch.kept, run, lambda: outputs(batch.layout))
+        pool.call(library().deltic_forward, by_reference, step_batch(batch), *places)
+        return logits, hidden
+
+    def outputs(layout: Layout) -> tuple[Tensor, Tensor | None, tuple[int | None, ...]]:
         logits = torch.empty(layout.logits, vocabulary)
         hidden = torch.empty(layout.tokens, width) if layout.hidden else None
-        pool.call(library().deltic_forward, by_reference, step_batch(batch), address(hidden), logits.data_ptr())
-        return logits, hidden
+        return logits, hidden, (address(hidden), address(logits))
 
     return run
 
@@ -74,13 +79,16 @@ def mtp_step(pool: Pool, ops: Ops, weights: MtpWeights, views: CacheViews, slots
 
     def draft(batch: Batch, counts: Tensor, sampling: Sampling, _kept: list[object] = kept) -> Tensor:
         most = len(sampling.key) // len(counts)
-        columns = [column.view(-1, most)[:, 0].contiguous() for column in (
-            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
-        keys, tokens = sampling.key.contiguous(), torch.empty(len(counts), most, dtype=torch.int64)
-        drawing = Drawing(*map(address, columns), address(keys), sampling.filtered)
+        drawing, tokens, _ = made_once(sampling.kept, draft, lambda: drawing_of(sampling, len(counts), most))
         pool.call(library().deltic_mtp_draft, by_reference, step_batch(batch), address(counts), most,
                   address(slots), byref(drawing), address(tokens))
         return tokens
+
+    def drawing_of(sampling: Sampling, rows: int, most: int) -> tuple[Drawing, Tensor, list[Tensor]]:
+        columns = [column.view(-1, most)[:, 0].contiguous() for column in (
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
+        columns.append(sampling.key.contiguous())
+        return (Drawing(*map(address, columns), sampling.filtered), torch.empty(rows, most, dtype=torch.int64), columns)
 
     return MtpStep(follow, draft)
 
