@@ -62,12 +62,11 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     wanted = list(range(starts[-1])) if all_logits else [token for row, end in zip(rows, starts[1:], strict=True)
                                                          for token in range(end - row.logits, end)]
     pages = on_device(table.of(rows, max([len(row.pages) for row in rows])), device)
-    positions = array("q", chain.from_iterable(range(row.done, row.done + len(row.tokens)) for row in rows))
     sources = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     done = [row.done for row in rows]
     fields = _upload(device,
-                     ids=chain.from_iterable(map(_ids, rows)), positions=positions * 3, starts=starts, done=done,
+                     ids=chain.from_iterable(map(_ids, rows)), positions=_rotary(rows), starts=starts, done=done,
                      store=chain.from_iterable(places for row in rows for places in _places(row)),
                      sources=sources, targets=targets, logit_tokens=wanted, rings=[row.ring for row in rows],
                      base=[row.done if row.base is None else row.base for row in rows],
@@ -106,7 +105,7 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, tabl
     slots = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     numbers = array("q", (real,))
-    for values in ([_ids(row)[0] for row in rows], done * 3, range(len(rows) + 1), done,
+    for values in ([_ids(row)[0] for row in rows], _rotary(rows), range(len(rows) + 1), done,
                    [_flat(row, row.done) for row in rows], slots, targets):
         numbers.extend(values)
     known = (table or PageTable()).of(plan.rows, pages)[:, :pages]
@@ -182,6 +181,19 @@ def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
     if sources and sources == targets == list(range(sources[0], sources[0] + len(sources))):
         return sources[0], sources[0] + len(sources)
     return None
+
+
+def _rotary(rows: List[Row]) -> array[int]:
+    """The rotary positions of all tokens, axis by axis."""
+    if all(isinstance(row.rotary, int) for row in rows):
+        return array("q", chain.from_iterable(_axis(row, 0) for row in rows)) * 3
+    return array("q", chain.from_iterable(_axis(row, axis) for axis in range(3) for row in rows))
+
+
+def _axis(row: Row, axis: int) -> List[int]:
+    if isinstance(row.rotary, int):
+        return range(row.done + row.rotary, row.done + row.rotary + len(row.tokens))
+    return row.rotary[axis]
 
 
 def _ids(row: Row) -> tuple[int, ...]:
