@@ -185,8 +185,8 @@ def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
 
 def _rotary(rows: List[Row]) -> array[int]:
     """The rotary positions of all tokens, axis by axis."""
-    if all(isinstance(row.rotary, int) for row in rows):
-        return array("q", chain.from_iterable(_axis(row, 0) for row in rows)) * 3
+    if {row.rotary for row in rows} == {0}:
+        return array("q", chain.from_iterable(range(row.done, row.done + len(row.tokens)) for row in rows)) * 3
     return array("q", chain.from_iterable(_axis(row, axis) for axis in range(3) for row in rows))
 
 
