@@ -23,7 +23,7 @@ from deltic.types import TokenLogprobs
 class Share:
     """One sequence's share of a step, on the lease that it had then. row: None if it only draws from logits that were
     known. start: the row's first token in the batch. draw: the first of its draws; None: it draws nothing. end [V]: the
-    logits of its prompt's end, where they will be kept."""
+    logits of its prompt's end, where they will be kept. vector: which of the step's is its own."""
 
     sequence: Sequence
     lease: Lease
@@ -31,6 +31,7 @@ class Share:
     start: int = 0
     draw: int | None = None
     end: Tensor | None = None
+    vector: int | None = None
 
     @property
     def live(self) -> bool:
@@ -55,7 +56,8 @@ class InFlight:
     """A step that was launched, whose tokens the host has not seen.
 
     drafting: the sequences that drafts were asked for. drawn [L] int64: the tokens, on the device. sampled: all that
-    was drawn, on the host as soon as `arrived`. raw [L, V]: the model's logits, where the probability of another token
+    was drawn, and vectors [N, H] float32: the hidden states that were asked for; both on the host as soon as `arrived`.
+    raw [L, V]: the model's logits, where the probability of another token
     than the drawn one may be reported. error: what launching raised.
     """
 
@@ -64,6 +66,7 @@ class InFlight:
     drafting: List[Sequence] = ()
     drawn: Tensor | None = None
     sampled: Sampled | None = None
+    vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
     error: Exception | None = None
@@ -110,14 +113,15 @@ class Launcher:
             flight.error = error
         return flight
 
-    def wait(self, flight: InFlight) -> Chosen:
-        """What the step has drawn."""
-        assert flight.sampled is not None
+    def wait(self, flight: InFlight) -> Chosen | None:
+        """What the step has drawn, if anything; then all that it gives is there."""
         if flight.arrived:
             began = time.perf_counter()
             flight.arrived.synchronize()
             self.seconds += time.perf_counter() - began
         sampled = flight.sampled
+        if sampled is None:
+            return None
         return Chosen(sampled, sampled.tokens.tolist(), sampled.healthy.tolist(), sampled.possible.tolist(), flight.raw)
 
     @torch.inference_mode()
@@ -134,11 +138,7 @@ class Launcher:
         if flight.plan.operations:
             runtime.cache.pools.apply(flight.plan.operations)
         if flight.plan.rows:
-            batch = build(flight.plan, runtime.device, hidden=runtime.mtp_runner is not None,
-                          drawn=before.drawn if before else None, table=self._pages)
-            began = time.perf_counter()
-            logits.append(runtime.run(batch))
-            self.seconds += time.perf_counter() - began
+            self._run(flight, logits, before)
         for sequence in known:
             # a draw may write into them, and what came from a tier lies on the host
             logits.append(sequence.logits[None].to(runtime.device, copy=True))
@@ -146,6 +146,27 @@ class Launcher:
         draws = _draws(flight.shares)
         if draws:
             self._draw(flight, draws, logits[0] if len(logits) == 1 else torch.cat(logits))
+        if runtime.device.type == "cuda" and (draws or flight.vectors is not None):
+            flight.arrived = torch.cuda.Event()
+            flight.arrived.record(torch.cuda.current_stream(runtime.device))
+
+    def _run(self, flight: InFlight, logits: list[Tensor], before: InFlight | None) -> None:
+        """Run the plan's rows."""
+        runtime, wanting = self._runtime, [share for share in flight.shares if share.row and share.row.hidden]
+        batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
+                      drawn=before.drawn if before else None, table=self._pages)
+        began = time.perf_counter()
+        if wanting:
+            found, hidden = runtime.run_hidden(batch)
+            assert hidden is not None
+            for index, share in enumerate(wanting):
+                share.vector = index
+            last = [share.start + len(share.row.tokens) - 1 for share in wanting if share.row]
+            flight.vectors = hidden[last].to("cpu", non_blocking=True)
+        else:
+            found = runtime.run(batch)
+        logits.append(found)
+        self.seconds += time.perf_counter() - began
 
     def _draw(self, flight: InFlight, draws: list[Draw], logits: Tensor) -> None:
         """logits [L, V]: those of all draws; a draw may write into them."""
@@ -157,8 +178,7 @@ class Launcher:
         sampled = self._runtime.sample(logits, self._params.of(draws, logits.device, logits.shape[1]))
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if sampled.tokens.is_cuda:
-            flight.sampled, flight.arrived = _on_host(sampled), torch.cuda.Event()
-            flight.arrived.record(torch.cuda.current_stream(sampled.tokens.device))
+            flight.sampled = _on_host(sampled)
 
 
 def _draws(shares: List[Share]) -> list[Draw]:

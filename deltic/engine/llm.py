@@ -36,7 +36,7 @@ from deltic.text.chat_processor import ChatProcessor, Job, bare_job, prompt_boun
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Request, SamplingParams, TokenOut
+from deltic.types import Event, Request, SamplingParams
 
 __all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
 
@@ -89,7 +89,7 @@ class _Call:
     def done(self) -> bool:
         return all(self.answers.outputs)
 
-    def take(self, events: Sequence[TokenOut]) -> list[Delta]:
+    def take(self, events: Sequence[Event]) -> list[Delta]:
         if self._on_token:
             return [delta for event in events for delta in self._take_one(event, self._on_token)]
         return self._take(events)
@@ -100,14 +100,14 @@ class _Call:
         if self._started and running and not self._worker.forked:
             self._worker.abort(running)
 
-    def _take(self, events: Sequence[TokenOut]) -> list[Delta]:
+    def _take(self, events: Sequence[Event]) -> list[Delta]:
         pieces = self.answers.take(events)
         for piece in pieces:
             if piece.remember:
                 piece.remember()
         return [delta for piece in pieces for delta in piece.deltas]
 
-    def _take_one(self, event: TokenOut, on_token: TokenCallback) -> list[Delta]:
+    def _take_one(self, event: Event, on_token: TokenCallback) -> list[Delta]:
         row = self.answers.row(event)
         wanted = event.token is not None and not self.answers.stopped(row)
         deltas = self._take([event])
