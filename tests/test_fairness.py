@@ -286,10 +286,10 @@ def test_planning_does_not_grow_with_the_number_that_wait() -> None:
 
 def test_many_choices_share_one_copy_of_the_prompt_while_they_wait() -> None:
     engine, request = engine_of(), ask("a", 5_000, count=5)
-    engine.add(replace(request, sampling=replace(request.sampling, n=128)))
+    engine.add(replace(request, output=replace(request.output, n=128)))
     assert engine.scheduler.waiting[0].tokens is request.prompt
     steps_to(engine, "a")
     waiting = engine.scheduler.waiting
     assert len(waiting) == 127 and all(sequence.tokens is request.prompt for sequence in waiting)
-    assert len({id(sequence.keys) for sequence in waiting}) == 1
+    assert len({id(sequence.prompt_keys) for sequence in waiting}) == 1
     assert len(drain(engine)) == 128 and engine.stats.prompt_tokens == 5_000
