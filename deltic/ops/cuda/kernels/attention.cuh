@@ -21,21 +21,20 @@ template <int D, class In> DEVICE void turn(float (&v)[D / 32], const In *from, 
                                             int rotary, float eps, float *buffer) {
     constexpr int N = D / 32;
     const int first = (threadIdx.x & 31) * N, half = rotary / 2;
-    float scale[N], cosine[N], sine[N], sum = 0;
-    const bool rotated = first < rotary, second = first >= half;
+    float scale[N], sum = 0;
     load_all<N>(v, from + first);
     load_all<N>(scale, norm + first);
-    if (rotated) {  // with the others, so that they are waited for once
-        load_all<N>(cosine, turns + first - (second ? half : 0));
-        load_all<N>(sine, turns + first + (second ? 0 : half));
-    }
 #pragma unroll
     for (int i = 0; i < N; ++i) sum += v[i] * v[i];
     const float factor = rsqrtf(warp_sum(sum) / D + eps);
 #pragma unroll
     for (int i = 0; i < N; ++i) v[i] *= factor * scale[i], buffer[first + i] = v[i];
     __syncwarp();
-    if (rotated) {
+    if (first < rotary) {
+        const bool second = first >= half;
+        float cosine[N], sine[N];
+        load_all<N>(cosine, turns + first - (second ? half : 0));
+        load_all<N>(sine, turns + first + (second ? 0 : half));
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             const float other = buffer[second ? first + i - half : first + i + half];
