@@ -17,10 +17,12 @@ test-all: .venv/.installed-dev lint
 	$(BIN)/python -m pytest $(TOGETHER) -m "not alone"
 	$(BIN)/python -m pytest -m "alone"
 
-# With whatever Python and torch are there: those that find a CUDA device, and engines on it.
+# With whatever Python and torch are there: those that find a CUDA device, and engines on it. A card serves many processes.
+ON_GPU := --numprocesses 8 -p no:benchmark
+
 test-gpu:
-	$(PYTHON) -m pytest tests/test_cuda_kernels.py tests/test_cuda_prompts.py tests/test_cuda_graphs.py tests/test_cuda_buckets.py tests/test_cuda_source.py
-	$(PYTHON) -m pytest --device cuda tests/test_same_answer.py
+	$(PYTHON) -m pytest $(ON_GPU) $(wildcard tests/test_cuda_*.py)
+	$(PYTHON) -m pytest $(ON_GPU) --device cuda tests/test_same_answer.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check deltic tests examples bench

@@ -17,9 +17,20 @@ from deltic.ops import ref
 from deltic.ops.cuda.arguments import Product
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.sample import sample
-from deltic.ops.cuda.shapes import ADD, GATE, STORE, WARPS, Multiply, Shapes
+from deltic.ops.cuda.shapes import ADD, GATE, STORE, WARPS, Multiply, Shapes, heads_product
 from deltic.ops.cuda.step import Step
-from deltic.ops.records import PAGE, AttentionWeights, Batch, GdnWeights, KvView, Padded, Rope, Sampling, StateView
+from deltic.ops.records import (
+    PAGE,
+    AttentionWeights,
+    Batch,
+    GdnSpec,
+    GdnWeights,
+    KvView,
+    Padded,
+    Rope,
+    Sampling,
+    StateView,
+)
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch import gdn as torch_gdn
 
@@ -44,26 +55,34 @@ COLUMNS = (192, 576, 1024, 2560, 4096, 3584, 9216)
 
 @pytest.fixture(scope="module")
 def products() -> Module:
-    known = [Multiply(columns, norm, out, unit) for columns in COLUMNS for norm, out, unit in
+    known = [heads_product(spec, 8) for spec in HEADS]
+    known += [Multiply(columns, norm, out, unit) for columns in COLUMNS for norm, out, unit in
              ((True, STORE, 8), (True, GATE, 8), (False, ADD, 8), (False, ADD, 4))]
     return Module(Shapes(tuple(known), None, None).source(), torch.device("cuda"))
 
 
+HEADS = (GdnSpec(3, 6, 32, 32, 4, 1e-6), GdnSpec(16, 16, 128, 128, 4, 1e-6), GdnSpec(16, 32, 128, 128, 4, 1e-6))
 BLOCKS = 24
 """Few, so that every one has several groups of units."""
 
 
 def multiply(module: Module, weight: Tensor, x: Tensor, scale: Tensor | None, y: Tensor, out: int,
              unit: int = 8) -> None:
-    rows, columns = weight.shape
-    if len(x) > Multiply(columns, scale is not None, out, unit).most:
+    product = Multiply(weight.shape[1], scale is not None, out, unit)
+    if len(x) > product.most:
         pytest.skip("no such product")
-    product, units = Multiply(columns, scale is not None, out, unit), -(-rows // unit)
+    launch(module, product, weight, x, y, scale)
+
+
+def launch(module: Module, product: Multiply, weight: Tensor, x: Tensor, y: Tensor, scale: Tensor | None,
+           gate: Tensor | None = None) -> None:
+    rows, units = len(weight), -(-len(weight) // product.unit)
     group = product.group(len(x), -(-units // BLOCKS))
     slots, shared = product.shared(len(x), group, -(-units // BLOCKS))
     module.launch(product.name(len(x)), (BLOCKS,), WARPS * 32 + 32, Product(
-        weight=weight, x=x, scale=scale, y=y, eps=1e-6, tokens=len(x), rows=rows, whole=units // BLOCKS,
-        rest=units % BLOCKS, group=group, inverse=65536 // len(x) + 1, slots=slots), shared)
+        weight=weight, x=x, scale=scale, gate=gate, y=y, eps=1e-6, tokens=len(x), rows=rows, whole=units // BLOCKS,
+        rest=units % BLOCKS, group=group, inverse=65536 // len(x) + 1, slots=slots,
+        stride=0 if gate is None else gate.stride(0)), shared)
     torch.cuda.synchronize()
 
 
@@ -105,6 +124,28 @@ def test_gated_products(products: Module, columns: int, tokens: int) -> None:
     normalised = x.double() * (x.double().square().mean(-1, True) + 1e-6).rsqrt() * scale.double()
     gate, up = (normalised @ weight.double().t()).chunk(2, -1)
     assert error(y, gate * gate.sigmoid() * up) < 5e-3
+
+
+def normed(core: Tensor, gate: Tensor, spec: GdnSpec, norm: Tensor) -> Tensor:
+    """What heads give, normed and gated: [T, values] each."""
+    heads = core.view(len(core), -1, spec.value_dim)
+    heads = heads * (heads.square().mean(-1, True) + spec.eps).rsqrt() * norm
+    return heads.flatten(1) * gate * gate.sigmoid()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("spec", HEADS, ids=lambda spec: str(spec.values))
+def test_products_of_heads(products: Module, spec: GdnSpec, tokens: int) -> None:
+    for rows in (588, 1003):
+        weight = randn(rows, spec.values, seed=rows, dtype=torch.bfloat16) * spec.values**-0.5
+        core, gates = randn(tokens, spec.values, seed=1), randn(tokens, spec.values + 60, seed=2)[:, 8:8 + spec.values]
+        norm, old = randn(spec.value_dim, seed=3) * 0.1 + 1, randn(tokens, rows, seed=5)
+        y = old.clone()
+        launch(products, heads_product(spec, 8), weight, core, y, norm, gates)
+        x = normed(core.double(), gates.double(), spec, norm.double())
+        assert error(y, old.double() + x @ weight.double().t()) < 4e-3
+        launch(products, heads_product(spec, 8), weight, core[:1], old[:1], norm, gates[:1])
+        assert torch.equal(old[0], y[0])
 
 
 # Mixers
@@ -163,7 +204,10 @@ def test_gdn(runtime: Runtime, done: list[int], moved: bool) -> None:
     slow = StateView(before.recurrent.clone(), before.conv.clone())
     core = ref.gdn_core if runtime.name == "tiny" else torch_gdn._core
     output = core(wanted, wide, slow, replace(batch, memo={}))
-    assert error(work.y.view(-1)[:output.numel()].view(output.shape), output) < 5e-3
+    found = work.y.view(-1)[:output.numel()].view(output.shape)
+    if step._spreads(spec, work):
+        found = normed(work.core, proj[:, spec.channels:spec.channels + spec.values], spec, layer.mixer.norm)
+    assert error(found, output) < 5e-3
     assert error(state.recurrent, slow.recurrent) < 2e-5
     if core is ref.gdn_core or not {1, 2} & {*done}:  # the torch op clears places of positions before 0
         assert torch.equal(state.conv.double(), slow.conv)

@@ -19,7 +19,7 @@ from deltic.ops.cuda import arguments, nvrtc, prompts
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.sample import source
-from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes
+from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes, heads_product
 from deltic.ops.records import AttentionSpec, CacheViews, GdnSpec
 
 steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("step", "sample"))
@@ -39,7 +39,8 @@ def shapes_of(name: str) -> Shapes:
     hidden, ffn, gdn, attention = MODELS[name]
     products = {Multiply(hidden, True, STORE): None, Multiply(gdn.values, False, ADD): None,
                 Multiply(attention.queries, False, ADD): None, Multiply(hidden, True, GATE): None,
-                Multiply(ffn, False, ADD): None, Multiply(ffn, False, ADD, 4): None}
+                Multiply(ffn, False, ADD): None, Multiply(ffn, False, ADD, 4): None, heads_product(gdn, 4): None,
+                heads_product(gdn, 8): None}
     return Shapes(tuple(products), gdn, attention)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +70,15 @@ class Graphs:
         """Record a bucket. numbers: of any step of it."""
         numbers = numbers.clone()
         static, graph = step_of(Padded(numbers, rows, pages)), torch.cuda.CUDAGraph()
-        # other threads may copy to and from the card meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._forward(static)
+        # other threads may copy to and from the card meanwhile, but nobody may collect an old graph as garbage
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = self._forward(static)
+        finally:
+            if collects:
+                gc.enable()
         self._pool = self._pool or graph.pool()
         borrowed = torch.as_tensor(_Borrowed(logits), device=numbers.device)
         self._captured[rows, pages] = _Captured(graph, numbers, borrowed)

@@ -6,7 +6,7 @@ from deltic.ops.cuda.driver import Arguments, fields
 
 
 class Product(Arguments):
-    _fields_ = fields("weight x scale y", "eps", "tokens rows whole rest group inverse slots")
+    _fields_ = fields("weight x scale gate y", "eps", "tokens rows whole rest group inverse slots stride")
 
 
 class Gdn(Arguments):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deltic.ops.cuda.nvrtc import compile_source
 
-_CLUSTER, _PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 4, 6, 8, 9, 97
-"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+_PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 6, 8, 9, 97
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
 CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
 
@@ -63,26 +63,26 @@ class Module:
             _check(_driver().cuModuleLoadData(byref(self._module), self._code))
         self._functions: dict[str, c_void_p] = {}
         self._shared: dict[str, int] = {}
-        self._calls: dict[tuple[str, int, int, bool, int, int], _Call] = {}
+        self._calls: dict[tuple[str, int, int, bool, int], _Call] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
-               overlap: bool = True, cluster: int = 1) -> None:
+               overlap: bool = True) -> None:
         """Launch a kernel in torch's current stream. overlap: it waits itself for what came before, so that it may
-        start earlier. cluster: blocks beside each other that can reach each other's shared memory."""
-        key = (name, block, shared, overlap, cluster, get_ident())
+        start earlier."""
+        key = (name, block, shared, overlap, get_ident())
         call = self._calls.get(key)
         if call is None:
             if shared > self._shared.get(name, 0):  # the most that any call of it takes
                 _check(_driver().cuFuncSetAttribute(self._function(name), _SHARED_BYTES, shared))
                 self._shared[name] = shared
             call = self._calls[key] = _Call(self._function(name), self._index, block, shared,
-                                                 overlap and self._overlaps, cluster)
+                                                 overlap and self._overlaps)
         call(grid, arguments)
 
     def prepare(self, name: str, grid: tuple[int, ...], block: int, arguments: Arguments, shared: int = 0,
-                overlap: bool = False, cluster: int = 1) -> Callable[[], None]:
+                overlap: bool = False) -> Callable[[], None]:
         """A launch to be made again and again; what the arguments point to must stay where it is."""
-        call = _Call(self._function(name), self._index, block, shared, overlap and self._overlaps, cluster)
+        call = _Call(self._function(name), self._index, block, shared, overlap and self._overlaps)
         return partial(call, grid, arguments)
 
     def _function(self, name: str) -> c_void_p:
@@ -98,11 +98,10 @@ class Module:
 class _Call:
     """A kernel with all that a launch of it needs but the grid and the arguments; for one thread."""
 
-    def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool,
-                 cluster: int) -> None:
+    def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool) -> None:
         self._device = device
         self._function, self._parameters, self._go = function, (c_void_p * 1)(), _driver().cuLaunchKernelEx
-        wanted = [(_PROGRAMMATIC, (1,))] * overlap + [(_CLUSTER, (cluster, 1, 1))] * (cluster > 1)
+        wanted = [(_PROGRAMMATIC, (1,))] * overlap
         self._attributes = (_Attribute * len(wanted))(*[_Attribute(id, 0, (c_int * 16)(*values))
                                                         for id, values in wanted])
         self._launch = _Launch(1, 1, 1, (c_uint * 3)(block, 1, 1), shared, None,

@@ -12,6 +12,8 @@ from deltic.ops.records import AttentionSpec, CacheViews, DecoderWeights, GdnSpe
 
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
+SPREAD = 2
+"""Tokens of a step whose heads are spread over the card in slices, if that many find room."""
 WARPS = 8
 """Of a block that multiply; one more copies."""
 SEGMENT = 1024
@@ -32,27 +34,32 @@ STORE, ADD, GATE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
-    """A product: columns of its weight, whether its input is normalised, what becomes of its sums, rows of a unit."""
+    """A product: columns of its weight, whether its input is normalised, what becomes of its sums, rows of a unit.
+    head, slice: columns of a value head, and of a slice of one, if its input is the outputs of heads that are yet to be
+    normed and gated."""
 
     columns: int
     norm: bool
     out: int
     unit: int = 8
+    head: int = 0
+    slice: int = 0
 
     @property
     def most(self) -> int:
-        """Tokens whose input fits in a block's shared memory."""
-        return min(MOST, _INPUT // (self.columns * 2))
+        """Tokens whose input fits in a block's shared memory, and that it is used for."""
+        return min(SPREAD if self.head else MOST, _INPUT // (self.columns * 2))
 
     def name(self, tokens: int) -> str:
-        return (f"product_{self.columns}_{'norm' if self.norm else 'plain'}_{('store', 'add', 'gate')[self.out]}"
+        kind = "norm" if self.norm else "heads" if self.head else "plain"
+        return (f"product_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
                 f"_{self.unit}_{'many' if tokens > FEW else 'few'}")
 
     def source(self, tokens: int) -> str:
         many, norm = (str(flag).lower() for flag in (tokens > FEW, self.norm))
         return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32 + 32}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {many}, "
-                f"{self.unit}>(a); }}\n")
+                f"{self.unit}, {self.head}, {self.slice}>(a); }}\n")
 
     def group(self, tokens: int, units: int) -> int:
         """Units of a block between two sums over the warps: as many as fit."""
@@ -129,6 +136,11 @@ def gdn_slice(spec: GdnSpec, kind: str) -> int:
     return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
 
 
+def heads_product(spec: GdnSpec, unit: int) -> Multiply:
+    """The output projection of heads in slices."""
+    return Multiply(spec.values, False, ADD, unit, spec.value_dim, gdn_slice(spec, "few"))
+
+
 def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
     """None where the kernels do not know the model: another dtype, packed weights, unusual sizes."""
     assert isinstance(decoder.embedding, Tensor)
@@ -158,6 +170,9 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
                                   (layer.mlp.down, False, ADD)):
             assert isinstance(weight, Tensor)
             products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, blocks))] = None
+        if isinstance(mixer, GdnWeights):
+            assert isinstance(outer, Tensor)
+            products[heads_product(mixer.spec, unit_of(outer.shape[0], ADD, blocks))] = None
     assert isinstance(decoder.head, Tensor)
     products[Multiply(decoder.head.shape[1], True, STORE)] = None
     shapes = Shapes(tuple(products), gdn, attention)

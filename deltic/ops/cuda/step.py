@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +22,18 @@ from deltic.ops.cuda.shapes import (
     ADD,
     GATE,
     MOST,
+    SPREAD,
     STORE,
     WARPS,
     Multiply,
     Shapes,
     blocks_of,
     gdn_slice,
+    heads_product,
     shapes_of,
     unit_of,
 )
-from deltic.ops.records import AttentionWeights, Batch, CacheViews, DecoderWeights, GdnWeights, Layer, RopeSpec
+from deltic.ops.records import AttentionWeights, Batch, CacheViews, DecoderWeights, GdnSpec, GdnWeights, Layer, RopeSpec
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -88,8 +91,9 @@ def _own(ops: Ops) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One step's memory. residual [T, H], turns [T, rotary] float32; y: what mixers give, [T, values or queries] bf16.
-    mixed, mass: parts of the attention. kind: of the projections: few (float32) or many (bf16)."""
+    """One step's memory. residual [T, H], turns [T, rotary] float32; y: what mixers give, [T, values or queries] bf16;
+    core [T, values] float32: what heads in slices give, neither normed nor gated. mixed, mass: parts of the attention.
+    kind: of the projections: few (float32) or many (bf16)."""
 
     batch: Batch
     kind: str
@@ -97,6 +101,7 @@ class _Work:
     residual: Tensor
     turns: Tensor
     y: Tensor
+    core: Tensor
     mixed: Tensor
     mass: Tensor
 
@@ -134,7 +139,8 @@ class Step:
         rotary = self._decoder.rope.rotary_dim
         work = _Work(batch, kind, parts, empty(tokens, self._hidden), empty(tokens, rotary),
                      empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
-                     empty(tokens, heads, parts, size), empty(tokens, heads, parts, 2))
+                     empty(min(tokens, SPREAD), gdn.values if gdn else 1), empty(tokens, heads, parts, size),
+                     empty(tokens, heads, parts, 2))
         self._module.launch("k_enter", (self._blocks,), 256, args.Enter(
             ids=batch.ids, positions=batch.positions, embedding=self._decoder.embedding, frequencies=self._frequencies,
             axes=self._axes, residual=work.residual, turns=work.turns, hidden=self._hidden, rotary=rotary,
@@ -152,46 +158,62 @@ class Step:
         for layer in decoder.layers:
             self._multiply(_inner(layer), work.residual, layer.input_norm, proj, STORE)
             self._mix(layer, work, proj, _rows(_inner(layer)))
-            self._multiply(_outer(layer), work.y, None, work.residual, ADD)
+            self._project(layer, work, proj)
             self._multiply(layer.mlp.gate_up, work.residual, layer.post_norm, gated, GATE)
             self._multiply(layer.mlp.down, gated, None, work.residual, ADD)
         self._multiply(decoder.head, work.residual, decoder.norm, logits, STORE)
         return logits
 
+    def _project(self, layer: Layer, work: _Work, proj: Tensor) -> None:
+        """From what the mixer gave to the residual."""
+        mixer, weight = layer.mixer, _outer(layer)
+        if not isinstance(mixer, GdnWeights) or not self._spreads(mixer.spec, work):
+            return self._multiply(weight, work.y, None, work.residual, ADD)
+        spec, blocks = mixer.spec, self._blocks
+        product = heads_product(spec, unit_of(_rows(weight), ADD, blocks))
+        self._launch(product, weight, len(work.residual), x=work.core, scale=mixer.norm, gate=proj[spec.channels:],
+                     y=work.residual, eps=spec.eps, stride=_rows(mixer.in_proj))
+
     def _multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
-        assert isinstance(weight, Tensor)
-        rows, columns = weight.shape
-        tokens, blocks = len(x), self._blocks
-        product = Multiply(columns, scale is not None, out, unit_of(rows, out, blocks))
-        if tokens > product.most:  # their input would not fit
-            half = tokens // 2
+        product = Multiply(_columns(weight), scale is not None, out, unit_of(_rows(weight), out, self._blocks))
+        if len(x) > product.most:  # their input would not fit
+            half = len(x) // 2
             self._multiply(weight, x[:half], scale, y[:half], out)
             return self._multiply(weight, x[half:], scale, y[half:], out)
+        self._launch(product, weight, len(x), x=x, scale=scale, gate=None, y=y, eps=self._decoder.eps, stride=0)
+
+    def _launch(self, product: Multiply, weight: object, tokens: int, **values: Any) -> None:
+        rows, blocks = _rows(weight), self._blocks
         units = -(-rows // product.unit)
         mine = -(-units // blocks)
         group = product.group(tokens, mine)
         slots, shared = product.shared(tokens, group, mine)
         self._module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, args.Product(
-            weight=weight, x=x, scale=scale, y=y, eps=self._decoder.eps, tokens=tokens, rows=rows,
-            whole=units // blocks, rest=units % blocks, group=group, inverse=65536 // tokens + 1, slots=slots), shared)
+            weight=weight, tokens=tokens, rows=rows, whole=units // blocks, rest=units % blocks, group=group,
+            inverse=65536 // tokens + 1, slots=slots, **values), shared)
 
     def _mix(self, layer: Layer, work: _Work, proj: Tensor, stride: int) -> None:
-        """From the projections to `work.y`."""
+        """From the projections to `work.y`, or `work.core`."""
         mixer, batch = layer.mixer, work.batch
         if isinstance(mixer, GdnWeights):
             spec, state = mixer.spec, self._views.states[layer.store]
             slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
-            spread = work.kind == "few" and slices * heads <= 2 * self._blocks
+            spread = self._spreads(spec, work)
             size = 0 if spread else spec.key_dim * spec.value_dim * 4
             grid, block = (slices * heads, 128) if spread else (min(heads, 8 // slices * self._blocks), slices * 128)
             self._module.launch(f"k_gdn_{'spread' if spread else work.kind}", (grid,), block, args.Gdn(
                 proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
-                state=state.recurrent, ring=state.conv, y=work.y, count=batch.count, starts=batch.starts,
-                done=batch.done, source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
-                value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads), size,
-                cluster=slices if spread else 1)
+                state=state.recurrent, ring=state.conv, y=work.core if spread else work.y, count=batch.count,
+                starts=batch.starts, done=batch.done, source=batch.source, target=batch.target, eps=spec.eps,
+                key_heads=spec.key_heads, value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled),
+                heads=heads), size)
         else:
             self._attend(layer, mixer, work, proj, stride)
+
+    def _spreads(self, spec: GdnSpec, work: _Work) -> bool:
+        """Whether each slice of a head is a block of its own: what they give is not normed yet."""
+        slices = spec.value_heads * spec.value_dim // gdn_slice(spec, "few")
+        return work.kind == "few" and len(work.residual) <= SPREAD and slices * len(work.residual) <= 2 * self._blocks
 
     def _attend(self, layer: Layer, mixer: AttentionWeights, work: _Work, proj: Tensor, stride: int) -> None:
         spec, kv, batch = mixer.spec, self._views.kv[layer.store], work.batch

@@ -113,22 +113,12 @@ DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier, u64 poli
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-// Clusters of blocks: what a thread has stored before it arrives, also to its peers, is seen by those that have waited.
-DEVICE void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE void store_peer(float *p, int block, float v) {  // to where p points in another block's shared memory
-    asm volatile("{ .reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2; }"
-                 :: "r"((u32)__cvta_generic_to_shared(p)), "r"(block), "f"(v) : "memory");
-}
 #else  // where these are missing, no kernel that calls them is launched
 DEVICE void init_barrier(u32, int) {}
 DEVICE void publish_barriers() {}
 DEVICE void expect_bytes(u32, int) {}
 DEVICE void arrive_barrier(u32) {}
 DEVICE void await_barrier(u32, u32) {}
-DEVICE void arrive_cluster() {}
-DEVICE void await_cluster() {}
-DEVICE void store_peer(float *, int, float) {}
 DEVICE void bulk_copy(u32, const void *, int, u32, u64) {}
 #endif
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

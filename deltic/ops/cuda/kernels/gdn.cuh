@@ -1,8 +1,9 @@
 // The core of a Gated DeltaNet layer for rows that decode: convolution, gates, delta rule, gated norm. Four warps have BV
-// columns of a value head of a row, their slice of its state in registers. Of few heads each slice is a block, and the
-// blocks of a head are a cluster: they tell each other what the norm needs to know. Of many heads a block has all slices,
-// and goes from head to head; as soon as a state is in registers, the next one and all else that its head needs are on
-// their way to shared memory, as loads that are waited for lie behind all those copies. Both round alike.
+// columns of a value head of a row, their slice of its state in registers. Of few heads each slice is a block, and the norm
+// is left to the product that reads them: blocks that had to wait for each other could not all start at once beside the
+// blocks of products. Of many heads a block has all slices, and goes from head to head; as soon as a state is in
+// registers, the next one and all else that its head needs are on their way to shared memory, as loads that are waited
+// for lie behind all those copies. Both round alike.
 
 struct Gdn {
     const void *proj;    // [T, stride]: q, k, v (the convolved channels), z, b, a
@@ -10,18 +11,21 @@ struct Gdn {
     const float *decay, *dt_bias, *norm;
     float *state;        // [slots, Hv, DK, DV]
     u16 *ring;           // [slots, 4, C]
-    u16 *y;              // [T, Hv * DV]
+    void *y;             // [T, Hv * DV] bf16; of blocks of slices: float, neither normed nor gated
     const i64 *count, *starts, *done, *source, *target;
     float eps;
     int key_heads, value_heads, stride, tiled, heads;  // heads: of all rows
 };
 
-// Where a row's tokens and states are.
+// A value head of a row, the key head that it belongs to, whether it is the first one to do so, and where the row's tokens
+// and states are.
 struct Place {
-    int start, tokens, done, source, target;
-    static DEVICE Place of(const Gdn &a, int row) {
-        const int start = int(a.starts[row]);
-        return {start, int(a.starts[row + 1]) - start, int(a.done[row]), int(a.source[row]), int(a.target[row])};
+    int row, head, from, leads, start, tokens, done, source, target;
+    static DEVICE Place of(const Gdn &a, int item) {
+        const int row = item / a.value_heads, head = item - row * a.value_heads, share = a.value_heads / a.key_heads;
+        const int start = int(a.starts[row]), from = a.tiled ? head % a.key_heads : head / share;
+        return {row, head, from, a.tiled ? head < a.key_heads : head == from * share, start, int(a.starts[row + 1]) - start,
+                int(a.done[row]), int(a.source[row]), int(a.target[row])};
     }
 };
 
@@ -30,30 +34,26 @@ struct Gates {
     float beta, steep, gate, rate, bias, scale;
 };
 
-// V slices of a head, by 128 V threads.
-template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
-    static constexpr int THREADS = 128 * V, WARPS = 4, SLICES = DV / BV, BLOCKS = SLICES / V, COLUMNS = BV / 4,
+// V slices of a head, by 128 V threads. NORMS: all of it, so that they can be normed.
+template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta {
+    static constexpr int THREADS = 128 * V, WARPS = 4, SLICES = DV / BV, COLUMNS = BV / 4,
                          GROUPS = 128 / COLUMNS, ROWS = DK / GROUPS, CHANNELS = 2 * DK + V * BV,
                          EACH = (CHANNELS + THREADS - 1) / THREADS;
-    static_assert(DK % GROUPS == 0 && DK % 32 == 0 && BV <= 32 && (V == 1 || BLOCKS == 1), "blocks do not fit the head");
+    static_assert(DK % GROUPS == 0 && DK % 32 == 0 && BV <= 32 && (!NORMS || V == SLICES), "blocks do not fit the head");
     struct alignas(16) Shared {
         float parts[V][WARPS][2][BV], mixed[CHANNELS], red[2 * DK / 32 + EACH * WARPS * V], squares[2][SLICES];
     };
     const Gdn &a;
     Shared &m;
-    int tid, lane, part, warp, slice, head, row, from, keys, channels, start, tokens, done;  // part: of the block's slices
-    i64 source, target;
+    int tid, lane, part, warp, slice, head, from, keys, channels, start, tokens, done, source, target;  // part: of a block
     bool leads;
     float4 s[ROWS];
     float history[EACH][3];
     uint2 taps[EACH];
 
-    DEVICE GatedDelta(const Gdn &args, Shared &shared, int item, int first, const Place &place) : a(args), m(shared) {
+    DEVICE GatedDelta(const Gdn &args, Shared &shared, int first, const Place &place) : a(args), m(shared) {
         part = threadIdx.x / 128, tid = threadIdx.x % 128, warp = tid >> 5, lane = tid & 31;
-        const int share = a.value_heads / a.key_heads;
-        slice = first + part, row = item / a.value_heads, head = item - row * a.value_heads;
-        from = a.tiled ? head % a.key_heads : head / share;
-        leads = first == 0 && (a.tiled ? head < a.key_heads : head % share == 0);
+        slice = first + part, head = place.head, from = place.from, leads = place.leads && first == 0;
         keys = a.key_heads * DK, channels = 2 * keys + a.value_heads * DV;
         start = place.start, tokens = place.tokens, done = place.done, source = place.source, target = place.target;
     }
@@ -82,11 +82,14 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
     // The convolution of one token, into `mixed`; sums of squares of each 32 channels into `red`. ring: where the input is
     // to be kept, null: nowhere; older: with the three before it.
     template <class Input> DEVICE void convolve(Input input, u16 *ring, bool older, int position) {
+        float raws[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) raws[i] = mixes(i) ? input(i) : 0.f;  // all on their way before one is waited for
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             float x = 0;
             if (mixes(i)) {
-                const u16 raw = narrow(input(i));
+                const u16 raw = narrow(raws[i]);
                 x = silu(__fmaf_rn(low(taps[i].x), history[i][0], __fmaf_rn(high(taps[i].x), history[i][1],
                          __fmaf_rn(low(taps[i].y), history[i][2], __fmul_rn(high(taps[i].y), wide(raw))))));
                 if (ring && writes(i)) {
@@ -146,15 +149,12 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
             const float u = beta * __fmaf_rn(-keep, from_key, value[tid]);
             output = __fmaf_rn(dot, u, keep * from_query);
         }
-        if (warp == 0) {
+        const i64 at = i64(start + token) * (a.value_heads * DV) + head * DV + slice * BV + tid;
+        if (!NORMS && tid < BV) ((float *)a.y)[at] = output;
+        if (NORMS && warp == 0) {
             const float square = warp_sum(__fmul_rn(output, output));
-            if constexpr (BLOCKS == 1) {
-                if (lane == 0) m.squares[token & 1][slice] = square;
-            } else if (lane < BLOCKS) {
-                store_peer(&m.squares[token & 1][slice], lane, square);
-            }
+            if (lane == 0) m.squares[token & 1][slice] = square;
         }
-        if constexpr (BLOCKS > 1) arrive_cluster();
         float sum[4] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; ++w)
@@ -170,14 +170,12 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
                                __fmaf_rn(k, u[2], keep * s[i].z), __fmaf_rn(k, u[3], keep * s[i].w));
             if (last) store4(last + place() + i * GROUPS * DV, s[i]);
         }
-        if constexpr (BLOCKS > 1) await_cluster();
-        else __syncthreads();
-        if (tid < BV) {
+        __syncthreads();
+        if (NORMS && tid < BV) {
             float mean = 0;
 #pragma unroll
             for (int i = 0; i < SLICES; ++i) mean += m.squares[token & 1][i];
-            a.y[i64(start + token) * (a.value_heads * DV) + head * DV + slice * BV + tid] =
-                narrow(output * rsqrtf(mean / DV + a.eps) * of.scale * silu(of.gate));
+            ((u16 *)a.y)[at] = narrow(output * rsqrtf(mean / DV + a.eps) * of.scale * silu(of.gate));
         }
     }
     DEVICE const In *inputs(int token) const { return (const In *)a.proj + i64(start + token) * a.stride; }
@@ -185,7 +183,7 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
     // A row of one token keeps its ring while it is convolved, if all places of it get an input.
     DEVICE bool older() const { return source != target && tokens == 1 && done >= 3; }
     DEVICE u16 *ring() const { return a.ring + i64(target) * 4 * channels; }
-    // One token of the row; following: when its inputs and the row's state are in registers.
+    // One token of the row; following: when its inputs were used, before its state is.
     template <class Input, class Following> DEVICE void advance(int token, const Gates &of, Input input, float *last,
                                                                 Following following) {
         const bool kept = older() || (source == target && token + 4 >= tokens);
@@ -197,7 +195,7 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
     DEVICE void rest(int n, Gates of, float *last) {
         for (; n < tokens; ++n) {
             of.beta = load(gates(n) + head), of.steep = load(gates(n) + a.value_heads + head);
-            if (tid < BV) of.gate = load(inputs(n) + channels + head * DV + slice * BV + tid);
+            if (NORMS && tid < BV) of.gate = load(inputs(n) + channels + head * DV + slice * BV + tid);
             advance(n, of, [&](int i) { return load(inputs(n) + channel(i)); }, last, [] {});
         }
         if (older() || (source == target && done)) return;
@@ -212,22 +210,21 @@ template <int DK, int DV, int BV, int V, class In> struct GatedDelta {
     }
 };
 
-// Grid [DV / BV * heads], clusters of DV / BV blocks of 128 threads.
+// Grid [DV / BV * heads], blocks of 128 threads.
 template <int DK, int DV, int BV, class In> DEVICE void gdn_spread(const Gdn &a) {
-    using Slice = GatedDelta<DK, DV, BV, 1, In>;
+    using Slice = GatedDelta<DK, DV, BV, 1, false, In>;
     __shared__ typename Slice::Shared shared;
     launch_dependents();
-    const int item = blockIdx.x / Slice::SLICES;
-    Slice g(a, shared, item, blockIdx.x % Slice::SLICES, Place::of(a, item / a.value_heads));
-    if (g.row >= *a.count) return wait();
+    const Place place = Place::of(a, blockIdx.x / Slice::SLICES);
+    Slice g(a, shared, blockIdx.x % Slice::SLICES, place);
+    if (place.row >= *a.count) return wait();
     const float *old = g.state(g.source) + g.place();
     const u64 policy = read_once();
 #pragma unroll
     for (int i = 0; i < Slice::ROWS; ++i)
         g.s[i] = g.done ? load4_once(old + i * Slice::GROUPS * DV, policy) : make_float4(0, 0, 0, 0);
     g.load_history();
-    Gates of{0, 0, 0, __ldg(a.decay + g.head), __ldg(a.dt_bias + g.head), 0};
-    if (g.tid < BV) of.scale = __ldg(a.norm + g.slice * BV + g.tid);
+    const Gates of{0, 0, 0, __ldg(a.decay + g.head), __ldg(a.dt_bias + g.head), 0};
     wait();
     g.rest(0, of, g.state(g.target));
 }
@@ -289,7 +286,7 @@ template <class Head, class In> struct Arriving {
 
 // Blocks of DV / BV * 128 threads, no more than there are heads.
 template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a) {
-    using Head = GatedDelta<DK, DV, BV, DV / BV, In>;
+    using Head = GatedDelta<DK, DV, BV, DV / BV, true, In>;
     using Inputs = Arriving<Head, In>;
     constexpr int SIZE = DK * DV * 4, CHUNK = SIZE > 16384 ? 16384 : SIZE, KNOWN = 64;
     extern __shared__ __align__(128) float stage[];
@@ -300,55 +297,50 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a)
     const u32 full = shared_address(&barrier);
     const int items = min(a.heads, int(*a.count) * a.value_heads);
     const u64 policy = read_once();
-    const auto head = [&](int n) {
-        const int item = blockIdx.x + n * gridDim.x;
-        return Head(a, shared, item, 0, places[n % KNOWN]);
+    const auto exists = [&](int n) { return blockIdx.x + n * gridDim.x < items; };
+    const auto head = [&](int n) { return Head(a, shared, 0, places[n % KNOWN]); };
+    const auto find = [&](int n) {  // the n-th and the following heads of the block
+        if (threadIdx.x < KNOWN && exists(n + threadIdx.x))
+            places[threadIdx.x] = Place::of(a, blockIdx.x + (n + threadIdx.x) * gridDim.x);
     };
-    const auto find = [&](int n) {  // where the n-th and the following heads of the block are
-        const int item = blockIdx.x + (n + threadIdx.x) * gridDim.x;
-        if (threadIdx.x < KNOWN && item < items) places[threadIdx.x] = Place::of(a, item / a.value_heads);
-        __syncthreads();
+    const auto fetch = [&](const Head &g) {  // by one thread
+        const float *from = g.state(g.source);
+        expect_bytes(full, g.done ? SIZE : 0);
+        for (int at = 0; g.done && at < SIZE; at += CHUNK)
+            bulk_copy(shared_address(stage) + at, (const char *)from + at, CHUNK, full, policy);
     };
-    const auto fetch = [&](const Head &g) {
-        if (threadIdx.x == 0) {
-            const float *from = g.state(g.source);
-            expect_bytes(full, g.done ? SIZE : 0);
-            for (int at = 0; g.done && at < SIZE; at += CHUNK)
-                bulk_copy(shared_address(stage) + at, (const char *)from + at, CHUNK, full, policy);
-        }
-        arriving.fetch_own(g);
-    };
+    const Head first(a, shared, 0, Place::of(a, blockIdx.x));
     if (threadIdx.x == 0) {
         init_barrier(full, 1);
         publish_barriers();
+        if (exists(0)) fetch(first);
     }
     launch_dependents();
+    if (!exists(0)) return wait();
+    arriving.fetch_own(first);
     const float scale = threadIdx.x % 128 < BV ? __ldg(a.norm + threadIdx.x / 128 * BV + threadIdx.x % 128) : 0.f;
     find(0);
-    if (blockIdx.x >= items) return wait();
-    fetch(head(0));
     wait();
-    arriving.fetch_inputs(head(0));
-    for (int n = 0; blockIdx.x + n * gridDim.x < items; ++n) {
-        Head g = head(n);
-        if (n % KNOWN == KNOWN - 1) {
-            __syncthreads();
-            find(n + 1);
-        }
+    arriving.fetch_inputs(first);
+    for (int n = 0; exists(n); ++n) {
         await_copies();
-        await_barrier(full, n & 1);
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < Head::ROWS; ++i)
-            g.s[i] = g.done ? *(const float4 *)(stage + g.place() + i * Head::GROUPS * DV) : make_float4(0, 0, 0, 0);
+        Head g = head(n);
         const Gates of = arriving.take(g, scale);
-        g.advance(0, of, [&](int i) { return Inputs::number(arriving.input[g.local(i)]); }, g.state(g.target),
-                  [&] {
-                      if (blockIdx.x + (n + 1) * gridDim.x >= items) return;
-                      const Head following = head(n + 1);
-                      fetch(following);
-                      arriving.fetch_inputs(following);
-                  });
+        g.advance(0, of, [&](int i) { return Inputs::number(arriving.input[g.local(i)]); }, g.state(g.target), [&] {
+            if (n % KNOWN == KNOWN - 1) {
+                find(n + 1);
+                __syncthreads();
+            }
+            const Head following = head(n + 1);
+            if (exists(n + 1)) arriving.fetch_own(following), arriving.fetch_inputs(following);
+            await_barrier(full, n & 1);
+#pragma unroll
+            for (int i = 0; i < Head::ROWS; ++i)
+                g.s[i] = g.done ? *(const float4 *)(stage + g.place() + i * Head::GROUPS * DV) : make_float4(0, 0, 0, 0);
+            __syncthreads();
+            if (threadIdx.x == 0 && exists(n + 1)) fetch(following);
+        });
         g.rest(1, of, g.state(g.target));
     }
 }

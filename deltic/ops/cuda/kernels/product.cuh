@@ -8,8 +8,9 @@
 
 struct Product {
     const u16 *weight;   // [rows, K]
-    const void *x;       // residual [T, K] float, to be normalised; or [T, K] bf16
-    const float *scale;  // [K] of the norm
+    const void *x;       // residual [T, K] float, to be normalised; or [T, K] bf16; or [T, K] float of heads
+    const float *scale;  // [K] of the norm; [HEAD] of the heads'
+    const float *gate;   // [T, stride] of the heads, which they are multiplied with the SiLU of
     void *y;             // kStore: float [T, rows]; kAdd: float [T, rows], added to; kGate: bf16 [T, rows / 2]
     float eps;
     int tokens, rows;
@@ -17,10 +18,12 @@ struct Product {
     int group;         // units between two sums over the warps
     int inverse;       // 65536 / tokens + 1, to divide by
     int slots;         // of the ring, at least 2
+    int stride;
 };
 enum { kStore, kAdd, kGate };
 
-template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
+// HEAD: columns of a value head, whose outputs are normed and gated first as in gdn.cuh, squares by slices of SLICE; 0: not.
+template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> struct Multiplier {
     static constexpr int WARPS = 8, HALVES = MANY ? 2 : 1, PIECES = K / 64, WIDEST = 1024;
     static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
                          LOADS = SEGMENT > 512 ? 4 : 2;
@@ -123,8 +126,38 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
             if (lane == 0 && token + n < a.tokens) squares[warp * 16 + token + n] = all;
         }
     }
+    // Eight columns of a thread, which have their squares from the threads that have the head's others.
+    DEVICE void stage_heads(int token) {
+        for (int first = 0; first < K; first += 2048) {
+            const int k = first + tid * 8, place_k = min(k, K - 8);
+            float v[8], z[8], scale[8], square[8], mean = 0;
+            load_all<8>(v, (const float *)a.x + i64(token) * K + place_k);
+            load_all<8>(z, a.gate + i64(token) * a.stride + place_k);
+            load_all<8>(scale, a.scale + place_k % HEAD);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) square[j] = __fmul_rn(v[j], v[j]);
+#pragma unroll
+            for (int other = SLICE / 16; other; other >>= 1)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) square[j] += __shfl_xor_sync(~0u, square[j], other);
+#pragma unroll
+            for (int other = 4; other; other >>= 1)
+#pragma unroll
+                for (int j = 0; j < other; ++j) square[j] += square[j + other];
+#pragma unroll
+            for (int i = 0; i < HEAD / SLICE; ++i) mean += __shfl_sync(~0u, square[0], i * (SLICE / 8), HEAD / 8);
+            const float factor = rsqrtf(mean / HEAD + a.eps);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[j] = v[j] * factor * scale[j] * silu(z[j]);
+            if (k < K)
+                *(uint4 *)place(k, token) = make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]),
+                                                       narrow2(v[6], v[7]));
+        }
+    }
     DEVICE void stage() {
-        if constexpr (NORM) {
+        if constexpr (HEAD > 0) {
+            for (int token = 0; token < a.tokens; ++token) stage_heads(token);
+        } else if constexpr (NORM) {
             constexpr int N = K > 2048 ? 2 : 4;
             if (a.tokens == 1) stage_normalised<1>(0);
             else
@@ -277,14 +310,14 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS> struct Multiplier {
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, bool NORM, int OUT, bool MANY, int ROWS> DEVICE void product(const Product &a) {
+template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    Multiplier<K, NORM, OUT, MANY, ROWS> m(a, shared);
+    Multiplier<K, NORM, OUT, MANY, ROWS, HEAD, SLICE> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
-    if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
+    if ((NORM && m.tid * 32 < K) || m.tid * 32 < HEAD) prefetch(a.scale + m.tid * 32);
     __syncthreads();
-    wait();
     launch_dependents();
+    wait();
     if (!m.count) return;
     if constexpr (OUT == kAdd) m.load_old();
     m.stage();
