@@ -45,6 +45,9 @@ class Limits:
                                              "streamed")
     max_stops: int = _limit(64, "stop strings of a request, and stop token ids", 0)
     max_logit_bias: int = _limit(300, "tokens that a request may give a bias", 0)
+    max_stored_responses: int = _limit(1000, "responses that are kept for previous_response_id; those used last stay",
+                                       0)
+    max_stored_mib: int = _limit(64, "MiB that these may take, in memory", 0)
     max_unread_tokens: int = _limit(64, "tokens of a request's answers that may wait for a client that does not read; "
                                          "then they pause and give their places to others")
     unread_seconds: int = _limit(60, "seconds without reading after which a client's connection is closed")

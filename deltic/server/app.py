@@ -32,6 +32,8 @@ from deltic.server.listen import Server, listen, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
 from deltic.server.openai import routes as openai
 from deltic.server.openai.shapes import error_response
+from deltic.server.responses import routes as responses
+from deltic.server.responses.store import ResponseStore
 from deltic.server.served_model import ServedModel, public_name
 
 __all__ = ["AppOptions", "create_app", "listen", "serve"]
@@ -62,11 +64,14 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_key: str | None 
     bridge = Bridge(llm.worker, room, stuck_after)
     served = ServedModel(llm, bridge, served_name or public_name(llm), Intake(limits, lenient), memory)
     check = _key_check(api_key) if api_key else lambda _: None
-    routes = [*openai.routes(served, check), *anthropic.routes(served, check), *models.routes(served, check),
+    store = ResponseStore(limits, llm.runtime.notes)
+    routes = [*openai.routes(served, check), *responses.routes(served, store, check),
+              *anthropic.routes(served, check), *models.routes(served, check),
               Route("/metrics", answering(_metrics(served), check, error_response)),
               Route("/health", _health(bridge)), *page.routes()]
     cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
-    app = Starlette(routes=routes, lifespan=_lifespan(bridge, memory), exception_handlers={HTTPException: _on_error},
+    app = Starlette(routes=routes, lifespan=_lifespan(bridge, memory, store),
+                    exception_handlers={HTTPException: _on_error},
                     middleware=[*([cors] if cors_origins else []), Middleware(_OneLength)])
     app.router.redirect_slashes = False
     app.state.bridge, app.state.intake = bridge, served.intake
@@ -115,7 +120,7 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
         llm.close()
 
 
-def _lifespan(bridge: Bridge, memory: Executor) -> Callable[[Starlette], Any]:
+def _lifespan(bridge: Bridge, memory: Executor, store: ResponseStore) -> Callable[[Starlette], Any]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         bridge.start()
@@ -124,6 +129,7 @@ def _lifespan(bridge: Bridge, memory: Executor) -> Callable[[Starlette], Any]:
         finally:
             await bridge.stop()
             await asyncio.to_thread(memory.shutdown)
+            await asyncio.to_thread(store.close)
     return lifespan
 
 
@@ -151,7 +157,8 @@ def _key_check(api_key: str) -> Check:
 
     def check(request: Request) -> None:
         sent = dict(reversed(request.headers.raw))
-        given = sent.get(b"x-api-key"), sent.get(b"authorization", b"").removeprefix(b"Bearer ")
+        bearer = sent.get(b"authorization", b"")
+        given = sent.get(b"x-api-key"), bearer[7:] if bearer.startswith(b"Bearer ") else None
         # of all, to take the same time
         if True not in [hmac.compare_digest(value or b"", key) for value in given for key in expected]:
             raise ProblemError(Problem(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY",

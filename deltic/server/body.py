@@ -224,14 +224,17 @@ def _check_schemas(data: Mapping[str, Any], most_kib: int) -> None:
 def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str], lenient: bool,
            path: str = "") -> dict[str, Any]:
     """The fields that the schema has; those of other servers as ours, if they can be."""
-    own = {name: value for name, value in data.items() if name in schema.model_fields}
+    fields, strange = schema.model_fields, dict[str, Mapping[str, Any] | Refused]()
     for name, value in data.items():
-        if name not in own:
+        if name not in fields:
             meant = known(name, value) if not path else None
             if meant is None and not lenient:
                 raise _unknown(path, name, schema)
-            _take_over(name, value, {} if meant is None else meant, own, schema, ignored)
-    for name, field in schema.model_fields.items():
+            strange[name] = {} if meant is None else meant
+    own = {name: data[name] for name in fields if name in data}
+    for name, meant in strange.items():
+        _take_over(name, data[name], meant, own, schema, ignored)
+    for name, field in fields.items():
         for kind in get_args(field.annotation):
             if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(own.get(name), dict):
                 own[name] = _known(own[name], kind, ignored, lenient, f"{name}.")

@@ -65,6 +65,10 @@ class Run:
                     done[piece.number] = replace(piece, scores=scores.pop(piece.number))
         return [done[number] for number in sorted(done)]
 
+    def cancel(self, reason: str) -> None:
+        """Have its reader get a GenerationError."""
+        self._handle.fail(GenerationError(reason))
+
     def close(self) -> None:
         """Free what the engine holds for it; what was seen of its answers is remembered."""
         self._handle.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -121,6 +121,16 @@ async def written(data: Any, size: int) -> Response:
     """A response of JSON, written in a thread if it is large. size: of its tokens, and probabilities of tokens."""
     text = dump(data) if size <= _SMALL else await asyncio.to_thread(dump_patiently, data)
     return Response(text, media_type="application/json")
+
+
+async def dumped(work: Callable[[], bytes], size: int) -> bytes:
+    """What some work gives, done in a thread if there is much of it."""
+    return work() if size <= _SMALL else await asyncio.to_thread(work)
+
+
+def spliced(head: bytes, data: Mapping[str, Any]) -> bytes:
+    """An object that is written already, with more fields."""
+    return head[:-1] + b"," + dump(data)[1:]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -1,0 +1,241 @@
+"""OpenAI's routes of responses: made, kept, asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from deltic.errors import GenerationError, RequestError, show
+from deltic.server.body import renamed
+from deltic.server.collect import Run
+from deltic.server.http import (
+    Check,
+    EventStream,
+    Problem,
+    ProblemError,
+    answering,
+    dump,
+    dumped,
+    event,
+    json_response,
+    problem_of,
+    spliced,
+)
+from deltic.server.openai.jobs import chat_job
+from deltic.server.openai.shapes import error_fields, error_response
+from deltic.server.responses.output import Json, Output, usage_fields
+from deltic.server.responses.schema import NAMES, ResponsesRequest
+from deltic.server.responses.store import Record, ResponseStore
+from deltic.server.served_model import ServedModel
+from deltic.text.answers import Choice
+from deltic.text.chat_processor import Job
+
+_WAITING = b": waiting\n\n"
+_MOST_LISTED, _LISTED = 100, 20
+_REASONS = {"length": "max_output_tokens"}
+
+
+def routes(served: ServedModel, store: ResponseStore, check: Check) -> list[Route]:
+    """The paths under /v1/responses."""
+    endpoints, path = _Endpoints(served, store), "/v1/responses"
+    found = (("", endpoints.create, "POST"), ("/{id}", endpoints.get, "GET"), ("/{id}", endpoints.delete, "DELETE"),
+             ("/{id}/cancel", endpoints.cancel, "POST"), ("/{id}/input_items", endpoints.input_items, "GET"))
+    return [Route(path + rest, answering(endpoint, check, error_response), methods=[method])
+            for rest, endpoint, method in found]
+
+
+@dataclass(slots=True)
+class _Making:
+    """A response that is being made. head: what stays of it as JSON, input: its items; both may be large and are
+    written once."""
+
+    id: str
+    output: Output
+    head: bytes
+    input: bytes
+    keeps: bool
+    run: Run | None = None
+    cancelled: bool = False
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def now(self, choice: Choice | None = None, error: str | None = None) -> Json:
+        """What changes: with the choice, or the error, that ended it."""
+        status = "in_progress"
+        reason = _REASONS.get(choice.finish) if choice else None
+        if choice:
+            status = "incomplete" if reason else "completed"
+        elif error:
+            status = "cancelled" if self.cancelled else "failed"
+        failed = {"code": "server_error", "message": error} if status == "failed" else None
+        return {"status": status, "output": self.output.items if status != "in_progress" else [], "error": failed,
+                "incomplete_details": {"reason": reason} if reason else None,
+                "completed_at": int(time.time()) if status == "completed" else None,
+                "usage": usage_fields(self.run.usage) if choice and self.run else None}
+
+    def encoded(self, events: Iterable[Json]) -> bytes:
+        """Events of items."""
+        return b"".join(event(data | {"sequence_number": next(self._numbers)}, data["type"]) for data in events)
+
+    def envelope(self, name: str, response: bytes) -> bytes:
+        """An event with the whole response."""
+        start = dump({"type": name, "sequence_number": next(self._numbers)})
+        return b"event: " + name.encode() + b"\ndata: " + start[:-1] + b',"response":' + response + b"}\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoints:
+    served: ServedModel
+    store: ResponseStore
+    making: dict[str, _Making] = field(default_factory=dict)
+
+    async def create(self, request: Request) -> Response:
+        body, (job, making) = await self.served.read(request, ResponsesRequest, self._prepared)
+        run = await self.served.start(request, [job], "input", not body.stream)
+        making.run = run
+        self.making[making.id] = making
+        if body.stream:
+            return EventStream(self._stream(making, run), partial(self._failure, making), partial(self._end, making))
+        try:
+            done, = await self.served.wholes(request, run)
+        except GenerationError as error:
+            if not making.cancelled:
+                raise
+            return _json(await self._finished(making, None, str(error)))
+        finally:
+            self._end(making)
+        assert done.done
+        return _json(await self._finished(making, done.done))
+
+    async def get(self, request: Request) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise RequestError("stream is not supported here: responses are streamed when they are made", "stream")
+        id = request.path_params["id"]
+        if making := self.making.get(id):
+            return _json(await dumped(partial(spliced, making.head, making.now()), len(making.head)))
+        return _json(await asyncio.to_thread(lambda: dump(self._found(id)["response"])))
+
+    async def delete(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        if not await asyncio.to_thread(self.store.delete, id):
+            raise _missing(id)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        making = self.making.get(id)
+        if making is None or making.run is None:
+            record = await asyncio.to_thread(self._found, id)
+            raise RequestError(f"the response {id} is {record['response']['status']}: only one that is being made can "
+                               "be cancelled", "response_id")
+        making.cancelled = True
+        making.run.cancel("the response was cancelled")
+        return _json(spliced(making.head, making.now(error="cancelled")))
+
+    async def input_items(self, request: Request) -> Response:
+        asked, id = request.query_params, request.path_params["id"]
+        limit = asked.get("limit", str(_LISTED))
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MOST_LISTED):
+            raise RequestError(f"limit must be from 1 to {_MOST_LISTED}, not {show(limit)}", "limit")
+        if asked.get("order", "desc") not in ("asc", "desc"):
+            raise RequestError(f"order must be asc or desc, not {show(asked['order'])}", "order")
+
+        def listed() -> bytes:
+            items = self._found(id)["input"]
+            items = items if asked.get("order") == "asc" else items[::-1]
+            start = next((place for place, item in enumerate(items, 1) if item["id"] == asked.get("after")), 0)
+            shown = items[start:start + int(limit)]
+            return dump({"object": "list", "data": shown, "has_more": len(items) > start + len(shown),
+                         "first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""})
+        return _json(await asyncio.to_thread(listed))
+
+    def _prepared(self, body: ResponsesRequest) -> tuple[Job, _Making]:
+        items, most = body.items(), self.served.limits.max_messages
+        before = self.store.items(body.previous_response_id, most)
+        if before is None:
+            raise ProblemError(Problem(400, f"the response {show(body.previous_response_id)} is not kept: send its "
+                                       "items", "previous_response_id", "previous_response_not_found"))
+        chat = body.chat([*before, *items])
+        if len(chat.messages) > most:
+            raise RequestError(f"the conversation has {len(chat.messages)} messages, and may have at most {most} "
+                               "(max_messages)", "input")
+        with renamed(NAMES):
+            job = chat_job(self.served, chat)
+        body.ignored.extend(NAMES.get(name, name) for name in chat.ignored)
+        id = "resp_" + uuid.uuid4().hex
+        head = {"id": id, "object": "response", "created_at": int(time.time()), "model": self.served.name}
+        output = Output(body.custom_tools(), body.seals)
+        return job, _Making(id, output, dump(head | body.echo()), dump(items), body.store is not False)
+
+    async def _stream(self, making: _Making, run: Run) -> AsyncIterator[bytes]:
+        begun = await dumped(partial(spliced, making.head, making.now()), len(making.head))
+        yield making.envelope("response.created", begun) + making.envelope("response.in_progress", begun)
+        choice = None
+        async for pieces in run.pieces():
+            for piece in pieces:
+                choice = piece.done
+                work = partial(making.encoded, making.output.take(piece.deltas))
+                if text := await dumped(work, run.size if _closes(making, piece.deltas) else 0):
+                    yield text
+            if not pieces:
+                yield _WAITING
+        assert choice
+        yield await dumped(partial(making.encoded, making.output.close(choice.finish == "length")), run.size)
+        whole = await self._finished(making, choice)
+        yield making.envelope("response.incomplete" if choice.finish == "length" else "response.completed", whole)
+
+    async def _finished(self, making: _Making, choice: Choice | None, error: str | None = None) -> bytes:
+        """The whole response, which is kept if that is wanted."""
+        def work() -> bytes:
+            if choice and not making.output.items:
+                for _ in (*making.output.take(choice.said), *making.output.close(choice.finish == "length")):
+                    pass
+            response = spliced(making.head, making.now(choice, error))
+            if making.keeps:
+                self.store.put(making.id, b'{"response":' + response + b',"input":' + making.input + b"}")
+            return response
+        return await asyncio.to_thread(work)
+
+    def _failure(self, making: _Making, error: Exception) -> bytes:
+        problem = problem_of(error)
+        if isinstance(error, GenerationError):
+            return making.envelope("response.failed", spliced(making.head, making.now(error=problem.message)))
+        said = error_fields(problem)["error"]
+        return making.encoded([{"type": "error", "code": said["code"] or said["type"], "message": said["message"],
+                                "param": said["param"]}])
+
+    def _end(self, making: _Making) -> None:
+        self.making.pop(making.id, None)
+        if making.run:
+            making.run.close()
+
+    def _found(self, id: str) -> Record:
+        record = self.store.get(id)
+        if record is None:
+            raise _missing(id)
+        return record
+
+
+def _closes(making: _Making, deltas: Iterable[Any]) -> bool:
+    """Whether these deltas may end an item, whose whole text is then sent again."""
+    items = making.output.items
+    return bool(items) and any((delta.kind == "reasoning") != (items[-1]["type"] == "reasoning") or delta.call
+                               for delta in deltas)
+
+
+def _missing(id: str) -> ProblemError:
+    return ProblemError(Problem(404, f"the response {show(id)} does not exist: it was not kept, or not for so long",
+                                "response_id"))
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")

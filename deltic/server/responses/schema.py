@@ -1,0 +1,264 @@
+"""OpenAI's requests for responses, as the chat requests that say the same."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deltic.errors import RequestError, show
+from deltic.server.body import Fields
+from deltic.server.openai.schema import ChatRequest
+
+_CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_HOSTED = frozenset((
+    "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search", "mcp",
+    "code_interpreter", "image_generation", "local_shell", "shell", "computer", "computer_use_preview", "apply_patch",
+    "tool_search", "namespace"))
+_SEALED = "deltic:"  # begins what we give out as encrypted content
+_ENCRYPTED = "reasoning.encrypted_content"
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
+
+Json = dict[str, Any]
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
+         "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
+"""Our names of the fields of a chat request."""
+
+
+class ResponsesRequest(Fields):
+    """The body of /v1/responses."""
+
+    model: str | None = None
+    input: Any = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    moderation: Any = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # as in a chat request
+    top_k: int | None = None
+    seed: int | None = None
+    stop: Any = None
+    ignore_eos: bool | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = None
+    history: str | None = None
+    speculate: bool | None = None
+
+    @property
+    def seals(self) -> bool:
+        """Whether reasoning is wanted in a form that can be sent back by who keeps nothing."""
+        return _ENCRYPTED in (self.include or ())
+
+    def items(self) -> list[Json]:
+        """What is asked, as items that have ids."""
+        given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        if not isinstance(given, list) or not given:
+            raise RequestError("input must be text or a list with at least one item", "input")
+        return [_identified(item, f"input[{index}]") for index, item in enumerate(given)]
+
+    def chat(self, items: Sequence[Json]) -> ChatRequest:
+        """The same as a chat request, after all these items. RequestError names what cannot be had."""
+        self._refuse()
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        same = ("model", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "enable_thinking", "history",
+                "thinking_budget", "speculate", "parallel_tool_calls", "service_tier")
+        tools, choice = self._tools()
+        return ChatRequest(messages=[*first, *_messages(items)], tools=tools, tool_choice=choice,
+                           max_tokens=self.max_output_tokens, **self._format(), **self._effort(),
+                           **{name: getattr(self, name) for name in same})
+
+    def custom_tools(self) -> frozenset[str]:
+        """Names of tools that take a text."""
+        return frozenset(tool["name"] for tool in self.tools or () if tool["type"] == "custom")
+
+    def echo(self) -> Json:
+        """What a response repeats of its request."""
+        return {"instructions": self.instructions, "max_output_tokens": self.max_output_tokens,
+                "max_tool_calls": self.max_tool_calls, "metadata": self.metadata or {}, "background": False,
+                "parallel_tool_calls": self.parallel_tool_calls is not False, "store": self.store is not False,
+                "previous_response_id": self.previous_response_id, "prompt_cache_key": self.prompt_cache_key,
+                "reasoning": {"effort": (self.reasoning or {}).get("effort"), "summary": None},
+                "safety_identifier": self.safety_identifier, "service_tier": "default",
+                "temperature": self.temperature, "text": {"format": {"type": "text"}, **(self.text or {})},
+                "tool_choice": self.tool_choice or "auto", "tools": self.tools or [], "top_logprobs": 0,
+                "top_p": self.top_p, "truncation": self.truncation or "disabled", "user": self.user}
+
+    def _refuse(self) -> None:
+        for name, why in (("background", "responses are made while the client waits"),
+                          ("conversation", "use previous_response_id"), ("prompt", "there are no stored prompts"),
+                          ("moderation", "there is none"), ("top_logprobs", "use chat completions")):
+            if getattr(self, name):
+                raise RequestError(f"{name} is not supported: {why}", name)
+        if self.truncation not in (None, "auto", "disabled"):
+            raise RequestError(f"truncation must be auto or disabled, not {show(self.truncation)}", "truncation")
+        for name in self.include or ():
+            if name == "message.output_text.logprobs":
+                raise RequestError(f"include cannot have {name}: use chat completions", "include")
+        others = [f"include.{name}" for name in self.include or () if name != _ENCRYPTED]
+        self.ignored.extend([*others, *(["truncation"] if self.truncation == "auto" else []),
+                             *(["max_tool_calls"] if self.max_tool_calls is not None else [])])
+
+    def _tools(self) -> tuple[list[Json] | None, Any]:
+        known: dict[str, Json] = {}
+        for index, tool in enumerate(self.tools or ()):
+            kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
+            if kind in _HOSTED:
+                self.ignored.append(f"tools.{kind}")
+            elif kind not in ("function", "custom") or not isinstance(name, str):
+                raise RequestError(f'tools[{index}] must be of the form {{"type": "function", "name": ...}}',
+                                   f"tools[{index}]")
+            else:
+                known[name] = _function(tool)
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = [tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, dict)]
+            known, choice = {name: tool for name, tool in known.items() if name in allowed}, choice.get("mode")
+        elif isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        return [*known.values()] or None, choice
+
+    def _format(self) -> Json:
+        text = self.text or {}
+        form = text.get("format") or {"type": "text"}
+        if text.get("verbosity") not in (None, "medium"):
+            self.ignored.append("text.verbosity")
+        if not isinstance(form, dict):
+            raise RequestError(f"text.format must be an object, not {show(form)}", "text.format")
+        if form.get("type") != "json_schema":
+            return {"response_format": form}
+        named = {name: value for name, value in form.items() if name != "type"}
+        return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+    def _effort(self) -> Json:
+        given = self.reasoning or {}
+        self.ignored.extend(f"reasoning.{name}" for name in ("summary", "generate_summary") if given.get(name))
+        effort = given.get("effort")
+        if effort is not None and not isinstance(effort, str):
+            raise RequestError(f"reasoning.effort must be text, not {show(effort)}", "reasoning.effort")
+        return {"reasoning_effort": effort}
+
+
+def seal(thoughts: str) -> str:
+    """Thinking in the place of an encrypted content: whoever has it may read it."""
+    return _SEALED + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
+
+
+def new_id(kind: str) -> str:
+    """The id of an item."""
+    return _PREFIXES.get(kind, "item_") + uuid.uuid4().hex
+
+
+def _function(tool: Mapping[str, Any]) -> Json:
+    parameters = _CUSTOM if tool["type"] == "custom" else tool.get("parameters") or {"type": "object", "properties": {}}
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters,
+                "strict": tool.get("strict")}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _identified(item: Any, path: str) -> Json:
+    """An item with type and id; its contents are looked at, so that the error names them."""
+    if not isinstance(item, dict):
+        raise RequestError(f"{path} must be an object, not {show(item)}", path)
+    kind = item.get("type") or "message"
+    checked: Json = {**item, "type": kind, "id": item.get("id") or new_id(str(kind))}
+    _message(checked, path)
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        checked["content"] = [{"type": part, "text": item["content"]}]
+    return checked
+
+
+def _messages(items: Sequence[Json]) -> list[Json]:
+    """Chat messages: what the assistant said and called in a row is one."""
+    messages: list[Json] = []
+    for index, item in enumerate(items):
+        message = _message(item, f"input[{index}]")
+        if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
+            last = messages[-1]
+            last["content"] += message["content"]
+            last["tool_calls"] = (last.get("tool_calls") or []) + (message.get("tool_calls") or []) or None
+            if "reasoning_content" in message:
+                last["reasoning_content"] = last.get("reasoning_content", "") + message["reasoning_content"]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item: Mapping[str, Any], path: str) -> Json:
+    kind = item["type"]
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise RequestError(f"{path}.role must be one of user, assistant, system, developer, not {show(role)}",
+                               f"{path}.role")
+        return {"role": role, "content": _text(item.get("content"), f"{path}.content")}
+    if kind == "reasoning":
+        thoughts = _thoughts(item, path)
+        return {"role": "assistant", "content": ""} | ({"reasoning_content": thoughts} if thoughts else {})
+    if kind in ("function_call", "custom_tool_call"):
+        name = item.get("name")
+        if not isinstance(name, str):
+            raise RequestError(f"{path}.name must be the name of a function, not {show(name)}", f"{path}.name")
+        arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
+        return {"role": "assistant", "content": "", "tool_calls": [
+            {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}]}
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return {"role": "tool", "tool_call_id": item.get("call_id"),
+                "content": _text(item.get("output"), f"{path}.output")}
+    raise RequestError(f"{path} is of type {show(kind)}: items are messages, reasoning, function calls and their "
+                       "outputs", f"{path}.type")
+
+
+def _thoughts(item: Mapping[str, Any], path: str) -> str:
+    sealed = item.get("encrypted_content")
+    if item.get("content"):
+        return _text(item["content"], f"{path}.content")
+    if isinstance(sealed, str) and sealed.startswith(_SEALED):
+        try:
+            return base64.b64decode(sealed.removeprefix(_SEALED), validate=True).decode()
+        except (binascii.Error, ValueError) as error:
+            raise RequestError(f"{path}.encrypted_content is damaged", f"{path}.encrypted_content") from error
+    return ""  # a summary is not what was thought
+
+
+def _text(content: Any, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{path} must be text or a list of parts, not {show(content)}", path)
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text", "reasoning_text", "refusal"):
+            raise RequestError(f"{path}[{index}] is of type {show(kind)}, but this server reads text only",
+                               f"{path}[{index}].type")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise RequestError(f"{path}[{index}].text must be text, not {show(text)}", f"{path}[{index}].text")
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,116 @@
+"""Responses that are kept: in memory, and beside the disk tier where there is one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any
+
+from deltic.config import Limits
+from deltic.text.notes import NoteStore
+
+_MOST_WAITING = 64 << 20  # bytes for a slow disk; beyond that they are not written
+
+Record = dict[str, Any]
+"""A `response`, and the items of its `input`."""
+
+
+class ResponseStore:
+    """The responses used last, within the limits of their count and bytes. Its methods may read and write files: for
+    threads, which may share it.
+
+    notes: keeps them beyond the process, within its own budget.
+    """
+
+    def __init__(self, limits: Limits, notes: NoteStore | None) -> None:
+        self._count, self._bytes, self._notes = limits.max_stored_responses, limits.max_stored_mib << 20, notes
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._size = self._waiting = 0
+        self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, "responses")
+
+    def put(self, id: str, data: bytes) -> None:
+        """Keep a record, as JSON."""
+        self._keep(id, data)
+        self._write_later(id, data)
+
+    def get(self, id: str) -> Record | None:
+        """A record; None if it is gone, or is damaged."""
+        with self._lock:
+            data = self._kept.get(id)
+            if data is not None:
+                self._kept.move_to_end(id)
+        if data is None and self._notes is not None:
+            data = self._notes.get(_key(id))
+        record = _read(id, data) if data else None
+        if record and data:
+            self._keep(id, data)
+        return record
+
+    def delete(self, id: str) -> bool:
+        """Forget a record; False if there is none."""
+        if self.get(id) is None:
+            return False
+        with self._lock:
+            self._size -= len(self._kept.pop(id, b""))
+        self._write_later(id, b"")
+        return True
+
+    def items(self, id: str | None, most: int) -> list[Any] | None:
+        """What was said up to a response and by it, at most so many items and more by one response; None if a part of
+        that is gone."""
+        chain: list[Record] = []
+        count = 0
+        while id is not None and count <= most:
+            record = self.get(id)
+            if record is None:
+                return None
+            chain.append(record)
+            count += len(record["input"]) + len(record["response"]["output"])
+            id = record["response"].get("previous_response_id")
+        return [item for record in reversed(chain) for item in (*record["input"], *record["response"]["output"])]
+
+    def close(self) -> None:
+        """Wait until what was put is written."""
+        self._writer.shutdown()
+
+    def _keep(self, id: str, data: bytes) -> None:
+        with self._lock:
+            self._size += len(data) - len(self._kept.pop(id, b""))
+            self._kept[id] = data
+            while self._kept and (len(self._kept) > self._count or self._size > self._bytes):
+                self._size -= len(self._kept.popitem(last=False)[1])
+
+    def _write_later(self, id: str, data: bytes) -> None:
+        if self._notes is None:
+            return
+        with self._lock:
+            if self._waiting + len(data) > _MOST_WAITING:
+                return
+            self._waiting += len(data)
+        with suppress(RuntimeError):  # Python is about to end
+            self._writer.submit(self._write, id, data)
+
+    def _write(self, id: str, data: bytes) -> None:
+        assert self._notes is not None
+        try:
+            self._notes.put(_key(id), data)
+        finally:
+            with self._lock:
+                self._waiting -= len(data)
+
+
+def _key(id: str) -> str:
+    return blake2b(b"response " + id.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def _read(id: str, data: bytes) -> Record | None:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        record = json.loads(data)
+        sound = record["response"]["id"] == id and isinstance(record["response"]["output"], list)
+        return record if sound and isinstance(record["input"], list) else None
+    return None

@@ -1,0 +1,370 @@
+"""Responses: the real openai client talks to the embedded model, and to an engine that follows a script."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from test_server_harness import Scripted, Served, serving, tiny, wait_until
+
+from deltic import LLM
+from deltic.config import Limits
+from deltic.server.fields import IGNORED_HEADER
+from deltic.server.responses.store import ResponseStore
+
+TOOLS: list[Any] = [{"type": "function", "name": "weather", "strict": True, "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}]
+CALL = ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>")
+PATCH = "<tool_call>\n<function=patch>\n<parameter=input>\n*** Begin\n+ a\n</parameter>\n</function>\n</tool_call>"
+CUSTOM: list[Any] = [{"type": "custom", "name": "patch", "description": "Edits."}]
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+PATH = "/v1/responses"
+STAGE: list[tuple[Served, Scripted]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stage() -> Iterator[None]:
+    engine = Scripted("")
+    with serving(engine.model()) as served:
+        STAGE[:] = [(served, engine)]
+        yield
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(tiny()) as running:
+        yield running
+        running.wait_idle()
+        tiny().worker.call(lambda engine: engine.check())
+
+
+@contextmanager
+def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripted]]:
+    served, engine = STAGE[0]
+    served.wait_idle()
+    engine.play(text, **options)
+    yield served, engine
+
+
+def create(served: Served, **more: Any) -> Any:
+    return served.client.responses.create(**({"model": "tiny", "input": "Hi"} | more))
+
+
+def shown(value: Any) -> Any:
+    """A response without what differs from one to the next."""
+    if isinstance(value, dict):
+        return {name: shown(item) for name, item in value.items()
+                if name not in ("id", "call_id", "created_at", "completed_at", "item_id") and item is not None}
+    return [shown(item) for item in value] if isinstance(value, list) else value
+
+
+def test_an_answer_of_the_embedded_model(served: Served) -> None:
+    asked: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
+    answer = create(served, instructions="Be brief.", **asked)
+    assert answer.object == "response" and answer.model == "tiny" and answer.id.startswith("resp_")
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.output_tokens == 12 and answer.output_text
+    same = served.client.chat.completions.create(
+        model="tiny", temperature=0, max_tokens=12, extra_body={"ignore_eos": True},
+        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    assert same.choices[0].message.content == answer.output_text
+    assert same.usage and same.usage.prompt_tokens == answer.usage.input_tokens
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("Hello there.", {}), "nothing": ("", {}), "calls": (CALL + "\n" + CALL, {"tools": TOOLS}),
+    "all": (THOUGHT + "I look.\n" + CALL + "\n" + CALL, {"tools": TOOLS}),
+    "sealed": (THOUGHT + "Yes.", {"store": False, "include": ["reasoning.encrypted_content"]}),
+    "stopped": ("One two three.", {"extra_body": {"stop": ["two"]}}),
+    "cut": ("One two three.", {"max_output_tokens": 3}), "cut thought": (THOUGHT, {"max_output_tokens": 5}),
+    "custom": ("I edit.\n" + PATCH, {"tools": CUSTOM}), "broken": ("<tool_call>\nnonsense", {"tools": TOOLS}),
+    "letters": ("a\U0001f642b\u00e9\u6f22", {"metadata": {"a": "b"}, "temperature": 0.5, "user": "u"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_says_what_the_whole_says(name: str) -> None:
+    text, more = CASES[name]
+    with scripted(text) as (served, _):
+        whole = create(served, **more)
+        events = list(create(served, stream=True, **more))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == f"response.{whole.status}"
+    assert shown(events[-1].response.model_dump()) == shown(whole.model_dump())
+    final, ids = events[-1].response, [item.id for item in events[-1].response.output]
+    assert events[0].response.id == final.id and len(set(ids)) == len(ids)
+    texts: dict[tuple[str, str], str] = {}
+    for event in events[2:-1]:
+        item = getattr(event, "item", None)
+        assert (item.id if item else event.item_id) == ids[event.output_index]
+        if event.type.endswith(".delta"):
+            key = event.item_id, event.type.removesuffix(".delta")
+            texts[key] = texts.get(key, "") + event.delta
+        elif event.type == "response.output_item.done":
+            assert item == final.output[event.output_index]
+        elif event.type.endswith((".done",)) and "content_part" not in event.type:
+            said = next(value for name in ("text", "arguments", "input") if (value := getattr(event, name, None)))
+            assert texts[event.item_id, event.type.removesuffix(".done")] == said
+
+
+def test_items() -> None:
+    with scripted(THOUGHT + "I look.\n" + CALL) as (served, _):
+        response = create(served, tools=TOOLS)
+        with served.client.responses.stream(model="tiny", input="Hi", tools=TOOLS) as stream:
+            helped = stream.get_final_response()
+    thought, text, call = response.output
+    assert (thought.type, thought.content[0].text, thought.summary) == ("reasoning", "Let me see.", [])
+    assert text.content[0].text == "I look." == response.output_text
+    assert (call.type, call.name) == ("function_call", "weather")
+    assert json.loads(call.arguments) == {"city": "Oslo", "days": 3}
+    assert response.usage.output_tokens_details.reasoning_tokens > 0 and response.status == "completed"
+    assert [item.type for item in helped.output] == [item.type for item in response.output]
+
+
+def test_custom_tools_take_a_text() -> None:
+    with scripted(PATCH) as (served, engine):
+        call = create(served, tools=CUSTOM).output[0]
+        output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+        create(served, tools=CUSTOM, input=[{"role": "user", "content": "Hi"}, call.to_dict(), output])
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", "*** Begin\n+ a")
+    first, second = (request.prompt for request in engine.seen)
+    assert second[:len(first) + len(engine.script)] == (*first, *engine.script)
+
+
+@pytest.mark.parametrize("way", ["kept", "sent", "sealed", "unthought"])
+def test_a_tool_loop_goes_on_from_the_very_ids(way: str) -> None:
+    asked: dict[str, Any] = {"tools": TOOLS, "extra_body": {"enable_thinking": True}}
+    if way == "sealed":
+        asked |= {"store": False, "include": ["reasoning.encrypted_content"]}
+    with scripted("Let  me see.\n</think>\n\nI look.\n\n" + CALL) as (served, engine):
+        first = create(served, **asked)
+        result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "rain"}
+        items = [item.to_dict() for item in first.output]
+        if way == "sealed":
+            items[0] |= {"content": None}
+        items = items[1:] if way == "unthought" else items
+        if way == "kept":
+            create(served, **asked, previous_response_id=first.id, input=[result])
+        else:
+            create(served, **asked, input=[{"role": "user", "content": "Hi"}, *items, result])
+    before, after = (request.prompt for request in engine.seen)
+    assert (after[:len(before) + len(engine.script)] == (*before, *engine.script)) == (way != "unthought")
+
+
+def test_the_next_turn_reads_only_what_is_new(served: Served) -> None:
+    asked: dict[str, Any] = {"temperature": 0, "max_output_tokens": 60, "instructions": "Short!",
+                             "extra_body": {"history": "preserve"}}
+    first = create(served, **asked)
+    second = create(served, **asked, input="And then?", previous_response_id=first.id)
+    third = create(served, **asked, input="And now?", previous_response_id=second.id)
+    for before, after in ((first, second), (second, third)):
+        assert after.usage.input_tokens_details.cached_tokens >= before.usage.total_tokens - 1
+    assert third.previous_response_id == second.id
+
+
+def test_kept_responses_can_be_asked_for_and_deleted() -> None:
+    with scripted("Yes.") as (served, _):
+        made = create(served, input=[{"role": "user", "content": f"{i}"} for i in range(3)], metadata={"a": "b"})
+        client = served.client.responses
+        assert client.retrieve(made.id) == made
+        found = client.input_items.list(made.id, order="asc")
+        assert [item.content[0].text for item in found] == ["0", "1", "2"]  # type: ignore[union-attr]
+        page = client.input_items.list(made.id, limit=2)
+        assert [item.content[0].text for item in page.data] == ["2", "1"] and page.has_more  # type: ignore[union-attr]
+        rest = client.input_items.list(made.id, after=page.data[-1].id or "")
+        assert [item.content[0].text for item in rest.data] == ["0"]  # type: ignore[union-attr]
+        with pytest.raises(openai.BadRequestError, match="completed"):
+            client.cancel(made.id)
+        assert served.http.delete(f"{PATH}/{made.id}").json()["deleted"] is True
+        for ask in (client.retrieve, client.delete, client.cancel, client.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                ask(made.id)
+        with pytest.raises(openai.BadRequestError) as refusal:
+            create(served, previous_response_id=made.id)
+        assert refusal.value.code == "previous_response_not_found"
+        unkept = create(served, store=False)
+        with pytest.raises(openai.NotFoundError):
+            client.retrieve(unkept.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cancel(stream: bool) -> None:
+    with scripted(None, pause=0.005) as (served, engine):
+        found: list[Any] = []
+
+        def ask() -> None:
+            answer = create(served, stream=stream)
+            found.extend(answer if stream else [answer])
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: bool(engine.running))
+        id = wait_for_id(served)
+        assert served.client.responses.retrieve(id).status == "in_progress"
+        assert served.client.responses.cancel(id).status == "cancelled"
+        asking.join(20)
+        last = found[-1].response if stream else found[-1]
+        assert (last.id, last.status) == (id, "cancelled")
+        served.wait_idle()
+        assert not engine.running
+
+
+def wait_for_id(served: Served) -> str:
+    """Of the response that is being made."""
+    making = next(route for route in served.app.routes if getattr(route, "path", "") == PATH)
+    cells = [cell.cell_contents for cell in making.endpoint.__closure__]  # type: ignore[attr-defined]
+    endpoints = next(cell.__self__ for cell in cells if hasattr(cell, "__self__"))
+    wait_until(lambda: bool(endpoints.making))
+    return str(next(iter(endpoints.making)))
+
+
+def test_an_engine_error() -> None:
+    with scripted("one two three four five", error="the logits are NaN") as (served, _):
+        with pytest.raises(openai.InternalServerError, match="the logits are NaN"):
+            create(served)
+        last = list(create(served, stream=True))[-1]
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert "the logits are NaN" in last.response.error.message and last.response.output
+
+
+def test_what_has_no_effect_is_named() -> None:
+    with scripted("x") as (served, engine):
+        response = served.post(PATH, input="Hi", tools=[{"type": "web_search"}, *TOOLS], truncation="auto",
+                               reasoning={"summary": "auto", "effort": "low"}, text={"verbosity": "low"},
+                               include=["file_search_call.results"], client_metadata={}, max_tool_calls=3)
+        served.post(PATH, input="Hi", tools=TOOLS, tool_choice={
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]})
+        served.post(PATH, input="Hi", tool_choice="none", tools=TOOLS)
+        served.post(PATH, input="Hi")
+    named = set(response.headers[IGNORED_HEADER].split(", "))
+    assert named == {"tools.web_search", "truncation", "reasoning.summary", "text.verbosity", "client_metadata",
+                     "include.file_search_call.results", "max_tool_calls"}
+    with_tools, same, none, without = (request.prompt for request in engine.seen)
+    assert with_tools == same != none == without
+
+
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"input": None}, "input"), ({"input": []}, "input"), ({"input": 5}, "input"), ({"input": [5]}, "input[0]"),
+    ({"input": [{"role": "alien", "content": "x"}]}, "input[0].role"), (user(5), "input[0].content"),
+    (user([IMAGE]), "input[0].content[0].type"), (user([{"type": "input_text"}]), "input[0].content[0].text"),
+    (user([5]), "input[0].content[0].type"), ({"input": "\ud800"}, "input[0].content"),
+    ({"input": "a " * 9000}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": [{"type": 5}]}, "input[0].type"),
+    ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),
+    ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "deltic:?"}]}, "input[0].encrypted_content"),
+    ({"input": [{"role": "user", "content": "x"}] * 5000}, "input"), ({"instructions": 5}, "instructions"),
+    ({"background": True}, "background"), ({"conversation": "x"}, "conversation"), ({"prompt": {"id": "x"}}, "prompt"),
+    ({"max_output_tokens": -2}, "max_output_tokens"), ({"temperature": -1}, "temperature"), ({"top_p": 2}, "top_p"),
+    ({"top_logprobs": 3}, "top_logprobs"), ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"include": "x"}, "include"), ({"truncation": "often"}, "truncation"), ({"stream": "yes"}, "stream"),
+    ({"reasoning": {"effort": 5}}, "reasoning.effort"), ({"reasoning": "high"}, "reasoning"),
+    ({"text": {"format": 5}}, "text.format"), ({"text": 5}, "text"), ({"metadata": {"a": 5}}, "metadata.a"),
+    ({"tools": [5]}, "tools[0]"), ({"tools": [{"type": "function"}]}, "tools[0]"), ({"tools": 5}, "tools"),
+    ({"tools": [{"type": "alien", "name": "x"}]}, "tools[0]"), ({"previous_response_id": 5}, "previous_response_id"),
+    ({"previous_response_id": "resp_x"}, "previous_response_id"), ({"service_tier": "flex"}, "service_tier"),
+    ({"foo": 1}, "foo"), ({"max_tokens": 5}, "max_tokens"), ({"history": "all"}, "history"),
+])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], param: str, stream: bool) -> None:
+    body = {"input": "Hi", "max_output_tokens": 2, "stream": stream} | fields
+    response = served.http.post(PATH, content=json.dumps(body))
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+
+
+@pytest.mark.parametrize(("query", "param"), [
+    ("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("limit=\u0663", "limit"),
+    ("limit=" + "9" * 5000, "limit"), ("order=up", "order")])
+def test_a_bad_query_is_named(query: str, param: str) -> None:
+    with scripted("x") as (served, _):
+        made = create(served)
+        response = served.http.get(f"{PATH}/{made.id}/input_items?{query}")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert served.http.get(f"{PATH}/{made.id}?stream=true").json()["error"]["param"] == "stream"
+
+
+# The store
+
+
+def record(id: str, size: int = 0, **more: Any) -> bytes:
+    return json.dumps({"response": {"id": id, "output": ["o" + id]} | more, "input": ["i" + id, "x" * size]}).encode()
+
+
+class Notes(dict[str, bytes]):
+    """A store beyond the process."""
+
+    ready = True
+
+    def put(self, key: str, data: bytes) -> None:
+        self[key] = data
+
+    def claim(self, key: str) -> bool:
+        return False
+
+
+def test_the_store_is_bounded() -> None:
+    store = ResponseStore(Limits(max_stored_responses=3, max_stored_mib=1), None)
+    for id in "abcd":
+        store.put(id, record(id))
+        store.get("b")
+    assert [bool(store.get(id)) for id in "abcd"] == [False, True, True, True]
+    store.put("e", record("e", 1 << 20))
+    assert not any(store.get(id) for id in "abcde"), "what is larger than all may be takes all, and is not kept"
+    store.put("f", record("f"))
+    assert store.delete("f") and not store.delete("f") and store.get("f") is None
+
+
+def test_chains() -> None:
+    store = ResponseStore(Limits(), None)
+    store.put("a", record("a"))
+    store.put("b", record("b", previous_response_id="a"))
+    assert store.items("b", 100) == ["ia", "", "oa", "ib", "", "ob"] and store.items(None, 100) == []
+    store.put("c", record("c", previous_response_id="c"))
+    assert len(store.items("c", 10) or ()) < 20, "a chain that bites its own tail ends"
+    store.delete("a")
+    assert store.items("b", 100) is None
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[:-1], lambda data: b"", lambda data: b"[" * 100_000, lambda data: b"[]", lambda data: b"\xff",
+    lambda data: data.replace(b'"id": "a"', b'"id": "b"'), lambda data: data.replace(b'["oa"]', b"5")])
+def test_what_is_damaged_is_not_there(damage: Any) -> None:
+    notes = Notes()
+    first = ResponseStore(Limits(), notes)
+    first.put("a", record("a"))
+    first.close()
+    assert ResponseStore(Limits(), notes).get("a")
+    for key in notes:
+        notes[key] = damage(notes[key])
+    assert ResponseStore(Limits(), notes).get("a") is None
+
+
+def test_responses_survive_a_restart(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_context": 512, "memory": "32MiB", "max_batch": 2, "threads": 1,
+                               "cache_dir": str(tmp_path)}
+    ids = []
+    for turn in range(3):
+        with serving(LLM(**options)) as served:
+            more = {"previous_response_id": ids[-1]} if ids else {}
+            if turn == 2:
+                served.client.responses.delete(ids[0])
+                with pytest.raises(openai.BadRequestError):
+                    create(served, max_output_tokens=8, **more)
+            else:
+                ids.append(create(served, max_output_tokens=8, **more).id)
+                assert len(served.client.responses.input_items.list(ids[0]).data) == 1
