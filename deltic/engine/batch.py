@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from functools import cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -136,8 +135,7 @@ def _numbers(rows: List[Row], all_logits: bool, hidden: bool, exact: bool) -> tu
     singles = chunks.count(1)
     layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any(row.append for row in rows), hidden)
     numbers = array("q", ids)
-    numbers.extend(_rotary(rows) if any(row.rotary for row in rows) else positions * 3)
-    for values in (starts, done, base, store, slots, targets,
+    for values in (*_rotary(rows, positions), starts, done, base, store, slots, targets,
                    [row.ring for row in rows], wanted, *zip(*emits, strict=True)):
         numbers.extend(values)
     return _Shape(layout, base != done, _span(slots[:singles], targets[:singles])), numbers
@@ -171,7 +169,7 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
     slots = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     numbers = array("q", (real,))
-    for values in ([_ids(row)[0] for row in rows], _rotary(rows), range(len(rows) + 1), done,
+    for values in ([_ids(row)[0] for row in rows], *_rotary(rows, done), range(len(rows) + 1), done,
                    [_flat(row, row.done) for row in rows], slots, targets):
         numbers.extend(values)
     known = (memory.pages if memory else PageTable()).of(plan.rows, pages)[:, :pages]
@@ -249,11 +247,11 @@ def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
     return None
 
 
-def _rotary(rows: List[Row]) -> array[int]:
-    """The rotary positions of all tokens, axis by axis."""
+def _rotary(rows: List[Row], places: List[int]) -> List[List[int]]:
+    """The tokens' rotary positions, axis by axis. places: their cache indices."""
     if {row.rotary for row in rows} == {0}:
-        return array("q", chain.from_iterable(range(row.done, row.done + len(row.tokens)) for row in rows)) * 3
-    return array("q", chain.from_iterable(_axis(row, axis) for axis in range(3) for row in rows))
+        return [places] * 3
+    return [[position for row in rows for position in _axis(row, axis)] for axis in range(3)]
 
 
 def _axis(row: Row, axis: int) -> List[int]:
