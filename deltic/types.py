@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
 from deltic.errors import RequestError, show
@@ -192,10 +193,50 @@ class Constraint(Protocol):
         """Take the next token of the answer."""
 
 
+Positions = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Rotary positions of tokens: temporal, height, width, equally many of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a model reads before it answers. Of text there are only ids.
+
+    ids: what the embedding table is asked for.
+    keys: what prefixes are compared by, one for each id: the id itself, or, where an id does not say what is read
+        there, a negative number made of what is (`content_keys`). Prompts whose keys begin alike must begin alike in
+        everything. None: the ids.
+    positions: the tokens' rotary positions; None: their places in the prompt.
+    offset: by how much the rotary positions of what follows the prompt differ from the places there.
+    """
+
+    ids: tuple[int, ...]
+    keys: tuple[int, ...] | None = None
+    positions: Positions | None = None
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if any(len(each) != len(self.ids) for each in (self.keys or self.ids, *(self.positions or ()))):
+            raise RequestError("the prompt has more or fewer keys or positions than ids", "prompt")
+        if self.keys is None and (self.positions or self.offset):
+            raise RequestError("the prompt has rotary positions of its own and no keys that tell of them", "prompt")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def content_keys(content: bytes, count: int) -> tuple[int, ...]:
+    """`Prompt.keys` of the tokens that stand for this content, such as a picture's size and pixels: all that they
+    depend on besides what comes before them. Negative, so that no id is equal, and 63 bits of a hash each, so that no
+    other content's is."""
+    return tuple(-1 - (int.from_bytes(blake2b(content, digest_size=8, salt=index.to_bytes(8, "little")).digest()) >> 1)
+                 for index in range(count))
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the engine is asked: token ids in, token ids out.
 
+    prompt: ids of text, or all that is to be said of other prompts.
     boundaries: prompt positions (counts of tokens) that following requests are expected to share.
     matcher: makes the stop-string matcher of one choice, or None; called once for each choice, in their order. A
         matcher has a token before the guide does, and before the token's event goes out.
@@ -209,7 +250,7 @@ class Request:
     """
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | Prompt
     sampling: SamplingParams = SamplingParams()
     boundaries: tuple[int, ...] = ()
     matcher: Callable[[], Matcher] | None = None
@@ -218,6 +259,11 @@ class Request:
     constraint: Callable[[], Constraint] | None = None
     group: str = ""
     client: str = ""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The prompt's token ids."""
+        return self.prompt.ids if isinstance(self.prompt, Prompt) else self.prompt
 
 
 @dataclass(frozen=True, slots=True)

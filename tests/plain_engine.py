@@ -131,7 +131,7 @@ class PlainEngine:
         assert request.sampling.max_tokens
         return Sequence(request, choice, request.sampling, 0, frozenset(),
                         len(request.prompt) + request.sampling.max_tokens, request.prompt,
-                        boundaries=request.boundaries, keys=bytes(request.prompt) * 8)
+                        boundaries=request.boundaries, prompt_keys=bytes(request.prompt) * 8)
 
     def _queue(self, sequence: Sequence) -> None:
         self.live.add(sequence)

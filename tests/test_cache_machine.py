@@ -107,7 +107,7 @@ def step(cache: HybridCache, lease: Lease, tokens: list[int]) -> None:
         values.append(state)
     write_kv(cache, lease.pages, lease.done, [float(value) for value in values])
     write_state(cache, lease.slot, float(state))
-    lease.ids[lease.done:] = tokens
+    lease.keys[lease.done:] = tokens
     cache.commit(lease, len(tokens))
 
 
@@ -368,7 +368,7 @@ class GoesBackwards(CachePools):
 
 class CommitsTwice(HybridCache):
     def commit(self, lease: Lease, count: int, base: int | None = None) -> None:
-        lease.ids.append(0)
+        lease.keys.append(0)
         super().commit(lease, count + (lease.covered - lease.done > count), base)
 
 
@@ -474,7 +474,7 @@ def test_l1_commit_past_the_granted_pages_is_refused() -> None:
     cache = toy_cache(3, 2)
     lease = leased(cache, list(range(10)))
     with pytest.raises(AssertionError, match="past the granted pages"):
-        lease.ids += range(7)
+        lease.keys += range(7)
         cache.commit(lease, 7)
 
 
@@ -494,7 +494,7 @@ def test_l1_a_lease_refers_to_the_list_of_its_sequence() -> None:
     step(cache, lease, tokens[:10])
     tokens += [10, 11]
     step(cache, lease, tokens[10:])
-    assert lease.ids is tokens and lease.tokens == tokens and lease.done == 12
+    assert lease.keys is tokens and lease.tokens == tokens and lease.done == 12
 
 
 def test_l2_restore_as_often_as_wanted_and_to_the_start() -> None:
@@ -552,7 +552,7 @@ def test_check_notices_a_partial_page_with_two_owners() -> None:
     assert other is not None
     cache.pages.share(lease.pages)
     other.pages = list(lease.pages)
-    other.ids, other.done = lease.tokens, lease.done
+    other.keys, other.done = lease.tokens, lease.done
     with pytest.raises(AssertionError, match="shared"):
         cache.check()
 
@@ -562,7 +562,7 @@ def test_check_notices_a_partial_page_with_two_owners() -> None:
     lambda cache, lease: cache.slots.take(1),
     lambda cache, lease: lease.pages.pop(),
     lambda cache, lease: setattr(lease, "done", 99),
-    lambda cache, lease: lease.ids.pop(),
+    lambda cache, lease: lease.keys.pop(),
 ])
 def test_check_notices_wrong_accounts(wreck: Any) -> None:
     cache = toy_cache(6, 3)

@@ -34,7 +34,7 @@ def prompts(runtime: Runtime, lengths: tuple[int, ...]) -> tuple[list[Row], list
         tokens = numbers(seed, length + 1, runtime.config.vocab_size)
         if length:
             runtime.run(build(Plan((Row(tokens[:-1], 0, tuple(lease.pages), lease.slot, 1),)), CPU))
-        lease.ids += tokens[:-1]
+        lease.keys += tokens[:-1]
         cache.commit(lease, length)
         rows.append(Row(tokens[-1:], length, tuple(lease.pages), lease.slot, 1))
     return rows, [tuple(tensor.clone() for tensor in _memory(runtime))]
@@ -65,7 +65,7 @@ def test_a_padded_step_is_the_step(runtime: Runtime) -> None:
 
 
 def test_what_a_bucket_holds() -> None:
-    rows = tuple(Row((5 + index,), 20 * index, (3, 4, 7), index, 1) for index in range(3))
+    rows = tuple(Row((5 + index,), 20 * index, (3, 4, 7), index, 1, rotary=-index) for index in range(3))
     batch = decoding(Plan(rows), CPU)
     padded = batch.padded
     assert padded and (padded.rows, padded.pages) == (4, 16)
@@ -75,7 +75,7 @@ def test_what_a_bucket_holds() -> None:
     assert whole.pages.shape == (4, 16) and whole.pages[3].tolist() == [3, 4, 7] + [0] * 13
     assert whole.store.tolist() == [3 * PAGE, 4 * PAGE + 4, 7 * PAGE + 8, 7 * PAGE + 8]
     assert batch.starts.tolist() == [0, 1, 2, 3] and batch.logit_tokens.tolist() == [0, 1, 2]
-    assert batch.positions.tolist() == [[0, 20, 40]] * 3 and batch.span == (0, 3)
+    assert batch.positions.tolist() == [[0, 19, 38]] * 3 and batch.span == (0, 3)
 
 
 @pytest.mark.parametrize("change", [{"tokens": (1, 2)}, {"logits": 0}, {"emits": ((21, 3),)}, {"append": True},

@@ -67,7 +67,7 @@ def test_ngrams_draft_what_followed_before() -> None:
     assert not drafter._known
     sequence = engine._sequence(Request("x", (1, 2, 3, 4, 5, 1, 2, 3)), 0, 0)
     assert drafter.draft([(sequence, 3)]) == [[4, 5, 1]]
-    sequence.tokens = [*sequence.tokens, 4]
+    sequence.own_keys().append(4)
     assert drafter.draft([(sequence, 6)]) == [[5, 1, 2, 3, 4, 5]]
     sequence.tokens += [9]
     assert drafter.draft([(sequence, 6)]) == [[]]
@@ -103,7 +103,7 @@ def test_a_draft_model_takes_rejected_drafts_back(wrong: int, more: tuple[int, .
     drafter, fresh = (ModelDrafter(runtime_of(MODELS[model](), budget=512), 509, 4) for _ in range(2))
     engine = Engine(runtime_of(MODELS[model]()))
     sequence = engine._sequence(Request("a", expected(model, "greedy").prompt, PARAMS["greedy"]), 0, 0)
-    sequence.tokens = [*sequence.tokens]
+    sequence.own_keys()
     leases = []
     for _ in range(12):
         [drafts] = drafter.draft([(sequence, 4)])

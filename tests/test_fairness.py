@@ -291,5 +291,5 @@ def test_many_choices_share_one_copy_of_the_prompt_while_they_wait() -> None:
     steps_to(engine, "a")
     waiting = engine.scheduler.waiting
     assert len(waiting) == 127 and all(sequence.tokens is request.prompt for sequence in waiting)
-    assert len({id(sequence.keys) for sequence in waiting}) == 1
+    assert len({id(sequence.prompt_keys) for sequence in waiting}) == 1
     assert len(drain(engine)) == 128 and engine.stats.prompt_tokens == 5_000

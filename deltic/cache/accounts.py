@@ -128,7 +128,7 @@ class Accounts:
         owners = Counter(self.tree.owned_pages())
         for holder in holders:
             assert len(holder.pages) * PAGE >= holder.done, "a cursor stands past its pages"
-            assert isinstance(holder, Snapshot) or len(holder.ids) >= holder.done, "a cursor stands past its ids"
+            assert isinstance(holder, Snapshot) or len(holder.keys) >= holder.done, "a cursor stands past its keys"
             owners.update(holder.pages)
         self.pages.check(owners.elements())
         self.tree.check()

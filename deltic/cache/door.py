@@ -65,7 +65,7 @@ class PoolDoor:
         tokens, logits, vocabulary = tensors.get("tokens"), tensors.get("logits"), self.pools.vocabulary
         if vocabulary is None:
             return ""
-        if tokens is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        if tokens is not None and len(tokens) and int(tokens.max()) >= vocabulary:
             return "its tokens are outside of the vocabulary"
         if logits is not None and bool((logits == logits[0]).all()):
             return "its logits are all equal"

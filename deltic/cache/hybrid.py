@@ -65,8 +65,8 @@ class HybridCache:
         return not self.accounts.leases and not self.accounts.snapshots and not self._rests
 
     def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING) -> Lease | None:
-        """A lease at the deepest kept position that `prompt` begins with, or at its start. Its ids are the prompt: that
-        very list, if it is one.
+        """A lease at the deepest kept position that `prompt` begins with, or at its start. Its keys are the prompt:
+        that very list, if it is one.
 
         None, and nothing is given up for it, if no pages for `room` tokens in all could be had; None if no slot could.
         Without `room`, for a sequence that is alone, a start from nothing comes before none: the kept position itself
@@ -81,7 +81,7 @@ class HybridCache:
         if lease is None and not (checkpoint and room):
             lease = self._begin(pages)
         if lease:
-            lease.ids = prompt if isinstance(prompt, list) else [*prompt]
+            lease.keys = prompt if isinstance(prompt, list) else [*prompt]
             lease.shared = match.shared
         return lease
 
@@ -193,7 +193,7 @@ class HybridCache:
               lasting: bool = True) -> Checkpoint:
         """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers if it
         shall be lasting."""
-        tokens = lease.ids[:done]
+        tokens = lease.keys[:done]
         checkpoint = self.tree.insert(tokens, lease.pages, slot, page, logits)
         self.tree.keep_logits(self.rows - self._rows_held)
         if lasting and self.tiers:
@@ -216,21 +216,21 @@ class HybridCache:
         return sound
 
     def commit(self, lease: Lease, count: int, base: int | None = None) -> None:
-        """Move the cursor over the next `count` ids, whose K/V and state were just written: the one place that does
+        """Move the cursor over the next `count` keys, whose K/V and state were just written: the one place that does
         (L1).
 
         base: tokens that the state in the slot stands for now, where the step appended to the replay ring; those of
         the step's tokens that are not committed leave nothing behind.
         """
         assert lease.done + count <= lease.covered, "tokens are committed past the granted pages"
-        assert 0 <= count <= len(lease.ids) - lease.done, "tokens are committed that the sequence does not have"
+        assert 0 <= count <= len(lease.keys) - lease.done, "tokens are committed that the sequence does not have"
         lease.done += count
         lease.behind = 0 if base is None else lease.done - base
         assert 0 <= lease.behind <= RING, "the cursor is not within the replay ring"
 
     def retreat(self, lease: Lease, done: int) -> bool:
         """Take back the last committed tokens, which were drafts that nobody else has seen; False, and no change, if
-        they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2). The ids are the
+        they lie before the replay ring. Where no layer is recurrent they may lie anywhere (L2). The keys are the
         caller's to change."""
         if not (lease.base if self.sizes.recurrent else 0) <= done <= lease.done:
             return False
@@ -270,8 +270,8 @@ class HybridCache:
         lease.slot = spare
         self.accounts.book(lease)
 
-    def fork(self, source: Lease | Snapshot, ids: list[int] | None = None) -> Lease | None:
-        """A new lease at the source's position, or None if pages or slots are short. ids: its own, which begin as the
+    def fork(self, source: Lease | Snapshot, keys: list[int] | None = None) -> Lease | None:
+        """A new lease at the source's position, or None if pages or slots are short. keys: its own, which begin as the
         source's; by default a copy of those."""
         self.accounts.expect(source)
         copy = self.accounts.take_copy(source.pages, source.done)
@@ -279,7 +279,7 @@ class HybridCache:
             return None
         slot, pages = copy
         self.accounts.copy_state(source, slot)
-        return self.accounts.book(Lease(slot, pages, [*source.tokens] if ids is None else ids, source.done))
+        return self.accounts.book(Lease(slot, pages, [*source.tokens] if keys is None else keys, source.done))
 
     def snapshot(self, lease: Lease, logits: Any = None) -> Snapshot | None:
         """Keep the lease's present position, or None if pages, slots or room for its logits are short."""
@@ -302,7 +302,7 @@ class HybridCache:
         self.accounts.expect(lease)
         if snapshot is None:
             self.pages.release(lease.pages)
-            lease.pages, lease.ids, lease.done, lease.behind = [], [], 0, 0
+            lease.pages, lease.keys, lease.done, lease.behind = [], [], 0, 0
             return True
         self.accounts.expect(snapshot)
         others = {page for holder in self.accounts.holders if holder is not lease for page in holder.pages}
@@ -312,7 +312,7 @@ class HybridCache:
         lease.pages = []
         pages = self.accounts.share_pages(snapshot.pages, snapshot.done)
         assert pages is not None
-        lease.pages, lease.ids, lease.done, lease.behind = pages, [*snapshot.tokens], snapshot.done, 0
+        lease.pages, lease.keys, lease.done, lease.behind = pages, [*snapshot.tokens], snapshot.done, 0
         self._queue(CopySlot(snapshot.slot, lease.slot))
         return True
 

@@ -15,8 +15,8 @@ class Lease:
 
     slot: of its state.
     pages: of its K/V; they cover `covered` tokens.
-    ids: the sequence's token ids, the very list that its owner appends to.
-    done: the cursor: committed K/V and state stand for so many of the ids.
+    keys: what the sequence's tokens are known by (`Prompt.keys`), the very list that its owner appends to.
+    done: the cursor: committed K/V and state stand for so many of the tokens.
     logits: those of the last token where it started, if known.
     source: the tier that it came from, if any.
     shared: tokens of K/V that the tree knew of its prompt.
@@ -29,7 +29,7 @@ class Lease:
 
     slot: int
     pages: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
     done: int = 0
     logits: Any = None
     source: str = ""
@@ -42,8 +42,8 @@ class Lease:
 
     @property
     def tokens(self) -> list[int]:
-        """A copy of the committed ids."""
-        return self.ids[:self.done]
+        """The keys of the committed tokens, a copy."""
+        return self.keys[:self.done]
 
     @property
     def base(self) -> int:
@@ -57,8 +57,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A position to which sequences can return: its tokens, their pages, and a copy of the state in a slot. logits:
-    those of the last token, if they are kept."""
+    """A position to which sequences can return: its tokens' keys, their pages, and a copy of the state in a slot.
+    logits: those of the last token, if they are kept."""
 
     slot: int
     pages: tuple[int, ...]

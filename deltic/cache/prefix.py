@@ -134,8 +134,10 @@ def read_prefix(read: Callable[[Item], dict[str, Tensor]], items: Sequence[Item]
         runs.append((item.start, tensors))
     tensors = read(state)
     logits = tensors.pop("logits", None)
-    if PrefixHash(tokens).key(len(tokens)) != state.key:
-        raise LostError(state, "its tokens are others than it says")
+    prefix = PrefixHash(tokens)
+    for item in (*items, state):
+        if prefix.key(item.done) != item.key:
+            raise LostError(item, "its tokens are others than it says")
     return Loaded(tuple(tokens), tuple(runs), tensors, logits)
 
 

@@ -9,6 +9,8 @@ the tree has none (L2).
                         │          └ checkpoint, tail of 5 tokens
                         └ page 2'  └ checkpoint, no tail
 
+Tokens are known by their keys (`types.Prompt`): whoever asks for tokens here gives those.
+
 Pure accounting: the tree owns units of the ledgers and touches no tensors.
 """
 

@@ -28,7 +28,8 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: bool) -> tuple[Pl
     for lease in short:
         cache.reserve(lease, 1)
     rows = tuple(Row((UNKNOWN,), share.lease.done, share.lease.pages, share.lease.slot, 1, target=spare,
-                     base=share.lease.base, ring=share.lease.ring or 0, drawn=share.draw)
+                     base=share.lease.base, ring=share.lease.ring or 0, drawn=share.draw,
+                     rotary=share.sequence.offset)
                  for share, spare in zip(shares, spares, strict=False))
     return Plan(rows, cache.take_operations()), [share.sequence for share in shares]
 

@@ -135,7 +135,7 @@ def _numbers(rows: List[Row], all_logits: bool, hidden: bool, exact: bool) -> tu
     singles = chunks.count(1)
     layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any(row.append for row in rows), hidden)
     numbers = array("q", ids)
-    for values in (positions, positions, positions, starts, done, base, store, slots, targets,
+    for values in (*_rotary(rows, positions), starts, done, base, store, slots, targets,
                    [row.ring for row in rows], wanted, *zip(*emits, strict=True)):
         numbers.extend(values)
     return _Shape(layout, base != done, _span(slots[:singles], targets[:singles])), numbers
@@ -169,7 +169,7 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
     slots = [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     numbers = array("q", (real,))
-    for values in ([_ids(row)[0] for row in rows], done * 3, range(len(rows) + 1), done,
+    for values in ([_ids(row)[0] for row in rows], *_rotary(rows, done), range(len(rows) + 1), done,
                    [_flat(row, row.done) for row in rows], slots, targets):
         numbers.extend(values)
     known = (memory.pages if memory else PageTable()).of(plan.rows, pages)[:, :pages]
@@ -245,6 +245,19 @@ def _span(sources: list[int], targets: list[int]) -> tuple[int, int] | None:
     if sources and sources == targets == list(range(sources[0], sources[0] + len(sources))):
         return sources[0], sources[0] + len(sources)
     return None
+
+
+def _rotary(rows: List[Row], places: List[int]) -> List[List[int]]:
+    """The tokens' rotary positions, axis by axis. places: their cache indices."""
+    if {row.rotary for row in rows} == {0}:
+        return [places] * 3
+    return [[position for row in rows for position in _axis(row, axis)] for axis in range(3)]
+
+
+def _axis(row: Row, axis: int) -> List[int]:
+    if isinstance(row.rotary, int):
+        return range(row.done + row.rotary, row.done + row.rotary + len(row.tokens))
+    return row.rotary[axis]
 
 
 def _ids(row: Row) -> tuple[int, ...]:

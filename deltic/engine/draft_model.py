@@ -68,11 +68,11 @@ class ModelDrafter:
         """Whether another sequence is just being read as far as a state that this one can begin with."""
         if sequence in self._leases:
             return False
-        tokens = sequence.tokens[:-1]
-        known, reading = self._runtime.cache.known(tokens), [
+        keys = sequence.keys[:-1]
+        known, reading = self._runtime.cache.known(keys), [
             (other, lease.done) for other, lease in self._leases.items() if lease.done < len(other.request.prompt)]
         return any(max(known, done) < position <= common for other, done in reading
-                   if (common := common_length(tokens, other.tokens)) for position in other.wanted)
+                   if (common := common_length(keys, other.keys)) for position in other.wanted)
 
     def _lease(self, sequence: Sequence) -> Lease | None:
         """The sequence's lease, rejected drafts taken back; or a new one."""
@@ -80,28 +80,29 @@ class ModelDrafter:
         if lease is not None and not cache.retreat(lease, _sound(lease, sequence)):
             self._release(sequence)
             lease = None
-        if lease is None and (lease := cache.admit(sequence.tokens[:-1])):
+        if lease is None and (lease := cache.admit(sequence.keys[:-1])):
             self._leases[sequence] = lease
         return lease
 
     def _read(self, sequences: List[Sequence]) -> None:
         """Read what is new, all but the last tokens, and keep states where the larger model keeps them. As in a step of
         that one there is a limit, so that nobody's answer stands still while a long prompt is read."""
-        cache, left, rows = self._runtime.cache, self._runtime.options.token_budget, list[tuple[Lease, Row]]()
+        cache, left, rows = self._runtime.cache, self._runtime.options.token_budget, list[tuple[Sequence, Row]]()
         for sequence in sequences:
             lease = self._leases[sequence]
-            chunk = tuple(sequence.tokens[lease.done:-1][:left])
+            done, chunk = lease.done, tuple(sequence.tokens[lease.done:-1][:left])
             left -= len(chunk)
             if chunk:
-                rows.append((lease, Row(chunk, lease.done, lease.pages, lease.slot, 0, base=lease.base,
-                                        ring=lease.ring or 0,
-                                        emits=emits_of(cache, lease, sequence.wanted, len(chunk)))))
+                rows.append((sequence, Row(chunk, done, lease.pages, lease.slot, 0, base=lease.base,
+                                           ring=lease.ring or 0, rotary=sequence.rotary(done, len(chunk)),
+                                           emits=emits_of(cache, lease, sequence.wanted, len(chunk)))))
         if not rows:
             return
         rows.sort(key=lambda item: (len(item[1].tokens) > 1, item[1].slot))
         self._run([row for _, row in rows])
-        for lease, row in rows:
-            _commit(cache, lease, row)
+        for sequence, row in rows:
+            lease = self._leases[sequence]
+            _commit(cache, lease, row, sequence.keys[row.done:row.done + len(row.tokens)])
             cache.keep_emitted(lease)
 
     def _is_ready(self, sequence: Sequence) -> bool:
@@ -130,22 +131,22 @@ class ModelDrafter:
             lease = self._leases[sequence]
             token = drafts[index][-1] if drafts[index] else sequence.tokens[-1]
             rows.append(Row((token,), lease.done, lease.pages, lease.slot, 1, base=lease.base,
-                            ring=lease.ring or 0, append=lease.ring is not None))
+                            ring=lease.ring or 0, append=lease.ring is not None, rotary=sequence.offset))
         logits = self._run(rows)
         draws = [Draw(sequence, tuple(drafts[index])) for index, sequence in active]
         sampling = sampling_of(draws, logits.device, logits.shape[1])
         tokens = self._runtime.sample(logits, sampling).tokens.tolist()
         for (index, sequence), row, token in zip(active, rows, tokens, strict=True):
-            _commit(self._runtime.cache, self._leases[sequence], row)
+            _commit(self._runtime.cache, self._leases[sequence], row, row.tokens)
             drafts[index].append(token)
 
 
-def _commit(cache: HybridCache, lease: Lease, row: Row) -> None:
-    """Its ids are its own: drafts are among them."""
-    lease.ids[lease.done:] = row.tokens
+def _commit(cache: HybridCache, lease: Lease, row: Row, keys: List[int]) -> None:
+    """Its keys are its own: drafts are among them."""
+    lease.keys[lease.done:] = keys
     cache.commit(lease, len(row.tokens), base_after(row))
 
 
 def _sound(lease: Lease, sequence: Sequence) -> int:
     """How many of the tokens that were read came true; the sequence's last one is read with the next draft."""
-    return min(common_length(lease.ids, sequence.tokens), lease.done, len(sequence.tokens) - 1)
+    return min(common_length(lease.keys, sequence.keys), lease.done, len(sequence.tokens) - 1)

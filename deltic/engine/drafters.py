@@ -121,4 +121,4 @@ def _next_row(sequence: Sequence, token: int, depth: int) -> Row:
     """The row of a token that follows the committed ones after so many drafts."""
     lease = sequence.lease
     assert lease is not None
-    return Row((token,), lease.done + depth, lease.pages, lease.slot, 1)
+    return Row((token,), lease.done + depth, lease.pages, lease.slot, 1, rotary=sequence.offset)

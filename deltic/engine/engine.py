@@ -29,7 +29,7 @@ from deltic.engine.scheduler import Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.engine.speculator import Speculator
 from deltic.errors import RequestError
-from deltic.types import Finish, Request, TokenOut
+from deltic.types import Finish, Prompt, Request, TokenOut
 
 log = logging.getLogger("deltic")
 
@@ -94,7 +94,7 @@ class Engine:
         params = request.sampling.with_defaults(self._defaults())
         seed = secrets.randbits(63) if params.seed is None else params.seed
         first = self._sequence(replace(request, sampling=params), 0, seed)
-        first.keys = array("q", request.prompt).tobytes()
+        first.prompt_keys = array("q", first.keys).tobytes()
         self._sequences[request.id] = [first]
         self.scheduler.add(first)
 
@@ -263,7 +263,7 @@ class Engine:
         origin = Origin(snapshot, count) if snapshot else None
         self._sequences[sequence.request.id] += siblings
         for sibling in siblings:
-            sibling.origin, sibling.keys = origin, sequence.keys
+            sibling.origin, sibling.prompt_keys = origin, sequence.prompt_keys
             self.scheduler.add(sibling)
 
     def _commit_draft(self, share: Share, index: int) -> None:
@@ -320,7 +320,7 @@ class Engine:
             del self._sequences[sequence.request.id]
 
     def _sequence(self, request: Request, choice: int, seed: int) -> Sequence:
-        params, prompt = request.sampling, request.prompt
+        params, prompt = request.sampling, request.ids
         limit = self.max_context
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
@@ -348,8 +348,11 @@ class Engine:
         if len(request.prompt) >= self.max_context:
             raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {self.max_context}, "
                                "answer included: shorten it, or raise --max-context", "prompt")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
+        if not 0 <= min(request.ids) <= max(request.ids) < vocabulary:
             raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
+        keys = request.prompt.keys if isinstance(request.prompt, Prompt) else None
+        if keys and any(0 <= key != id for id, key in zip(request.ids, keys, strict=True)):
+            raise RequestError("the prompt has keys that are neither its ids nor negative", "prompt")
         foreign = [t for t in (*request.sampling.logit_bias, *request.sampling.stop_token_ids) if t >= vocabulary]
         if foreign:
             raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",

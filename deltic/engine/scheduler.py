@@ -23,7 +23,7 @@ from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, hurry, share
 from deltic.engine.sequence import Sequence
 from deltic.engine.turns import TURN, gives_way, in_turn, settled
-from deltic.types import PAGE, common_length, ring_base
+from deltic.types import PAGE, Positions, common_length, ring_base
 
 log = logging.getLogger("deltic")
 
@@ -51,6 +51,7 @@ class Row:
     `position` tokens to this slot. base: tokens that the state in the slot stands for (None: done); those after it are
     in the replay ring `ring`. append: leave this step's tokens there too. drafts: how many of the tokens, the last
     ones, are drafts. drawn: the one token is what this draw of the step in flight gives, and is not known yet.
+    rotary: the tokens' rotary positions, or what makes them of their cache indices when added.
     """
 
     tokens: tuple[int, ...]
@@ -65,6 +66,7 @@ class Row:
     append: bool = False
     drafts: int = 0
     drawn: int | None = None
+    rotary: Positions | int = 0
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:
@@ -259,14 +261,14 @@ class Scheduler:
         """Whether a tier is still bringing more of this sequence's prompt than the tree knows."""
         if sequence.origin or not self.cache.tiers:
             return False
-        sequence.fetch = sequence.fetch or self.cache.fetch(sequence.tokens)
+        sequence.fetch = sequence.fetch or self.cache.fetch(sequence.keys)
         return not sequence.fetch.poll()
 
     def _known(self, sequence: Sequence) -> int:
         """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""
         known, changes = sequence.known
         if changes != self.cache.tree.changes:
-            known = self.cache.known(sequence.tokens)
+            known = self.cache.known(sequence.keys)
             sequence.known = known, self.cache.tree.changes
         return known
 
@@ -300,16 +302,16 @@ class Scheduler:
     def _lease(self, sequence: Sequence) -> Lease | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
         room = len(sequence.tokens) + 1 if self.running else 0
-        origin, lease, ids = sequence.origin, None, sequence.own_tokens()
+        origin, lease, keys = sequence.origin, None, sequence.own_keys()
         if origin is not None:
             if self.cache.make_room(-(-room // PAGE) - origin.snapshot.done // PAGE):
-                lease = self.cache.fork(origin.snapshot, ids)
+                lease = self.cache.fork(origin.snapshot, keys)
             if lease is None and self.running:
                 return None
             self._forget_origin(sequence)
         if lease is None:
-            diverged = self.cache.tree.diverged(sequence.tokens) if log.isEnabledFor(logging.DEBUG) else 0
-            lease = self.cache.admit(ids, room, sequence.fetch or NOTHING)
+            diverged = self.cache.tree.diverged(keys) if log.isEnabledFor(logging.DEBUG) else 0
+            lease = self.cache.admit(keys, room, sequence.fetch or NOTHING)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None
@@ -373,7 +375,8 @@ class Scheduler:
         drafts = max(end - len(sequence.tokens), 0)
         return Row(tokens, done, lease.pages, lease.slot, drafts + 1 if end >= len(sequence.tokens) else 0,
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
-                   append=drafts > 0 and lease.ring is not None, drafts=drafts)
+                   append=drafts > 0 and lease.ring is not None, drafts=drafts,
+                   rotary=sequence.rotary(done, count))
 
     def _forget_origin(self, sequence: Sequence) -> None:
         origin, sequence.origin = sequence.origin, None
@@ -396,7 +399,7 @@ def _reuse(tokens: int, diverged: int, lease: Lease) -> str:
 
 def _common(sequence: Sequence, other: Sequence) -> int:
     """The last position of another sequence's prompt whose state this one could begin with."""
-    common = common_length(sequence.keys, other.keys) // 8
+    common = common_length(sequence.prompt_keys, other.prompt_keys) // 8
     return common if common == len(other.request.prompt) else min(common, len(sequence.tokens) - 1)
 
 

@@ -11,7 +11,7 @@ from deltic.cache.lease import Lease, Rest, Snapshot
 from deltic.cache.tiers import Fetch
 from deltic.engine.depth import Acceptance
 from deltic.engine.repeats import Repeats
-from deltic.types import PAGE, Constraint, Finish, Guide, Matcher, Request, SamplingParams, Usage
+from deltic.types import PAGE, Constraint, Finish, Guide, Matcher, Positions, Prompt, Request, SamplingParams, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +26,10 @@ class Origin:
 class Sequence:
     """One choice of one request.
 
-    tokens: prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are the
-    request's own prompt, of which many that wait need no copies. keys: the prompt as bytes, 8 a token, which are
-    quickly compared; choices share them. lease: None while waiting.
+    tokens: ids of prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are
+    the request's own prompt, of which many that wait need no copies. keys: what prefixes are compared by, of text the
+    tokens themselves. prompt_keys: those of the prompt as bytes, 8 a token, which are quickly compared; choices share
+    them. lease: None while waiting. positions, offset: as in `Prompt`.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
     goes round in circles. guide: forces tokens on it. constraint: says which tokens may come. counts: occurrences of
     the answer's tokens. penalties: what the sampler knows of them. origin: where to fork from instead of processing the
@@ -55,7 +56,7 @@ class Sequence:
     repeats: Repeats | None = None
     lease: Lease | None = None
     origin: Origin | None = None
-    keys: bytes = b""
+    prompt_keys: bytes = b""
     boundaries: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
     hold: tuple[int, Sequence] | None = None
@@ -74,10 +75,17 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     acceptance: Acceptance | None = None
+    keys: list[int] | tuple[int, ...] = field(init=False)
+    positions: Positions | None = field(init=False, default=None)
+    offset: int = field(init=False, default=0)
     group: str = field(init=False)
     client: str = field(init=False)
 
     def __post_init__(self) -> None:
+        prompt, self.keys = self.request.prompt, self.tokens
+        if isinstance(prompt, Prompt):
+            self.keys = self.tokens if prompt.keys is None else prompt.keys
+            self.positions, self.offset = prompt.positions, prompt.offset
         self.group = self.request.group or self.request.id
         self.client = self.request.client or self.group
 
@@ -126,10 +134,22 @@ class Sequence:
         """Whether the request's other choices go on from here: its prompt has just been processed."""
         return self.sampling.n > 1 and not self.choice and not self.generated
 
-    def own_tokens(self) -> list[int]:
-        """The tokens, in a list that from now on is the sequence's own."""
-        self.tokens = self.tokens if isinstance(self.tokens, list) else list(self.tokens)
-        return self.tokens
+    def own_keys(self) -> list[int]:
+        """The keys, in a list that from now on is the sequence's own, as the tokens are."""
+        if not isinstance(self.tokens, list):
+            same, self.tokens = self.keys is self.tokens, list(self.tokens)
+            self.keys = self.tokens if same else list(self.keys)
+        assert isinstance(self.keys, list)
+        return self.keys
+
+    def rotary(self, start: int, count: int) -> Positions | int:
+        """The rotary positions of `count` tokens from there on, or the offset, which makes them of their places."""
+        if self.positions is None or start >= len(self.request.prompt):
+            return self.offset
+        end, after = start + count, max(len(self.request.prompt), start)
+        first, second, third = ((*axis[start:end], *range(after + self.offset, end + self.offset))
+                                for axis in self.positions)
+        return first, second, third
 
     def start(self, lease: Lease) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
@@ -148,6 +168,9 @@ class Sequence:
         """Take the token that was chosen; returns why the answer ends with it, if it does."""
         assert isinstance(self.tokens, list), "a token for a sequence that never ran"
         self.tokens.append(token)
+        if self.keys is not self.tokens:
+            assert isinstance(self.keys, list)
+            self.keys.append(token)
         self.counts[token] += 1
         matched = self.matcher.push(token) if self.matcher else False
         circling = self.repeats.push(token) if self.repeats else False

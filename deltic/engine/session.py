@@ -149,7 +149,7 @@ class Session:
             raise RequestError("there is nothing to accept: call verify right before", "count")
         count = _checked_count(count, 0, len(row.tokens))
         cache, lease = self.runtime.cache, self._lease
-        lease.ids += row.tokens[:count]
+        lease.keys += row.tokens[:count]
         cache.commit(lease, count, base_after(row))
         if self.runtime.mtp_runner and count:
             self.runtime.mtp_runner.settle(lease.slot, count - 1)
@@ -196,7 +196,7 @@ class Session:
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
         cache.exchange_slots(lease, scratch)
-        lease.ids += tokens
+        lease.keys += tokens
         cache.commit(lease, len(tokens))
         return torch.cat(parts) if all_logits else parts[-1]
 
