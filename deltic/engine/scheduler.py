@@ -376,7 +376,7 @@ class Scheduler:
         return Row(tokens, done, lease.pages, lease.slot, drafts + 1 if end >= len(sequence.tokens) else 0,
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
                    append=drafts > 0 and lease.ring is not None, drafts=drafts,
-                   rotary=sequence.rotary(done, count))
+                   rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset)
 
     def _forget_origin(self, sequence: Sequence) -> None:
         origin, sequence.origin = sequence.origin, None
