@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from deltic.errors import RequestError, show
 
@@ -233,10 +234,17 @@ def content_keys(content: bytes, count: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Embed:
+    """Wanted is a vector: the hidden state of the prompt's last token after the model's final norm."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """What the engine is asked: token ids in, token ids out.
+    """What the engine is asked: token ids in, token ids or a vector out.
 
     prompt: ids of text, or all that is to be said of other prompts.
+    output: how the tokens of answers are chosen, or that a vector is wanted; then all that is said of answers below is
+        of no matter.
     boundaries: prompt positions (counts of tokens) that following requests are expected to share.
     matcher: makes the stop-string matcher of one choice, or None; called once for each choice, in their order. A
         matcher has a token before the guide does, and before the token's event goes out.
@@ -251,7 +259,7 @@ class Request:
 
     id: str
     prompt: tuple[int, ...] | Prompt
-    sampling: SamplingParams = SamplingParams()
+    output: SamplingParams | Embed = SamplingParams()
     boundaries: tuple[int, ...] = ()
     matcher: Callable[[], Matcher] | None = None
     speculate: bool = True
@@ -264,6 +272,11 @@ class Request:
     def ids(self) -> tuple[int, ...]:
         """The prompt's token ids."""
         return self.prompt.ids if isinstance(self.prompt, Prompt) else self.prompt
+
+    @property
+    def choices(self) -> int:
+        """How many answers are asked for."""
+        return self.output.n if isinstance(self.output, SamplingParams) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +319,26 @@ class TokenOut:
     finish: Finish | None = None
     usage: Usage | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VectorOut:
+    """The one event of a request for a vector, unless it ends as others do, with a `TokenOut` that has no token.
+
+    vector: float32 [H], of whatever length.
+    """
+
+    request: str
+    vector: array[float]
+    usage: Usage
+    choice: ClassVar[int] = 0
+    finish: ClassVar[Finish] = "stop"
+    token: ClassVar[None] = None
+    error: ClassVar[None] = None
+    logprobs: ClassVar[None] = None
+
+
+Event = TokenOut | VectorOut
 
 
 def ring_base(base: int, done: int, chunk: int) -> int:

@@ -128,9 +128,9 @@ class PlainEngine:
         self._queue(sequence)
 
     def _sequence(self, request: Request, choice: int) -> Sequence:
-        assert request.sampling.max_tokens
-        return Sequence(request, choice, request.sampling, 0, frozenset(),
-                        len(request.prompt) + request.sampling.max_tokens, request.prompt,
+        assert request.output.max_tokens
+        return Sequence(request, choice, request.output, 0, frozenset(),
+                        len(request.prompt) + request.output.max_tokens, request.prompt,
                         boundaries=request.boundaries, prompt_keys=bytes(request.prompt) * 8)
 
     def _queue(self, sequence: Sequence) -> None:

@@ -80,7 +80,7 @@ class Story:
 
     @property
     def choices(self) -> list[tuple[str, int]]:
-        return [(request.id, choice) for request in self.requests for choice in range(request.sampling.n)]
+        return [(request.id, choice) for request in self.requests for choice in range(request.output.n)]
 
 
 # How it is drawn

@@ -108,7 +108,7 @@ class Process:
         for index, token in enumerate([*answer, EOS]):
             self.script.tokens[sample_key(self.requests, 0, start + index)] = token
         sampling = SamplingParams(temperature=1.0, seed=self.requests, stop_token_ids=(EOS,))
-        return replace(job.request, id=str(self.requests), sampling=sampling)
+        return replace(job.request, id=str(self.requests), output=sampling)
 
 
 @dataclass

@@ -136,7 +136,7 @@ def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: s
 @pytest.mark.parametrize("pages", [12, 15, 18])
 def test_l4_where_pages_are_short_nothing_is_launched_ahead_for_them(pages: int) -> None:
     wanted, found = (engine_for(odd_runtime(), ahead, pages=pages, context=96) for ahead in (False, True))
-    requests = [replace(request, sampling=replace(request.sampling, max_tokens=50))
+    requests = [replace(request, output=replace(request.output, max_tokens=50))
                 for request in REQUESTS["greedy and drawn"]]
     answers, others = tell(wanted, requests), tell(found, requests)
     assert {key: answer.tokens for key, answer in answers.items()} == {key: a.tokens for key, a in others.items()}

@@ -78,7 +78,7 @@ def test_nothing_is_recorded_after_warming_up(runtime: Runtime) -> None:
 def test_sampled_answers_do_not_depend_on_neighbours(runtime: Runtime) -> None:
     """Greedy and drawn, alone and together: with the kernels bit for bit, with the torch ops in float32 too."""
     requests = [replace(greedy(numbers(seed, 30 + seed, runtime.config.vocab_size), 30, str(seed), seed=seed),
-                        sampling=SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=30,
+                        output=SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=30,
                                                 ignore_eos=True)) for seed in range(6)]
     together = serve(runtime, requests)
     for request in requests:

@@ -391,7 +391,7 @@ def test_l8_sick_logits_end_their_own_request_only(kind: str, params: dict[str, 
     runtime = poison(POISONS[kind])(small_runtime(odd_runtime()))
     found = serve(runtime, [first, sick, *others])
     expected = healthy_answers()
-    for choice in range(sick.sampling.n):
+    for choice in range(sick.choices):
         assert found[("sick", choice)].tokens == [] and found[("sick", choice)].last.finish == "error"
         assert "NaN, infinite or all equal" in (found[("sick", choice)].last.error or "")
     for key, answer in expected.items():

@@ -286,7 +286,7 @@ def test_planning_does_not_grow_with_the_number_that_wait() -> None:
 
 def test_many_choices_share_one_copy_of_the_prompt_while_they_wait() -> None:
     engine, request = engine_of(), ask("a", 5_000, count=5)
-    engine.add(replace(request, sampling=replace(request.sampling, n=128)))
+    engine.add(replace(request, output=replace(request.output, n=128)))
     assert engine.scheduler.waiting[0].tokens is request.prompt
     steps_to(engine, "a")
     waiting = engine.scheduler.waiting

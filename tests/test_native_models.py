@@ -109,8 +109,8 @@ def test_engines_at_once() -> None:
         engine = Engine(runtime)
         for index in range(4):
             request = greedy(numbers(index, 20 + 3 * index, SHAPE.vocab_size), 20, f"n{index}")
-            drawn = replace(request.sampling, temperature=1.0, top_p=0.9, seed=index, repetition_penalty=1.1)
-            engine.add(replace(request, sampling=drawn) if index % 2 else request)
+            drawn = replace(request.output, temperature=1.0, top_p=0.9, seed=index, repetition_penalty=1.1)
+            engine.add(replace(request, output=drawn) if index % 2 else request)
         return [[event.token for event in answer.events] for answer in drain(engine).values()]
 
     wanted = [answers(runtime) for runtime in runtimes]

@@ -63,7 +63,8 @@ OPERATIONS = (CopyPage(1, 2), CopySlot(3, 4), FoldRing(5, 6, 7, 9), StoreItem(0,
 
 def test_a_plan_is_written_and_read_back() -> None:
     rows = (Row((5,), 31, (3, 4), 2, 1, base=30, ring=1, append=True), Row((1, 2, 3), 0, (7,), 1, 0, emits=((2, 5),)),
-            Row((4,), 9, (5,), 0, 1, rotary=-3), Row((0, 0), 2, (8,), 3, 1, rotary=((2, 2), (2, 2), (2, 3))))
+            Row((4,), 9, (5,), 0, 1, rotary=-3),
+            Row((0, 0), 2, (8,), 3, 0, rotary=((2, 2), (2, 2), (2, 3)), hidden=True))
     for plan in (Plan(()), Plan(rows), Plan((), OPERATIONS), Plan(rows, OPERATIONS)):
         again = Plan.from_json(plan.to_json())
         assert again == plan and hash(again) == hash(plan)
@@ -138,7 +139,7 @@ def story(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(3):
         engine.add(greedy((*opening, *numbers(10 + index, 9 + 20 * index, 509)), 40, f"n{index}"))
     engine.add(replace(greedy(numbers(3, 37, 509), 9, "choices"),
-                       sampling=SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)))
+                       output=SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)))
     drain(engine)
     engine.add(greedy(numbers(3, 37, 509), 3, "again"))
     drain(engine)

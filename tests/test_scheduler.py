@@ -193,7 +193,7 @@ def request(name: str, length: int, count: int, n: int = 1, seed: int = 0) -> Re
 def check_answers(requests: dict[str, Request], answers: Answers, engine: Engine) -> None:
     """Each choice has each of its tokens once and in order, or, if aborted, the first of them."""
     for item in requests.values():
-        params = item.sampling
+        params = item.output
         for choice in range(params.n):
             found = answers.get((item.id, choice))
             if found is None:
@@ -300,7 +300,7 @@ def test_each_token_is_fed_exactly_once_without_preemption() -> None:
     engine = engine_with(requests, pages=100)
     served(engine, requests)
     assert engine.scheduler.preemptions == 0
-    assert engine.toy.fed == sum(len(item.prompt) + (item.sampling.max_tokens or 0) - 1 for item in requests)
+    assert engine.toy.fed == sum(len(item.prompt) + (item.output.max_tokens or 0) - 1 for item in requests)
 
 
 def test_the_youngest_is_preempted_and_answers_all_the_same() -> None:

@@ -76,7 +76,7 @@ class Scripted:
         if len(request.prompt) >= self.max_context:
             raise RequestError("the prompt is too long", "prompt")
         self.seen.append(request)
-        matchers = [request.matcher() if request.matcher else None for _ in range(request.sampling.n)]
+        matchers = [request.matcher() if request.matcher else None for _ in range(request.output.n)]
         self.running[request.id] = [[choice, 0, matcher] for choice, matcher in enumerate(matchers)]
 
     def abort(self, request: str) -> None:
@@ -108,12 +108,12 @@ class Scripted:
             self._end(request, choice)
             return [TokenOut(request.id, index, None, finish="error", usage=Usage(1, 0, at), error=self.error)]
         token = self.script[at % len(self.script)]
-        limit = request.sampling.max_tokens or 1 << 30
+        limit = request.output.max_tokens or 1 << 30
         over = (matcher and matcher.push(token)) or (not self.endless and at + 1 == len(self.script))
         finish = "stop" if over else "length" if at + 1 == limit else None
         if finish:
             self._end(request, choice)
-        scored = request.sampling.logprobs is not None
+        scored = request.output.logprobs is not None
         scores = TokenLogprobs(-0.5, ((token, -0.5), (1, float("-inf")))) if scored else None
         usage = Usage(len(request.prompt), 5, at + 1) if finish else None
         return [TokenOut(request.id, index, token, scores, finish, usage)]

@@ -286,7 +286,7 @@ def test_who_is_preempted_comes_back_without_drafts(pages: int, seed: int) -> No
     answers = drain(engine)
     assert engine.scheduler.preemptions > 0
     for request in requests:
-        wanted = reference(odd_runtime(), request.prompt, request.sampling.max_tokens or 0)
+        wanted = reference(odd_runtime(), request.prompt, request.output.max_tokens or 0)
         same_tokens(wanted, answers[request.id, 0].tokens)
 
 

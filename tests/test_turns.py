@@ -105,8 +105,8 @@ def test_who_rests_needs_no_room_in_a_draft_model() -> None:
 
 def test_choices_of_one_request_have_one_share() -> None:
     """Eight choices hold all places; another client waits for one turn, not for all of them."""
-    engine, answers = started(2, [replace(long_ones(1)[0], sampling=replace(
-        long_ones(1)[0].sampling, n=8, temperature=1.0, seed=1))], TURN + 4)
+    engine, answers = started(2, [replace(long_ones(1)[0], output=replace(
+        long_ones(1)[0].output, n=8, temperature=1.0, seed=1))], TURN + 4)
     assert len(engine.scheduler.running) == 2 and len(engine.scheduler.waiting) == 6
     turns = engine.scheduler.turns
     assert turns == 0, "choices of one request do not push each other"

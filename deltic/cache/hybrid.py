@@ -64,15 +64,17 @@ class HybridCache:
         """Whether nothing is leased or kept outside of the tree."""
         return not self.accounts.leases and not self.accounts.snapshots and not self._rests
 
-    def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING) -> Lease | None:
+    def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING,
+              end: bool = True) -> Lease | None:
         """A lease at the deepest kept position that `prompt` begins with, or at its start. Its keys are the prompt:
         that very list, if it is one.
 
         None, and nothing is given up for it, if no pages for `room` tokens in all could be had; None if no slot could.
         Without `room`, for a sequence that is alone, a start from nothing comes before none: the kept position itself
-        may be what stands in the way. fetch: what `fetch` brought for this prompt.
+        may be what stands in the way. fetch: what `fetch` brought for this prompt. end: the prompt's very end will do,
+        where its logits are known.
         """
-        match = self.tree.match(prompt) if self.reuse else Match(None, 0)
+        match = self.tree.match(prompt, end) if self.reuse else Match(None, 0)
         checkpoint = match.checkpoint
         pages = -(-room // PAGE)
         lease = self._arrive(fetch, pages, checkpoint.done if checkpoint else 0)
@@ -147,9 +149,9 @@ class HybridCache:
         _guard(lease, checkpoint)
         return lease
 
-    def known(self, prompt: Sequence[int]) -> int:
+    def known(self, prompt: Sequence[int], end: bool = True) -> int:
         """Tokens that `admit` would find done."""
-        checkpoint = self.tree.match(prompt).checkpoint if self.reuse else None
+        checkpoint = self.tree.match(prompt, end).checkpoint if self.reuse else None
         return checkpoint.done if checkpoint else 0
 
     def make_room(self, pages: int) -> bool:

@@ -108,12 +108,13 @@ class PrefixTree:
         """Checkpoints that are kept."""
         return len(self._checkpoints)
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The deepest checkpoint that `tokens` begin with; at their very end only one that knows its logits."""
+    def match(self, tokens: Sequence[int], end: bool = True) -> Match:
+        """The deepest checkpoint that `tokens` begin with; at their very end only one that knows its logits, and none
+        without `end`."""
         best = None
         for node, rest in self._walk(tokens):
             if node.checkpoints:
-                best = self._deepest(node, rest, len(tokens)) or best
+                best = self._deepest(node, rest, len(tokens), end) or best
         return Match(best, node.depth * PAGE)
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
@@ -256,10 +257,10 @@ class PrefixTree:
             yield node, rest
             node, start = node.children.get(rest), start + _BYTES
 
-    def _deepest(self, node: Node, rest: bytes, length: int) -> Checkpoint | None:
+    def _deepest(self, node: Node, rest: bytes, length: int, end: bool) -> Checkpoint | None:
         """The deepest checkpoint of a node where a prompt of so many tokens, `rest` the next of them, can resume."""
         fits = [one for one in node.checkpoints.values() if rest.startswith(one.tail)
-                and (one.done < length or one.logits is not None)]
+                and (one.done < length or (end and one.logits is not None))]
         return max(fits, key=lambda one: one.done, default=None)
 
     def _child(self, node: Node, key: bytes, page: int) -> Node:

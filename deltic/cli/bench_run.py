@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from deltic.cli.scenarios import Group, Scenario, Sizes, Tokens, advance, drawing
 from deltic.errors import DelticError
-from deltic.types import Request, SamplingParams, TokenOut
+from deltic.types import Event, Request, SamplingParams
 
 if TYPE_CHECKING:
     from deltic.engine.engine import Engine
@@ -98,7 +98,7 @@ def serve(engine: Engine, group: Group, new_tokens: int) -> tuple[list[Timed], l
     """Serve requests that arrive together; returns their times and answers, in order."""
     sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     first: dict[str, float] = {}
-    last: dict[str, tuple[float, TokenOut]] = {}
+    last: dict[str, tuple[float, Event]] = {}
     answers: dict[str, list[int]] = {ask.name: [] for ask in group.asks}
     started = time.perf_counter()
     for ask in group.asks:
@@ -121,7 +121,7 @@ def medians(runs: Sequence[BenchRun]) -> BenchRun:
     return BenchRun(tuple(map(_median, requests)), _median([run.summary for run in runs]))
 
 
-def _timed(name: str, first: float, last: float, end: TokenOut) -> Timed:
+def _timed(name: str, first: float, last: float, end: Event) -> Timed:
     if end.finish == "error" or end.usage is None:
         raise DelticError(f"the measurement failed: {name}: {end.error}")
     return Timed(name, end.usage.prompt_tokens, end.usage.cached_tokens, round(first, 3), round(last, 3))

@@ -29,7 +29,7 @@ from deltic.engine.scheduler import Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.engine.speculator import Speculator
 from deltic.errors import RequestError
-from deltic.types import Finish, Prompt, Request, TokenOut
+from deltic.types import Embed, Event, Finish, Prompt, Request, SamplingParams, TokenOut, VectorOut
 
 log = logging.getLogger("deltic")
 
@@ -37,6 +37,10 @@ _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a
          "--debug-layers to find the first bad layer, or with --ops ref")
 _NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one that a grammar allows, or all but "
               "those that min_tokens forbids too; allow at least one more")
+
+
+_NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=0, max_repeat=0)
+"""How the tokens of a request for a vector are chosen: there are none."""
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ class Engine:
         self._flight: InFlight | None = None
         self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
-        self._events: list[TokenOut] = []
+        self._events: list[Event] = []
 
     @property
     def has_work(self) -> bool:
@@ -91,9 +95,9 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError if it cannot be served as asked."""
         self._check(request)
-        params = request.sampling.with_defaults(self._defaults())
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        first = self._sequence(replace(request, sampling=params), 0, seed)
+        if isinstance(request.output, SamplingParams):
+            request = replace(request, output=request.output.with_defaults(self._defaults()))
+        first = self._sequence(request, 0, None)
         first.prompt_keys = array("q", first.keys).tobytes()
         self._sequences[request.id] = [first]
         self.scheduler.add(first)
@@ -117,7 +121,7 @@ class Engine:
         for sequence in self._sequences.get(request, ()):
             self.scheduler.resume(sequence)
 
-    def step(self) -> list[TokenOut]:
+    def step(self) -> list[Event]:
         """Collect a step: the one in flight, or else one that is launched now. Where the step after it needs nothing
         that the host has to see first, it is launched before that, so that no device waits for the host."""
         began, before, read = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
@@ -184,11 +188,13 @@ class Engine:
 
     def _collect(self, flight: InFlight) -> None:
         """See what the step has drawn, and follow it in every sequence that still runs."""
-        if flight.sampled is None:
+        if flight.sampled is None and flight.vectors is None:
             return
         chosen = self.launcher.wait(flight)
         for share in flight.shares:
-            if share.draw is None or not share.live:
+            if share.live and share.vector is not None and flight.vectors is not None:
+                self._give(share, flight.vectors[share.vector])
+            if share.draw is None or chosen is None or not share.live:
                 continue
             sequence = share.sequence
             try:
@@ -202,6 +208,16 @@ class Engine:
                 self._follow(share, chosen, share.draw)
             except Exception as error:
                 self._blame(sequence, error)
+
+    def _give(self, share: Share, vector: Tensor) -> None:
+        """A sequence has come to the end of its prompt, and this is the vector [H] that was wanted of it."""
+        sequence = share.sequence
+        if not bool(vector.isfinite().all()) or bool((vector == vector[0]).all()):
+            return self._fail(sequence, _SICK)
+        if share.lease.emitting:
+            self.runtime.cache.keep_emitted(share.lease)
+        self._events.append(VectorOut(sequence.request.id, array("f", vector.tolist()), sequence.usage))
+        self._forget(sequence)
 
     def _lose(self, flight: InFlight, error: Exception) -> None:
         """The step has raised this error: the requests in it end."""
@@ -301,7 +317,7 @@ class Engine:
         request, choices = sequence.request, [sequence.choice]
         if not sequence.generated and len(self._sequences[request.id]) == 1:
             # the other choices, which would have forked the end of this prompt, end with it
-            choices = list(range(sequence.choice, request.sampling.n))
+            choices = list(range(sequence.choice, request.choices))
         self.stats.finished += len(choices) - 1
         self.stats.failed += len(choices) if error else 0
         for choice in choices:
@@ -319,8 +335,11 @@ class Engine:
         if not group:
             del self._sequences[sequence.request.id]
 
-    def _sequence(self, request: Request, choice: int, seed: int) -> Sequence:
-        params, prompt = request.sampling, request.ids
+    def _sequence(self, request: Request, choice: int, seed: int | None) -> Sequence:
+        """seed: of the request's other choices."""
+        params, prompt = request.output if isinstance(request.output, SamplingParams) else _NO_TOKENS, request.ids
+        if seed is None:
+            seed = secrets.randbits(63) if params.seed is None else params.seed
         limit = self.max_context
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
@@ -328,6 +347,8 @@ class Engine:
         eos = frozenset(params.stop_token_ids) | (frozenset() if goes_on else self._eos())
         boundaries = distinct(request.boundaries, len(prompt))
         wanted = kept_positions(len(prompt), boundaries, self._spacing) if not choice else ()
+        if isinstance(request.output, Embed):
+            wanted = wanted[:-1]  # nobody goes on after its end
         return Sequence(request, choice, params, seed, eos, limit, tuple(prompt),
                         request.matcher() if request.matcher else None, request.guide() if request.guide else None,
                         request.constraint() if request.constraint else None,
@@ -353,7 +374,10 @@ class Engine:
         keys = request.prompt.keys if isinstance(request.prompt, Prompt) else None
         if keys and any(0 <= key != id for id, key in zip(request.ids, keys, strict=True)):
             raise RequestError("the prompt has keys that are neither its ids nor negative", "prompt")
-        foreign = [t for t in (*request.sampling.logit_bias, *request.sampling.stop_token_ids) if t >= vocabulary]
+        if isinstance(request.output, Embed):
+            return
+        bias, stops = request.output.logit_bias, request.output.stop_token_ids
+        foreign = [token for token in (*bias, *stops) if token >= vocabulary]
         if foreign:
             raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
-                               "logit_bias" if foreign[0] in request.sampling.logit_bias else "stop_token_ids")
+                               "logit_bias" if foreign[0] in bias else "stop_token_ids")

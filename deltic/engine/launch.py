@@ -24,7 +24,8 @@ from deltic.types import TokenLogprobs
 class Share:
     """One sequence's share of a step, on the lease that it had then. row: None if it only draws from logits that were
     known. start: the row's first token in the batch. draw: the first of its draws; None: it draws nothing. end [V]: the
-    logits of its prompt's end, where they will be kept. error: what its constraint raised."""
+    logits of its prompt's end, where they will be kept. vector: which of the step's is its own. error: what its
+    constraint raised."""
 
     sequence: Sequence
     lease: Lease
@@ -32,6 +33,7 @@ class Share:
     start: int = 0
     draw: int | None = None
     end: Tensor | None = None
+    vector: int | None = None
     error: Exception | None = None
 
     @property
@@ -57,9 +59,10 @@ class InFlight:
     """A step that was launched, whose tokens the host has not seen.
 
     drafting: the sequences that drafts were asked for. drawn [L] int64: the tokens, on the device; of a CPU until the
-    next step has been launched. chosen: what was drawn; None where it has not been waited for. sampled: the same, on
-    the host as soon as `arrived`. raw [L, V]: the model's logits, where the probability of another token than the drawn
-    one may be reported. error: what launching raised.
+    next step has been launched. chosen: what was drawn; None where it has not been waited for. sampled: the same, and
+    vectors [N, H] float32: the hidden states that were asked for; both on the host as soon as `arrived`. raw [L, V]:
+    the model's logits, where the probability of another token than the drawn one may be reported. error: what launching
+    raised.
     """
 
     plan: Plan
@@ -68,6 +71,7 @@ class InFlight:
     drawn: Tensor | None = None
     chosen: Chosen | None = None
     sampled: Sampled | None = None
+    vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
     error: Exception | None = None
@@ -114,14 +118,13 @@ class Launcher:
             flight.error = error
         return flight
 
-    def wait(self, flight: InFlight) -> Chosen:
-        """What the step has drawn."""
-        assert flight.sampled is not None
+    def wait(self, flight: InFlight) -> Chosen | None:
+        """What the step has drawn, if anything; then all that it gives is there."""
         if flight.arrived:
             began = time.perf_counter()
             flight.arrived.synchronize()
             self.seconds += time.perf_counter() - began
-        return flight.chosen or _chosen(flight.sampled, flight.raw)
+        return flight.chosen or (_chosen(flight.sampled, flight.raw) if flight.sampled else None)
 
     @torch.inference_mode()
     def _launch(self, flight: InFlight, sequences: List[Sequence], known: List[Sequence],
@@ -139,11 +142,7 @@ class Launcher:
         drawing = [share for share in flight.shares if share.row is None or share.row.logits]
         asked = self._masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
         if flight.plan.rows:
-            batch = build(flight.plan, runtime.device, hidden=runtime.mtp_runner is not None,
-                          drawn=before.drawn if before else None, memory=self._memory)
-            began = time.perf_counter()
-            logits.append(runtime.run(batch))
-            self.seconds += time.perf_counter() - began
+            self._run(flight, logits, before)
         for sequence in known:
             # a draw may write into them, and what came from a tier lies on the host
             logits.append(sequence.logits[None].to(runtime.device, copy=True))
@@ -151,6 +150,27 @@ class Launcher:
         draws = _draws(drawing, asked)
         if draws:
             self._draw(flight, draws, logits[0] if len(logits) == 1 else torch.cat(logits))
+        if runtime.device.type == "cuda" and (draws or flight.vectors is not None):
+            flight.arrived = torch.cuda.Event()
+            flight.arrived.record(torch.cuda.current_stream(runtime.device))
+
+    def _run(self, flight: InFlight, logits: list[Tensor], before: InFlight | None) -> None:
+        """Run the plan's rows."""
+        runtime, wanting = self._runtime, [share for share in flight.shares if share.row and share.row.hidden]
+        batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
+                      drawn=before.drawn if before else None, memory=self._memory)
+        began = time.perf_counter()
+        if wanting:
+            found, hidden = runtime.run_hidden(batch)
+            assert hidden is not None
+            for index, share in enumerate(wanting):
+                share.vector = index
+            last = [share.start + len(share.row.tokens) - 1 for share in wanting if share.row]
+            flight.vectors = hidden[last].to("cpu", non_blocking=True)
+        else:
+            found = runtime.run(batch)
+        logits.append(found)
+        self.seconds += time.perf_counter() - began
 
     def _draw(self, flight: InFlight, draws: list[Draw], logits: Tensor) -> None:
         """logits [L, V]: those of all draws; a draw may write into them."""
@@ -161,11 +181,10 @@ class Launcher:
             flight.raw = logits.clone()
         sampled = self._runtime.sample(logits, self._params.of(draws, logits.device, logits.shape[1]))
         flight.drawn, flight.sampled = sampled.tokens, sampled
-        if not sampled.tokens.is_cuda:
-            flight.chosen = _chosen(sampled, flight.raw)
+        if sampled.tokens.is_cuda:
+            flight.sampled = _on_host(sampled)
         else:
-            flight.sampled, flight.arrived = _on_host(sampled), torch.cuda.Event()
-            flight.arrived.record(torch.cuda.current_stream(sampled.tokens.device))
+            flight.chosen = _chosen(sampled, flight.raw)
 
 
 def _draws(shares: List[Share], asked: Asked) -> list[Draw]:

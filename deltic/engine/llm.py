@@ -39,7 +39,7 @@ from deltic.text.output_format import OutputFormat, only_format
 from deltic.text.output_format import response_format as read_response_format
 from deltic.text.output_format import structured_outputs as read_structured_outputs
 from deltic.text.tokenizer import Tokenizer
-from deltic.types import Request, SamplingParams, TokenOut
+from deltic.types import Event, Request, SamplingParams
 
 __all__ = ["LLM", "ChatOptions", "Choice", "Output", "Stream", "TokenCallback"]
 
@@ -98,7 +98,7 @@ class _Call:
     def done(self) -> bool:
         return all(self.answers.outputs)
 
-    def take(self, events: Sequence[TokenOut]) -> list[Delta]:
+    def take(self, events: Sequence[Event]) -> list[Delta]:
         if self._on_token:
             return [delta for event in events for delta in self._take_one(event, self._on_token)]
         return self._take(events)
@@ -109,14 +109,14 @@ class _Call:
         if self._started and running and not self._worker.forked:
             self._worker.abort(running)
 
-    def _take(self, events: Sequence[TokenOut]) -> list[Delta]:
+    def _take(self, events: Sequence[Event]) -> list[Delta]:
         pieces = self.answers.take(events)
         for piece in pieces:
             if piece.remember:
                 piece.remember()
         return [delta for piece in pieces for delta in piece.deltas]
 
-    def _take_one(self, event: TokenOut, on_token: TokenCallback) -> list[Delta]:
+    def _take_one(self, event: Event, on_token: TokenCallback) -> list[Delta]:
         row = self.answers.row(event)
         wanted = event.token is not None and not self.answers.stopped(row)
         deltas = self._take([event])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from deltic.errors import UnavailableError
-from deltic.types import TokenOut
+from deltic.types import Event
 
 
 class Mailbox:
@@ -20,18 +20,18 @@ class Mailbox:
 
     def __init__(self, patience: int = 1) -> None:
         self._patience = patience
-        self._gathered: list[TokenOut] = []  # the worker's alone
-        self._queue: queue.SimpleQueue[list[TokenOut] | Exception] = queue.SimpleQueue()
+        self._gathered: list[Event] = []  # the worker's alone
+        self._queue: queue.SimpleQueue[list[Event] | Exception] = queue.SimpleQueue()
         self._wake: Callable[[], object] | None = None
 
-    def get(self, timeout: float | None = None) -> list[TokenOut]:
+    def get(self, timeout: float | None = None) -> list[Event]:
         """What has come next; nothing if so many seconds pass. Raises what keeps the worker from answering."""
         try:
             return self._opened(self._queue.get(timeout=timeout))
         except queue.Empty:
             return []
 
-    async def aget(self) -> list[TokenOut]:
+    async def aget(self) -> list[Event]:
         """As `get`, for a task."""
         loop = asyncio.get_running_loop()
         while True:
@@ -49,7 +49,7 @@ class Mailbox:
         if error:
             self._put(error)
 
-    def on_events(self, events: list[TokenOut]) -> None:
+    def on_events(self, events: list[Event]) -> None:
         self._gathered += events
         if len(self._gathered) >= self._patience or any(event.finish for event in events):
             gathered, self._gathered = self._gathered, []
@@ -58,7 +58,7 @@ class Mailbox:
     def on_end(self, error: UnavailableError) -> None:
         self._put(error)
 
-    def _put(self, news: list[TokenOut] | Exception) -> None:
+    def _put(self, news: list[Event] | Exception) -> None:
         self._queue.put(news)
         wake = self._wake
         if wake:
@@ -67,7 +67,7 @@ class Mailbox:
             except RuntimeError:  # the event loop is closed, so nobody waits any more
                 self._wake = None
 
-    def _opened(self, news: list[TokenOut] | Exception) -> list[TokenOut]:
+    def _opened(self, news: list[Event] | Exception) -> list[Event]:
         if isinstance(news, Exception):
             self._queue.put(news)  # nothing else comes, however often somebody looks
             raise news

@@ -45,5 +45,9 @@ class Model(Protocol):
         """Run one step and return the logits [L, V] float32 of its `logit_tokens`, which stay valid until the next one.
         Moves no cursor. With a draft head the batch must ask for the hidden states."""
 
+    def run_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """As `run`; with the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks for
+        them."""
+
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
         """Choose from logits [L, V] float32, which may be changed."""

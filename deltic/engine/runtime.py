@@ -100,18 +100,25 @@ class Runtime:
     def device(self) -> torch.device:
         return self.pools.device
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Run one step and return the logits [L, V] float32 of its `logit_tokens`. Moves no cursor. With a draft head
         the batch must ask for the hidden states."""
+        return self.run_hidden(batch)[0]
+
+    @torch.inference_mode()
+    def run_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """As `run`; with the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks for
+        them."""
         use_torch_threads(self.decoder.ops, self.threads)
         logits = self.graphs.run(batch) if self.graphs else None
-        if logits is None:
-            logits, hidden = self._forward(batch)
-            if self.mtp_runner is not None:
-                assert batch.layout.hidden and hidden is not None, "a draft head needs all hidden states"
-                self.mtp_runner.follow(batch, hidden.float())
-        return logits
+        if logits is not None:
+            return logits, None
+        logits, hidden = self._forward(batch)
+        hidden = None if hidden is None else hidden.float()
+        if self.mtp_runner is not None:
+            assert hidden is not None, "a draft head needs all hidden states"
+            self.mtp_runner.follow(batch, hidden)
+        return logits, hidden
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -51,6 +51,7 @@ class Row:
     `position` tokens to this slot. base: tokens that the state in the slot stands for (None: done); those after it are
     in the replay ring `ring`. append: leave this step's tokens there too. drafts: how many of the tokens, the last
     ones, are drafts. drawn: the one token is what this draw of the step in flight gives, and is not known yet.
+    hidden: give the hidden state of the last token.
     rotary: the tokens' rotary positions, or what makes them of their cache indices when added.
     """
 
@@ -67,6 +68,7 @@ class Row:
     drafts: int = 0
     drawn: int | None = None
     rotary: Positions | int = 0
+    hidden: bool = False
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:
@@ -261,14 +263,14 @@ class Scheduler:
         """Whether a tier is still bringing more of this sequence's prompt than the tree knows."""
         if sequence.origin or not self.cache.tiers:
             return False
-        sequence.fetch = sequence.fetch or self.cache.fetch(sequence.keys)
+        sequence.fetch = sequence.fetch or self.cache.fetch(sequence.keys[:-1] if sequence.embeds else sequence.keys)
         return not sequence.fetch.poll()
 
     def _known(self, sequence: Sequence) -> int:
         """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""
         known, changes = sequence.known
         if changes != self.cache.tree.changes:
-            known = self.cache.known(sequence.keys)
+            known = self.cache.known(sequence.keys, not sequence.embeds)
             sequence.known = known, self.cache.tree.changes
         return known
 
@@ -311,7 +313,7 @@ class Scheduler:
             self._forget_origin(sequence)
         if lease is None:
             diverged = self.cache.tree.diverged(keys) if log.isEnabledFor(logging.DEBUG) else 0
-            lease = self.cache.admit(keys, room, sequence.fetch or NOTHING)
+            lease = self.cache.admit(keys, room, sequence.fetch or NOTHING, not sequence.embeds)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None
@@ -372,11 +374,12 @@ class Scheduler:
         assert lease is not None
         done, end = lease.done, lease.done + count
         tokens = (*sequence.tokens[done:end], *sequence.draft_tokens)[:count]
-        drafts = max(end - len(sequence.tokens), 0)
-        return Row(tokens, done, lease.pages, lease.slot, drafts + 1 if end >= len(sequence.tokens) else 0,
+        drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
+        return Row(tokens, done, lease.pages, lease.slot, drafts + 1 if ends and not sequence.embeds else 0,
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
                    append=drafts > 0 and lease.ring is not None, drafts=drafts,
-                   rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset)
+                   rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
+                   hidden=ends and sequence.embeds)
 
     def _forget_origin(self, sequence: Sequence) -> None:
         origin, sequence.origin = sequence.origin, None
@@ -399,8 +402,8 @@ def _reuse(tokens: int, diverged: int, lease: Lease) -> str:
 
 def _common(sequence: Sequence, other: Sequence) -> int:
     """The last position of another sequence's prompt whose state this one could begin with."""
-    common = common_length(sequence.prompt_keys, other.prompt_keys) // 8
-    return common if common == len(other.request.prompt) else min(common, len(sequence.tokens) - 1)
+    common, vector = common_length(sequence.prompt_keys, other.prompt_keys) // 8, sequence.embeds or other.embeds
+    return common if common == len(other.request.prompt) and not vector else min(common, len(sequence.tokens) - 1)
 
 
 def _passed(sequence: Sequence, common: int) -> int:

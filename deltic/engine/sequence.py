@@ -11,7 +11,19 @@ from deltic.cache.lease import Lease, Rest, Snapshot
 from deltic.cache.tiers import Fetch
 from deltic.engine.depth import Acceptance
 from deltic.engine.repeats import Repeats
-from deltic.types import PAGE, Constraint, Finish, Guide, Matcher, Positions, Prompt, Request, SamplingParams, Usage
+from deltic.types import (
+    PAGE,
+    Constraint,
+    Embed,
+    Finish,
+    Guide,
+    Matcher,
+    Positions,
+    Prompt,
+    Request,
+    SamplingParams,
+    Usage,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +41,7 @@ class Sequence:
     tokens: ids of prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are
     the request's own prompt, of which many that wait need no copies. keys: what prefixes are compared by, of text the
     tokens themselves. prompt_keys: those of the prompt as bytes, 8 a token, which are quickly compared; choices share
-    them. lease: None while waiting. positions, offset: as in `Prompt`.
+    them. lease: None while waiting. positions, offset: as in `Prompt`. embeds: wanted is a vector, and no token.
     eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
     goes round in circles. guide: forces tokens on it. constraint: says which tokens may come. counts: occurrences of
     the answer's tokens. penalties: what the sampler knows of them. origin: where to fork from instead of processing the
@@ -78,11 +90,13 @@ class Sequence:
     keys: list[int] | tuple[int, ...] = field(init=False)
     positions: Positions | None = field(init=False, default=None)
     offset: int = field(init=False, default=0)
+    embeds: bool = field(init=False)
     group: str = field(init=False)
     client: str = field(init=False)
 
     def __post_init__(self) -> None:
         prompt, self.keys = self.request.prompt, self.tokens
+        self.embeds = isinstance(self.request.output, Embed)
         if isinstance(prompt, Prompt):
             self.keys = self.tokens if prompt.keys is None else prompt.keys
             self.positions, self.offset = prompt.positions, prompt.offset

@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 
 from deltic.engine.engine import Engine
 from deltic.errors import UnavailableError
-from deltic.types import Request, TokenOut
+from deltic.types import Event, Request, TokenOut
 
 log = logging.getLogger("deltic")
 
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 class Listener(Protocol):
     """Who hears of the requests that it submitted. Called in the worker's thread, so it must return at once."""
 
-    def on_events(self, events: list[TokenOut]) -> None:
+    def on_events(self, events: list[Event]) -> None:
         """News of its requests, in order. An error without usage ends all choices of its request."""
 
     def on_end(self, error: UnavailableError) -> None:
@@ -218,7 +218,7 @@ class Worker:
             for name in added:
                 self.engine.abort(name)
         else:
-            self._live |= {request.id: _Live(listener, request.sampling.n) for request in requests}
+            self._live |= {request.id: _Live(listener, request.choices) for request in requests}
             reply(None)
 
     def _abort(self, requests: Sequence[str]) -> None:
@@ -264,7 +264,7 @@ class Worker:
         else:
             time.sleep(_PAUSE)
 
-    def _recover(self, message: str) -> list[TokenOut]:
+    def _recover(self, message: str) -> list[Event]:
         self._failures += 1
         if self._failures >= _MAX_FAILURES:
             raise RuntimeError(f"{_MAX_FAILURES} steps in a row failed, the last with {message}")
@@ -272,8 +272,8 @@ class Worker:
             self.engine.abort(request)  # its own last events will come too late
         return [TokenOut(request, 0, None, finish="error", error=message) for request in self._live]
 
-    def _tell(self, events: Sequence[TokenOut]) -> None:
-        news: dict[Listener, list[TokenOut]] = {}
+    def _tell(self, events: Sequence[Event]) -> None:
+        news: dict[Listener, list[Event]] = {}
         for event in events:
             live = self._live.get(event.request)
             if live is None:

@@ -16,7 +16,7 @@ from typing import Any
 from deltic.engine.worker import Worker
 from deltic.errors import BusyError, UnavailableError
 from deltic.server.request_handle import RequestHandle
-from deltic.types import Request, TokenOut
+from deltic.types import Event, Request
 
 log = logging.getLogger("deltic")
 
@@ -61,7 +61,7 @@ class Bridge:
     async def submit(self, requests: Sequence[Request]) -> RequestHandle:
         """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
         if too many answers wait already."""
-        self.check_room(sum(request.sampling.n for request in requests),
+        self.check_room(sum(request.choices for request in requests),
                         sum(len(request.prompt) for request in requests))
         requests = [replace(request, group=requests[0].id) for request in requests]
         handle = RequestHandle(requests, self._room.unread, self._withdraw, self._hold)
@@ -126,7 +126,7 @@ class Bridge:
         for request in handle.requests:
             self._worker.ask(partial(engine.pause if held else engine.resume, request))
 
-    def on_events(self, events: list[TokenOut]) -> None:
+    def on_events(self, events: list[Event]) -> None:
         """The worker has news."""
         self._post(self._deliver, events)
 
@@ -141,7 +141,7 @@ class Bridge:
         except RuntimeError:  # the loop is closed, so nobody listens any more
             log.debug("the event loop ended before the engine's thread")
 
-    def _deliver(self, events: list[TokenOut]) -> None:
+    def _deliver(self, events: list[Event]) -> None:
         for event in events:
             handle = self._handles.get(event.request)
             if handle is not None:

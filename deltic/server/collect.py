@@ -13,7 +13,7 @@ from deltic.server.bridge import Bridge
 from deltic.server.request_handle import RequestHandle
 from deltic.text.answers import Answers, Piece, Score
 from deltic.text.chat_processor import Job
-from deltic.types import TokenOut, Usage
+from deltic.types import Event, Usage
 
 
 class Run:
@@ -72,7 +72,7 @@ class Run:
             for remember in self._answers.close():
                 self._memory.submit(remember)
 
-    def _count(self, event: TokenOut) -> None:
+    def _count(self, event: Event) -> None:
         if event.finish in ("error", "abort"):
             raise GenerationError(event.error or "the request was aborted")
         self.size += 1 + (len(event.logprobs.top) if event.logprobs else 0)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from deltic.types import Request, TokenOut
+from deltic.types import Event, Request
 
 QUIET = 15.0
 """Seconds of silence after which a reader is woken without events, to show its client that it lives."""
@@ -29,10 +29,10 @@ class RequestHandle:
         self.requests = tuple(request.id for request in requests)
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._left = {request.id: request.sampling.n for request in requests}
+        self._left = {request.id: request.choices for request in requests}
         self._most_unread, self._withdraw, self._have_held = most_unread, withdraw, hold
         self._away = self._held = False
-        self._events: deque[TokenOut] = deque()
+        self._events: deque[Event] = deque()
         self._news = asyncio.Event()
         self._error: Exception | None = None
 
@@ -49,7 +49,7 @@ class RequestHandle:
     def __aiter__(self) -> RequestHandle:
         return self
 
-    async def __anext__(self) -> list[TokenOut]:
+    async def __anext__(self) -> list[Event]:
         self._away = False
         if self._events:  # there are more than one turn's: let others have theirs
             await asyncio.sleep(0)
@@ -79,7 +79,7 @@ class RequestHandle:
         else:
             self.admitted.set_result(None)
 
-    def take(self, event: TokenOut) -> None:
+    def take(self, event: Event) -> None:
         """One more event; an error or abort ends its request, whose other choices may not even have begun."""
         self._events.append(event)
         if event.finish and event.request in self._left:

@@ -12,7 +12,7 @@ from deltic.errors import GenerationError
 from deltic.text.chat_processor import Job
 from deltic.text.deltas import Answer, AnswerCall, Delta, join, merge
 from deltic.text.stream import AnswerText
-from deltic.types import Finish, TokenLogprobs, TokenOut, Usage
+from deltic.types import Event, Finish, TokenLogprobs, TokenOut, Usage
 
 _MOST_PIECES = 256  # of an answer that are kept apart: each takes a hundred bytes besides its text
 
@@ -152,19 +152,20 @@ class Answers:
         self.jobs, self.outputs = tuple(jobs), list[Output | None]([None] * len(jobs))
         self.tokens, self._whole = 0, whole
         self._rows = {job.request.id: row for row, job in enumerate(jobs)}
-        self._firsts = [*accumulate((job.request.sampling.n for job in jobs), initial=0)]
+        self._firsts = [*accumulate((job.request.choices for job in jobs), initial=0)]
         self._growing: dict[int, _Growing] = {}  # by number, from the first event to the last: there may be many
         self._done: list[dict[int, Choice]] = [{} for _ in jobs]
         self._stopped: set[int] = set()
 
-    def row(self, event: TokenOut) -> int:
+    def row(self, event: Event) -> int:
         """Which of the jobs the event is for."""
         return self._rows[event.request]
 
-    def take(self, events: Iterable[TokenOut]) -> list[Piece]:
+    def take(self, events: Iterable[Event]) -> list[Piece]:
         """What these events bring, a piece for each choice that they are for."""
         touched: dict[int, _Growing] = {}
         for news in events:
+            assert isinstance(news, TokenOut), "a vector is no answer"
             row = self._rows[news.request]
             plain = not self._stopped and (news.usage or not news.finish)
             for event in (news,) if plain else self._told(row, news):
