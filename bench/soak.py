@@ -121,7 +121,7 @@ class Soak:
                 assert event.finish != "error", event.error
             if event.finish and event.choice == 0:
                 request = self._running.pop(event.request)
-                self._conversations.append([*request.prompt, *self._answers.pop(event.request)])
+                self._conversations.append([*request.ids, *self._answers.pop(event.request)])
 
     def _abort(self) -> None:
         name = self._draw.choice(list(self._running))

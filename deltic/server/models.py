@@ -91,9 +91,9 @@ class _Endpoints:
         if (body.prompt is None) == (not body.messages):
             raise RequestError("give either prompt or messages", "prompt")
         if body.prompt is None:
-            return chat_job(self.served, body).request.prompt
+            return chat_job(self.served, body).request.ids
         self.served.check_model(body.model)
-        return self.served.complete(body.prompt, body.sampling(self.served.limits)).request.prompt
+        return self.served.complete(body.prompt, body.sampling(self.served.limits)).request.ids
 
     def _text(self, body: DetokenizeRequest) -> str:
         self.served.check_model(body.model)
