@@ -14,7 +14,7 @@ from deltic.engine.batch import PageTable, buckets, build, decodes, decoding, po
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
-from deltic.ops.records import PAGE
+from deltic.ops.records import PAGE, Layout
 
 CPU = torch.device("cpu")
 
@@ -76,6 +76,18 @@ def test_what_a_bucket_holds() -> None:
     assert whole.store.tolist() == [3 * PAGE, 4 * PAGE + 4, 7 * PAGE + 8, 7 * PAGE + 8]
     assert batch.starts.tolist() == [0, 1, 2, 3] and batch.logit_tokens.tolist() == [0, 1, 2]
     assert batch.positions.tolist() == [[0, 19, 38]] * 3 and batch.span == (0, 3)
+
+
+def test_all_steps_of_a_bucket_have_one_layout() -> None:
+    """Whatever their rows, contexts and positions are."""
+    def layout(*lengths: int) -> Layout:
+        rows = (Row((1,), length, list(range(length // PAGE + 1)), index, 1) for index, length in enumerate(lengths))
+        padded = decoding(Plan(tuple(rows)), CPU).padded
+        assert padded
+        return step_of(padded).layout
+
+    assert len({layout(3, 40, 255), layout(0, 0, 1), layout(17, 30, 80, 200)}) == 1
+    assert len({layout(3, 40, 255), layout(3, 40), layout(3, 40, 256), layout(3, 40, 255, 9, 9)}) == 4
 
 
 @pytest.mark.parametrize("change", [{"tokens": (1, 2)}, {"logits": 0}, {"emits": ((21, 3),)}, {"append": True},
