@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,14 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from test_text_support import MARKERS, read_calls
 
-from deltic.text.coerce import coerce, typed
-from deltic.text.markers import ALL, CALL, CALL_END, Markers
+from deltic.text.coerce import coerce
+from deltic.text.markers import Markers
 from deltic.text.messages import normalise_messages
-from deltic.text.stream import Router
-from deltic.text.tools import CallBody, tool_schemas
+from deltic.text.stream import Calls, Router
+from deltic.text.tools import tool_schemas
 
 SECONDS = 10.0
+CALL, CALL_END = "<tool_call>", "</tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -43,7 +46,7 @@ def soon() -> Iterator[None]:
 )
 def test_reading_calls(text: str) -> None:
     with soon():
-        CallBody(text).calls()
+        read_calls(text)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +65,12 @@ def test_reading_calls(text: str) -> None:
     ],
     ids=range(10),
 )
-@pytest.mark.parametrize("texts", [(), ALL], ids=["tokens", "texts"])
+@pytest.mark.parametrize("texts", [(), MARKERS], ids=["tokens", "texts"])
 def test_calls_that_never_end(opening: str, piece: str, texts: tuple[str, ...]) -> None:
     pieces = [CALL, opening, *[part for part in (piece.removesuffix(CALL).removesuffix(CALL_END),
                                                  piece[len(piece.removesuffix(CALL).removesuffix(CALL_END)):]) if part]]
-    ids = {} if texts else {index: piece for index, piece in enumerate(pieces) if piece in ALL}
-    router = Router(lambda token: pieces[token].encode(), markers=Markers(ids, texts), tools=TOOLS)
+    ids = {} if texts else {index: piece for index, piece in enumerate(pieces) if piece in MARKERS}
+    router = Router(lambda token: pieces[token].encode(), markers=Markers(ids, texts), calls=Calls(TOOLS))
     with soon():
         for token in [0, 1, *list(range(2, len(pieces))) * 8_000]:
             router.feed(token)
@@ -90,8 +93,8 @@ def test_a_schema_is_looked_at_once_for_all_arguments() -> None:
     schemas = tool_schemas([{"function": {"name": "f", "parameters": schema}}])
     call = '{"name": "f", "arguments": {' + ", ".join(f'"p{index}": "1"' for index in range(20_000)) + "}}"
     with soon():
-        (name, arguments), = CallBody(call).calls()
-        assert list(typed(arguments, schemas[name]).items())[:2] == [("p0", 1), ("p1", 1)]
+        (_, arguments), = read_calls(call, schemas)
+        assert list(json.loads(arguments).items())[:2] == [("p0", 1), ("p1", 1)]
 
 
 @pytest.mark.parametrize(

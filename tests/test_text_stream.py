@@ -12,7 +12,8 @@ from test_text_support import EOS, MARKERS, Vocabulary, splits
 
 from deltic.text.deltas import Answer, Delta, Region, join
 from deltic.text.markers import Markers, start_mode
-from deltic.text.stream import Router, chat_router, text_router
+from deltic.text.stream import Calls, Router, chat_router, text_router
+from deltic.text.tools import QWEN
 
 TOOLS = [
     {
@@ -34,12 +35,11 @@ def router(
 ) -> Router:
     return Router(
         vocabulary.visible_bytes,
-        markers=Markers.of(vocabulary),
+        markers=Markers.of(vocabulary, QWEN.markers),
         start=start,
-        tools=tools,
+        calls=Calls(tools, new_id=lambda: "call_x") if tools else None,  # type: ignore[arg-type]
         stop=stop,
-        new_id=lambda: "call_x",
-    )  # type: ignore[arg-type]
+    )
 
 
 def feed(router: Router, tokens: list[int]) -> list[Delta]:

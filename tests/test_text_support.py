@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
+from deltic.text.calls import CallReader
 from deltic.text.chat import Conversation, Messages, boundaries, spell
 from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import Tokenizer
+from deltic.text.tools import QWEN, CallForm
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 EOS = 1000
@@ -51,6 +54,21 @@ class Vocabulary:
             tokens.append(self.chunk(data[position:end]))
             position = end
         return tokens
+
+
+def read_calls(text: str, schemas: Mapping[str, Any] = MappingProxyType({}), form: CallForm = QWEN,
+               ) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in what stands behind the tag that opens a block."""
+    reader = CallReader(form, schemas, form.block[0], 16)
+    if reader.feed(text) is None:
+        reader.finish()
+    calls: list[tuple[str, str]] = []
+    for name, arguments, _ in reader.take():
+        if name is None:
+            calls[-1] = calls[-1][0], calls[-1][1] + arguments
+        else:
+            calls.append((name, arguments))
+    return calls
 
 
 def splits(length: int) -> Iterator[tuple[int, ...]]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_text_support import read_calls
 
-from deltic.text.coerce import coerce, dumps, loads, typed
-from deltic.text.tools import CallBody, tool_schemas
+from deltic.text.coerce import coerce, dumps, loads
+from deltic.text.tools import tool_schemas
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -35,13 +36,8 @@ def body(*parameters: tuple[str, str], name: str = "f") -> str:
     return f"\n<function={name}>\n{inner}</function>\n"
 
 
-def written(call: CallBody, schemas: Any = SCHEMAS) -> list[tuple[str, str]]:
-    """Calls with typed arguments as text."""
-    return [(name, dumps(typed(arguments, schemas.get(name, {})))) for name, arguments in call.calls()]
-
-
 def calls(text: str) -> list[tuple[str, Any]]:
-    return [(name, json.loads(arguments)) for name, arguments in written(CallBody(text))]
+    return [(name, json.loads(arguments)) for name, arguments in read_calls(text, SCHEMAS)]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +111,7 @@ def test_values_of_the_json_form_are_typed_too(value: Any, schema: Any, expected
 
 
 def test_several_parameters_keep_their_order() -> None:
-    arguments = written(CallBody(body(("text", "é"), ("count", "1"))))[0][1]
+    arguments = read_calls(body(("text", "é"), ("count", "1")), SCHEMAS)[0][1]
     assert arguments == '{"text": "é", "count": 1}'
 
 
@@ -178,7 +174,7 @@ def test_sloppy_calls_are_understood(text: str, expected: dict[str, Any]) -> Non
     ],
 )
 def test_what_is_no_call_is_none(text: str) -> None:
-    assert CallBody(text).calls() == []
+    assert read_calls(text) == []
 
 
 @pytest.mark.parametrize(
@@ -193,11 +189,11 @@ def test_what_is_no_call_is_none(text: str) -> None:
     ],
 )
 def test_odd_tools_have_no_types(tool: Any) -> None:
-    assert written(CallBody(body(("count", "1"))), tool_schemas([tool])) == [("f", '{"count": "1"}')]
+    assert read_calls(body(("count", "1")), tool_schemas([tool])) == [("f", '{"count": "1"}')]
 
 
 def test_lone_surrogates_can_be_sent() -> None:
-    [(name, arguments)] = written(CallBody('{"name": "\\ud800", "arguments": {"a": "\\udfff"}}'))
+    [(name, arguments)] = read_calls('{"name": "\\ud800", "arguments": {"a": "\\udfff"}}')
     (name + arguments).encode()
     assert json.loads(arguments) == {"a": "\udfff"}
 
@@ -232,11 +228,7 @@ ODD = st.sampled_from(
 @given(st.one_of(st.lists(ODD, max_size=25).map("".join), st.text(max_size=30)))
 @settings(deadline=None, max_examples=600)
 def test_nothing_raises_and_arguments_are_objects(text: str) -> None:
-    call = CallBody(text)
-    found = written(call)
-    assert all(name and isinstance(json.loads(arguments), dict) for name, arguments in found)
-    assert call.name is None or found[0][0] == call.name
-    assert call.complete in (True, False)
+    assert all(name and isinstance(json.loads(arguments), dict) for name, arguments in read_calls(text, SCHEMAS))
 
 
 JSON = st.recursive(
@@ -277,4 +269,4 @@ def test_linear_in_the_size_of_the_text() -> None:
         "<function=f><parameter=a>" + "</parameter> " * 20_000 + "x",
         "<function=f><parameter=a>" + "\n" * 100_000,
     ):
-        CallBody(text).calls()
+        read_calls(text)

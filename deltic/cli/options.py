@@ -57,6 +57,8 @@ def add_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--thinking-budget", type=whole(0), metavar="N",
                         help="close the model's thinking after N tokens and let it answer; 0: at once. A client's chat "
                              "request may say otherwise (default: it may think as long as it wants)")
+    parser.add_argument("--tool-call-parser", choices=("auto", "qwen", "json", "minimax"), default="auto",
+                        help="how the model writes tool calls. auto: as its chat template shows (default)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

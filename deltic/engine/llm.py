@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
@@ -32,7 +32,7 @@ from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
 from deltic.errors import ModelError, RequestError
 from deltic.text.answers import Answers, Choice, Output
-from deltic.text.chat_processor import ChatProcessor, Job, bare_job, prompt_bound, read_template
+from deltic.text.chat_processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
 from deltic.text.tokenizer import Tokenizer
@@ -222,20 +222,21 @@ class LLM:
     `generate_stream`. All of them may be called from any thread and any task, also while the model is being served:
     one thread, the `worker`, runs the model, and what is asked for at the same time is batched.
 
+    Of the options, those of ChatConfig say how conversations are read, the others, of EngineConfig, how the model runs.
     history: "template", "preserve" or "auto", how prompts treat earlier answers: see `deltic.text.history`.
     strip_billing_header: remove the billing header that coding agents put before the system message.
     thinking_budget: tokens that an answer may spend on thinking, where its request says nothing else.
+    tool_call_parser: "qwen", "json", "minimax", how the model writes tool calls; "auto": as its chat template does.
     Unknown options raise ConfigError, unusable models ModelError; requests that cannot be served RequestError; calls
     after `close`, or in a process that was forked from the model's, UnavailableError.
     """
 
     def __init__(self, model: str | RandomModel | None = None, *, revision: str | None = None,
-                 chat_template: Path | None = None, progress: LoadProgress | None = None, history: str = "auto",
-                 strip_billing_header: bool = False, thinking_budget: int | None = None, **options: Any) -> None:
+                 chat_template: Path | None = None, progress: LoadProgress | None = None, **options: Any) -> None:
+        chat = {field.name: options.pop(field.name) for field in fields(ChatConfig) if field.name in options}
+        ChatConfig(**chat)
         runtime = load(model, engine_config(options), revision, progress)
-        self._chat_processor = _chat_processor(runtime, chat_template, history=history,
-                                               strip_billing_header=strip_billing_header,
-                                               thinking_budget=thinking_budget)
+        self._chat_processor = _chat_processor(runtime, chat_template, **chat)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
         self._closing = threading.Lock()

@@ -113,7 +113,7 @@ class _Growing:
     def piece(self, number: int) -> Piece:
         """What has come since the last one."""
         if self.end:
-            ended = self.text.region == "content" and not self.text.stopped
+            ended = self.text.ended
             self.deltas += self.text.finish()
         deltas, scores = merge(self.deltas) if len(self.deltas) > 1 else self.deltas, self.scores
         self.deltas, self.scores = [], []

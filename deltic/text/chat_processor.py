@@ -22,6 +22,7 @@ from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, tex
 from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
+from deltic.text.tools import PARSERS, call_form
 from deltic.types import MOST_TOKENS, Finish, Guide, Request, SamplingParams
 
 log = logging.getLogger("deltic")
@@ -50,28 +51,45 @@ class Job:
     remember: Remember | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """How conversations are read and answered; ConfigError names what is wrong.
+
+    history: how prompts treat earlier answers, see `deltic.text.history`. strip_billing_header: remove the billing
+    header that coding agents put before the system message. thinking_budget: for requests that say nothing else, see
+    `ChatProcessor.chat`. tool_call_parser: how calls are written, one of `deltic.text.tools.PARSERS`.
+    """
+
+    history: str = "auto"
+    strip_billing_header: bool = False
+    thinking_budget: int | None = None
+    tool_call_parser: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check(self.history, self.thinking_budget, ConfigError)
+        if self.tool_call_parser not in PARSERS:
+            raise ConfigError(f"tool_call_parser must be one of {', '.join(PARSERS)}, not "
+                              f"{show(self.tool_call_parser)}", "tool_call_parser")
+
+
 class ChatProcessor:
     """Tokenizer and chat template of one model, and what was said with it.
 
-    template: jinja source to use instead of the model's own. history: how prompts treat earlier answers, see
-    `deltic.text.history`. strip_billing_header: remove the billing header that coding agents put before the system
-    message. notes: keeps what is remembered beyond the process. longest: tokens that the context holds, if known.
-    limits: what one request may ask for. thinking_budget: for requests that say nothing else, see `chat`.
+    template: jinja source to use instead of the model's own. notes: keeps what is remembered beyond the process.
+    longest: tokens that the context holds, if known. limits: what one request may ask for. options: those of
+    ChatConfig.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, history: str = "auto",
-                 strip_billing_header: bool = False, notes: NoteStore | None = None,
-                 longest: int | None = None, limits: Limits | None = None, thinking_budget: int | None = None) -> None:
-        _check(history, thinking_budget, ConfigError)
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: NoteStore | None = None,
+                 longest: int | None = None, limits: Limits | None = None, **options: Any) -> None:
+        self._config = ChatConfig(**options)
         self.tokenizer = tokenizer
         limits = limits or Limits()
         self._seconds = limits.template_seconds
         self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
                           else None)
         self._bound = prompt_bound(longest, limits)
-        self._mode, self._history = history, History(tokenizer, notes, replace(self._bound, field="messages"))
-        self._strip_billing_header, self._warned = strip_billing_header, False
-        self._thinking_budget = thinking_budget
+        self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
 
     @classmethod
     def from_directory(cls, directory: Path, template: Path | None = None, **options: Any) -> ChatProcessor:
@@ -79,24 +97,26 @@ class ChatProcessor:
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             parse_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None,
+             parallel_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None,
              thinking_budget: int | None = None, opens: Opens = "turn") -> Job:
         """The next turn of a conversation.
 
-        tools are shown to the model; parse_calls: its calls become tool deltas, else they stay content.
+        tools are shown to the model, whose calls become tool deltas; without parallel_calls the answer ends with the
+        first of them.
         variables: template variables such as enable_thinking. history: another mode than this processor's.
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think. opens: what the answer begins; one that does not begin a turn is not remembered.
         RequestError names what is wrong.
         """
-        mode = self._mode if history is None else history
-        budget = self._thinking_budget if thinking_budget is None else thinking_budget
+        mode = self._config.history if history is None else history
+        budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template = self._template(tools)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._turn(conversation, mode, opens)
-        router = chat_router(self.tokenizer, turn.ids, tools if parse_calls else None, sampling.stop)
+        form = call_form(self._config.tool_call_parser, template.source)
+        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not parallel_calls)
         guide = None if budget is None else partial(
             ThinkingBudget, tokenizer=self.tokenizer, closing=Closing.of(conversation), tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
@@ -139,7 +159,7 @@ class ChatProcessor:
 
     def _without_billing(self, messages: Any) -> Any:
         cleaned = without_billing_headers(messages)
-        if cleaned is messages or self._strip_billing_header:
+        if cleaned is messages or self._config.strip_billing_header:
             return cleaned
         if not self._warned:
             self._warned = True
@@ -159,7 +179,7 @@ def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bo
 def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundaries: tuple[int, ...] = (),
          remember: Remember | None = None, guide: Callable[[AnswerText], Guide] | None = None) -> Job:
     texts = AnswerTexts(router, sampling.stop_token_ids)
-    matcher = texts.followers() if sampling.stop or guide else None
+    matcher = texts.followers() if router.can_stop or guide else None
     guides = partial(next, map(guide, map(texts.of, count()))) if guide else None
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ _MAX_DEPTH, _MAX_STEPS = 100, 8
 # Reading JSON lets no other thread run: 40 ms for a million characters of empty lists. Literals take longer.
 _MOST_JSON, _MOST_LITERAL = 1 << 20, 1 << 16
 _MOST_NAMES = 100  # of a reference
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _TYPE_NAMES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string",
                                 type(None): "null", dict: "object", list: "array"}
 
@@ -46,37 +48,57 @@ def coerce(value: Any, schema: Any, root: Any = None) -> Any:
 
 def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call as the schema of the tool's parameters wants them."""
+    return {key: coerce(value, argument_schema(key, schema), schema) for key, value in arguments.items()}
+
+
+def argument_schema(key: str, schema: Mapping[str, Any]) -> Any:
+    """The part of the schema of a tool's parameters that is about one of them; None if there is none."""
     properties = schema.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    return {key: coerce(value, known.get(key), schema) for key, value in arguments.items()}
+    return properties.get(key) if isinstance(properties, Mapping) else None
+
+
+def types_of(key: str, schema: Mapping[str, Any]) -> set[str]:
+    """The types that a parameter may have; none if they are not known."""
+    return _types(argument_schema(key, schema), schema, schema.known if isinstance(schema, Schema) else {})
+
+
+def stays_text(key: str, schema: Mapping[str, Any]) -> bool:
+    """Whether text is left as it is by `coerce`, whatever it says."""
+    return types_of(key, schema).isdisjoint(name for name, _ in _READERS)
 
 
 def loads(text: str) -> Any:
     """Read JSON, or a Python literal of JSON's types; ValueError if it is neither, or too long or deep to be read
     beside others."""
-    if len(text) > _MOST_JSON:
-        raise ValueError(f"longer than {_MOST_JSON} characters")
     try:
-        return _shallow(_read_json(text))
+        return read_json(text)
     except ValueError:
         if len(text) > _MOST_LITERAL:
             raise
     return read_literal(text)
 
 
+def read_json(text: str) -> Any:
+    """Read JSON alone; ValueError as `loads`."""
+    if len(text) > _MOST_JSON:
+        raise ValueError(f"longer than {_MOST_JSON} characters")
+    return _shallow(_read_json(text))
+
+
 def dumps(value: Any) -> str:
-    """JSON text that can be sent as UTF-8, whatever escapes the value was read from."""
+    """JSON text that can be sent as UTF-8, whatever escapes the value was read from. What a text becomes is what its
+    parts become."""
     text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
+    return text if text.isascii() else _SURROGATE.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def _read_json(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_not_json, parse_float=_finite)
+        return json.loads(text, strict=False, parse_constant=_not_json, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

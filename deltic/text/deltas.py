@@ -67,14 +67,26 @@ def join(deltas: Iterable[Delta]) -> Answer:
 
 
 def merge(deltas: list[Delta]) -> list[Delta]:
-    """The same pieces, with neighbouring texts of one kind as one and empty texts left out."""
+    """The same pieces, with neighbouring ones of one kind or call as one and empty texts left out."""
     merged: list[Delta] = []
     for delta in deltas:
-        if delta.call is None and merged and merged[-1].call is None and merged[-1].kind == delta.kind:
-            merged[-1] = Delta(delta.kind, merged[-1].text + delta.text)
+        before = merged[-1] if merged else None
+        if before and before.kind == delta.kind and (joined := _joined(before, delta)):
+            merged[-1] = joined
         elif delta.call is not None or delta.text:
             merged.append(delta)
     return merged
+
+
+def _joined(before: Delta, delta: Delta) -> Delta | None:
+    """One of two; a name comes alone."""
+    first, second = before.call, delta.call
+    if first is None or second is None:
+        return Delta(delta.kind, before.text + delta.text)
+    if first.name is not None or second.name is not None:
+        return None
+    return Delta("tool", call=ToolDelta(first.index, first.id, None, first.arguments + second.arguments,
+                                        first.written + second.written))
 
 
 def _join_call(pieces: list[ToolDelta]) -> AnswerCall:

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from deltic.text.deltas import Region
 
-THINK, THINK_END, CALL, CALL_END = "<think>", "</think>", "<tool_call>", "</tool_call>"
-ALL = (THINK, THINK_END, CALL, CALL_END)
+THINK, THINK_END = "<think>", "</think>"
 
 
 class Vocabulary(Protocol):
@@ -29,9 +28,9 @@ class Markers:
     texts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: Vocabulary) -> Markers:
-        """The think and tool-call markers as this vocabulary has them."""
-        ids = {marker: tokenizer.token_to_id(marker) for marker in ALL}
+    def of(cls, tokenizer: Vocabulary, calls: Sequence[str] = ()) -> Markers:
+        """Those of thinking, and those of `calls`, as this vocabulary has them."""
+        ids = {marker: tokenizer.token_to_id(marker) for marker in (THINK, THINK_END, *calls)}
         return cls({id: marker for marker, id in ids.items() if id is not None},
                    tuple(marker for marker, id in ids.items() if id is None))
 

@@ -18,22 +18,25 @@ from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
-from deltic.text.coerce import dumps, typed
+from deltic.text.calls import CallReader
 from deltic.text.deltas import Delta, Region, ToolDelta, merge
-from deltic.text.markers import ALL, CALL, CALL_END, THINK, THINK_END, Markers, Vocabulary, start_mode
+from deltic.text.markers import THINK, THINK_END, Markers, Vocabulary, start_mode
 from deltic.text.stops import StopScanner, open_suffix
-from deltic.text.tools import CallBody, tool_schemas
+from deltic.text.tools import QWEN, CallForm, tool_schemas
 
 _SPACES = " \t\r\n"
 _ENDLESS = 1 << 62
-_MOST_SALVAGED = 16  # broken calls of one answer: all that follows is read again for each
+_MOST_RETRIES = 16  # broken calls of one answer: all that follows is read again for each
 
 
-def chat_router(tokenizer: Vocabulary, prompt_ids: Sequence[int],
-                tools: Sequence[Mapping[str, Any]] | None = None, stop: Sequence[str] = ()) -> Router:
-    """A router for one choice of a chat answer; without tools (tool_choice "none" too) calls are content."""
-    return Router(tokenizer.visible_bytes, markers=Markers.of(tokenizer),
-                  start=start_mode(prompt_ids, tokenizer), tools=tools, stop=stop)
+def chat_router(tokenizer: Vocabulary, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None,
+                stop: Sequence[str] = (), form: CallForm = QWEN, one_call: bool = False) -> Router:
+    """A router for one choice of a chat answer; without tools (tool_choice "none" too) calls are content.
+
+    form: how calls are written; one_call: the answer ends with the first."""
+    return Router(tokenizer.visible_bytes, markers=Markers.of(tokenizer, form.markers),
+                  start=start_mode(prompt_ids, tokenizer), calls=Calls(tools, form, one_call) if tools else None,
+                  stop=stop)
 
 
 def text_router(tokenizer: Vocabulary, stop: Sequence[str] = ()) -> Router:
@@ -45,33 +48,41 @@ def _new_id() -> str:
     return "call_" + secrets.token_hex(12)
 
 
+class Calls:
+    """How the calls of an answer are to be read. tools: that may be called; form, one_call: as in chat_router."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]], form: CallForm = QWEN, one_call: bool = False,
+                 new_id: Callable[[], str] = _new_id) -> None:
+        self.schemas, self.form, self.one_call, self.new_id = tool_schemas(tools), form, one_call, new_id
+        self.markers = (THINK, THINK_END, *form.markers)
+
+
 class Router:
     """Turns the tokens of one choice into deltas.
 
-    token_bytes gives the visible bytes of a token (none for special tokens). Stop strings end the content:
-    the text before them is emitted, they and all that follows are not, and `stopped` is set. They do not
-    apply to reasoning and tool calls. characters: how many tokens have spelled so far, in whatever region.
+    token_bytes gives the visible bytes of a token (none for special tokens). calls: without, they are content. Stop
+    strings end the content: the text before them is emitted, they and all that follows are not, and `stopped` is set.
+    They do not apply to reasoning and tool calls. characters: how many tokens have spelled so far, in whatever region.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, markers: Markers | None = None,
-                 start: Region = "content", tools: Sequence[Mapping[str, Any]] | None = None,
-                 stop: Sequence[str] = (), new_id: Callable[[], str] = _new_id) -> None:
+                 start: Region = "content", calls: Calls | None = None, stop: Sequence[str] = ()) -> None:
         self._token_bytes = token_bytes
         self._markers = markers or Markers()
         self._texts = self._markers.texts
-        self._schemas = tool_schemas(tools or ())
-        self._parse_calls = bool(tools)
-        self._new_id = new_id
+        self._calls = calls
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.stops = StopScanner(tuple(stop))
         self._region: Region = start
         self._partial = ""  # perhaps the beginning of a marker
         self._spaces = ""  # whitespace that a following marker would swallow
-        self._gap = ""  # whitespace that the open call has swallowed
         self._skip, self._skips = "\n", int(start == "reasoning")  # leading characters to drop, and how many
-        self._body = CallBody()
-        self._calls = self.characters = 0
+        self._reader: CallReader | None = None  # of the calls that are open, in the region "tool"
+        self._origin, self._gap = start, ""  # the region before them, and whitespace that they have swallowed
+        self._retries = _MOST_RETRIES
+        self._called = self.characters = 0
         self._call_id = ""
+        self._complete = False  # it has stopped, with all that was said
         self._out: list[Delta] = []
 
     @property
@@ -83,6 +94,16 @@ class Router:
     def region(self) -> Region:
         """Where the next token belongs: "tool" means that a call is still open."""
         return self._region
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether there is something that stops the answer."""
+        return bool(self.stops.stops or (self._calls and self._calls.one_call))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text may end here: in no think block or call, and with all that was said."""
+        return self._region == "content" and (self._complete or not self.stopped)
 
     def feed(self, token: int) -> list[Delta]:
         """Take the next token."""
@@ -99,12 +120,8 @@ class Router:
     def finish(self) -> list[Delta]:
         """Give what was held back; the answer is over."""
         self._flush_text()
-        self._texts = ALL
-        for _ in range(_MOST_SALVAGED):
-            if self._region == "tool":
-                self._salvage_call()
-        if self._region == "tool":
-            self._give_call_up()
+        while self._reader:
+            self._after_calls(self._reader, self._reader.finish())
         if not self.stopped:
             self._put(self.stops.flush())
             self._emit_spaces()
@@ -115,7 +132,7 @@ class Router:
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         twin._utf8.setstate(self._utf8.getstate())
-        twin.stops, twin._body, twin._out = self.stops.copy(), self._body.copy(), []
+        twin.stops, twin._reader, twin._out = self.stops.copy(), self._reader and self._reader.copy(), []
         return twin
 
     def _take(self) -> list[Delta]:
@@ -126,14 +143,20 @@ class Router:
         """Split at markers that have no token of their own."""
         if not self._texts:
             return self._write(text)
-        text, at = self._partial + text, 0
-        for found in _pattern(self._texts).finditer(text):
-            self._write(text[at:found.start()])
-            self._mark(found[0])
-            at = found.end()
+        text = self._partial + text
+        at = self._split(text, self._texts)
         cut = len(text) - open_suffix(text[at:], self._texts)
         self._partial = text[cut:]
         self._write(text[at:cut])
+
+    def _split(self, text: str, markers: tuple[str, ...]) -> int:
+        """Write as far as the last marker; gives where it ends."""
+        at = 0
+        for found in _pattern(markers).finditer(text):
+            self._write(text[at:found.start()])
+            self._mark(found[0])
+            at = found.end()
+        return at
 
     def _flush_text(self) -> None:
         self._scan(self._utf8.decode(b"", True))
@@ -142,10 +165,8 @@ class Router:
 
     def _write(self, text: str) -> None:
         """Text of the current region, free of markers."""
-        if self._region == "tool":
-            self._body.add(text)
-            if ">" in text:
-                self._announce_call()
+        if self._reader:
+            self._read_call(self._reader, text)
         elif not self.stopped:
             text = self._skip_leading(text)
             self._put(self.stops.push(text) if self._region == "content" else text)
@@ -178,26 +199,24 @@ class Router:
     def _mark(self, marker: str) -> None:
         if self.stopped:
             return
-        if self._region == "tool":
-            self._mark_in_call(marker)
+        if self._reader:
+            self._mark_in_call(self._reader, marker)
         elif marker == THINK:
             self._open_thinking()
         elif marker == THINK_END:
             self._close_thinking()
-        elif marker == CALL and self._parse_calls:
-            self._open_call()
+        elif self._calls and marker in self._calls.form.openings:
+            self._open_calls(marker, self._calls)
         else:
             self._write(marker)
 
-    def _mark_in_call(self, marker: str) -> None:
-        """Markers inside an argument are text: only a complete body can be closed."""
-        if marker not in (CALL, CALL_END) or not self._body.complete:
-            self._write(marker)
-        elif marker == CALL_END:
-            self._close_call(CALL_END)
+    def _mark_in_call(self, reader: CallReader, marker: str) -> None:
+        """Markers are text there, but for those of thinking before there is a call."""
+        if marker in (THINK, THINK_END) and not reader.certain and not reader.json.quote:
+            self._after_calls(reader, reader.finish())
+            self._mark(marker)
         else:
-            self._close_call("")
-            self._open_call()
+            self._read_call(reader, marker)
 
     def _open_thinking(self) -> None:
         if self._region == "content":
@@ -211,49 +230,48 @@ class Router:
             self._emit_spaces()
         self._enter("content", "\r\n", _ENDLESS)
 
-    def _open_call(self) -> None:
+    def _open_calls(self, opening: str, calls: Calls) -> None:
         self._put(self.stops.flush())
-        self._gap = self._spaces if self._region == "content" else ""
-        self._spaces, self._body, self._call_id = "", CallBody(), ""
+        self._origin, self._gap, self._spaces = self._region, self._spaces, ""
         self._enter("tool", "", 0)
+        self._reader = CallReader(calls.form, calls.schemas, opening, self._retries)
+        if self._reader.bare:
+            self._read_call(self._reader, opening)
 
     def _enter(self, region: Region, skip: str, skips: int) -> None:
         self._region, self._skip, self._skips = region, skip, skips
 
-    def _announce_call(self) -> None:
-        if not self._call_id and (name := self._body.name):
-            self._send_name(name)
+    def _read_call(self, reader: CallReader, text: str) -> None:
+        rest = reader.feed(text)
+        if rest is None:
+            self._say_calls(reader)
+        else:
+            self._after_calls(reader, rest)
 
-    def _send_name(self, name: str) -> None:
-        self._call_id = self._new_id()
-        self._out.append(Delta("tool", call=ToolDelta(self._calls, self._call_id, name)))
+    def _after_calls(self, reader: CallReader, rest: str) -> None:
+        """A block is over. What is no call belongs where it stands; a call ends the thinking."""
+        assert self._calls
+        self._say_calls(reader)
+        self._reader, self._retries = None, reader.retries
+        if reader.failed:
+            self._enter(self._origin, "", 0)
+            self._write(self._gap + reader.failed)
+        else:
+            self._enter("content", _SPACES, _ENDLESS)
+            self.stops.stopped = self._calls.one_call and self._called > 0
+            self._complete = self.stops.stopped and self._called == 1 and not rest
+        if rest:
+            at = self._split(rest, self._calls.markers) if self._retries > 0 else 0
+            self._write(rest[at:])
 
-    def _close_call(self, closing: str) -> None:
-        calls = self._body.calls()
-        if not calls:
-            return self._give_call_up(closing)
-        self._enter("content", _SPACES, _ENDLESS)
-        for name, arguments in calls:
-            if not self._call_id:
-                self._send_name(name)
-            wanted, written = dumps(typed(arguments, self._schemas.get(name, {}))), dumps(arguments)
-            self._out.append(Delta("tool", call=ToolDelta(self._calls, self._call_id, None, wanted, written)))
-            self._calls, self._call_id = self._calls + 1, ""
-
-    def _give_call_up(self, closing: str = "") -> None:
-        """It is content."""
-        self._enter("content", "", _ENDLESS)
-        self._write(self._gap + CALL + self._body.text + closing)
-
-    def _salvage_call(self) -> None:
-        """The answer ended inside a call: take the shortest body that was closed, route the rest again."""
-        whole, closing, rest = self._body.text, "", ""
-        if not self._body.complete:
-            whole, closing, rest = whole.partition(CALL_END)
-            self._body = CallBody(whole)
-        self._close_call(closing)
-        self._scan(rest)
-        self._flush_text()
+    def _say_calls(self, reader: CallReader) -> None:
+        assert self._calls
+        for name, arguments, written in reader.take():
+            if name is not None:
+                self._called, self._call_id = self._called + 1, self._calls.new_id()
+            if self._called == 1 or not self._calls.one_call:
+                self._out.append(Delta("tool", call=ToolDelta(self._called - 1, self._call_id, name, arguments,
+                                                              written)))
 
 
 @lru_cache(maxsize=16)
@@ -290,6 +308,11 @@ class AnswerText:
     def stop(self) -> str | None:
         """The stop string that is complete."""
         return self._stops.found
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text may end here: in no think block or call, and with all that was said."""
+        return self._router.ended
 
     def push(self, token: int, /) -> bool:
         """Route the next token before it is read; True if a stop string is complete."""

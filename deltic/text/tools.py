@@ -1,26 +1,136 @@
-"""Reads tool calls out of generated text: the XML form of the family's templates, and the older JSON form.
+"""The forms in which models write tool calls, and the tools' schemas.
 
-    <function=NAME>                             {"name": NAME, "arguments": {KEY: VALUE}}
-    <parameter=KEY>
-    VALUE
-    </parameter>
-    </function>
+    qwen     <tool_call>                            json     <tool_call>
+             <function=NAME>                                 {"name": NAME, "arguments": {KEY: VALUE}}
+             <parameter=KEY>                                 </tool_call>
+             VALUE
+             </parameter>                           minimax  <minimax:tool_call>
+             </function>                                     <invoke name="NAME">
+             </tool_call>                                    <parameter name="KEY">VALUE</parameter>
+                                                             </invoke>
+                                                             </minimax:tool_call>
 """
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from deltic.text.coerce import Schema, loads
-from deltic.text.functions import FUNCTION, FUNCTION_END, clean_name, read_functions
+from deltic.text.coerce import Schema
 
 _QUOTES = "\"'"
-_JSON_MARK = re.compile(r"\\.|[]\"'{}[]", re.DOTALL)  # an escaped character is none
-_FUNCTION_TAG = re.compile(f"{FUNCTION.pattern}|{FUNCTION_END}")
-_OPEN_TAG = re.compile(r"<[^<>\n]*\Z")
+SPACES = " \t\r\n\f\v"
+_NO_SPACE = re.compile(r"[^ \t\r\n\f\v]")
+_LONGEST_NAME = 256
+_LONGEST_TAG = _LONGEST_NAME + 32
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The text around the parts of calls, as chat templates write it.
+
+    opening, closing: around a block of calls. function: before and after a name; function_end: after the arguments.
+    parameter: before and after a key, parameter_end: after a value; None: the arguments are one JSON object.
+    between: calls. one_block: all calls stand in one block, else each has its own.
+
+    For the reader. streams: arguments are told as they come, else when the block is over. bare: a function without a
+    block is a call. drops_empty: a call without parameters is none. decodes: values are JSON where they can be.
+    """
+
+    opening: str
+    closing: str
+    function: tuple[str, str]
+    function_end: str
+    parameter: tuple[str, str] | None
+    parameter_end: str = ""
+    between: str = "\n"
+    one_block: bool = False
+    streams: bool = True
+    bare: bool = False
+    drops_empty: bool = False
+    decodes: bool = False
+
+    @cached_property
+    def block(self) -> tuple[str, str]:
+        """The tags around a block."""
+        return self.opening.strip(), self.closing.strip()
+
+    @cached_property
+    def openings(self) -> tuple[str, ...]:
+        """What begins a call in the midst of text."""
+        return (self.block[0], self.tags.function) if self.bare else (self.block[0],)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What may be a token of its own, or has to be found in text."""
+        return *self.openings, self.block[1]
+
+    @cached_property
+    def tags(self) -> Tags:
+        """How the reader recognises the parts."""
+        form = QWEN if self.parameter is None else self
+        assert form.parameter
+        return Tags(self.block, form.function[0].strip(_QUOTES), form.function_end.strip(),
+                    form.parameter[0].strip(_QUOTES), form.parameter_end.strip())
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags of a form; those of functions and parameters begin like this, with the name and `>` to follow."""
+
+    block: tuple[str, str]
+    function: str
+    function_end: str
+    parameter: str
+    parameter_end: str
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """A whole tag; the group that matched last is its kind, `name` or `key` what it names."""
+        opening, closing = map(re.escape, self.block)
+        name, key = (rf"(?=[^<>\n]*?[^<>\s])(?P<{group}>[^<>\n]{{1,{_LONGEST_NAME}}})>" for group in ("name", "key"))
+        return re.compile(rf"(?P<opening>{opening})|(?P<closing>{closing})"
+                          rf"|(?P<function>{re.escape(self.function)}{name})"
+                          rf"|(?P<function_end>{re.escape(self.function_end)})"
+                          rf"|(?P<parameter>{re.escape(self.parameter)}{key})"
+                          rf"|(?P<parameter_end>{re.escape(self.parameter_end)})")
+
+    @cached_property
+    def marks(self) -> re.Pattern[str]:
+        """What matters in JSON: brackets, commas, quotes, escapes, and the tags around it."""
+        return re.compile(r"\\.|[][\"'{},]|" + "|".join(map(re.escape, self.block)), re.DOTALL)
+
+    def begins(self, text: str, at: int) -> bool:
+        """Whether the text may go on so that there is a tag at this place."""
+        tail = text[at:at + _LONGEST_TAG]
+        if len(tail) == _LONGEST_TAG or ">" in tail or "\n" in tail or "<" in tail[1:]:
+            return False
+        whole = (*self.block, self.function_end, self.parameter_end, self.function, self.parameter)
+        return (any(tag.startswith(tail) for tag in whole)
+                or tail.startswith((self.function, self.parameter)))
+
+
+QWEN = CallForm("<tool_call>\n", "</tool_call>", ("<function=", ">\n"), "</function>\n",
+                ("<parameter=", ">\n"), "\n</parameter>\n")
+JSON = CallForm("<tool_call>\n", "</tool_call>", ('{"name": "', '", "arguments": '), "}\n", None)
+MINIMAX = CallForm("<minimax:tool_call>\n", "</minimax:tool_call>", ('<invoke name="', '">\n'), "</invoke>\n",
+                   ('<parameter name="', '">'), "</parameter>\n", between="", one_block=True, streams=False, bare=True,
+                   drops_empty=True, decodes=True)
+
+PARSERS: Mapping[str, CallForm | None] = {"auto": None, "qwen": QWEN, "json": JSON, "minimax": MINIMAX}
+"""By their names on the command line; auto: the one that the chat template writes."""
+
+_SIGNS = (("<minimax:tool_call>", MINIMAX), ("<invoke", MINIMAX), ("<function=", QWEN), ('arguments": ', JSON),
+          ('arguments\\": ', JSON))
+
+
+def call_form(parser: str, template: str) -> CallForm:
+    """The form of calls. parser: one of PARSERS; template: the source of the chat template. Qwen's and the JSON form
+    are read alike, and are what a template is taken to mean that shows none."""
+    return PARSERS[parser] or next((form for sign, form in _SIGNS if sign in template), QWEN)
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -31,108 +141,12 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
             and isinstance(function.get("parameters"), Mapping)}
 
 
-class CallBody:
-    """What stands between `<tool_call>` and `</tool_call>`, as far as it has arrived. Characters are looked at once."""
-
-    def __init__(self, text: str = "") -> None:
-        self._pieces, self._unread = [text], [text]
-        self._is_json: bool | None = None
-        # of the XML form: the first name, the tags so far, and whether nothing came after the last end of a function
-        self._name: str | None = None
-        self._openings, self._endings, self._ended = 0, 0, False
-        # of the JSON form: the open quote, the open brackets, and whether the text can become a call no more
-        self._quote, self._depth, self._broken = "", 0, False
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
-
-    def add(self, text: str) -> None:
-        """Take more text."""
-        self._pieces.append(text)
-        self._unread.append(text)
-
-    @property
-    def name(self) -> str | None:
-        """The function's name as soon as it is certain; None for the JSON form, whose name may come last."""
-        self._read()
-        return self._name
-
-    @property
-    def complete(self) -> bool:
-        """Whether a closing tag here closes the call, rather than being text of an argument.
-
-        An argument may quote a whole call, hence the balance.
-        """
-        self._read()
-        if self._is_json:
-            return self._closes_json()
-        return not self._openings or (self._endings >= self._openings and self._ended and not self._unread[0])
-
-    def calls(self) -> list[tuple[str, dict[str, Any]]]:
-        """Name and arguments of each call, as they are written; empty if the text is no call at all."""
-        self._read()
-        if self._is_json:
-            call = _json_call(self.text)
-            return [call] if call else []
-        return [(name, {**arguments}) for name, arguments in read_functions(self.text)]
-
-    def copy(self) -> CallBody:
-        """An independent body with the same text."""
-        twin = copy.copy(self)
-        twin._pieces, twin._unread = self._pieces.copy(), self._unread.copy()
-        return twin
-
-    def _read(self) -> None:
-        text = "".join(self._unread)
-        if self._is_json is None:
-            text = text.lstrip()
-            self._is_json = text[0] == "{" if text else None
-        self._unread = [self._read_json(text) if self._is_json else self._read_tags(text)]
-
-    def _read_tags(self, text: str) -> str:
-        """Gives back a tag that has only begun."""
-        at = 0
-        for tag in _FUNCTION_TAG.finditer(text):
-            at, self._ended = tag.end(), tag[0] == FUNCTION_END
-            if self._ended:
-                self._endings += 1
-            else:
-                self._openings += 1
-                self._name = self._name or clean_name(tag[1])
-        begun = _OPEN_TAG.search(text, max(at, text.rfind("<")))
-        end = begun.start() if begun else len(text)
-        self._ended = self._ended and not text[at:end].strip()
-        return text[end:]
-
-    def _read_json(self, text: str) -> str:
-        """Gives back a backslash whose character has not come."""
-        at = 0
-        for mark in _JSON_MARK.finditer(text):
-            at = mark.end()
-            if self._quote:
-                self._quote = "" if mark[0] == self._quote else self._quote
-            elif mark[0] in _QUOTES:
-                self._quote = mark[0]
-            elif len(mark[0]) == 1:
-                self._depth += 1 if mark[0] in "{[" else -1
-        return "\\" if text[at:].endswith("\\") else ""
-
-    def _closes_json(self) -> bool:
-        """Once its brackets are closed the text is a call, or never will be."""
-        if self._quote or self._depth > 0 or self._unread[0] or self._broken:
-            return False
-        self._broken = _json_call(self.text) is None
-        return not self._broken
+def clean_name(name: str) -> str:
+    """A name without the quotes that models put around it."""
+    return name.strip().strip(_QUOTES) or name.strip()
 
 
-def _json_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    try:
-        call = loads(text.strip())
-        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
-        arguments = loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return name.encode("utf-8", "replace").decode(), arguments
+def skip_spaces(text: str, at: int) -> int:
+    """The next place that is no whitespace, or the end."""
+    found = _NO_SPACE.search(text, at)
+    return found.start() if found else len(text)

@@ -1,0 +1,135 @@
+"""Writes the arguments of tool calls as JSON while they are read, in the types of the tool's schema."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from deltic.text.coerce import argument_schema, coerce, dumps, read_json, stays_text, types_of
+
+
+class Said(NamedTuple):
+    """A piece of a call: its name, with which it begins, or more of its arguments; `written` as in ToolDelta."""
+
+    name: str | None
+    arguments: str = ""
+    written: str = ""
+
+
+class Arguments:
+    """The calls of one block. What is certain to be said is in `out`.
+
+    schemas: by the names of tools. streams: texts are said as they come, where the schema leaves them as they are.
+    decodes: texts are JSON where they can be. drops_empty: a call without arguments is none.
+    """
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, streams: bool, decodes: bool,
+                 drops_empty: bool) -> None:
+        self.out: list[Said] = []
+        self._schemas, self._streams, self._decodes, self._drops_empty = schemas, streams, decodes, drops_empty
+        self._schema: Mapping[str, Any] = {}
+        self._keys: set[str] | None = None  # of the call that is open
+        # of the open value: its key, whether its text is said at once, whether that has begun, else what there is of it
+        self._key: str | None = None
+        self._live = self._begun = False
+        self._text: list[str] = []
+
+    @property
+    def live(self) -> bool:
+        """Whether the open value is said as it comes."""
+        return self._live
+
+    @property
+    def open(self) -> bool:
+        """Whether a call is."""
+        return self._keys is not None
+
+    def begin(self, name: str) -> None:
+        """A call."""
+        self._schema, self._keys = self._schemas.get(name, {}), set()
+        self.out.append(Said(name))
+
+    def key(self, key: str) -> None:
+        """Of a value that follows; one that was there already is left out."""
+        self._key, self._begun, self._text = key, False, []
+        self._live = self._streams and stays_text(key, self._schema)
+
+    def text(self, text: str) -> None:
+        """More of a value that is text."""
+        if not self._live:
+            self._text.append(text)
+        elif text:
+            self._say_text(dumps(text)[1:-1])
+
+    def skip(self) -> None:
+        """The key has no value."""
+        self._key = None
+
+    def end_text(self) -> None:
+        """Of the value, if there is one."""
+        if self._key is None:
+            return
+        if self._live:
+            self._say_text('"')
+            self._key = None
+        else:
+            self.value("".join(self._text))
+
+    def value(self, written: Any) -> None:
+        """The whole value; text may be the spelling of another type."""
+        key, self._key = self._key, None
+        if key is None:
+            return
+        if self._decodes and isinstance(written, str):
+            written = _decoded(written, types_of(key, self._schema) == {"string"})
+        typed = coerce(written, argument_schema(key, self._schema), self._schema)
+        before = self._before(key)
+        if before:
+            self.out.append(Said(None, before + dumps(typed), before + dumps(written)))
+
+    def end(self) -> None:
+        """Of the call, if one is open."""
+        if self._keys is None:
+            return
+        self.end_text()
+        if not self._keys and self._drops_empty:
+            self.out.pop()
+        else:
+            closing = "}" if self._keys else "{}"
+            self.out.append(Said(None, closing, closing))
+        self._keys = None
+
+    def copy(self) -> Arguments:
+        """Independent ones in the same state."""
+        twin = copy.copy(self)
+        twin.out, twin._text = self.out.copy(), self._text.copy()
+        twin._keys = None if self._keys is None else self._keys.copy()
+        return twin
+
+    def _say_text(self, escaped: str) -> None:
+        if not self._begun:
+            assert self._key is not None
+            self._begun, before = True, self._before(self._key)
+            if not before:
+                self._live, self._key = False, None
+                return
+            escaped = f'{before}"{escaped}'
+        self.out.append(Said(None, escaped, escaped))
+
+    def _before(self, key: str) -> str:
+        """What stands before a value; nothing if there is one with this key already."""
+        assert self._keys is not None
+        if key in self._keys:
+            return ""
+        self._keys.add(key)
+        return f"{', ' if len(self._keys) > 1 else '{'}{dumps(key)}: "
+
+
+def _decoded(text: str, wants_text: bool) -> Any:
+    """What the text is the JSON of; itself if it is none, or of what is no text where only that is wanted."""
+    try:
+        value = read_json(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, str) or not wants_text else text

@@ -1,0 +1,313 @@
+"""Reads tool calls while they are written, character by character, so that it does not matter how the text is cut.
+
+    block -> calls -> arguments, of which each piece is said as soon as nothing that follows can change it
+
+An argument may quote whatever it likes, tags of calls and whole calls too. A closing tag ends a value if what follows
+it may follow a value, and if no function is open that the value quotes. Where that leaves a doubt, what follows is read
+as text of the value but not said, until the value ends for certain; if it never does, the place in doubt was its end,
+and all that follows is read again.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltic.text import json_calls
+from deltic.text.arguments import Arguments, Said
+from deltic.text.tools import SPACES, CallForm, clean_name, skip_spaces
+
+# What may follow the end of a value; the second, where the end of the value itself is missing.
+_AFTER = {"parameter_end": {"parameter", "function_end", "function", "opening", "closing"},
+          "function_end": {"function", "opening", "closing"}}
+
+State = Callable[["CallReader", str, int], int]
+"""Reads on from a place in the text, and says how far it came."""
+
+
+@dataclass(slots=True)
+class _Doubt:
+    """What may be the end of a value: the reader before it, the text since, how much had been said."""
+
+    before: CallReader
+    since: list[str]
+    said: int
+
+
+class CallReader:
+    """One block of calls. form: how they are written; schemas: by the names of tools. retries: how often text may be
+    read again.
+
+    opening: the tag that began the block, or for a function without a block what that begins with: then `feed` takes
+    it as well.
+    """
+
+    def __init__(self, form: CallForm, schemas: Mapping[str, Mapping[str, Any]], opening: str, retries: int) -> None:
+        self.form, self.tags, self.retries = form, form.tags, retries
+        self.bare = opening != form.block[0]
+        self.arguments = Arguments(schemas, streams=form.streams, decodes=form.decodes, drops_empty=form.drops_empty)
+        self.final = False  # no text will follow
+        self.certain = False  # that there is a call
+        self.failed = ""  # the text of a block that has no call
+        self.state: State = bare_call if self.bare else block_begins
+        self._raw = [] if self.bare else [opening]  # all text, until there is a call for certain
+        self._held, self._rest = "", None  # type: str, str | None
+        self._again: str | None = None
+        self._doubt: _Doubt | None = None
+        self.decided = False  # the next tag is not quoted
+        # of a value: functions that it quotes, whether it has begun, whether it is at the beginning of a line, a line's
+        # end that may be its last, the kind of a tag that may end it
+        self.depth, self.begun, self.line_begins, self.newline, self.ending = 0, False, True, "", ""
+        self.pieces: list[str] = []
+        self.json = json_calls.Scan()
+
+    def feed(self, text: str) -> str | None:
+        """Take more text. Once the block is over: what comes after it."""
+        if self._doubt:
+            self._doubt.since.append(text)
+        if not self.certain:
+            self._raw.append(text)
+        text, at = self._held + text, 0
+        while self._rest is None:
+            state, start = self.state, at
+            at = state(self, text, at)
+            if self._again is not None:
+                text, at, self._again = self._again, 0, None
+            elif at == start and self.state is state:
+                break
+        self._held = text[at:]
+        return self._rest
+
+    def finish(self) -> str:
+        """There is no more text: the call ends here, or where it was in doubt. What comes after it then."""
+        self.final = True
+        self.feed("")
+        while self._rest is None and self._doubt:
+            self.fall_back()
+            self.feed("")
+        if self._rest is None:
+            left = json_calls.stop(self) if self.state is json_calls.scan else None
+            self.arguments.end()
+            if not self.certain:
+                self.failed, self.arguments.out = "".join(self._raw), []
+            self._rest = left or "" if self.certain else ""
+        return self._rest
+
+    def take(self) -> list[Said]:
+        """What has become certain."""
+        out, doubt = self.arguments.out, self._doubt
+        said = len(out) if self.form.streams or self._rest is not None else 0
+        if doubt and said:
+            said, doubt.said = doubt.said, 0
+        if not said:
+            return []
+        self.arguments.out = out[said:]
+        return out[:said]
+
+    def copy(self) -> CallReader:
+        """An independent reader in the same state."""
+        twin = copy.copy(self)
+        twin.arguments, twin.json = self.arguments.copy(), copy.copy(self.json)
+        twin._raw, twin.pieces = self._raw.copy(), self.pieces.copy()
+        if self._doubt:
+            twin._doubt = _Doubt(self._doubt.before, self._doubt.since.copy(), self._doubt.said)
+        return twin
+
+    # What the states do
+
+    def next_tag(self, text: str, at: int) -> tuple[re.Match[str] | None, int]:
+        """The next tag, and where it begins; else how far there is none."""
+        tag = self.tags.pattern.search(text, at)
+        return (tag, tag.start()) if tag else (None, self.open_tag(text, at))
+
+    def open_tag(self, text: str, at: int) -> int:
+        """Where a tag begins that is not all there, or the end."""
+        start = text.rfind("<", at)
+        return start if start >= 0 and not self.final and self.tags.begins(text, start) else len(text)
+
+    def begin(self, name: str) -> None:
+        """A call."""
+        self.arguments.end()
+        self.arguments.begin(clean_name(name))
+        if self.form.streams:
+            self.settle()
+
+    def settle(self) -> None:
+        """There is a call."""
+        self.certain, self._raw = True, []
+
+    def end_value(self) -> None:
+        """For certain."""
+        self.arguments.end_text()
+        self._doubt = None
+
+    def doubt(self, since: str) -> None:
+        """The value may have ended before this text."""
+        if self._doubt is None:
+            self._doubt = _Doubt(self.copy(), [since], len(self.arguments.out))
+
+    def trust(self) -> None:
+        """Nothing is in doubt."""
+        self._doubt = None
+
+    def fall_back(self) -> bool:
+        """What was in doubt was the end; False if nothing was."""
+        if self._doubt is None:
+            return False
+        doubt, said, final, retries = self._doubt, self.arguments.out[:self._doubt.said], self.final, self.retries - 1
+        vars(self).update(vars(doubt.before.copy()))
+        self.arguments.out, self.final, self.retries = said, final, retries
+        self._held, self.depth, self.decided, self._again = "", 0, True, "".join(doubt.since)
+        if retries <= 0:
+            self.close(self._again, 0)
+        return True
+
+    def close(self, text: str, at: int) -> int:
+        """The block is over here."""
+        self.arguments.end()
+        self._rest, self._doubt = text[at:], None
+        return at
+
+    def fail(self, text: str, at: int) -> int:
+        """There is no call in the block, which is over here."""
+        raw = "".join(self._raw)
+        self.failed = raw[:len(raw) - len(text) + at]
+        self.arguments.out = []
+        self._rest, self._doubt = text[at:], None
+        return at
+
+    def value(self, text: str) -> None:
+        """More of a value, without the line's ends around it."""
+        if not text:
+            return
+        self.line_begins = text[-1] == "\n"
+        if not self.begun:
+            self.begun, text = True, text.removeprefix("\n")
+        if self.newline or self.line_begins:
+            text = self.newline + text
+            self.newline = "\n" if text.endswith("\n") else ""
+            text = text.removesuffix("\n")
+        self.arguments.text(text)
+
+
+def block_begins(reader: CallReader, text: str, at: int) -> int:
+    """After the tag that opens a block."""
+    start = skip_spaces(text, at)
+    if start < len(text):
+        reader.state = json_calls.head if text[start] == "{" else before_function
+    return start
+
+
+def bare_call(reader: CallReader, text: str, at: int) -> int:
+    """A function without a block."""
+    tag = reader.tags.pattern.match(text)
+    if tag is None:
+        return at if reader.open_tag(text, at) == at else reader.fail(text, len(reader.tags.function))
+    reader.begin(tag["name"])
+    reader.state = in_function
+    return tag.end()
+
+
+def before_function(reader: CallReader, text: str, at: int) -> int:
+    """In a block that has no function yet."""
+    tag, start = reader.next_tag(text, at)
+    if tag is None:
+        return start
+    if tag.lastgroup in ("opening", "closing"):
+        return reader.fail(text, start if tag.lastgroup == "opening" else tag.end())
+    if tag.lastgroup == "function":
+        reader.begin(tag["name"])
+        reader.state = in_function
+    return tag.end()
+
+
+def in_function(reader: CallReader, text: str, at: int) -> int:
+    """Between the values of a function."""
+    tag, start = reader.next_tag(text, at)
+    if not reader.certain and not reader.form.streams and text[at:start].strip(SPACES):
+        return reader.fail(text, skip_spaces(text, at))
+    return start if tag is None else next_part(reader, text, tag)
+
+
+def next_part(reader: CallReader, text: str, tag: re.Match[str]) -> int:
+    """A tag after a value, or before the first."""
+    kind = tag.lastgroup
+    if kind == "parameter":
+        reader.settle()
+        reader.arguments.key(clean_name(tag["key"]))
+        reader.begun, reader.line_begins, reader.newline, reader.depth = False, True, "", 0
+        reader.state = in_value
+    elif kind == "function":
+        reader.begin(tag["name"])
+        reader.state = in_function
+    elif kind == "function_end":
+        if reader.bare:
+            return reader.close(text, tag.end())
+        reader.arguments.end()
+        reader.state = after_call
+    elif kind in ("opening", "closing"):
+        return reader.close(text, tag.start() if kind == "opening" else tag.end())
+    return tag.end()
+
+
+def in_value(reader: CallReader, text: str, at: int) -> int:
+    """In a value, at whose end there should be a tag."""
+    tag, start = reader.next_tag(text, at)
+    reader.value(text[at:start])
+    if tag is None:
+        return start
+    decided, reader.decided = reader.decided, False
+    kind, begins_line = tag.lastgroup or "", reader.line_begins
+    around = kind in ("opening", "closing")
+    if (around and decided) or (kind == "parameter" and begins_line and not reader.depth):
+        reader.end_value()
+        return next_part(reader, text, tag)
+    if kind == "parameter_end" or (kind == "function_end" and not reader.depth):
+        reader.ending, reader.pieces, reader.state = kind, [tag[0]], after_value
+        return tag.end()
+    if around or (kind == "parameter" and begins_line):
+        reader.doubt(text[start:])
+    reader.depth += {"function": 1, "function_end": -1}.get(kind, 0)
+    reader.value(tag[0])
+    return tag.end()
+
+
+def after_value(reader: CallReader, text: str, at: int) -> int:
+    """After a tag that ends a value, if the right one follows."""
+    start = skip_spaces(text, at)
+    reader.pieces.append(text[at:start])
+    if start == len(text):
+        return start
+    tag = reader.tags.pattern.match(text, start)
+    if tag is None and not reader.final and text[start] == "<" and reader.tags.begins(text, start):
+        return start
+    reader.state = in_value
+    quoted = "".join(reader.pieces)
+    if tag is None or tag.lastgroup not in _AFTER[reader.ending]:
+        reader.value(quoted)
+    elif reader.depth:
+        reader.doubt(quoted + text[start:])
+        reader.value(quoted)
+    else:
+        reader.end_value()
+        reader.state = in_function
+        if reader.ending == "function_end":
+            return next_part(reader, text, tag)
+    return start
+
+
+def after_call(reader: CallReader, text: str, at: int) -> int:
+    """Between the calls of a block, or behind the last."""
+    start = skip_spaces(text, at)
+    if start == len(text):
+        return start
+    tag = reader.tags.pattern.match(text, start)
+    if tag is None:
+        is_open = text[start] == "<" and not reader.final and reader.tags.begins(text, start)
+        return start if is_open else reader.close(text, start)
+    if tag.lastgroup in ("function_end", "parameter_end"):
+        return tag.end()
+    return reader.close(text, start) if tag.lastgroup == "parameter" else next_part(reader, text, tag)
