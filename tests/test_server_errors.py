@@ -61,7 +61,7 @@ def user(content: Any) -> list[Any]:
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"store": True}, "store"),
     ({"functions": [{"name": "f"}]}, "functions"), ({"function_call": "auto"}, "function_call"),
     ({"audio": {"voice": "x"}}, "audio"), ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"), ({"service_tier": "flex"}, "service_tier"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"), ({"service_tier": "flex"}, "service_tier"),
     ({"prediction": {"type": "content"}}, "prediction"), ({"web_search_options": {}}, "web_search_options"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"enable_thinking": "yes"}, "enable_thinking"), ({"best_of": 2}, "best_of"), ({"foo": 1}, "foo"),

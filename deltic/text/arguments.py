@@ -57,10 +57,10 @@ class Arguments:
 
     def text(self, text: str) -> None:
         """More of a value that is text."""
-        if not self._live:
-            self._text.append(text)
-        elif text:
+        if self._live and text:
             self._say_text(dumps(text)[1:-1])
+        elif self._key is not None:
+            self._text.append(text)
 
     def skip(self) -> None:
         """The key has no value."""

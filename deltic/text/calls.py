@@ -49,10 +49,10 @@ class CallReader:
         self.form, self.tags, self.retries = form, form.tags, retries
         self.bare = opening != form.block[0]
         self.arguments = Arguments(schemas, streams=form.streams, decodes=form.decodes, drops_empty=form.drops_empty)
-        self.final = False  # no text will follow
         self.certain = False  # that there is a call
         self.failed = ""  # the text of a block that has no call
         self.state: State = bare_call if self.bare else block_begins
+        self.aside: list[str] = []  # text in the block that is no part of a call
         self._raw = [] if self.bare else [opening]  # all text, until there is a call for certain
         self._held, self._rest = "", None  # type: str, str | None
         self._again: str | None = None
@@ -61,6 +61,7 @@ class CallReader:
         # of a value: functions that it quotes, whether it has begun, whether it is at the beginning of a line, a line's
         # end that may be its last, the kind of a tag that may end it
         self.depth, self.begun, self.line_begins, self.newline, self.ending = 0, False, True, "", ""
+        self.in_lines = True
         self.pieces: list[str] = []
         self.json = json_calls.Scan()
 
@@ -83,18 +84,23 @@ class CallReader:
 
     def finish(self) -> str:
         """There is no more text: the call ends here, or where it was in doubt. What comes after it then."""
-        self.final = True
-        self.feed("")
-        while self._rest is None and self._doubt:
-            self.fall_back()
+        while self._rest is None and self.fall_back():
             self.feed("")
         if self._rest is None:
-            left = json_calls.stop(self) if self.state is json_calls.scan else None
+            left = self._cut(self._held, self._held.startswith("</"))
             self.arguments.end()
             if not self.certain:
                 self.failed, self.arguments.out = "".join(self._raw), []
-            self._rest = left or "" if self.certain else ""
+            self._rest = self._beside(left) if self.certain else ""
         return self._rest
+
+    def _cut(self, held: str, closes: bool) -> str:
+        """The text ends with what was held back, the beginning of a closing tag perhaps; gives what is in no call."""
+        if self.state is in_value and not closes:
+            self.value(held)
+        if self.state in (after_call, json_calls.after_object):
+            return "" if closes else held
+        return json_calls.cut(self, held, closes)
 
     def take(self) -> list[Said]:
         """What has become certain."""
@@ -111,12 +117,17 @@ class CallReader:
         """An independent reader in the same state."""
         twin = copy.copy(self)
         twin.arguments, twin.json = self.arguments.copy(), copy.copy(self.json)
-        twin._raw, twin.pieces = self._raw.copy(), self.pieces.copy()
+        twin._raw, twin.pieces, twin.aside = self._raw.copy(), self.pieces.copy(), self.aside.copy()
         if self._doubt:
             twin._doubt = _Doubt(self._doubt.before, self._doubt.since.copy(), self._doubt.said)
         return twin
 
     # What the states do
+
+    def tag_at(self, text: str, at: int) -> tuple[re.Match[str] | None, bool]:
+        """The tag here, and whether there may be one when more has come."""
+        tag = self.tags.pattern.match(text, at)
+        return tag, tag is None and text[at] == "<" and self.tags.begins(text, at)
 
     def next_tag(self, text: str, at: int) -> tuple[re.Match[str] | None, int]:
         """The next tag, and where it begins; else how far there is none."""
@@ -126,7 +137,7 @@ class CallReader:
     def open_tag(self, text: str, at: int) -> int:
         """Where a tag begins that is not all there, or the end."""
         start = text.rfind("<", at)
-        return start if start >= 0 and not self.final and self.tags.begins(text, start) else len(text)
+        return start if start >= 0 and self.tags.begins(text, start) else len(text)
 
     def begin(self, name: str) -> None:
         """A call."""
@@ -140,14 +151,19 @@ class CallReader:
         self.certain, self._raw = True, []
 
     def end_value(self) -> None:
-        """For certain."""
+        """For certain. Where values stand in lines of their own, the line's ends are no part of them."""
+        if self.newline and not self.in_lines:
+            self.arguments.text(self.newline)
         self.arguments.end_text()
         self._doubt = None
 
     def doubt(self, since: str) -> None:
         """The value may have ended before this text."""
         if self._doubt is None:
-            self._doubt = _Doubt(self.copy(), [since], len(self.arguments.out))
+            before = self.copy()
+            before._held, before.depth, before.decided = "", 0, True
+            before._raw = ["".join(self._raw).removesuffix(since)]
+            self._doubt = _Doubt(before, [since], len(self.arguments.out))
 
     def trust(self) -> None:
         """Nothing is in doubt."""
@@ -157,10 +173,12 @@ class CallReader:
         """What was in doubt was the end; False if nothing was."""
         if self._doubt is None:
             return False
-        doubt, said, final, retries = self._doubt, self.arguments.out[:self._doubt.said], self.final, self.retries - 1
+        doubt, said, retries = self._doubt, self.arguments.out[:self._doubt.said], self.retries - 1
         vars(self).update(vars(doubt.before.copy()))
-        self.arguments.out, self.final, self.retries = said, final, retries
-        self._held, self.depth, self.decided, self._again = "", 0, True, "".join(doubt.since)
+        self.arguments.out, self.retries = said, retries
+        self._again = "".join(doubt.since)
+        if not self.certain:
+            self._raw.append(self._again)
         if retries <= 0:
             self.close(self._again, 0)
         return True
@@ -168,7 +186,7 @@ class CallReader:
     def close(self, text: str, at: int) -> int:
         """The block is over here."""
         self.arguments.end()
-        self._rest, self._doubt = text[at:], None
+        self._rest, self._doubt = self._beside(text[at:]), None
         return at
 
     def fail(self, text: str, at: int) -> int:
@@ -179,13 +197,19 @@ class CallReader:
         self._rest, self._doubt = text[at:], None
         return at
 
+    def _beside(self, rest: str) -> str:
+        """What was no part of a call stands behind them."""
+        aside = "".join(self.aside).strip(SPACES)
+        return f"{aside}\n{rest}" if aside else rest
+
     def value(self, text: str) -> None:
         """More of a value, without the line's ends around it."""
         if not text:
             return
         self.line_begins = text[-1] == "\n"
         if not self.begun:
-            self.begun, text = True, text.removeprefix("\n")
+            self.begun, self.in_lines = True, self.form.parameter_end[:1] == "\n" or text[0] == "\n"
+            text = text.removeprefix("\n")
         if self.newline or self.line_begins:
             text = self.newline + text
             self.newline = "\n" if text.endswith("\n") else ""
@@ -203,9 +227,9 @@ def block_begins(reader: CallReader, text: str, at: int) -> int:
 
 def bare_call(reader: CallReader, text: str, at: int) -> int:
     """A function without a block."""
-    tag = reader.tags.pattern.match(text)
+    tag, is_open = reader.tag_at(text, at)
     if tag is None:
-        return at if reader.open_tag(text, at) == at else reader.fail(text, len(reader.tags.function))
+        return at if is_open else reader.fail(text, len(reader.tags.function))
     reader.begin(tag["name"])
     reader.state = in_function
     return tag.end()
@@ -214,6 +238,7 @@ def bare_call(reader: CallReader, text: str, at: int) -> int:
 def before_function(reader: CallReader, text: str, at: int) -> int:
     """In a block that has no function yet."""
     tag, start = reader.next_tag(text, at)
+    reader.aside.append(text[at:start])
     if tag is None:
         return start
     if tag.lastgroup in ("opening", "closing"):
@@ -229,6 +254,7 @@ def in_function(reader: CallReader, text: str, at: int) -> int:
     tag, start = reader.next_tag(text, at)
     if not reader.certain and not reader.form.streams and text[at:start].strip(SPACES):
         return reader.fail(text, skip_spaces(text, at))
+    reader.aside.append(text[at:start])
     return start if tag is None else next_part(reader, text, tag)
 
 
@@ -281,8 +307,8 @@ def after_value(reader: CallReader, text: str, at: int) -> int:
     reader.pieces.append(text[at:start])
     if start == len(text):
         return start
-    tag = reader.tags.pattern.match(text, start)
-    if tag is None and not reader.final and text[start] == "<" and reader.tags.begins(text, start):
+    tag, is_open = reader.tag_at(text, start)
+    if is_open:
         return start
     reader.state = in_value
     quoted = "".join(reader.pieces)
@@ -295,7 +321,7 @@ def after_value(reader: CallReader, text: str, at: int) -> int:
         reader.end_value()
         reader.state = in_function
         if reader.ending == "function_end":
-            return next_part(reader, text, tag)
+            return reader.close(text, start) if reader.bare else next_part(reader, text, tag)
     return start
 
 
@@ -304,9 +330,8 @@ def after_call(reader: CallReader, text: str, at: int) -> int:
     start = skip_spaces(text, at)
     if start == len(text):
         return start
-    tag = reader.tags.pattern.match(text, start)
+    tag, is_open = reader.tag_at(text, start)
     if tag is None:
-        is_open = text[start] == "<" and not reader.final and reader.tags.begins(text, start)
         return start if is_open else reader.close(text, start)
     if tag.lastgroup in ("function_end", "parameter_end"):
         return tag.end()

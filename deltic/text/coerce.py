@@ -86,14 +86,10 @@ def read_json(text: str) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """JSON text that can be sent as UTF-8, whatever escapes the value was read from. What a text becomes is what its
-    parts become."""
+    """JSON text that can be sent as UTF-8 and taken back, whatever escapes the value was read from: half a character
+    becomes the replacement character. What a text becomes is what its parts become."""
     text = json.dumps(value, ensure_ascii=False)
-    return text if text.isascii() else _SURROGATE.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return f"\\u{ord(found[0]):04x}"
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def _read_json(text: str) -> Any:

@@ -117,7 +117,11 @@ class History:
         ids = tokens[:-1] if ended else tokens
         sound = whole and finish in ("stop", "length") and special.isdisjoint(ids)
         calls = tuple((call.name, call.written) for call in answer.calls)
-        visible = _visible(answer.content, [(name, json.loads(text)) for name, text in calls], turn.schemas)
+        try:
+            read = [(name, json.loads(text)) for name, text in calls]
+        except ValueError:  # given up within a call, which nobody can send back
+            return
+        visible = _visible(answer.content, read, turn.schemas)
         spelled = array("i", turn.ids) + array("i", ids)
         note = Note(answer.content, answer.reasoning, calls, spelled[turn.kept:] if sound else array("i"),
                     digest_of(spelled), turn.parent, turn.kept, turn.opening,

@@ -53,7 +53,7 @@ def head(reader: CallReader, text: str, at: int) -> int:
         reader.state = before_key
         return found.end()
     ended = any(tag in text[at:at + _MOST] for tag in reader.tags.block)
-    if len(text) - at < _MOST and not reader.final and not ended:
+    if len(text) - at < _MOST and not ended:
         return at
     return _begin_scan(reader, "object", "}", at + 1)
 
@@ -73,7 +73,7 @@ def before_key(reader: CallReader, text: str, at: int) -> int:
         reader.arguments.key(_unescaped(found[1] or found[2] or found[3] or ""))
         reader.state = before_value
         return found.end()
-    if len(text) - start < _MOST and not reader.final and _BEGUN_KEY.match(text, start):
+    if len(text) - start < _MOST and _BEGUN_KEY.match(text, start):
         return start
     return _end_early(reader, text, start)
 
@@ -105,8 +105,8 @@ def in_text(reader: CallReader, text: str, at: int) -> int:
         return end + 1
     if found[0] == "\\":
         return _in_escape(reader, text, end)
-    tag = reader.tags.pattern.match(text, end)
-    if tag is None and not reader.final and reader.tags.begins(text, end):
+    tag, is_open = reader.tag_at(text, end)
+    if is_open:
         return end
     if tag and tag.lastgroup in ("opening", "closing"):
         if reader.decided:
@@ -118,7 +118,7 @@ def in_text(reader: CallReader, text: str, at: int) -> int:
 
 
 def _in_escape(reader: CallReader, text: str, at: int) -> int:
-    if not reader.final and _BEGUN_ESCAPE.match(text, at):
+    if _BEGUN_ESCAPE.match(text, at):
         return at
     found = _ESCAPE.match(text, at)
     reader.arguments.text(_character(found) if found else "\\")
@@ -131,13 +131,13 @@ def after_text(reader: CallReader, text: str, at: int) -> int:
     reader.pieces.append(text[at:start])
     if start == len(text):
         return start
-    tag = reader.tags.pattern.match(text, start)
-    if tag is None and text[start] == "<" and not reader.final and reader.tags.begins(text, start):
+    tag, is_open = reader.tag_at(text, start)
+    if is_open:
         return start
     if text[start] in ",}" or (tag and tag.lastgroup in ("opening", "closing")):
         reader.arguments.end_text()
         reader.state = before_key
-    else:
+    elif not reader.fall_back():
         reader.arguments.text('"' + "".join(reader.pieces))
         reader.state = in_text
     return start
@@ -151,7 +151,7 @@ def scan(reader: CallReader, text: str, at: int) -> int:
         if sign[0] == "<":
             reader.pieces.append(text[at:mark.start()])
             at = mark.start()
-            if not now.quote or reader.decided:
+            if not now.quote or reader.decided or now.what == "rest":
                 reader.decided = False
                 return _stopped(reader, text, at)
             reader.doubt(text[at:])
@@ -165,7 +165,7 @@ def scan(reader: CallReader, text: str, at: int) -> int:
         else:
             now.depth += 1 if sign in "[{" else -1 if sign in "]}" and now.depth else 0
     end = reader.open_tag(text, seen)
-    if not reader.final and text[seen:].endswith("\\"):
+    if text[seen:].endswith("\\"):
         end = min(end, len(text) - 1)
     reader.pieces.append(text[at:end])
     return end
@@ -184,13 +184,28 @@ def after_object(reader: CallReader, text: str, at: int) -> int:
     return _end_early(reader, text, start)
 
 
-def stop(reader: CallReader) -> str | None:
+def cut(reader: CallReader, held: str, closes: bool) -> str:
+    """The text ends with what was held back, the beginning of a closing tag perhaps; gives what is in no call."""
+    if reader.state is in_text and not closes and held[:1] != "\\":
+        reader.arguments.text(held)
+    if reader.state is head:
+        _begin_scan(reader, "object", "}", 0)
+        held = held[1:]
+    if reader.state is not scan:
+        return ""
+    reader.pieces.append(held)
+    return _stop(reader) or ""
+
+
+def _stop(reader: CallReader) -> str | None:
     """What is read as a whole ends here. If it is an object that is no call: its text."""
     written, what = "".join(reader.pieces), reader.json.what
     if what == "object":
         return None if _say_call(reader, "{" + written) else "{" + written
     if what == "value":
         reader.arguments.value(_read(written))
+    else:
+        reader.aside.append(written)
     return None
 
 
@@ -209,6 +224,8 @@ def _scanned(reader: CallReader, text: str, at: int) -> int:
         written = "{" + "".join(reader.pieces)
         if not _say_call(reader, written + "}"):
             return _no_call(reader, written, text, at, at + 1)
+    elif not (rest := "".join(reader.pieces)).startswith(","):  # else more keys of the object
+        reader.aside.append(rest)
     reader.trust()
     reader.state = after_object
     return at + 1
@@ -217,7 +234,7 @@ def _scanned(reader: CallReader, text: str, at: int) -> int:
 def _stopped(reader: CallReader, text: str, at: int) -> int:
     """At a tag outside of quotes, or one that is known to end the block."""
     end = _behind(reader, text, at)
-    written = stop(reader)
+    written = _stop(reader)
     return reader.close(text, end) if written is None else _no_call(reader, written, text, at, end)
 
 
@@ -230,10 +247,10 @@ def _no_call(reader: CallReader, written: str, text: str, at: int, end: int) -> 
 
 def _end_early(reader: CallReader, text: str, at: int) -> int:
     """The block is over, whether its brackets are closed or not: at a tag, or at what is no JSON."""
-    tag = reader.tags.pattern.match(text, at)
+    tag, is_open = reader.tag_at(text, at)
     if tag and tag.lastgroup in ("opening", "closing"):
         return reader.close(text, _behind(reader, text, at))
-    if tag is None and text[at] == "<" and not reader.final and reader.tags.begins(text, at):
+    if is_open:
         return at
     return at if reader.fall_back() else reader.close(text, at)
 
@@ -253,6 +270,8 @@ def _say_call(reader: CallReader, text: str) -> bool:
     except (ValueError, KeyError, TypeError, AttributeError):
         return False
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return False
+    if any(tag in key for key in call for tag in reader.tags.block):  # a quote is missing, and more was read as text
         return False
     reader.begin(name.encode("utf-8", "replace").decode())
     reader.settle()

@@ -10,10 +10,12 @@ def open_suffix(text: str, needles: Sequence[str]) -> int:
     """Length of the longest end of `text` that may be the beginning of a needle."""
     longest = 0
     for needle in needles:
-        for length in range(min(len(needle) - 1, len(text)), longest, -1):
-            if text.endswith(needle[:length]):
-                longest = length
+        at = text.find(needle[0], max(len(text) - len(needle) + 1, 0), len(text) - longest)
+        while at >= 0:
+            if needle.startswith(text[at:]):
+                longest = len(text) - at
                 break
+            at = text.find(needle[0], at + 1, len(text) - longest)
     return longest
 
 

@@ -21,6 +21,7 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
     body.refuse_unsupported()
     processor, tools = served.llm.chat_processor, body.shown_tools()
     job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
+                         parallel_calls=body.parallel_tool_calls is not False,
                          variables=_understood(body, partial(processor.knows, tools=tools)),
                          thinking_budget=body.thinking_budget, opens=body.opens())
     return _speculating(job, body.speculate)

@@ -24,7 +24,6 @@ _COMPLETION_TOKENS = 16
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
@@ -106,7 +105,7 @@ class ChatRequest(_Common):
     messages: list[Any]
     tools: list[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None

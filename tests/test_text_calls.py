@@ -1,0 +1,59 @@
+"""What models write is read alike however it is cut, and arguments stream. `tool_outputs.jsonl` has outputs."""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+import pytest
+from call_cases import Output, atoms, meaning, outputs, read, router, state, tokens
+
+from deltic.text.deltas import Delta, join
+from deltic.text.tools import PARSERS
+
+OUTPUTS = outputs()
+IDS = pytest.mark.parametrize("ids", [False, True], ids=["texts", "ids"])
+LONGEST = 12  # bytes of a token
+
+
+def small(output: Output, ids: bool) -> list[bytes]:
+    form = PARSERS[output.form]
+    assert form
+    return atoms(output.text.encode(), form, ids)
+
+
+def check_every_split(output: Output, ids: bool, longest: int) -> None:
+    """Into tokens of at most so many bytes. After each of them the reader is as if each byte had come alone; so it is
+    after any number of them."""
+    pieces = small(output, ids)
+    reader, said = router(output, ids), list[Delta]()
+    readers = [(reader.copy(), list(said))]
+    for piece in pieces:
+        said += reader.feed(piece)  # type: ignore[arg-type]
+        readers.append((reader.copy(), list(said)))
+    states = [state(*known) for known in readers]
+    for start in range(len(pieces)):
+        for end in range(start + 2, min(len(pieces), start + longest) + 1):
+            if len(pieces[end - 1]) > 1 or len(pieces[start]) > 1:
+                break
+            before, known = readers[start]
+            after = before.copy()
+            more = after.feed(b"".join(pieces[start:end]))  # type: ignore[arg-type]
+            assert state(after, [*known, *more]) == states[end], output.text[:end]
+
+
+def test_there_are_enough() -> None:
+    assert len(OUTPUTS) >= 200 and len({str(output) for output in OUTPUTS}) == len(OUTPUTS)
+    assert {output.form for output in OUTPUTS} == {"qwen", "json", "minimax"}
+
+
+@IDS
+@pytest.mark.parametrize("output", OUTPUTS, ids=str)
+def test_what_is_meant(output: Output, ids: bool) -> None:
+    for pieces in (small(output, ids), tokens(small(output, ids), repeat(1 << 20))):
+        assert meaning(join(read(output, pieces, ids))) == (output.reasoning, output.content, output.calls)
+
+
+@IDS
+@pytest.mark.parametrize("output", OUTPUTS, ids=str)
+def test_every_split_into_tokens(output: Output, ids: bool) -> None:
+    check_every_split(output, ids, LONGEST)
