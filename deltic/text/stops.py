@@ -23,14 +23,17 @@ def open_suffix(text: str, needles: Sequence[str]) -> int:
 class StopScanner:
     """Lets text pass up to the first stop string, and holds back what may become one.
 
-    The stop string that is complete first wins; of several that end together, the one that began first. found: it,
-    where the text has not `stopped` for another reason.
+    The stop string that is complete first wins; of several that end together, the one that began first. found: it.
     """
 
     stops: tuple[str, ...]
     held: str = ""
-    stopped: bool = False
     found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Take more text, give the part that is certain to come before any stop string."""
@@ -40,7 +43,7 @@ class StopScanner:
         ends = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if ends:
             end, start = min(ends)
-            self.stopped, self.found, self.held = True, text[start:end], ""
+            self.found, self.held = text[start:end], ""
             return text[:start]
         cut = len(text) - open_suffix(text, self.stops)
         self.held = text[cut:]
@@ -53,4 +56,4 @@ class StopScanner:
 
     def copy(self) -> StopScanner:
         """An independent scanner in the same state."""
-        return StopScanner(self.stops, self.held, self.stopped, self.found)
+        return StopScanner(self.stops, self.held, self.found)

@@ -82,13 +82,13 @@ class Router:
         self._retries = _MOST_RETRIES
         self._called = self.characters = 0
         self._call_id = ""
-        self._complete = False  # it has stopped, with all that was said
+        self._over = self._complete = False  # it ends with its first call; and that was all
         self._out: list[Delta] = []
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete; nothing is emitted any more."""
-        return self.stops.stopped
+        """Whether a stop string is complete, or the one call that is wanted; nothing is emitted any more."""
+        return self._over or self.stops.stopped
 
     @property
     def region(self) -> Region:
@@ -258,8 +258,8 @@ class Router:
             self._write(self._gap + reader.failed)
         else:
             self._enter("content", _SPACES, _ENDLESS)
-            self.stops.stopped = self._calls.one_call and self._called > 0
-            self._complete = self.stops.stopped and self._called == 1 and not rest
+            self._over = self._calls.one_call and self._called > 0
+            self._complete = self._over and self._called == 1 and not rest
         if rest:
             at = self._split(rest, self._calls.markers) if self._retries > 0 else 0
             self._write(rest[at:])
@@ -302,7 +302,7 @@ class AnswerText:
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete."""
-        return self._stops.stopped
+        return self._router.stopped
 
     @property
     def stop(self) -> str | None:
@@ -317,7 +317,7 @@ class AnswerText:
     def push(self, token: int, /) -> bool:
         """Route the next token before it is read; True if a stop string is complete."""
         self._ahead.append(self._route(token))
-        return self._stops.stopped
+        return self._router.stopped
 
     def take(self, token: int) -> Said:
         """What the next token says."""
