@@ -34,12 +34,12 @@ class Answerer:
 
     def __call__(self, conversations: list[Sample]) -> list[str]:
         outputs = self.llm.generate([self._prompt(c) for c in conversations], self.sampling)
-        decode = self.llm.front.tokenizer.decode
+        decode = self.llm.chat_processor.tokenizer.decode
         return [decode(output.choices[0].tokens, skip_special=False).partition(END)[0] for output in outputs]
 
     def _prompt(self, c: Sample) -> tuple[int, ...]:
         variables = {"enable_thinking": c.thinking}
-        return self.llm.front.chat(c.messages, tools=c.tools, variables=variables).request.prompt
+        return self.llm.chat_processor.chat(c.messages, tools=c.tools, variables=variables).request.prompt
 
 
 def visible(text: str, thinking: bool) -> str | None:
