@@ -10,10 +10,18 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import count
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from common import ROOT, Answer, Worker, environment, record, spread, work
+
+if TYPE_CHECKING:
+    from deltic.cli.measure import Case
+    from deltic.engine.engine import Engine
+    from deltic.types import TokenOut
 
 QUESTION = "What is the capital of France?"
 
@@ -22,9 +30,8 @@ def main() -> None:
     args = _arguments()
     if args.worker:
         return work(args.worker, _start)
-    wanted = args.only or ("start", "speed", "memory")
-    for name in wanted:
-        {"start": _start_up, "speed": _speed, "memory": _memory}[name](args)
+    for name in args.only or TASKS:
+        TASKS[name](args)
 
 
 def _arguments() -> argparse.Namespace:
@@ -32,7 +39,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="default: what deltic chooses for the model")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
-    parser.add_argument("--only", action="append", choices=("start", "speed", "memory"))
+    parser.add_argument("--only", action="append", choices=TASKS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.repeat = min(args.repeat, 2) if args.quick else args.repeat
@@ -77,6 +84,23 @@ def _speed(args: argparse.Namespace) -> None:
     worker.close()
 
 
+def _step(args: argparse.Namespace) -> None:
+    """What a step that decodes costs outside of the kernels: planning, dispatch, bookkeeping. No drafts."""
+    for model in (None, "qwen3.5-0.8b"):
+        settings = {"model": model, "layers": 4 if args.quick else None, "threads": args.threads, "max_batch": 8,
+                    "max_context": 1024, "speculate": "off"}
+        worker = Worker(__file__, settings)
+        for batch in (1, 8):
+            task = {"prompt_tokens": 30, "new_tokens": (16 if model else 500) // (4 if args.quick else 1),
+                    "batch": batch, "outside": True}
+            worker.ask(task)
+            runs = [worker.ask(task) for _ in range(args.repeat)]
+            figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
+            record("engine", {"task": "step", "model": model or "tiny", "dtype": "bfloat16", "unit": "us",
+                              "threads": worker.ready["threads"], **task, **figures})
+        worker.close()
+
+
 def _memory(args: argparse.Namespace) -> None:
     """Peak memory of the 0.8b shape with 2,048 tokens of context, beside the size of its weights."""
     context, new = (256, 4) if args.quick else (2048, 16)
@@ -101,15 +125,48 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     imported, seeds = peak_memory_mib(), count()
     model = RandomModel(settings["model"], settings["layers"]) if settings["model"] else None
     llm = LLM(model, dtype="bfloat16", threads=settings["threads"], max_batch=settings["max_batch"],
-              max_context=settings["max_context"])
+              max_context=settings["max_context"], speculate=settings.get("speculate", "auto"))
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
-        run = llm.worker.call(lambda engine: trial(engine, Case(**task), next(seeds)))
+        outside, case = task.pop("outside", False), Case(**task)
+        if outside:
+            return llm.worker.call(lambda engine: _outside(engine, case, next(seeds)))
+        run = llm.worker.call(lambda engine: trial(engine, case, next(seeds)))
         return {**asdict(run), "peak_mib": round(peak_memory_mib(), 1)}
     return {"weights_mib": round(weight_bytes(llm.runtime.config, "bfloat16") / (1 << 20), 1),
             "threads": llm.runtime.threads, "imported_mib": round(imported, 1),
             "loaded_mib": round(peak_memory_mib(), 1)}, answer
 
+
+def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
+    """Medians over a trial's steps that only decode, in microseconds: of a step, and of what of it no kernel ran."""
+    from deltic.cli.measure import trial
+    from deltic.ops.cpu.library import Pool
+
+    steps, inside, call, step = list[tuple[float, float]](), [0.0], Pool.call, engine.step
+
+    def timed_call(pool: Pool, kernel: Callable[..., int], *arguments: object) -> None:
+        def timed(*native: object) -> int:
+            began = time.perf_counter()
+            status = kernel(*native)
+            inside[0] += time.perf_counter() - began
+            return status
+        call(pool, timed, *arguments)
+
+    def timed_step() -> list[TokenOut]:
+        began, inside[0] = time.perf_counter(), 0.0
+        events = step()
+        steps.append((time.perf_counter() - began, inside[0]))
+        return events
+
+    with patch.object(Pool, "call", timed_call), patch.object(engine, "step", timed_step):
+        trial(engine, case, seed)
+    steps = steps[-case.new_tokens // 2:]  # by then all prompts have been read
+    whole, outside = median(a for a, _ in steps) * 1e6, median(a - b for a, b in steps) * 1e6
+    return {"step": whole, "outside": outside, "share": outside / whole}
+
+
+TASKS = {"start": _start_up, "speed": _speed, "step": _step, "memory": _memory}
 
 if __name__ == "__main__":
     main()
