@@ -58,6 +58,11 @@ DEVICE float silu(float x) { return x * sigmoid(x); }
 DEVICE float load(const float *p) { return __ldcg(p); }
 DEVICE float load(const u16 *p) { return wide(__ldcg(p)); }
 DEVICE float4 load4(const float *p) { return __ldcg((const float4 *)p); }
+// One store of 16 bytes, as the compiler, left to itself, makes four of it. policy: of `read_once`.
+DEVICE void store4_once(float *p, float4 v, u64 policy) {
+    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1,%2,%3,%4}, %5;"
+                 :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "l"(policy) : "memory");
+}
 // For data that nobody reads again soon: it shall not push other data out of the second-level cache.
 DEVICE u64 read_once() {
     u64 policy;
@@ -70,11 +75,6 @@ DEVICE float4 load4_once(const float *p, u64 policy) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.f32 {%0,%1,%2,%3}, [%4], %5;"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p), "l"(policy));
     return v;
-}
-// One store of 16 bytes, as the compiler, left to itself, makes four of it; of the same kind.
-DEVICE void store4_once(float *p, float4 v, u64 policy) {
-    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1,%2,%3,%4}, %5;"
-                 :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "l"(policy) : "memory");
 }
 DEVICE uint4 load8(const u16 *p) { return __ldcg((const uint4 *)p); }
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
