@@ -58,9 +58,10 @@ DEVICE float silu(float x) { return x * sigmoid(x); }
 DEVICE float load(const float *p) { return __ldcg(p); }
 DEVICE float load(const u16 *p) { return wide(__ldcg(p)); }
 DEVICE float4 load4(const float *p) { return __ldcg((const float4 *)p); }
-// One store of 16 bytes: left to itself the compiler makes four of it.
-DEVICE void store4(float *p, float4 v) {
-    asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+// One store of 16 bytes, as the compiler, left to itself, makes four of it. policy: of `read_once`.
+DEVICE void store4_once(float *p, float4 v, u64 policy) {
+    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1,%2,%3,%4}, %5;"
+                 :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "l"(policy) : "memory");
 }
 // For data that nobody reads again soon: it shall not push other data out of the second-level cache.
 DEVICE u64 read_once() {

@@ -109,6 +109,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     }
     // One token, whose inputs are convolved. last: where the state is to be stored.
     DEVICE void advance(int token, const Gates &of, float *last) {
+        const u64 policy = read_once();
         const float *query = m.mixed, *key = m.mixed + DK, *value = m.mixed + 2 * DK + part * BV;
         const int column = tid % COLUMNS, group = tid / COLUMNS;
         float query_square = 0, key_square = 0, dot = 0;
@@ -168,7 +169,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
             const float k = key[group + i * GROUPS] * key_factor;
             s[i] = make_float4(__fmaf_rn(k, u[0], keep * s[i].x), __fmaf_rn(k, u[1], keep * s[i].y),
                                __fmaf_rn(k, u[2], keep * s[i].z), __fmaf_rn(k, u[3], keep * s[i].w));
-            if (last) store4(last + place() + i * GROUPS * DV, s[i]);
+            if (last) store4_once(last + place() + i * GROUPS * DV, s[i], policy);
         }
         __syncthreads();
         if (NORMS && tid < BV) {
