@@ -126,7 +126,7 @@ def _reader_state(reader: CallReader) -> object:
 
 
 def _arguments_state(arguments: Arguments) -> object:
-    return {name: "".join(value) if name == "_text" else value for name, value in vars(arguments).items()
+    return {name: "".join(value) if name in ("_text", "aside") else value for name, value in vars(arguments).items()
             if name not in ("out", "_schemas")}
 
 

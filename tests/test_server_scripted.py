@@ -62,13 +62,46 @@ def test_tool_call_deltas() -> None:
     with scripted(CALL + "\n" + CALL) as (served, _):
         chunks = [chunk.choices[0] for chunk in ask(served, tools=TOOLS, stream=True)]
     pieces = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert chunks[-1].finish_reason == "tool_calls" and [piece.index for piece in pieces] == [0, 0, 1, 1]
-    assert [bool(piece.id) for piece in pieces] == [True, False] * 2, "id, type and name are on the first piece only"
-    assert [piece.type for piece in pieces] == ["function", None] * 2
-    assert [piece.function.name for piece in pieces] == ["weather", None] * 2
+    assert chunks[-1].finish_reason == "tool_calls"
+    for index in (0, 1):
+        first, *others = [piece for piece in pieces if piece.index == index]
+        assert (first.type, first.function.name, first.function.arguments) == ("function", "weather", "") and first.id
+        assert len(others) > 3, "arguments come in pieces"
+        assert not any(piece.id or piece.type or piece.function.name for piece in others)
     for index in (0, 1):
         text = "".join(piece.function.arguments for piece in pieces if piece.index == index)
         assert json.loads(text) == {"city": "Oslo", "days": 3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_where_parallel_ones_are_not_wanted(stream: bool) -> None:
+    """The model goes no further than the first; what it said so far is one call and a whole answer."""
+    with scripted("I look.\n" + CALL + "\n" + CALL.replace("Oslo", "Rome")) as (served, _):
+        asked = ask(served, tools=TOOLS, parallel_tool_calls=False, stream=stream)
+        if stream:
+            chunks = [chunk.choices[0] for chunk in asked]
+            found = "".join(call.function.arguments for chunk in chunks for call in chunk.delta.tool_calls or [])
+            finish = chunks[-1].finish_reason
+        else:
+            finish, message = asked.choices[0].finish_reason, asked.choices[0].message
+            found, = [call.function.arguments for call in message.tool_calls]
+            assert message.content == "I look."
+    assert finish == "tool_calls" and json.loads(found) == {"city": "Oslo", "days": 3}
+
+
+def test_a_stream_says_what_the_whole_answer_says() -> None:
+    text = (THOUGHT + "One.\n" + CALL + "\nTwo.\n" + CALL.replace("3", "many")
+            + '\n<tool_call>\n{"name": "weather", "arguments": {"city": "\\u00c5s", "days": "4"}}\n</tool_call>\n'
+            "Three.")
+    with scripted(text) as (served, _):
+        whole = ask(served, tools=TOOLS).choices[0].message
+    with scripted(text) as (served, _):
+        deltas = [chunk.choices[0].delta for chunk in ask(served, tools=TOOLS, stream=True)]
+    pieces = [call for delta in deltas for call in delta.tool_calls or []]
+    assert whole.content == "".join(delta.content or "" for delta in deltas) == "One.Two.Three."
+    assert [call.function.arguments for call in whole.tool_calls] == [
+        "".join(piece.function.arguments for piece in pieces if piece.index == index) for index in range(3)] == [
+            '{"city": "Oslo", "days": 3}', '{"city": "Oslo", "days": "many"}', '{"city": "Ås", "days": 4}']
 
 
 def test_the_client_library_assembles_a_streamed_call() -> None:

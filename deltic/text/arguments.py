@@ -18,7 +18,7 @@ class Said(NamedTuple):
 
 
 class Arguments:
-    """The calls of one block. What is certain to be said is in `out`.
+    """The calls of one block. What they say is in `out`, text that is no part of them in `aside`.
 
     schemas: by the names of tools. streams: texts are said as they come, where the schema leaves them as they are.
     decodes: texts are JSON where they can be. drops_empty: a call without arguments is none.
@@ -27,12 +27,14 @@ class Arguments:
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, streams: bool, decodes: bool,
                  drops_empty: bool) -> None:
         self.out: list[Said] = []
+        self.aside: list[str] = []
         self._schemas, self._streams, self._decodes, self._drops_empty = schemas, streams, decodes, drops_empty
         self._schema: Mapping[str, Any] = {}
         self._keys: set[str] | None = None  # of the call that is open
-        # of the open value: its key, whether its text is said at once, whether that has begun, else what there is of it
+        # of the open value: its key, whether its text is said at once, whether that has begun, whether there was one
+        # with this key before, and what there is of it
         self._key: str | None = None
-        self._live = self._begun = False
+        self._live = self._begun = self._repeated = False
         self._text: list[str] = []
 
     @property
@@ -51,9 +53,10 @@ class Arguments:
         self.out.append(Said(name))
 
     def key(self, key: str) -> None:
-        """Of a value that follows; one that was there already is left out."""
-        self._key, self._begun, self._text = key, False, []
-        self._live = self._streams and stays_text(key, self._schema)
+        """Of a value that follows. Where there is one with this key already, it is no part of the call."""
+        assert self._keys is not None
+        self._key, self._begun, self._text, self._repeated = key, False, [], key in self._keys
+        self._live = self._streams and not self._repeated and stays_text(key, self._schema)
 
     def text(self, text: str) -> None:
         """More of a value that is text."""
@@ -81,12 +84,14 @@ class Arguments:
         key, self._key = self._key, None
         if key is None:
             return
+        if self._repeated:
+            self.aside += [written if isinstance(written, str) else dumps(written), "\n"]
+            return
         if self._decodes and isinstance(written, str):
             written = _decoded(written, types_of(key, self._schema) == {"string"})
         typed = coerce(written, argument_schema(key, self._schema), self._schema)
         before = self._before(key)
-        if before:
-            self.out.append(Said(None, before + dumps(typed), before + dumps(written)))
+        self.out.append(Said(None, before + dumps(typed), before + dumps(written)))
 
     def end(self) -> None:
         """Of the call, if one is open."""
@@ -103,25 +108,19 @@ class Arguments:
     def copy(self) -> Arguments:
         """Independent ones in the same state."""
         twin = copy.copy(self)
-        twin.out, twin._text = self.out.copy(), self._text.copy()
+        twin.out, twin.aside, twin._text = self.out.copy(), self.aside.copy(), self._text.copy()
         twin._keys = None if self._keys is None else self._keys.copy()
         return twin
 
     def _say_text(self, escaped: str) -> None:
         if not self._begun:
             assert self._key is not None
-            self._begun, before = True, self._before(self._key)
-            if not before:
-                self._live, self._key = False, None
-                return
-            escaped = f'{before}"{escaped}'
+            self._begun, escaped = True, f'{self._before(self._key)}"{escaped}'
         self.out.append(Said(None, escaped, escaped))
 
     def _before(self, key: str) -> str:
-        """What stands before a value; nothing if there is one with this key already."""
+        """What stands before a value."""
         assert self._keys is not None
-        if key in self._keys:
-            return ""
         self._keys.add(key)
         return f"{', ' if len(self._keys) > 1 else '{'}{dumps(key)}: "
 

@@ -52,7 +52,6 @@ class CallReader:
         self.certain = False  # that there is a call
         self.failed = ""  # the text of a block that has no call
         self.state: State = bare_call if self.bare else block_begins
-        self.aside: list[str] = []  # text in the block that is no part of a call
         self._raw = [] if self.bare else [opening]  # all text, until there is a call for certain
         self._held, self._rest = "", None  # type: str, str | None
         self._again: str | None = None
@@ -117,7 +116,7 @@ class CallReader:
         """An independent reader in the same state."""
         twin = copy.copy(self)
         twin.arguments, twin.json = self.arguments.copy(), copy.copy(self.json)
-        twin._raw, twin.pieces, twin.aside = self._raw.copy(), self.pieces.copy(), self.aside.copy()
+        twin._raw, twin.pieces = self._raw.copy(), self.pieces.copy()
         if self._doubt:
             twin._doubt = _Doubt(self._doubt.before, self._doubt.since.copy(), self._doubt.said)
         return twin
@@ -199,7 +198,7 @@ class CallReader:
 
     def _beside(self, rest: str) -> str:
         """What was no part of a call stands behind them."""
-        aside = "".join(self.aside).strip(SPACES)
+        aside = "".join(self.arguments.aside).strip(SPACES)
         return f"{aside}\n{rest}" if aside else rest
 
     def value(self, text: str) -> None:
@@ -238,7 +237,7 @@ def bare_call(reader: CallReader, text: str, at: int) -> int:
 def before_function(reader: CallReader, text: str, at: int) -> int:
     """In a block that has no function yet."""
     tag, start = reader.next_tag(text, at)
-    reader.aside.append(text[at:start])
+    reader.arguments.aside.append(text[at:start])
     if tag is None:
         return start
     if tag.lastgroup in ("opening", "closing"):
@@ -254,7 +253,7 @@ def in_function(reader: CallReader, text: str, at: int) -> int:
     tag, start = reader.next_tag(text, at)
     if not reader.certain and not reader.form.streams and text[at:start].strip(SPACES):
         return reader.fail(text, skip_spaces(text, at))
-    reader.aside.append(text[at:start])
+    reader.arguments.aside.append(text[at:start])
     return start if tag is None else next_part(reader, text, tag)
 
 

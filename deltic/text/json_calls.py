@@ -205,7 +205,7 @@ def _stop(reader: CallReader) -> str | None:
     if what == "value":
         reader.arguments.value(_read(written))
     else:
-        reader.aside.append(written)
+        reader.arguments.aside.append(written)
     return None
 
 
@@ -225,7 +225,7 @@ def _scanned(reader: CallReader, text: str, at: int) -> int:
         if not _say_call(reader, written + "}"):
             return _no_call(reader, written, text, at, at + 1)
     elif not (rest := "".join(reader.pieces)).startswith(","):  # else more keys of the object
-        reader.aside.append(rest)
+        reader.arguments.aside.append(rest)
     reader.trust()
     reader.state = after_object
     return at + 1
@@ -271,7 +271,7 @@ def _say_call(reader: CallReader, text: str) -> bool:
         return False
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return False
-    if any(tag in key for key in call for tag in reader.tags.block):  # a quote is missing, and more was read as text
+    if any(sign in key for key in call for sign in "<\n"):  # a quote is missing, and what follows was read as text
         return False
     reader.begin(name.encode("utf-8", "replace").decode())
     reader.settle()
