@@ -97,12 +97,17 @@ def expected(model: str, params: str = "greedy", prompt: Prompt = PROMPT, choice
     """By the reference's ops."""
     runtime = small_runtime(MODELS[model](), batch=1)
     runtime = replace(runtime, decoder=replace(runtime.decoder, ops=backends()["ref"]))
-    tokens: list[int] = []
+    rows = [fresh_reading(runtime, prompt)[-1]]
+    tokens = [drawn(rows[-1], PARAMS[params], choice, len(prompt))]
+    lease, = runtime.cache.accounts.leases.values()
+    assert runtime.cache.reserve(lease, COUNT) == COUNT
     while len(tokens) < COUNT:
-        fresh = small_runtime(runtime, batch=1)
-        logits = fresh_reading(fresh, prompt, tokens)[len(prompt) - 1:]
-        tokens += [drawn(logits[-1], PARAMS[params], choice, len(prompt) + len(tokens))]
-    return Reference(prompt.ids, tuple(tokens), logits)
+        lease.keys.append(tokens[-1])
+        row = Row((tokens[-1],), lease.done, lease.pages, lease.slot, 1, rotary=((lease.done + prompt.offset,),) * 3)
+        rows.append(runtime.run(build(Plan((row,)), runtime.device))[0].clone())
+        runtime.cache.commit(lease, 1)
+        tokens.append(drawn(rows[-1], PARAMS[params], choice, len(prompt) + len(tokens)))
+    return Reference(prompt.ids, tuple(tokens), torch.stack(rows))
 
 
 def request(prompt: Prompt = PROMPT, name: str = "a", params: str = "greedy", **changes: object) -> Request:
