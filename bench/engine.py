@@ -21,7 +21,7 @@ from common import ROOT, Answer, Worker, environment, record, spread, work
 if TYPE_CHECKING:
     from deltic.cli.measure import Case
     from deltic.engine.engine import Engine
-    from deltic.types import TokenOut
+    from deltic.types import Event
 
 QUESTION = "What is the capital of France?"
 
@@ -153,7 +153,7 @@ def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
             return status
         call(pool, timed, *arguments)
 
-    def timed_step() -> list[TokenOut]:
+    def timed_step() -> list[Event]:
         began, inside[0] = time.perf_counter(), 0.0
         events = step()
         steps.append((time.perf_counter() - began, inside[0]))
