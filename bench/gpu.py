@@ -19,14 +19,17 @@ import torch
 from common import record
 
 from deltic.cli.inspect import weight_bytes
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.types import Request, SamplingParams
+from deltic.weights.names import expected_tensors
 
 BANDWIDTH = 4.4e12
 """Bytes a second that a kernel which only reads reaches on an H200."""
+ARITHMETIC = 790e12
+"""Operations a second that cuBLAS reaches there on large products."""
 
 
 def main() -> None:
@@ -104,15 +107,28 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
     state = 2 * batch * runtime.pools.recurrent[:, 0].nbytes
     keys = 2 * batch * (args.prompt + args.new // 2) * runtime.pools.keys[:, 0, 0].nbytes
     floor = (weights + state + keys) / BANDWIDTH
-    served = "torch" if runtime.step is None else "cuda"
-    record("gpu", {"task": "decode", "model": runtime.name, "served": served, "batch": batch, "prompt": args.prompt,
-                   "new": args.new, "temperature": args.temperature, "graphs": runtime.graphs is not None,
-                   "ops": args.ops, "step_us": round(step * 1e6, 1), "tokens_per_second": round(batch / step, 1),
+    record("gpu", {"task": "decode", "model": runtime.name, "served": _served(runtime), "batch": batch,
+                   "prompt": args.prompt, "new": args.new, "temperature": args.temperature,
+                   "graphs": runtime.graphs is not None, "ops": args.ops, "step_us": round(step * 1e6, 1),
+                   "tokens_per_second": round(batch / step, 1),
                    "host_us": round(median(forwards) * 1e6, 1), "floor_us": round(floor * 1e6, 1),
                    "over_floor": round(step / floor, 2), "ready_s": ready,
                    "reserved_mib": torch.cuda.memory_reserved() >> 20, "replay_us": _replays(runtime, batch)})
     if args.kernels:
         _kernels(runtime, batch)
+
+
+def _served(runtime: Runtime) -> str:
+    return "torch" if runtime.step is None else "cuda"
+
+
+def prompt_operations(config: ModelConfig, tokens: int) -> int:
+    """Of products and attention while a prompt is read; the delta rule's and the only row of the head's are few."""
+    shapes = expected_tensors(config)
+    layers = sum(shape[0] * shape[1] for name, shape in shapes.items()
+                 if ".layers." in name and len(shape) == 2 and ".conv1d." not in name)
+    attention = config.layer_types.count("full_attention") * config.num_attention_heads * config.head_dim
+    return 2 * layers * tokens + 2 * attention * tokens**2
 
 
 def _replays(runtime: Runtime, batch: int) -> float | None:
@@ -167,8 +183,10 @@ def _prefill(runtime: Runtime, args: argparse.Namespace, tokens: int) -> None:
             engine.step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
+    floor = prompt_operations(runtime.config, tokens) / ARITHMETIC
     record("gpu", {"task": "prefill", "model": runtime.name, "tokens": tokens, "budget": args.budget, "ops": args.ops,
-                   "first_token_ms": round(median(times[1:]) * 1e3, 2)})
+                   "first_token_ms": round(median(times[1:]) * 1e3, 2), "floor_ms": round(floor * 1e3, 2),
+                   "over_floor": round(median(times[1:]) / floor, 2), "served": _served(runtime)})
 
 
 if __name__ == "__main__":
