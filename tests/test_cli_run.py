@@ -90,9 +90,10 @@ def test_system_and_template(capsys, tmp_path):
 
 
 def test_stop_ends_before_the_text(capsys):
-    whole = as_json(capsys, "one two one two", "--raw", "--repetition-penalty", "0.01", *SHORT)["text"]
+    asked = ["one two three one two three", "--raw", "--repetition-penalty", "0.01", *SHORT]
+    whole = as_json(capsys, *asked)["text"]
     word = whole.split()[1]
-    cut = as_json(capsys, "one two one two", "--raw", "--repetition-penalty", "0.01", "--stop", word, *SHORT)
+    cut = as_json(capsys, *asked, "--stop", word)
     assert cut["text"] == whole[:whole.index(word)] and cut["finish_reason"] == "stop"
 
 

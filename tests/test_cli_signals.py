@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # A repetition penalty far below 1 repeats the prompt's words for ever.
-ENDLESS = ["run", "--raw", "one two one two", "--repetition-penalty", "0.01", "--max-tokens", "30000", "--threads", "1"]
+ENDLESS = ["run", "--raw", "hello hello hello", "--repetition-penalty", "0.01", "--max-tokens", "30000",
+           "--threads", "1"]
 
 
 def start(*argv):

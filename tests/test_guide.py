@@ -301,7 +301,7 @@ def test_without_think_tokens_only_spelled_blocks_are_closed() -> None:
 # Through LLM
 
 
-QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
+QUESTION = [{"role": "user", "content": "How many legs does a horse have?"}]
 MOST = SamplingParams(temperature=0.0, max_tokens=60)
 
 
