@@ -12,7 +12,7 @@ from deltic.text.tools import PARSERS
 
 OUTPUTS = outputs()
 IDS = pytest.mark.parametrize("ids", [False, True], ids=["texts", "ids"])
-LONGEST = 12  # bytes of a token
+LONGEST = 5  # bytes of a token; those of any length take a few minutes
 
 
 def small(output: Output, ids: bool) -> list[bytes]:
@@ -53,7 +53,34 @@ def test_what_is_meant(output: Output, ids: bool) -> None:
         assert meaning(join(read(output, pieces, ids))) == (output.reasoning, output.content, output.calls)
 
 
+@pytest.mark.slow
+@IDS
+@pytest.mark.parametrize("output", OUTPUTS, ids=str)
+def test_every_split(output: Output, ids: bool) -> None:
+    check_every_split(output, ids, len(output.text.encode()))
+
+
 @IDS
 @pytest.mark.parametrize("output", OUTPUTS, ids=str)
 def test_every_split_into_tokens(output: Output, ids: bool) -> None:
     check_every_split(output, ids, LONGEST)
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """Texts at once, what has to become something else when it is complete."""
+    output = Output("", "qwen", "content", "", "", "", [])
+    written = ["<tool_call>", "\n<function=bash>", "\n<parameter=command>\nec", "ho \"", "hi\"", "\n", "</parameter>\n",
+               "<parameter=timeout>\n1", "2\n</parameter>", "\n</function>", "\n</tool_call>"]
+    reader = router(output)
+    said = [[delta.call.name or delta.call.arguments for delta in reader.feed(piece.encode()) if delta.call]  # type: ignore[arg-type]
+            for piece in written]
+    assert said == [[], ["bash"], ['{"command": "ec'], ['ho \\"'], ['hi\\"'], [], [], ['"'], [],
+                    [', "timeout": 12}'], []]
+
+
+def test_minimax_says_its_calls_when_the_block_is_over() -> None:
+    output = next(output for output in OUTPUTS if output.form == "minimax" and len(output.calls) > 1)
+    reader = router(output)
+    *before, last = [reader.feed(piece) for piece in small(output, False)]  # type: ignore[arg-type]
+    assert not any(delta.call for deltas in before for delta in deltas)
+    assert len(join(last).calls) == len(output.calls)

@@ -76,7 +76,7 @@ class CallReader:
             at = state(self, text, at)
             if self._again is not None:
                 text, at, self._again = self._again, 0, None
-            elif at == start and self.state is state:
+            elif at == len(text) or (at == start and self.state is state):
                 break
         self._held = text[at:]
         return self._rest
@@ -332,6 +332,4 @@ def after_call(reader: CallReader, text: str, at: int) -> int:
     tag, is_open = reader.tag_at(text, start)
     if tag is None:
         return start if is_open else reader.close(text, start)
-    if tag.lastgroup in ("function_end", "parameter_end"):
-        return tag.end()
     return reader.close(text, start) if tag.lastgroup == "parameter" else next_part(reader, text, tag)

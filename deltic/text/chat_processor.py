@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from deltic.config import Limits
 from deltic.errors import ConfigError, RequestError, TemplateError, show
@@ -74,6 +74,17 @@ class ChatConfig:
                               f"{show(self.tool_call_parser)}", "tool_call_parser")
 
 
+class Others(TypedDict, total=False):
+    """What one conversation wants otherwise than its ChatConfig says, where it is not None.
+
+    thinking_budget: tokens that the answer may spend in think blocks; then the open block is closed as the template
+    closes one, and the model goes on freely. It means nothing where the model does not think.
+    """
+
+    history: str | None
+    thinking_budget: int | None
+
+
 class ChatProcessor:
     """Tokenizer and chat template of one model, and what was said with it.
 
@@ -100,23 +111,20 @@ class ChatProcessor:
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             parallel_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None, opens: Opens = "turn",
-             output_format: OutputFormat | None = None) -> Job:
+             parallel_calls: bool = True, variables: Mapping[str, Any] | None = None, opens: Opens = "turn",
+             output_format: OutputFormat | None = None, **others: Unpack[Others]) -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model, whose calls become tool deltas; without parallel_calls the answer ends with the
         first of them.
-        variables: template variables such as enable_thinking. history: another mode than this processor's.
-        thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
-        open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
-        does not think.
+        variables: template variables such as enable_thinking. others: see Others.
         opens: what the answer begins; one that does not begin a turn is not remembered.
         output_format: what the answer has to look like, after the thinking.
         RequestError names what is wrong.
         """
-        mode = self._config.history if history is None else history
-        budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
+        given = {name: value for name, value in others.items() if value is not None}
+        mode: Any = given.get("history", self._config.history)
+        budget: Any = given.get("thinking_budget", self._config.thinking_budget)
         _check(mode, budget, RequestError)
         template = self._template(tools)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Region = Literal["reasoning", "content", "tool"]
 
@@ -25,8 +25,7 @@ class ToolDelta:
     written: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """A piece of an answer: text, or `call` if kind is "tool"."""
 
     kind: Region

@@ -168,14 +168,15 @@ class Router:
         if self._reader:
             self._read_call(self._reader, text)
         elif not self.stopped:
-            text = self._skip_leading(text)
-            self._put(self.stops.push(text) if self._region == "content" else text)
+            if self._skips:
+                text = self._skip_leading(text)
+            if self._region != "content" or not self.stops.stops:
+                return self._put(text)
+            self._put(self.stops.push(text))
             if self.stopped:
                 self._emit_spaces()
 
     def _skip_leading(self, text: str) -> str:
-        if not self._skips:
-            return text
         kept = text.lstrip(self._skip)
         if len(text) - len(kept) > self._skips:
             kept = text[self._skips:]
@@ -183,10 +184,11 @@ class Router:
         return kept
 
     def _put(self, text: str) -> None:
-        text = self._spaces + text
-        cut = len(text.rstrip(_SPACES))
-        self._spaces = text[cut:]
-        self._emit(text[:cut])
+        if self._spaces:
+            text = self._spaces + text
+        kept = text.rstrip(_SPACES)
+        self._spaces = text[len(kept):]
+        self._emit(kept)
 
     def _emit_spaces(self) -> None:
         spaces, self._spaces = self._spaces, ""
