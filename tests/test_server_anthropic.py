@@ -223,6 +223,19 @@ def test_tokens_are_counted(served: Served) -> None:
     assert 0 < few < many == usage.input_tokens + usage.cache_read_input_tokens
 
 
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},
+          "required": ["name", "old"], "additionalProperties": False}
+
+
+def test_answers_keep_to_a_schema(served: Served) -> None:
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = create(served, output_config=form, max_tokens=100)
+    _, streamed = stream(served, output_config=form, max_tokens=100)
+    for message in (answer, streamed):
+        found = json.loads(message.content[0].text)
+        assert set(found) == {"name", "old"} and isinstance(found["old"], bool) and message.stop_reason == "end_turn"
+
+
 def test_tool_choice() -> None:
     with scripted(CALL) as (served, engine):
         none = create(served, tools=TOOLS, tool_choice={"type": "none"})

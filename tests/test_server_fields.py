@@ -71,7 +71,7 @@ def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: 
     with scripted("a b c d e f g h i") as (served, engine):
         response = served.post(path, **asked, **fields)
     assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
-    assert {name: getattr(engine.seen[-1].sampling, name) for name in sampling} == sampling
+    assert {name: getattr(engine.seen[-1].output, name) for name in sampling} == sampling
 
 
 @pytest.mark.parametrize(("fields", "same"), [

@@ -23,8 +23,7 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
     job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
                          parallel_calls=body.parallel_tool_calls is not False,
                          variables=_understood(body, partial(processor.knows, tools=tools)),
-                         thinking_budget=body.thinking_budget, opens=body.opens(),
-                         output_format=body.output_format())
+                         thinking_budget=body.thinking_budget, output_format=body.output_format())
     return _speculating(job, body.speculate)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.server.body import Fields, renamed
-from deltic.text.chat_processor import Opens
 from deltic.text.output_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.types import SamplingParams
 
@@ -172,7 +171,8 @@ class ChatRequest(_Common):
     def variables(self) -> dict[str, Any]:
         """What the chat template is told."""
         given = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort,
-                 "documents": self.documents}
+                 "documents": self.documents, "add_generation_prompt": self.add_generation_prompt,
+                 "continue_final_message": self.continue_final_message}
         return (self.chat_template_kwargs or {}) | {key: value for key, value in given.items() if value is not None}
 
     def checked_messages(self) -> list[Any]:
@@ -180,14 +180,6 @@ class ChatRequest(_Common):
         if not self.messages:
             raise RequestError("messages must have at least one message", "messages")
         return self.messages
-
-    def opens(self) -> Opens:
-        """What the answer begins."""
-        if not self.continue_final_message:
-            return "nothing" if self.add_generation_prompt is False else "turn"
-        if self.add_generation_prompt:
-            raise RequestError("continue_final_message excludes add_generation_prompt", "continue_final_message")
-        return "message"
 
     def _max_tokens(self) -> int | None:
         if self.max_completion_tokens is None:
