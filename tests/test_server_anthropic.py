@@ -272,7 +272,7 @@ def user(content: Any) -> dict[str, Any]:
     ({"system": "\ud800"}, "system.content has a lone"), ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens must be"), ({"max_tokens": "5"}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
-    ({"top_p": 2}, "top_p"), ({"top_k": -1}, "top_k"), ({"stop_sequences": [""]}, "stop_sequences must be"),
+    ({"top_p": 2}, "top_p"), ({"top_k": -2}, "top_k"), ({"stop_sequences": [""]}, "stop_sequences must be"),
     ({"stop_sequences": "x"}, "stop_sequences"), ({"stop_sequences": ["x"] * 100}, "max_stops"),
     ({"stream": "yes"}, "stream"), ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "often"}}, "thinking.type"), ({"thinking": True}, "thinking"),

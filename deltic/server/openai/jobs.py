@@ -51,8 +51,8 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     jobs = [_speculating(served.complete(prompt, sampling, wanted), body.speculate) for prompt in prompts]
     if not body.echo:
         return jobs, Echo()
-    echo = Echo([served.text(prompt) for prompt in prompts], sampling.n)
-    if sum(map(len, echo.prompts)) * sampling.n > served.limits.max_body_mib << 20:
+    echo = Echo([served.text(prompt) for prompt in prompts], body.n or 1)
+    if sum(map(len, echo.prompts)) * echo.choices > served.limits.max_body_mib << 20:
         raise RequestError(f"echo would repeat more than {served.limits.max_body_mib} MiB (max_body_mib): ask for "
                            "fewer answers, or leave it out", "echo")
     return jobs, echo
