@@ -223,6 +223,19 @@ def test_tokens_are_counted(served: Served) -> None:
     assert 0 < few < many == usage.input_tokens + usage.cache_read_input_tokens
 
 
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},
+          "required": ["name", "old"], "additionalProperties": False}
+
+
+def test_answers_keep_to_a_schema(served: Served) -> None:
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = create(served, output_config=form, max_tokens=100)
+    _, streamed = stream(served, output_config=form, max_tokens=100)
+    for message in (answer, streamed):
+        found = json.loads(message.content[0].text)
+        assert set(found) == {"name", "old"} and isinstance(found["old"], bool) and message.stop_reason == "end_turn"
+
+
 def test_tool_choice() -> None:
     with scripted(CALL) as (served, engine):
         none = create(served, tools=TOOLS, tool_choice={"type": "none"})
@@ -259,7 +272,7 @@ def user(content: Any) -> dict[str, Any]:
     ({"system": "\ud800"}, "system.content has a lone"), ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens must be"), ({"max_tokens": "5"}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
-    ({"top_p": 2}, "top_p"), ({"top_k": -1}, "top_k"), ({"stop_sequences": [""]}, "stop_sequences must be"),
+    ({"top_p": 2}, "top_p"), ({"top_k": -2}, "top_k"), ({"stop_sequences": [""]}, "stop_sequences must be"),
     ({"stop_sequences": "x"}, "stop_sequences"), ({"stop_sequences": ["x"] * 100}, "max_stops"),
     ({"stream": "yes"}, "stream"), ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "often"}}, "thinking.type"), ({"thinking": True}, "thinking"),

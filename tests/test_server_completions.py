@@ -49,6 +49,19 @@ def test_echo(served: Served, prompt: Any) -> None:
     assert echoed == "Once upon" + plain == "".join(chunk.choices[0].text for chunk in chunks)
 
 
+def test_the_best_of_several(served: Served) -> None:
+    asked: dict[str, Any] = LIMITS | {"temperature": 3.0, "seed": 5, "prompt": ["Once", "Twice"], "echo": False}
+    many = served.client.completions.create(**asked | {"n": 4}, logprobs=0).choices
+    best = served.client.completions.create(**asked, best_of=4)
+    worth = {choice.index: sum(choice.logprobs.token_logprobs) / 6 for choice in many if choice.logprobs}
+    expected = [max(range(start, start + 4), key=worth.__getitem__) for start in (0, 4)]
+    assert [choice.text for choice in best.choices] == [many[index].text for index in expected]
+    assert [choice.index for choice in best.choices] == [0, 1] and best.choices[0].logprobs is None
+    assert best.usage and best.usage.completion_tokens == 48
+    two = served.client.completions.create(**asked | {"prompt": "Once", "echo": True}, n=2, best_of=4).choices
+    assert two[0].text == "Once" + best.choices[0].text and two[1].text.startswith("Once")
+
+
 def test_echo_without_new_tokens(served: Served) -> None:
     answer = served.client.completions.create(model="tiny", prompt="Once upon", max_tokens=0, echo=True)
     assert answer.choices[0].text == "Once upon" and answer.usage and answer.usage.completion_tokens == 0
@@ -97,7 +110,8 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"suffix": "end"}, "suffix"), ({"best_of": 3}, "best_of"), ({"n": 2, "best_of": 1}, "best_of"),
+    ({"suffix": "end"}, "suffix"), ({"best_of": 3, "stream": True}, "best_of"),
+    ({"best_of": 1000}, "n"), ({"n": 2, "best_of": 1}, "best_of"),
     ({"echo": True, "logprobs": 1}, "echo"), ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"),
     ({"prompt": [[1], []]}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [True]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [99999999]}, "prompt"), ({"prompt": [-1]}, "prompt"),

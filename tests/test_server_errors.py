@@ -44,7 +44,7 @@ def user(content: Any) -> list[Any]:
     ({"max_tokens": 1.5}, "max_tokens"), ({"max_tokens": None, "max_completion_tokens": -2}, "max_completion_tokens"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"), ({"temperature": []}, "temperature"),
-    ({"top_p": 2}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"top_k": -1}, "top_k"), ({"n": 0}, "n"), ({"n": 1000}, "n"),
+    ({"top_p": 2}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"top_k": -2}, "top_k"), ({"n": 0}, "n"), ({"n": 1000}, "n"),
     ({"presence_penalty": 3}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"seed": 1.5}, "seed"), ({"seed": 1 << 70}, "seed"), ({"seed": 10 ** 400}, "seed"),
     ({"max_repeat": 10 ** 400}, "max_repeat"), ({"thinking_budget": 10 ** 400}, "thinking_budget"),

@@ -63,6 +63,7 @@ def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(("path", "fields", "sampling"), [
     (CHAT, {"max_tokens": -1}, {"max_tokens": None}), (CHAT, {"max_completion_tokens": -1}, {"max_tokens": None}),
     (TEXT, {"n_predict": -1}, {"max_tokens": None}), (TEXT, {"n_predict": 7}, {"max_tokens": 7}),
+    (CHAT, {"top_k": -1}, {"top_k": 0}), (MESSAGES, {"top_k": -1, "max_tokens": 5}, {"top_k": 0}),
     (CHAT, {"num_predict": 7}, {"max_tokens": 7}), (CHAT, {"max_new_tokens": 7, "max_tokens": 5}, {"max_tokens": 5}),
     (CHAT, {"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}), (CHAT, {"min_new_tokens": 2}, {"min_tokens": 2}),
 ])
@@ -71,7 +72,7 @@ def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: 
     with scripted("a b c d e f g h i") as (served, engine):
         response = served.post(path, **asked, **fields)
     assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
-    assert {name: getattr(engine.seen[-1].sampling, name) for name in sampling} == sampling
+    assert {name: getattr(engine.seen[-1].output, name) for name in sampling} == sampling
 
 
 @pytest.mark.parametrize(("fields", "same"), [

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 from test_server_harness import Scripted, Served, serving, tiny, wait_until
 
 from deltic import LLM
@@ -168,6 +169,21 @@ def test_the_next_turn_reads_only_what_is_new(served: Served) -> None:
     for before, after in ((first, second), (second, third)):
         assert after.usage.input_tokens_details.cached_tokens >= before.usage.total_tokens - 1
     assert third.previous_response_id == second.id
+
+
+class Person(BaseModel):
+    name: Literal["Ada", "Bob"]
+    old: bool
+
+
+def test_answers_keep_to_a_schema(served: Served) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "Who?", "text_format": Person, "max_output_tokens": 100}
+    parsed = served.client.responses.parse(**asked)
+    with served.client.responses.stream(**asked) as stream:
+        streamed = stream.get_final_response()
+    for response in (parsed, streamed):
+        assert isinstance(response.output_parsed, Person) and response.status == "completed"
+    assert parsed.text.format.type == "json_schema"  # type: ignore[union-attr]
 
 
 def test_kept_responses_can_be_asked_for_and_deleted() -> None:

@@ -56,7 +56,6 @@ _HONOURED: Mapping[str, Honour] = {
     "n_predict": _as("max_tokens"), "num_predict": _as("max_tokens"), "max_new_tokens": _as("max_tokens"),
     "min_new_tokens": _as("min_tokens"), "repeat_penalty": _as("repetition_penalty"), "think": _think,
     "reasoning": _reasoning, "thinking": _thinking, "usage": _usage, "stop_sequences": _as("stop"),
-    "ignore_eos_token": _as("ignore_eos"), "best_of_n": _as("best_of"),
 }
 
 _REFUSED: Mapping[str, Refused] = {

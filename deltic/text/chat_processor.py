@@ -111,14 +111,14 @@ class ChatProcessor:
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             parallel_calls: bool = True, variables: Mapping[str, Any] | None = None, opens: Opens = "turn",
+             parallel_calls: bool = True, variables: Mapping[str, Any] | None = None,
              output_format: OutputFormat | None = None, **others: Unpack[Others]) -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model, whose calls become tool deltas; without parallel_calls the answer ends with the
         first of them.
-        variables: template variables such as enable_thinking. others: see Others.
-        opens: what the answer begins; one that does not begin a turn is not remembered.
+        variables: template variables such as enable_thinking, and add_generation_prompt and continue_final_message as
+        transformers has them: an answer that does not begin a turn is not remembered. others: see Others.
         output_format: what the answer has to look like, after the thinking.
         RequestError names what is wrong.
         """
@@ -126,7 +126,7 @@ class ChatProcessor:
         mode: Any = given.get("history", self._config.history)
         budget: Any = given.get("thinking_budget", self._config.thinking_budget)
         _check(mode, budget, RequestError)
-        template = self._template(tools)
+        template, (variables, opens) = self._template(tools), _opens(variables or {})
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
@@ -186,6 +186,18 @@ class ChatProcessor:
             log.warning("the system message begins with a billing header, which changes from request to request and "
                         "keeps prompts from being reused: --strip-billing-header removes it")
         return messages
+
+
+def _opens(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Opens]:
+    """The variables without those that say what the answer begins, and that."""
+    rest = dict(variables)
+    begins, continues = (rest.pop(name, None) for name in ("add_generation_prompt", "continue_final_message"))
+    for name, value in (("add_generation_prompt", begins), ("continue_final_message", continues)):
+        if value not in (None, True, False):
+            raise RequestError(f"{name} must be true or false, not {show(value)}", name)
+    if begins and continues:
+        raise RequestError("continue_final_message excludes add_generation_prompt", "continue_final_message")
+    return rest, "message" if continues else "nothing" if begins is False else "turn"
 
 
 def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bound: Bound = UNBOUNDED) -> Job:

@@ -45,7 +45,7 @@ class _Endpoints:
         body, job = await self.served.read(request, MessagesRequest, self._job)
         run = await self.served.start(request, [job], "messages", not body.stream)
         if body.stream:
-            started = Usage(len(job.request.prompt), 0, 0)
+            started = Usage(len(job.request.ids), 0, 0)
             events = _stream(run, message(self.served.name, started), Blocks(body.shows_thinking))
             return EventStream(events, error_event, run.close)
         done, = await self.served.wholes(request, run)
@@ -55,7 +55,7 @@ class _Endpoints:
 
     async def count(self, request: Request) -> Response:
         _, job = await self.served.read(request, CountRequest, self._job)
-        return json_response({"input_tokens": len(job.request.prompt)})
+        return json_response({"input_tokens": len(job.request.ids)})
 
     def _job(self, body: CountRequest) -> Job:
         chat, names = body.chat()

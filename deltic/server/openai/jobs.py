@@ -23,8 +23,7 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
     job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
                          parallel_calls=body.parallel_tool_calls is not False,
                          variables=_understood(body, partial(processor.knows, tools=tools)),
-                         thinking_budget=body.thinking_budget, opens=body.opens(),
-                         output_format=body.output_format())
+                         thinking_budget=body.thinking_budget, output_format=body.output_format())
     return _speculating(job, body.speculate)
 
 
@@ -52,8 +51,8 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     jobs = [_speculating(served.complete(prompt, sampling, wanted), body.speculate) for prompt in prompts]
     if not body.echo:
         return jobs, Echo()
-    echo = Echo([served.text(prompt) for prompt in prompts], sampling.n)
-    if sum(map(len, echo.prompts)) * sampling.n > served.limits.max_body_mib << 20:
+    echo = Echo([served.text(prompt) for prompt in prompts], body.n or 1)
+    if sum(map(len, echo.prompts)) * echo.choices > served.limits.max_body_mib << 20:
         raise RequestError(f"echo would repeat more than {served.limits.max_body_mib} MiB (max_body_mib): ask for "
                            "fewer answers, or leave it out", "echo")
     return jobs, echo

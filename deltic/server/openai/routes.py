@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from deltic.server.openai.shapes import (
     usage_fields,
 )
 from deltic.server.served_model import ServedModel
+from deltic.text.answers import Piece
 
 _DONE = b"data: [DONE]\n\n"
 _WAITING = b": waiting\n\n"
@@ -60,9 +62,21 @@ class _Endpoints:
             events = _stream(run, shape, Envelope(shape.piece_kind, self.served.name, shape.prefix), body.wants_usage)
             return EventStream(events, error_event, run.close)
         done = await self.served.wholes(request, run)
+        if isinstance(body, CompletionRequest) and body.best_of:
+            done = await asyncio.to_thread(_best, done, body.best_of, body.n or 1)
         choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
         answer = Envelope(shape.whole_kind, self.served.name, shape.prefix).wrap(choices, usage=usage_fields(run.usage))
         return await written(answer, run.size)
+
+
+def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:
+    """Of the choices made for each prompt those whose tokens are the most probable on average."""
+    def worth(piece: Piece) -> float:
+        return sum(score.logprobs.token for score in piece.scores) / max(len(piece.scores), 1)
+
+    groups = (sorted(pieces[start:start + made], key=worth, reverse=True) for start in range(0, len(pieces), made))
+    found = [piece for group in groups for piece in group[:wanted]]
+    return [replace(piece, number=number) for number, piece in enumerate(found)]
 
 
 async def _stream(run: Run, shape: Shape, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:

@@ -13,7 +13,6 @@ from typing import Any
 from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.server.body import Fields, renamed
-from deltic.text.chat_processor import Opens
 from deltic.text.output_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.types import SamplingParams
 
@@ -102,8 +101,8 @@ class _Common(FormatFields):
     def _sampling(self, limits: Limits, **more: Any) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING}
         given |= {"stop": _stops(self.stop), "logit_bias": _biases(self.logit_bias or {})} | more
-        if given["max_tokens"] == -1:  # of other servers: as many as the context holds
-            given["max_tokens"] = None
+        # in other servers -1 is: as many as the context holds, all tokens
+        given |= {name: None if name == "max_tokens" else 0 for name in ("max_tokens", "top_k") if given[name] == -1}
         params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
         most = limits.max_answer_tokens
         if most is None:
@@ -172,7 +171,8 @@ class ChatRequest(_Common):
     def variables(self) -> dict[str, Any]:
         """What the chat template is told."""
         given = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort,
-                 "documents": self.documents}
+                 "documents": self.documents, "add_generation_prompt": self.add_generation_prompt,
+                 "continue_final_message": self.continue_final_message}
         return (self.chat_template_kwargs or {}) | {key: value for key, value in given.items() if value is not None}
 
     def checked_messages(self) -> list[Any]:
@@ -180,14 +180,6 @@ class ChatRequest(_Common):
         if not self.messages:
             raise RequestError("messages must have at least one message", "messages")
         return self.messages
-
-    def opens(self) -> Opens:
-        """What the answer begins."""
-        if not self.continue_final_message:
-            return "nothing" if self.add_generation_prompt is False else "turn"
-        if self.add_generation_prompt:
-            raise RequestError("continue_final_message excludes add_generation_prompt", "continue_final_message")
-        return "message"
 
     def _max_tokens(self) -> int | None:
         if self.max_completion_tokens is None:
@@ -215,14 +207,19 @@ class CompletionRequest(_Common):
 
     def sampling(self, limits: Limits) -> SamplingParams:
         """How the answers are to be chosen."""
-        _check_choices(len(self.prompts()), self.n, limits)
-        if self.best_of not in (None, self.n or 1):
-            raise RequestError("best_of is not supported: leave it out, or give it the value of n", "best_of")
+        wanted, made = self.n or 1, self.best_of or self.n or 1
+        _check_choices(len(self.prompts()), made, limits)
+        if made < wanted:
+            raise RequestError(f"best_of must be at least n, which is {wanted}, not {show(self.best_of)}", "best_of")
+        if self.stream and made > wanted:
+            raise RequestError("best_of has to wait for all answers, and cannot be streamed", "best_of")
         if self.echo and self.logprobs is not None:
             raise RequestError("echo together with logprobs is not supported: the prompt has no logprobs", "echo")
         default = min(_COMPLETION_TOKENS, limits.max_answer_tokens or _COMPLETION_TOKENS)
         tokens = default if self.max_tokens is None else self.max_tokens
-        return self._sampling(limits, max_tokens=tokens, logprobs=self.logprobs)
+        scored = 0 if self.logprobs is None and made > wanted else self.logprobs
+        more = {} if self.best_of is None else {"n": made}
+        return self._sampling(limits, max_tokens=tokens, logprobs=scored, **more)
 
     def prompts(self) -> list[str | list[int]]:
         """One prompt per answer: text or token ids."""

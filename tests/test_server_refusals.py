@@ -1,0 +1,37 @@
+"""Every row of the table of bad inputs in docs/server.md is true."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_server_harness import USER, Served, serving, tiny
+
+PAGE = Path(__file__).parent.parent / "docs" / "server.md"
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 2}, "/v1/completions": {"prompt": "x", "max_tokens": 2},
+    "/v1/responses": {"input": "x"}, "/v1/messages": {"messages": USER, "max_tokens": 2},
+    "/tokenize": {}, "/detokenize": {}}
+"""What the rows add to."""
+ROW = re.compile(r"\| `(/\S+)` \| `(\{.*\})` \| (\d+) \| (.*) \|")
+ROWS = [match.groups() for match in map(ROW.fullmatch, PAGE.read_text(encoding="utf-8").splitlines()) if match]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(tiny()) as running:
+        yield running
+
+
+def test_there_are_rows_for_all_paths() -> None:
+    assert len(ROWS) >= 60 and {row[0] for row in ROWS} == set(ASKED)
+
+
+@pytest.mark.parametrize(("path", "fields", "status", "said"), ROWS)
+def test_a_row(served: Served, path: str, fields: str, status: str, said: str) -> None:
+    response = served.post(path, **ASKED[path] | json.loads(fields))
+    assert (response.status_code, response.json()["error"]["message"].replace("|", "/")) == (int(status), said)
