@@ -14,10 +14,12 @@ from typing import Any, Literal
 from deltic.config import Limits
 from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
+from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
 from deltic.text.deltas import Answer
-from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
+from deltic.text.grammar import Grammar, GrammarConstraint, Grammars, part_of
 from deltic.text.history import MODES, History, Turn
+from deltic.text.markers import THINK, closes_thinking
 from deltic.text.notes import NoteStore
 from deltic.text.output_format import OutputFormat
 from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
@@ -25,7 +27,7 @@ from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import PARSERS, call_form
-from deltic.types import MOST_TOKENS, Finish, Guide, Request, SamplingParams
+from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
 
 log = logging.getLogger("deltic")
 
@@ -100,19 +102,17 @@ class ChatProcessor:
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             parallel_calls: bool = True, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None, opens: Opens = "turn",
-             output_format: OutputFormat | None = None) -> Job:
+             answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
+             thinking_budget: int | None = None, opens: Opens = "turn") -> Job:
         """The next turn of a conversation.
 
-        tools are shown to the model, whose calls become tool deltas; without parallel_calls the answer ends with the
-        first of them.
+        tools are shown to the model, whose calls become tool deltas. answer: which of them it may call, or must, and
+        what its answer has to look like where it is no call; after the thinking.
         variables: template variables such as enable_thinking. history: another mode than this processor's.
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think.
         opens: what the answer begins; one that does not begin a turn is not remembered.
-        output_format: what the answer has to look like, after the thinking.
         RequestError names what is wrong.
         """
         mode = self._config.history if history is None else history
@@ -122,14 +122,17 @@ class ChatProcessor:
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
-        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not parallel_calls)
+        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
         closing = Closing.of(conversation)
         guide = None if budget is None else partial(
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         job = _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
-        return job if output_format is None else _constrained(
-            job, self.grammars.grammar(output_format), closing.rest_ids)
+        grammar = self._grammar(conversation, answer)
+        if grammar is None:
+            return job
+        thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
+        return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
 
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""
@@ -153,7 +156,23 @@ class ChatProcessor:
             self._bound.check(len(prompt))
         ids = self.tokenizer.encode(prompt, bound=self._bound) if isinstance(prompt, str) else prompt
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
-        return job if output_format is None else _constrained(job, self.grammars.grammar(output_format))
+        if output_format is None:
+            return job
+        return _constrained(job, partial(GrammarConstraint, self._format(output_format)))
+
+    def _format(self, wanted: OutputFormat) -> Grammar:
+        return self.grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
+
+    def _grammar(self, conversation: Conversation, answer: AnswerForm) -> Grammar | None:
+        """What the answer has to keep to, if anything."""
+        choice, wanted = answer.calls, answer.output
+        functions = choice.functions(conversation.tools or ())
+        restricted = choice.needed or choice.names or any(function.get("strict") for function in functions.values())
+        if not functions or not (restricted or wanted):
+            return self._format(wanted) if wanted else None
+        form = call_form(self._config.tool_call_parser, conversation.template.source)
+        calls = Calls(form, functions, choice.needed, choice.parallel, wanted)
+        return self.grammars.grammar(lambda vocabulary: call_parts(calls, vocabulary.tags), "tools")
 
     def flush(self) -> None:
         """Wait until what was said is written, where it is kept beyond the process."""
@@ -196,9 +215,9 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _constrained(job: Job, grammar: Grammar, gap: Sequence[int] = ()) -> Job:
-    """The job with answers within a grammar. gap: the tokens between a think block and an answer."""
-    constraints = map(partial(GrammarConstraint, grammar, gap=gap), map(job.texts.of, count()))
+def _constrained(job: Job, constraint: Callable[[AnswerText], Constraint]) -> Job:
+    """The job with answers that are kept within bounds, each with its text."""
+    constraints = map(constraint, map(job.texts.of, count()))
     matcher = job.request.matcher or job.texts.followers()
     return replace(job, request=replace(job.request, matcher=matcher, constraint=partial(next, constraints)))
 
