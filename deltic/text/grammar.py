@@ -177,7 +177,7 @@ def _limits() -> LLParserLimits:
     """Of one grammar: a second or so, and some tens of MiB; of each token a few tens of milliseconds."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
+    return LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_items_in_row=10_000,
                           max_lexer_states=20_000, max_grammar_size=200_000)
 
 
