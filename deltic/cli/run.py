@@ -21,7 +21,7 @@ from deltic.cli.signals import Terminated
 from deltic.errors import show
 
 if TYPE_CHECKING:
-    from deltic.engine.llm import LLM, Choice, Stream
+    from deltic.engine.llm import LLM, Choice, FormatOptions, Stream
     from deltic.types import SamplingParams
 
 HELP = "Answer one prompt. The answer, and nothing else, goes to stdout."
@@ -39,6 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_conversation(parser)
     parser.add_argument("--tools", type=json_file, metavar="FILE",
                         help="JSON list of tools in OpenAI's form; calls are printed as JSON lines")
+    parser.add_argument("--schema", type=json_file, metavar="FILE",
+                        help="JSON schema that the answer keeps to, as far as it gets")
     parser.add_argument("--raw", action="store_true", help="continue the text as it stands, without chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     options.add_sampling(parser)
@@ -151,10 +153,12 @@ def _read_stdin() -> str:
 
 
 def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingParams) -> Stream:
+    form: FormatOptions = {} if args.schema is None else {"structured_outputs": {"json": args.schema}}
     if args.raw:
-        return llm.generate_stream(prompt, sampling)
+        return llm.generate_stream(prompt, sampling, **form)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    return llm.stream([*system, {"role": "user", "content": prompt}], sampling, tools=args.tools, thinking=args.think)
+    return llm.stream([*system, {"role": "user", "content": prompt}], sampling, tools=args.tools, thinking=args.think,
+                      **form)
 
 
 def _finish_text(screen: Screen, choice: Choice, meter: Meter) -> None:

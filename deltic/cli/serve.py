@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
 from deltic.cli.parser import existing_file, json_file, read_text, text, whole
+from deltic.errors import DelticError
 
 HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
 
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         llm = open_llm(args)
         for path, opening in args.pin_prompt:
             print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
+        with suppress(DelticError, ImportError):  # who asks for what cannot be had is told so
+            llm.chat_processor.grammars.warm()
         from deltic.server.app import serve
 
         serve(llm, listener=listener, served_name=args.served_name, cors_origins=args.cors_origin, lenient=args.lenient,

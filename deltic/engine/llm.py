@@ -32,6 +32,7 @@ from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
 from deltic.errors import ModelError, RequestError
 from deltic.text.answers import Answers, Choice, Output
+from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
 from deltic.text.deltas import Delta
 from deltic.text.files import TokenizerFiles
@@ -63,9 +64,11 @@ class FormatOptions(TypedDict, total=False):
 
 class ChatOptions(FormatOptions, total=False):
     """What a conversation can be told besides its messages. thinking: the template variable enable_thinking.
-    thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once."""
+    thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once. tool_choice:
+    "none", "auto", "required", or a function by name, as OpenAI writes it."""
 
     tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
     thinking: bool | None
     variables: Mapping[str, Any] | None
     thinking_budget: int | None
@@ -364,11 +367,13 @@ class LLM:
             call.close()
 
     def _turn(self, messages: Any, sampling: Any, *, tools: Any = None, thinking: Any = None, variables: Any = None,
-              thinking_budget: Any = None, **form: Any) -> Job:
+              thinking_budget: Any = None, tool_choice: Any = None, **form: Any) -> Job:
         check_tools(tools)
-        return self.chat_processor.chat(as_messages(messages), as_params(sampling), tools=tools,
-                               variables=as_variables(variables, thinking), thinking_budget=thinking_budget,
-                                        output_format=as_format(**form))
+        return self.chat_processor.chat(as_messages(messages), as_params(sampling),
+                                        tools=None if tool_choice == "none" else tools,
+                                        answer=AnswerForm(ToolChoice.read(tool_choice), as_format(**form)),
+                                        variables=as_variables(variables, thinking),
+                                        thinking_budget=thinking_budget)
 
     def _jobs(self, prompts: Any, sampling: Any, on_token: Any, **form: Any) -> list[Job]:
         check_callback(on_token)

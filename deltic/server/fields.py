@@ -47,6 +47,11 @@ def _thinking(value: Any) -> Mapping[str, Any]:
     return {"enable_thinking": kind != "disabled"} if isinstance(kind, str) else {}
 
 
+def _format(value: Any) -> Mapping[str, Any]:
+    """Ollama: a schema, or `json`."""
+    return {"response_format": {"type": "json_object"}} if value == "json" else {"guided_json": value or None}
+
+
 def _usage(value: Any) -> Mapping[str, Any]:
     """OpenRouter: an object."""
     return {"stream_options": {"include_usage": True}} if isinstance(value, dict) and value.get("include") else {}
@@ -56,6 +61,8 @@ _HONOURED: Mapping[str, Honour] = {
     "n_predict": _as("max_tokens"), "num_predict": _as("max_tokens"), "max_new_tokens": _as("max_tokens"),
     "min_new_tokens": _as("min_tokens"), "repeat_penalty": _as("repetition_penalty"), "think": _think,
     "reasoning": _reasoning, "thinking": _thinking, "usage": _usage, "stop_sequences": _as("stop"),
+    "grammar": _as("guided_grammar"), "ebnf": _as("guided_grammar"), "regex": _as("guided_regex"),
+    "json_schema": _as("guided_json"), "format": _format,
 }
 
 _REFUSED: Mapping[str, Refused] = {
@@ -72,7 +79,8 @@ _IGNORED: Mapping[str, str] = {
     "vLLM, SGLang":
         "add_special_tokens skip_special_tokens spaces_between_special_tokens return_tokens_as_token_ids "
         "return_token_ids length_penalty early_stopping priority request_id cache_salt mm_processor_kwargs "
-        "kv_transfer_params vllm_xargs separate_reasoning stream_reasoning rid bootstrap_host bootstrap_port "
+        "kv_transfer_params vllm_xargs guided_decoding_backend guided_whitespace_pattern "
+        "separate_reasoning stream_reasoning rid bootstrap_host bootstrap_port "
         "bootstrap_room data_parallel_rank return_cached_tokens_details return_prompt_text",
     "llama.cpp":
         "cache_prompt id_slot slot_id n_keep n_discard samplers sampler_seq penalize_nl penalty_prompt repeat_last_n "

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 from deltic.config import Limits
 from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
+from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
 from deltic.text.deltas import Answer
-from deltic.text.grammar import Grammar, GrammarConstraint, Grammars
+from deltic.text.grammar import Grammar, GrammarConstraint, Grammars, part_of
 from deltic.text.history import MODES, History, Turn
+from deltic.text.markers import THINK, closes_thinking
 from deltic.text.notes import NoteStore
 from deltic.text.output_format import OutputFormat
 from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
@@ -25,7 +27,7 @@ from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import PARSERS, call_form
-from deltic.types import MOST_TOKENS, Finish, Guide, Request, SamplingParams
+from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
 
 log = logging.getLogger("deltic")
 
@@ -74,17 +76,6 @@ class ChatConfig:
                               f"{show(self.tool_call_parser)}", "tool_call_parser")
 
 
-class Others(TypedDict, total=False):
-    """What one conversation wants otherwise than its ChatConfig says, where it is not None.
-
-    thinking_budget: tokens that the answer may spend in think blocks; then the open block is closed as the template
-    closes one, and the model goes on freely. It means nothing where the model does not think.
-    """
-
-    history: str | None
-    thinking_budget: int | None
-
-
 class ChatProcessor:
     """Tokenizer and chat template of one model, and what was said with it.
 
@@ -111,33 +102,38 @@ class ChatProcessor:
         return cls(Tokenizer.from_directory(directory), read_template(template) if template else None, **options)
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
-             parallel_calls: bool = True, variables: Mapping[str, Any] | None = None,
-             output_format: OutputFormat | None = None, **others: Unpack[Others]) -> Job:
+             answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
+             thinking_budget: int | None = None) -> Job:
         """The next turn of a conversation.
 
-        tools are shown to the model, whose calls become tool deltas; without parallel_calls the answer ends with the
-        first of them.
+        tools are shown to the model, whose calls become tool deltas. answer: which of them it may call, or must, and
+        what its answer has to look like where it is no call; after the thinking.
         variables: template variables such as enable_thinking, and add_generation_prompt and continue_final_message as
-        transformers has them: an answer that does not begin a turn is not remembered. others: see Others.
-        output_format: what the answer has to look like, after the thinking.
+        transformers has them: an answer that does not begin a turn is not remembered.
+        history: another mode than this processor's.
+        thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
+        open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
+        does not think.
         RequestError names what is wrong.
         """
-        given = {name: value for name, value in others.items() if value is not None}
-        mode: Any = given.get("history", self._config.history)
-        budget: Any = given.get("thinking_budget", self._config.thinking_budget)
+        mode = self._config.history if history is None else history
+        budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(variables or {})
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
-        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not parallel_calls)
+        router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
         closing = Closing.of(conversation)
         guide = None if budget is None else partial(
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         job = _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
-        return job if output_format is None else _constrained(
-            job, self.grammars.grammar(output_format), closing.rest_ids)
+        grammar = self._grammar(conversation, answer)
+        if grammar is None:
+            return job
+        thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
+        return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
 
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""
@@ -161,7 +157,23 @@ class ChatProcessor:
             self._bound.check(len(prompt))
         ids = self.tokenizer.encode(prompt, bound=self._bound) if isinstance(prompt, str) else prompt
         job = _job(tuple(ids), sampling, text_router(self.tokenizer, sampling.stop))
-        return job if output_format is None else _constrained(job, self.grammars.grammar(output_format))
+        if output_format is None:
+            return job
+        return _constrained(job, partial(GrammarConstraint, self._format(output_format)))
+
+    def _format(self, wanted: OutputFormat) -> Grammar:
+        return self.grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
+
+    def _grammar(self, conversation: Conversation, answer: AnswerForm) -> Grammar | None:
+        """What the answer has to keep to, if anything."""
+        choice, wanted = answer.calls, answer.output
+        functions = choice.functions(conversation.tools or ())
+        restricted = choice.needed or choice.names or any(function.get("strict") for function in functions.values())
+        if not functions or not (restricted or wanted):
+            return self._format(wanted) if wanted else None
+        form = call_form(self._config.tool_call_parser, conversation.template.source)
+        calls = Calls(form, functions, choice.needed, choice.parallel, wanted)
+        return self.grammars.grammar(lambda vocabulary: call_parts(calls, vocabulary.tags), "tools")
 
     def flush(self) -> None:
         """Wait until what was said is written, where it is kept beyond the process."""
@@ -216,9 +228,9 @@ def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundar
     return Job(Request(uuid.uuid4().hex, ids, sampling, boundaries, matcher, guide=guides), texts, remember)
 
 
-def _constrained(job: Job, grammar: Grammar, gap: Sequence[int] = ()) -> Job:
-    """The job with answers within a grammar. gap: the tokens between a think block and an answer."""
-    constraints = map(partial(GrammarConstraint, grammar, gap=gap), map(job.texts.of, count()))
+def _constrained(job: Job, constraint: Callable[[AnswerText], Constraint]) -> Job:
+    """The job with answers that are kept within bounds, each with its text."""
+    constraints = map(constraint, map(job.texts.of, count()))
     matcher = job.request.matcher or job.texts.followers()
     return replace(job, request=replace(job.request, matcher=matcher, constraint=partial(next, constraints)))
 

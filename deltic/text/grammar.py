@@ -6,35 +6,37 @@ The work is done by llguidance, which is loaded when it is first needed.
 from __future__ import annotations
 
 import json
-import logging
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from deltic.errors import RequestError
 from deltic.text.markers import THINK, THINK_END
 from deltic.text.output_format import Choice, GrammarText, JsonSchema, OutputFormat, Regex
 from deltic.text.stream import AnswerText
 from deltic.text.tokenizer import Tokenizer
+from deltic.text.tools import PARSERS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-log = logging.getLogger("deltic")
 
 _MOST_KEPT = 64
 _MOST_TEXT = 1 << 20
 _COMPILING = 2  # threads: one that is busy with a hostile grammar shall not keep others waiting
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Between the parts of JSON, as people indent it: without a bound small models write nothing else, again and again."""
-JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
-LENIENT = JSON_OPTIONS | {"lenient": True, "coerce_one_of": True}
+STRICT: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
+LENIENT = STRICT | {"lenient": True, "coerce_one_of": True}
+
+Part = dict[str, Any]
+"""A grammar in llguidance's form; the first of several is the whole, the others have names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,14 @@ class Grammar:
 
 
 class Vocabulary:
-    """The tokens of a model as grammars see them: special ones, and those of think blocks and calls, spell nothing, a
-    grammar has to name them."""
+    """The tokens of a model as grammars see them. Those that were added to the vocabulary, such as the tags of think
+    blocks and calls, spell nothing: a grammar has to name them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.ends = tokenizer, frozenset(tokenizer.ends)
-        marks = {mark: tokenizer.token_to_id(mark) for mark in (THINK, THINK_END, "<tool_call>", "</tool_call>")}
-        self.marks = {mark: id for mark, id in marks.items() if id is not None}
+        self.think, self.think_end = (tokenizer.added.get(tag) for tag in (THINK, THINK_END))
+        calls = (tag for form in PARSERS.values() if form for tag in form.openings)
+        self.not_thinking = self.ends.union(tokenizer.added[tag] for tag in calls if tag in tokenizer.added)
         if not self.ends:
             raise RequestError("the model has no token that ends an answer, so that no answer can be given a form")
 
@@ -71,13 +74,21 @@ class Vocabulary:
     def unfinished(self) -> bytes:
         """The mask of all tokens but those that end an answer, or begin a call."""
         mask = bytearray(b"\xff" * -(-self._tokenizer.vocab_size // 8))
-        for token in self.ends.union(id for mark, id in self.marks.items() if mark != THINK_END):
+        for token in self.not_thinking:
             mask[token >> 3] &= ~(1 << (token & 7))
         return bytes(mask)
 
-    def only(self, token: int) -> bytes:
-        """The mask of one token."""
-        return bytes(token >> 3) + bytes([1 << (token & 7)])
+    @cached_property
+    def tags(self) -> dict[str, str]:
+        """How a grammar names the tokens that spell nothing."""
+        return {text: f"<[{id}]>" for text, id in self._tokenizer.added.items()}
+
+
+def with_token(mask: bytes, token: int) -> bytes:
+    """The mask with this token's bit."""
+    changed = bytearray(mask.ljust((token >> 3) + 1, b"\0"))
+    changed[token >> 3] |= 1 << (token & 7)
+    return bytes(changed)
 
 
 class _Tokens:
@@ -87,7 +98,7 @@ class _Tokens:
         self._encode = tokenizer.encode
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         self.eos_token_id, self.bos_token_id = min(vocabulary.ends), tokenizer.bos_id
-        self.special_token_ids = sorted({*tokenizer.special, *vocabulary.marks.values()})
+        self.special_token_ids = sorted(tokenizer.added.values())
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode(), parse_special=False)
@@ -111,22 +122,18 @@ class Grammars:
         with self._lock:
             _ = self.vocabulary.compiled
 
-    def grammar(self, wanted: OutputFormat) -> Grammar:
-        """The grammar of a format; RequestError names the format's field if there is none."""
-        return self.compiled(lambda: source_of(wanted), wanted.field)
-
-    def compiled(self, source: Callable[[], str], field: str) -> Grammar:
-        """The grammar with this source, in llguidance's form; RequestError with this field. The source is made, as the
-        grammar is, in a thread that may take so long; what it has begun is bounded as well."""
+    def grammar(self, source: Callable[[Vocabulary], list[Part]], field: str) -> Grammar:
+        """The grammar with this source; RequestError with this field if there is none. It is made in a thread, which
+        may take so long; what it has begun is bounded as well."""
         try:
             self.warm()
         except ImportError as error:
             raise RequestError(f"{field} needs the package llguidance, which cannot be loaded ({error}): pip install "
                                "llguidance", field) from error
-        text = source()
+        text = json.dumps({"grammars": source(self.vocabulary)})
         if len(text) > _MOST_TEXT:
             raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
-        key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        key = blake2b(text.encode(), digest_size=16).digest()
         try:
             return self._future(key, text).result(self._seconds)
         except TookTooLong:
@@ -171,7 +178,7 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
-                          max_lexer_states=20_000, max_grammar_size=200_000)
+                          max_items_in_row=10_000, max_lexer_states=20_000, max_grammar_size=200_000)
 
 
 def _first_line(message: str) -> str:
@@ -179,19 +186,23 @@ def _first_line(message: str) -> str:
     return message.partition("\n")[0].strip()[:300]
 
 
-def source_of(wanted: OutputFormat) -> str:
+def part_of(wanted: OutputFormat) -> Part:
     """A format in llguidance's form."""
-    from llguidance import LLMatcher
-
     if isinstance(wanted, JsonSchema):
         schema = wanted.schema if isinstance(wanted.schema, dict) else {"allOf": [wanted.schema]}
-        options = JSON_OPTIONS if wanted.strict else LENIENT
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast("Any", options))
+        return {"json_schema": {**schema, "x-guidance": STRICT if wanted.strict else LENIENT}}
     if isinstance(wanted, Regex):
-        return LLMatcher.grammar_from_regex(wanted.pattern)
+        pattern = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), wanted.pattern,
+                         flags=re.DOTALL)
+        return {"lark_grammar": f"start: /{pattern}/"}
     if isinstance(wanted, Choice):
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.texts)))
-    return LLMatcher.grammar_from_lark(_lark(wanted))
+        return {"lark_grammar": "start: " + " | ".join(map(quoted, wanted.texts))}
+    return {"lark_grammar": _lark(wanted)}
+
+
+def quoted(text: str) -> str:
+    """Text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _lark(wanted: GrammarText) -> str:
@@ -207,44 +218,43 @@ class GrammarConstraint:
     """Keeps one answer within a grammar, from the end of its think block on.
 
     text: that of the answer, which gets every token before the constraint does. gap: the tokens that stand between a
-    think block and the answer. Thinking is free, but the answer cannot end in it.
+    think block and the answer. opens: whether the answer may begin with a think block. Thinking is free, but the answer
+    cannot end in it, nor call a tool.
     """
 
-    def __init__(self, grammar: Grammar, text: AnswerText, gap: Sequence[int] = ()) -> None:
+    def __init__(self, grammar: Grammar, text: AnswerText, gap: Sequence[int] = (), opens: bool = False) -> None:
         self._matcher, self._vocabulary, self._text = grammar.matcher(), grammar.vocabulary, text
         self._thinking, self._gap, self._rest = text.region == "reasoning", tuple(gap), tuple[int, ...]()
+        self._opens = self._vocabulary.think if opens and not self._thinking else None
 
     def fitting(self, drafts: Sequence[int], /) -> int:
         """As in `Constraint`. Ends are not drafted, nor is what follows thinking."""
         if self._rest:
             return 0
         if self._thinking:
-            marks = self._vocabulary.marks
-            if THINK_END not in marks:
+            if self._vocabulary.think_end is None:
                 return 0  # spelled in letters, it may be in any of the drafts
-            barred = self._vocabulary.ends.union(marks.values())
-            return next((place for place, draft in enumerate(drafts) if draft in barred), len(drafts))
-        right = self._matcher.validate_tokens([*drafts])
-        return next((place for place, draft in enumerate(drafts[:right]) if draft in self._vocabulary.ends), right)
+            return _before(drafts, {*self._vocabulary.not_thinking, self._vocabulary.think_end})
+        return _before(drafts[:self._matcher.validate_tokens([*drafts])], self._vocabulary.ends)
 
     def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
         """As in `Constraint`."""
         if self._thinking:
             return [self._vocabulary.unfinished] * (len(drafts) + 1)
         if self._rest:
-            return [self._vocabulary.only(self._rest[0])]
-        masks: list[bytes | None] = [self._matcher.compute_bitmask()]
+            return [with_token(b"", self._rest[0])]
+        masks: list[bytes | None] = [self._mask()]
         for draft in drafts:
             self._matcher.consume_token(draft)
-            masks.append(self._matcher.compute_bitmask())
+            masks.append(self._mask())
         if drafts:
             self._matcher.rollback(len(drafts))
-        self._check()
         return masks
 
     def push(self, token: int, /) -> None:
         """Take the next token of the answer."""
-        if self._thinking:
+        opens, self._opens = self._opens == token, None
+        if self._thinking or opens:
             self._thinking = self._text.region == "reasoning"
             self._rest = () if self._thinking else self._gap
         elif self._rest:
@@ -253,6 +263,16 @@ class GrammarConstraint:
             self._matcher.consume_token(token)
             self._check()
 
+    def _mask(self) -> bytes:
+        mask = self._matcher.compute_bitmask()
+        self._check()
+        return mask if self._opens is None else with_token(mask, self._opens)
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ValueError("the grammar cannot be followed any further: " + _first_line(self._matcher.get_error()))
+
+
+def _before(tokens: Sequence[int], barred: Set[int]) -> int:
+    """How many tokens come before the first of these."""
+    return next((place for place, token in enumerate(tokens) if token in barred), len(tokens))

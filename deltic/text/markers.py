@@ -50,3 +50,10 @@ def start_mode(prompt_ids: Sequence[int], tokenizer: Vocabulary) -> Region:
         if id in (think_end, tokenizer.eos_id):
             break
     return "content"
+
+
+def closes_thinking(prompt_ids: Sequence[int], tokenizer: Vocabulary) -> bool:
+    """Whether the prompt has an answer begin after a think block that is over already."""
+    think_end = tokenizer.token_to_id(THINK_END)
+    ends = (id == think_end for id in reversed(prompt_ids) if id in (think_end, tokenizer.eos_id))
+    return next(ends, False)

@@ -71,8 +71,8 @@ ENDS = ("<|im_end|>", "<|endoftext|>")
 
 
 class Tokenizer:
-    """A tokenizer of a model directory. Immutable after construction, so threads may share it. ends: the special tokens
-    that end an answer."""
+    """A tokenizer of a model directory. Immutable after construction, so threads may share it. added: tokens
+    that no text is cut into, by their text, of which some are `special`. ends: special ones that end an answer."""
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str] | None = None,
                  templates: Mapping[str, str] | None = None) -> None:
@@ -81,6 +81,7 @@ class Tokenizer:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
+        self.added = {token.content: id for id, token in added.items()}
         self.special = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1)
         self.bos_id = self._named_id("bos_token")

@@ -11,6 +11,7 @@ from deltic.errors import RequestError
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.server.openai.shapes import Echo
 from deltic.server.served_model import ServedModel
+from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import Job
 
 
@@ -21,9 +22,10 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
     body.refuse_unsupported()
     processor, tools = served.llm.chat_processor, body.shown_tools()
     job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
-                         parallel_calls=body.parallel_tool_calls is not False,
                          variables=_understood(body, partial(processor.knows, tools=tools)),
-                         thinking_budget=body.thinking_budget, output_format=body.output_format())
+                         thinking_budget=body.thinking_budget, answer=AnswerForm(
+                             ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False),
+                             body.output_format()))
     return _speculating(job, body.speculate)
 
 

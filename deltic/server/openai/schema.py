@@ -158,9 +158,6 @@ class ChatRequest(_Common):
 
     def shown_tools(self) -> list[Any] | None:
         """The tools that the model may call: none if tool_choice says so."""
-        if self.tool_choice not in (None, "auto", "none"):
-            raise RequestError(f"tool_choice {show(self.tool_choice)} is not supported yet: use auto or none",
-                               "tool_choice")
         for index, tool in enumerate(self.tools or ()):
             kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
             if kind != "function":
