@@ -59,7 +59,7 @@ def test_a_tool_call_alone_has_null_content() -> None:
 
 
 def test_tool_call_deltas() -> None:
-    with scripted(CALL + "\n" + CALL) as (served, _):
+    with scripted(CALL + "\n" + CALL, pause=0.01) as (served, _):
         chunks = [chunk.choices[0] for chunk in ask(served, tools=TOOLS, stream=True)]
     pieces = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
     assert chunks[-1].finish_reason == "tool_calls"
@@ -148,7 +148,8 @@ def test_thinking_is_a_template_variable_only_if_asked_for() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_preserved_history_repeats_what_was_generated(stream: bool) -> None:
     """The client sends no reasoning back, and arguments as its own library writes them."""
-    options = {"tools": TOOLS, "extra_body": {"enable_thinking": True, "history": "preserve"}}
+    first_words = [{"role": "user", "content": f"Hi, streamed: {stream}"}]  # that no other test says
+    options = {"messages": first_words, "tools": TOOLS, "extra_body": {"enable_thinking": True, "history": "preserve"}}
     with scripted("Let me see.\n</think>\n\nI look.\n\n" + CALL) as (served, engine):
         if stream:
             list(ask(served, stream=True, **options))
@@ -156,10 +157,10 @@ def test_preserved_history_repeats_what_was_generated(stream: bool) -> None:
             ask(served, **options)
         function = {"name": "weather", "arguments": '{"days":3.0,"city":"Oslo"}'}
         call = {"id": "1", "type": "function", "function": function}
-        loop = [*USER, {"role": "assistant", "content": "I look. ", "tool_calls": [call]},
+        loop = [*first_words, {"role": "assistant", "content": "I look. ", "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": "1", "content": "rain"}]
-        ask(served, messages=loop, **options)
-        ask(served, messages=loop, **(options | {"extra_body": {"enable_thinking": True, "history": "template"}}))
+        ask(served, **options | {"messages": loop})
+        ask(served, **(options | {"messages": loop, "extra_body": {"enable_thinking": True, "history": "template"}}))
     first, preserved, faithful = (request.prompt for request in engine.seen[-3:])
     assert preserved[:len(first) + len(engine.script) - 1] == (*first, *engine.script[:-1])
     assert preserved[len(first) + len(engine.script) - 1] == engine.script[-1]
