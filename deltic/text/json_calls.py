@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _QUOTES = "\"'"
 _MOST = 600  # characters of a key, and of what comes before the arguments
-_HEAD = re.compile(r"""\{\s*(["'])name\1\s*:\s*(["'])(?P<name>[^"'\\<\n]{1,256})\2\s*,"""
+_HEAD = re.compile(r"""\{\s*(["'])name\1\s*:\s*(["'])(?P<name>(?=\s*[^\s"'])[^"'\\<\n]{1,256})\2\s*,"""
                    r"""\s*(["'])(?:arguments|parameters)\4\s*:\s*\{""")
 _KEY = re.compile(r"""(?:"((?:[^"\\<\n]|\\[^<\n])*)"|'((?:[^'\\<\n]|\\[^<\n])*)'|([A-Za-z_][\w$-]*))\s*:""")
 _BEGUN_KEY = re.compile(r"""(?:"(?:[^"\\<\n]|\\[^<\n])*(?:\\|"\s*)?|'(?:[^'\\<\n]|\\[^<\n])*(?:\\|'\s*)?"""
@@ -269,7 +269,7 @@ def _say_call(reader: CallReader, text: str) -> bool:
         arguments = loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
     except (ValueError, KeyError, TypeError, AttributeError):
         return False
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
         return False
     if any(sign in key for key in call for sign in "<\n"):  # a quote is missing, and what follows was read as text
         return False
