@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import pkgutil
 import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import openai.types
 import pytest
 from pydantic import BaseModel
 from test_server_harness import USER, Served, serving, tiny
@@ -99,6 +104,37 @@ def test_answers_validate_at_any_temperature(name: str) -> None:
                 jsonschema.validate(json.loads(choice.text), schema,
                                     format_checker=jsonschema.FormatChecker())
     assert any(choice.finish == "stop" for choice in output.choices) or name in ("recursive", "text", "two texts")
+
+
+@cache
+def published() -> dict[str, Any]:
+    """The schemas of the models that the openai package has for its requests and answers."""
+    found = {}
+    for module in pkgutil.walk_packages(openai.types.__path__, "openai.types."):
+        for name, kind in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if issubclass(kind, BaseModel) and kind.__module__ == module.name:
+                with suppress(Exception):  # some have no schema
+                    found[f"{module.name}.{name}"] = kind.model_json_schema()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_published_schemas(part: int) -> None:
+    schemas, refused, ended = [*published().values()][part::8], 0, 0
+    assert len(published()) >= 200
+    for schema in schemas:
+        for temperature in (0.0, 1.0, 2.0):
+            try:
+                found, = model().chat(QUESTION, sampling(temperature), response_format=schema_format(schema)).choices
+            except RequestError:
+                refused += 1
+                break
+            assert found.finish in ("stop", "length"), found.error
+            if found.finish == "stop":
+                ended += 1
+                jsonschema.validate(json.loads(found.text), schema)
+    assert refused < len(schemas) / 4 and ended > len(schemas) / 2
 
 
 @pytest.mark.parametrize("speculate", ["ngram:3", "auto"])
