@@ -186,8 +186,8 @@ def test_l2_tree_equals_a_dictionary_in_thousands_of_programs() -> None:
 class MatchesAnyEnd(PrefixTree):
     """An exact end without logits is handed out."""
 
-    def _deepest(self, node: Any, keys: bytes, length: int) -> Checkpoint | None:
-        return super()._deepest(node, keys, length + 1)
+    def _deepest(self, node: Any, keys: bytes, length: int, end: bool) -> Checkpoint | None:
+        return super()._deepest(node, keys, length + 1, end)
 
 
 class SharesAgain(PrefixTree):
