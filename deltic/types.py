@@ -80,21 +80,22 @@ MAX_STOPS = 64
 class SamplingParams:
     """How tokens are chosen. `None` means: as the model's generation_config.json says, else neutral.
 
-    temperature: 0 is greedy. top_k: 0 keeps all tokens. The order is: penalties, logit_bias, temperature,
-        top_k, top_p, min_p, then one draw.
+    temperature: 0 is greedy.
+    top_k: 0 keeps all tokens. The order is: penalties, logit_bias, temperature, top_k, top_p, min_p, then one draw.
     repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt or answer.
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens of the answer (OpenAI).
     logit_bias: added to the logit of a token id; -100 and below forbids it.
-    seed: draws are a function of (seed, choice, position), so equal requests give equal answers; `None` draws
-        a seed per request.
-    stop: strings that end the answer and are not part of it. stop_token_ids: ids that do the same.
+    seed: draws are a function of (seed, choice, position), so equal requests give equal answers; `None` draws a seed
+        per request.
+    stop: strings that end the answer and are not part of it.
+    stop_token_ids: ids that do the same.
     min_tokens: end-of-text tokens and stop ids are masked until so many tokens exist.
     max_tokens: `None` is as many as the context holds.
     logprobs: number of most probable tokens to report per position (0: the chosen token only; None: nothing).
     n: independent answers; the prompt is processed once.
-    max_repeat: an answer ends, with reason "length", when its end is the same group of 1 to 128 tokens so many times
-        in a row; groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of
-        dashes is no such end. 0: never, else at least 2; `None`: as the engine's options say.
+    max_repeat: an answer ends, with reason "length", when its end is the same group of 1 to 128 tokens so many times in
+        a row; groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of dashes is
+        no such end. 0: never, else at least 2; `None`: as the engine's options say.
     """
 
     temperature: float | None = None
@@ -253,8 +254,9 @@ class Request:
         guide forces come nevertheless. Tokens that end the answer (min_tokens, ignore_eos) are held back only where
         another one may come.
     speculate: whether tokens may be drafted for this request; the answer is the same.
-    group: requests that came together name the same. client: who asks, such as an address; "": each group is one of its
-        own. Where places are short clients have equal parts, and of a client's part its groups.
+    group: requests that came together name the same.
+    client: who asks, such as an address; "": each group is one of its own. Where places are short clients have equal
+        parts, and of a client's part its groups.
     """
 
     id: str
@@ -290,10 +292,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one choice: prompt, of those reused from the cache, and generated. drafted_tokens: drafts that
-    speculation made; accepted_tokens: those that the model accepted, all of them generated tokens. How many depends on
-    the time that steps took, so equal answers may differ in them. reasoning_tokens: of those generated, what lies in
-    think blocks; the engine, which knows no text, leaves it at 0."""
+    """Tokens of one choice: prompt, of those reused from the cache, and generated.
+
+    drafted_tokens: drafts that speculation made.
+    accepted_tokens: those that the model accepted, all of them generated tokens. How many depends on the time that
+        steps took, so equal answers may differ in them.
+    reasoning_tokens: of those generated, what lies in think blocks; the engine, which knows no text, leaves it at 0.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -307,8 +312,8 @@ class Usage:
 class TokenOut:
     """One event of one choice of one request.
 
-    token: the new token, or None if the event only ends the choice. A token that ends the answer (end of text,
-        stop id, the last token of a stop string) is still reported.
+    token: the new token, or None if the event only ends the choice. A token that ends the answer (end of text, stop id,
+        the last token of a stop string) is still reported.
     finish: set on the last event of the choice, together with `usage`; `error` says why if finish is "error".
     """
 

@@ -49,8 +49,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file in some model's folder. folder: that folder's name; path: below it, with /; size: bytes; used: seconds
-    since the epoch; item: what an item's name says, else None."""
+    """A file in some model's folder.
+
+    folder: that folder's name.
+    path: below it, with /.
+    size: bytes.
+    used: seconds since the epoch.
+    item: what an item's name says, else None.
+    """
 
     folder: str
     path: str

@@ -17,10 +17,13 @@ _ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """page_bytes, slot_bytes: cost of one unit. model_context: tokens the model was made for.
-    max_batch: sequences that should run at once. max_context: tokens that one of them may have (None: the model's).
-    row_bytes: cost of the logits that are kept with the end of a prompt. ahead: steps are launched while others are in
-    flight, for which a sequence has two slots."""
+    """page_bytes, slot_bytes: cost of one unit.
+    model_context: tokens the model was made for.
+    max_batch: sequences that should run at once.
+    max_context: tokens that one of them may have (None: the model's).
+    row_bytes: cost of the logits that are kept with the end of a prompt.
+    ahead: steps are launched while others are in flight, for which a sequence has two slots.
+    """
 
     page_bytes: int
     slot_bytes: int
@@ -33,8 +36,11 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """pages and slots to allocate, and the limits that they can honour. warnings: what was clamped, and why. rows:
-    prompt ends whose logits are kept at the same time; None: as many as there are slots."""
+    """pages and slots to allocate, and the limits that they can honour.
+
+    warnings: what was clamped, and why.
+    rows: prompt ends whose logits are kept at the same time; None: as many as there are slots.
+    """
 
     pages: int
     slots: int

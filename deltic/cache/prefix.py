@@ -18,8 +18,13 @@ Keys = set[str]
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A prefix of `done` tokens. kv, state: the items of it, None where there is none. lengths: the entries that
-    continue this one, by where they end. writing: what has not been written yet. held: about to get a state."""
+    """A prefix of `done` tokens.
+
+    kv, state: the items of it, None where there is none.
+    lengths: the entries that continue this one, by where they end.
+    writing: what has not been written yet.
+    held: about to get a state.
+    """
 
     key: str
     done: int
@@ -62,9 +67,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where copies of a prefix's tensors can be had. run: tokens and K/V from a position on. state: the state at its
-    end, with, if `final`, the last token's logits. Both raise MemoryError if there is none for the copy. cost: bytes of
-    a token's K/V, and of a state."""
+    """Where copies of a prefix's tensors can be had.
+
+    run: tokens and K/V from a position on.
+    state: the state at its end, with, if `final`, the last token's logits. Both raise MemoryError if there is none for
+        the copy.
+    cost: bytes of a token's K/V, and of a state.
+    """
 
     tokens: Sequence[int]
     run: Callable[[int], dict[str, Tensor]]
@@ -98,8 +107,12 @@ ANYTHING = OpenDoor()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writing:
-    """An item on its way to the store. tensors: what to write, should it have to be tried again. given_up: bytes that
-    the tier had given up when it was sent off. tries: how often that was before."""
+    """An item on its way to the store.
+
+    tensors: what to write, should it have to be tried again.
+    given_up: bytes that the tier had given up when it was sent off.
+    tries: how often that was before.
+    """
 
     entry: Entry
     item: Item

@@ -24,9 +24,14 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One stored piece. key, parent: hexadecimal. size: bytes that it takes; used: time of the last use in seconds
-    since the epoch. Both come with what is found in a store, and are no part of the item's name. path: where a store
-    finds what is among its `others`."""
+    """One stored piece.
+
+    key, parent: hexadecimal.
+    size: bytes that it takes.
+    used: time of the last use in seconds since the epoch. Both come with what is found in a store, and are no part of
+        the item's name.
+    path: where a store finds what is among its `others`.
+    """
 
     kind: Kind
     key: str

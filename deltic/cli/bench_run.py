@@ -44,10 +44,13 @@ class Timed:
 class Summary:
     """A scenario as a whole.
 
-    computed_tokens: prompt tokens that were not in the cache; reuse_share: the part of all that were.
-    evictions: states that the pools had no room for. time_to_first_token_warm_ms: median over the requests of which
-    something was cached, None without any. last_warm_ms, last_cold_ms: median time to the first token of the last
-    group's requests, as they came and without any reuse; cold_over_warm: their ratio.
+    computed_tokens: prompt tokens that were not in the cache.
+    reuse_share: the part of all that were.
+    evictions: states that the pools had no room for.
+    time_to_first_token_warm_ms: median over the requests of which something was cached, None without any.
+    last_warm_ms, last_cold_ms: median time to the first token of the last group's requests, as they came and without
+        any reuse.
+    cold_over_warm: their ratio.
     """
 
     prompt_tokens: int

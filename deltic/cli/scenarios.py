@@ -49,8 +49,12 @@ Script = Generator[Group, Answers, None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """prompt_tokens: of the system message and tools. turn_tokens: of each user message, tool result or request of
-    its own. new_tokens: of each answer. turns: user messages, steps or waves. batch: requests that arrive together."""
+    """prompt_tokens: of the system message and tools.
+    turn_tokens: of each user message, tool result or request of its own.
+    new_tokens: of each answer.
+    turns: user messages, steps or waves.
+    batch: requests that arrive together.
+    """
 
     prompt_tokens: int
     turn_tokens: int

@@ -14,7 +14,9 @@ from deltic.errors import ModelError
 class GenerationDefaults:
     """Sampling values to use where a request has none; `None` means that the model gives no advice.
 
-    temperature: 0 is greedy. top_k: 0 keeps all tokens. eos_token_ids: any of them ends an answer.
+    temperature: 0 is greedy.
+    top_k: 0 keeps all tokens.
+    eos_token_ids: any of them ends an answer.
     """
 
     temperature: float | None = None

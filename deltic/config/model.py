@@ -57,13 +57,19 @@ def architecture(name: str) -> str:
 class Family:
     """What an architecture does that its config.json leaves unsaid.
 
-    mixers: kinds of layers that it may have. interval: of so many layers the last has full attention. gate: attention
-    has an output gate. rotary: rotated share of a head. mrope: positions have three axes; else RopeConfig has no
-    sections. norm_offset: what a norm weight of a checkpoint lacks to be the factor that the norm multiplies by (but
-    for the norm inside of Gated DeltaNet layers, which is stored as the factor by all). rope_types: scalings of the
-    rotary frequencies that it may have. qk_norm: the heads of queries and keys are normed. qkv_bias: their projections
-    and that of values have biases. sparse: configs may leave out head_dim and num_key_value_heads, which then follow
-    from the other sizes, and a rope_theta of 10000. window: a sliding_window counts unless it is null.
+    mixers: kinds of layers that it may have.
+    interval: of so many layers the last has full attention.
+    gate: attention has an output gate.
+    rotary: rotated share of a head.
+    mrope: positions have three axes; else RopeConfig has no sections.
+    norm_offset: what a norm weight of a checkpoint lacks to be the factor that the norm multiplies by (but for the norm
+        inside of Gated DeltaNet layers, which is stored as the factor by all).
+    rope_types: scalings of the rotary frequencies that it may have.
+    qk_norm: the heads of queries and keys are normed.
+    qkv_bias: their projections and that of values have biases.
+    sparse: configs may leave out head_dim and num_key_value_heads, which then follow from the other sizes, and a
+        rope_theta of 10000.
+    window: a sliding_window counts unless it is null.
     """
 
     mixers: tuple[LayerType, ...]
@@ -136,7 +142,8 @@ class ModelConfig:
     """What the checkpoint is. Build it with `from_hf` or `preset`; impossible shapes raise ModelError.
 
     num_mtp_layers: layers of the multi-token-prediction head that the checkpoint announces, which are not among the
-    num_hidden_layers and no part of the text model. qk_norm, qkv_bias: see Family.
+        num_hidden_layers and no part of the text model.
+    qk_norm, qkv_bias: see Family.
     """
 
     architecture: str

@@ -102,9 +102,13 @@ class AdaptiveDepth:
 
     A step without drafts right after one with them is not measured: it still has the replay ring to bring forward.
 
-    seconds: time of a step by (sequences, drafts). recent: what was measured last. last: drafts of the last step. busy:
-    steps since the one without drafts was measured. quiet: steps since drafts did not pay. wait: after how many of them
-    to try again. burst: steps that are left of a try.
+    seconds: time of a step by (sequences, drafts).
+    recent: what was measured last.
+    last: drafts of the last step.
+    busy: steps since the one without drafts was measured.
+    quiet: steps since drafts did not pay.
+    wait: after how many of them to try again.
+    burst: steps that are left of a try.
     """
 
     limit: int

@@ -47,8 +47,9 @@ _NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=0, max_repeat=0)
 class EngineStats:
     """Counters since the start, and the seconds of the last step that were not spent in the model's forward.
 
-    ahead: steps that were launched before the tokens of the one before were seen. prompt_tokens: processed ones, so
-    those of a preempted request count again. reused_tokens: prompt tokens of finished requests that the cache knew.
+    ahead: steps that were launched before the tokens of the one before were seen.
+    prompt_tokens: processed ones, so those of a preempted request count again.
+    reused_tokens: prompt tokens of finished requests that the cache knew.
     """
 
     steps: int = 0

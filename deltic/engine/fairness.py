@@ -60,9 +60,11 @@ def hurry(counts: Sequence[int], goals: Sequence[int]) -> list[int]:
 class Meeting:
     """A prompt that could wait until another one has read what they have in common.
 
-    own: tokens that it would have to read if it began now; saved: those of them that it need not read if it waits.
-    away: tokens that the other one still has to read to that point. others: tokens pending in all prompts that are
-    being read, the other one's among them. alone: nobody else reads beside the other one.
+    own: tokens that it would have to read if it began now.
+    saved: those of them that it need not read if it waits.
+    away: tokens that the other one still has to read to that point.
+    others: tokens pending in all prompts that are being read, the other one's among them.
+    alone: nobody else reads beside the other one.
     """
 
     own: int

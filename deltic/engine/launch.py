@@ -22,10 +22,15 @@ from deltic.types import TokenLogprobs
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """One sequence's share of a step, on the lease that it had then. row: None if it only draws from logits that were
-    known. start: the row's first token in the batch. draw: the first of its draws; None: it draws nothing. end [V]: the
-    logits of its prompt's end, where they will be kept. error: what its constraint raised. vector: which of the step's
-    is its own."""
+    """One sequence's share of a step, on the lease that it had then.
+
+    row: None if it only draws from logits that were known.
+    start: the row's first token in the batch.
+    draw: the first of its draws; None: it draws nothing.
+    end [V]: the logits of its prompt's end, where they will be kept.
+    error: what its constraint raised.
+    vector: which of the step's is its own.
+    """
 
     sequence: Sequence
     lease: Lease
@@ -61,8 +66,8 @@ class InFlight:
     drafting: the sequences that drafts were asked for.
     drawn [L] int64: the tokens, on the device; of a CPU until the next step has been launched.
     chosen: what was drawn; None where it has not been waited for.
-    sampled: the same; vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as
-        `arrived`.
+    sampled: the same.
+    vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as `arrived`.
     raw [L, V]: the model's logits, where the probability of another token than the drawn one may be reported.
     error: what launching raised.
     """

@@ -63,9 +63,12 @@ class FormatOptions(TypedDict, total=False):
 
 
 class ChatOptions(FormatOptions, total=False):
-    """What a conversation can be told besides its messages. thinking: the template variable enable_thinking.
-    thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once. tool_choice:
-    "none", "auto", "required", or a function by name, as OpenAI writes it."""
+    """What a conversation can be told besides its messages.
+
+    thinking: the template variable enable_thinking.
+    thinking_budget: tokens after which an open think block is closed for the model; 0 closes it at once.
+    tool_choice: "none", "auto", "required", or a function by name, as OpenAI writes it.
+    """
 
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None

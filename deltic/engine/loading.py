@@ -44,7 +44,9 @@ LoadProgress = Callable[[int, int], None]
 class RandomModel:
     """A model of a known shape with random weights: true speed, no sense. For benchmarks and tests.
 
-    preset: a name of `config.PRESETS`. layers: keep only the first so many. shape: use this instead of a preset.
+    preset: a name of `config.PRESETS`.
+    layers: keep only the first so many.
+    shape: use this instead of a preset.
     """
 
     preset: str = "qwen3.5-0.8b"
@@ -57,8 +59,14 @@ class RandomModel:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A model that has its weights, but no cache yet. files: None for random weights. threads: those that compute for
-    it. tiled: as in `GdnSpec`. made: what the weights were made of. drafts: it drafts for another model."""
+    """A model that has its weights, but no cache yet.
+
+    files: None for random weights.
+    threads: those that compute for it.
+    tiled: as in `GdnSpec`.
+    made: what the weights were made of.
+    drafts: it drafts for another model.
+    """
 
     name: str
     files: ModelFiles | None

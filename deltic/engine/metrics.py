@@ -100,8 +100,10 @@ class Pool:
 class Tier:
     """Where prefixes are kept. bytes: in use (on the device, by running sequences too), of `budget`.
 
-    checkpoints: kept states. evictions: states given up. restored, restored_tokens: prefixes brought back from here to
-    the device, and their tokens; None for the device itself.
+    checkpoints: kept states.
+    evictions: states given up.
+    restored, restored_tokens: prefixes brought back from here to the device, and their tokens; None for the device
+        itself.
     """
 
     name: str
@@ -117,10 +119,13 @@ class Tier:
 class Snapshot:
     """All of an engine's figures. Sequences are choices: a request with n = 3 counts three times.
 
-    finished: for whatever reason; failed: those of them that ended with an error. prompt_tokens: computed ones, those
-    of a preempted sequence again; reused_tokens: prompt tokens that the cache knew. pace: generated tokens per second.
-    drafted, accepted: drafts of speculation, and the right ones among them, by their place in a step; saved_seconds:
-    the time that they saved.
+    finished: for whatever reason.
+    failed: those of them that ended with an error.
+    prompt_tokens: computed ones, those of a preempted sequence again.
+    reused_tokens: prompt tokens that the cache knew.
+    pace: generated tokens per second.
+    drafted, accepted: drafts of speculation, and the right ones among them, by their place in a step.
+    saved_seconds: the time that they saved.
     """
 
     running: int

@@ -47,10 +47,12 @@ class Row:
     """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read the
     state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
 
-    pages: the lease's own list, which only becomes longer. emits: (position, slot) pairs: also write the state after
-    `position` tokens to this slot. base: tokens that the state in the slot stands for (None: done); those after it are
-    in the replay ring `ring`. append: leave this step's tokens there too. drafts: how many of the tokens, the last
-    ones, are drafts. drawn: the one token is what this draw of the step in flight gives, and is not known yet.
+    pages: the lease's own list, which only becomes longer.
+    emits: (position, slot) pairs: also write the state after `position` tokens to this slot.
+    base: tokens that the state in the slot stands for (None: done); those after it are in the replay ring `ring`.
+    append: leave this step's tokens there too.
+    drafts: how many of the tokens, the last ones, are drafts.
+    drawn: the one token is what this draw of the step in flight gives, and is not known yet.
     hidden: give the hidden state of the last token.
     rotary: the tokens' rotary positions, or what makes them of their cache indices when added.
     """

@@ -39,20 +39,34 @@ class Sequence:
     """One choice of one request.
 
     tokens: ids of prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are
-    the request's own prompt, of which many that wait need no copies. keys: what prefixes are compared by, of text the
-    tokens themselves. prompt_keys: those of the prompt as bytes, 8 a token, which are quickly compared; choices share
-    them. lease: None while waiting. positions, offset: as in `Prompt`. embeds: wanted is a vector, and no token.
-    eos: ids that end the answer. limit: tokens at which it ends with reason "length"; repeats: ends it so too, if it
-    goes round in circles. guide: forces tokens on it. constraint: says which tokens may come. counts: occurrences of
-    the answer's tokens. penalties: what the sampler knows of them. origin: where to fork from instead of processing the
-    prompt. boundaries: where following prompts are expected to part. wanted: prompt
-    positions whose state is worth keeping. hold: up to which position it waits for another one to read. fetch: what the
-    tiers bring for it. known: tokens that the tree knows of it, and as of which of the tree's changes. turn: the step
-    since which it runs, or waits, without a break. rest: what it returns to, where it waits because its turn was over.
-    arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter. logits [V]: those of
-    the prompt's end, if known. draft_tokens: what may come next, to be verified in the next step. drafted,
-    accepted: drafts so far, and those of them that were right. acceptance: what is known of them. group: what came
-    together has one share of its client's places; client: who has one share of all.
+        the request's own prompt, of which many that wait need no copies.
+    keys: what prefixes are compared by, of text the tokens themselves.
+    prompt_keys: those of the prompt as bytes, 8 a token, which are quickly compared; choices share them.
+    lease: None while waiting.
+    positions, offset: as in `Prompt`.
+    embeds: wanted is a vector, and no token.
+    eos: ids that end the answer.
+    limit: tokens at which it ends with reason "length".
+    repeats: ends it so too, if it goes round in circles.
+    guide: forces tokens on it.
+    constraint: says which tokens may come.
+    counts: occurrences of the answer's tokens.
+    penalties: what the sampler knows of them.
+    origin: where to fork from instead of processing the prompt.
+    boundaries: where following prompts are expected to part.
+    wanted: prompt positions whose state is worth keeping.
+    hold: up to which position it waits for another one to read.
+    fetch: what the tiers bring for it.
+    known: tokens that the tree knows of it, and as of which of the tree's changes.
+    turn: the step since which it runs, or waits, without a break.
+    rest: what it returns to, where it waits because its turn was over.
+    arrived, admitted: when it came and when it first got a lease, in seconds of time.perf_counter.
+    logits [V]: those of the prompt's end, if known.
+    draft_tokens: what may come next, to be verified in the next step.
+    drafted, accepted: drafts so far, and those of them that were right.
+    acceptance: what is known of them.
+    group: what came together has one share of its client's places.
+    client: who has one share of all.
     """
 
     request: Request

@@ -24,7 +24,9 @@ _PIECE = 16 << 20
 class QTensor:
     """A matrix [rows, columns] packed as csrc/matrix.hpp says.
 
-    type: name of its GGUF type. data: uint8, aligned. matrix: the struct by which the kernels know it.
+    type: name of its GGUF type.
+    data: uint8, aligned.
+    matrix: the struct by which the kernels know it.
     """
 
     type: str

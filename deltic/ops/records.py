@@ -66,25 +66,27 @@ class Padded:
 class Batch:
     """Device tensors of one step; all integers int64 unless said otherwise.
 
-    ids [T]; positions [3, T]: rotary positions (temporal, height, width), apart from cache indices.
-    starts [R + 1]: first token of each row. done [R]: the cursor, tokens that the row's committed state and K/V
-        hold before this step; the chunk's tokens get the cache indices done, done + 1, ...
-    pages [R, P]: page table, padded with page 0. store [T]: flat K/V index (page * PAGE + offset) of each token.
-    source, target [R]: state slots to read and to write (equal: in place). No row reads a slot that another row
-        writes.
+    ids [T].
+    positions [3, T]: rotary positions (temporal, height, width), apart from cache indices.
+    starts [R + 1]: first token of each row.
+    done [R]: the cursor, tokens that the row's committed state and K/V hold before this step; the chunk's tokens get
+        the cache indices done, done + 1, ...
+    pages [R, P]: page table, padded with page 0.
+    store [T]: flat K/V index (page * PAGE + offset) of each token.
+    source, target [R]: state slots to read and to write (equal: in place). No row reads a slot that another row writes.
     base [R]: how many tokens the source slot is as of; done where there are no rings. A row with base = 0 starts from
         zero state and reads nothing from its source. base <= done <= base + RING.
     ring [R]: the row's replay ring unit, which has the entries of positions base .. done - 1 and belongs to no other
         row; any number where base = done and the row does not append.
-    append [R] bool: append the chunk's entries to the ring and leave the slot alone, as long as base ..
-        done + chunk - 1 fit; else the slot is first brought to `done`, and the ring then holds the chunk alone. Only
-        with source = target, chunk <= RING. Rows without it bring the target to done + chunk and leave the ring alone.
+    append [R] bool: append the chunk's entries to the ring and leave the slot alone, as long as base .. done + chunk -
+        1 fit; else the slot is first brought to `done`, and the ring then holds the chunk alone. Only with source =
+        target, chunk <= RING. Rows without it bring the target to done + chunk and leave the ring alone.
         `ref.next_base` says what the slot is as of afterwards. To reject tokens, come back with a smaller `done`.
-    emit_row, emit_length, emit_slot [E]: write the row's state after `emit_length` tokens of its sequence
-        (done < emit_length <= done + chunk) to this slot.
+    emit_row, emit_length, emit_slot [E]: write the row's state after `emit_length` tokens of its sequence (done <
+        emit_length <= done + chunk) to this slot.
     logit_tokens [L]: batch indices of the tokens whose logits are wanted, ascending.
-    span: the slots of the leading single-token rows when they are consecutive and read and written in place, as
-        (first, end), so that a backend may take a view; None otherwise.
+    span: the slots of the leading single-token rows when they are consecutive and read and written in place, as (first,
+        end), so that a backend may take a view; None otherwise.
     count [1]: how many rows are real, where the others only fill a bucket up; None: all.
     padded: the same step in the shape of a bucket; None where it has no bucket.
     memo: what a backend derives from this batch once and uses in every layer.
@@ -129,7 +131,9 @@ class RingView:
     a slot; that of position p at place p mod RING.
 
     inputs [N, RING, C] in the dtype of the slots' conv: raw convolution inputs. keys [N, RING, Hk, Dk] float32,
-    normalised. updates [N, RING, Hv, Dv] float32: u. decays [N, RING, Hv] float32: a.
+    normalised.
+    updates [N, RING, Hv, Dv] float32: u.
+    decays [N, RING, Hv] float32: a.
     tiled: which key head a value head belongs to, as in the layer's `GdnSpec`.
     """
 
@@ -243,9 +247,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv [(2 if gate else 1) * queries + 2 * kv, hidden]: rows of q (with a gate: per head its query, then its
-    gate), k, v. q_norm, k_norm [head_dim] float32: the scale itself; None: heads are not normed. o_proj [hidden,
-    queries]. bias [rows of qkv] float32: added to what they give, or None."""
+    """qkv [(2 if gate else 1) * queries + 2 * kv, hidden]: rows of q (with a gate: per head its query, then its gate),
+        k, v.
+    o_proj [hidden, queries].
+    q_norm, k_norm [head_dim] float32: the scale itself; None: heads are not normed.
+    bias [rows of qkv] float32: added to what they give, or None.
+    """
 
     spec: AttentionSpec
     qkv: Weight
@@ -299,9 +306,11 @@ class CacheViews:
 class MtpWeights:
     """A draft head (multi-token prediction): one more attention layer beside a decoder.
 
-    fc [H, 2 H]: columns of the embedding, then of the hidden state. norm_embedding, norm_hidden, norm [H] float32: the
-    scales themselves. layer: an attention layer; its `store` follows those of the decoder's. kv [2 * kv, H]: the rows
-    k, v of its qkv. head [N, H]: rows of the vocabulary's first N tokens.
+    fc [H, 2 H]: columns of the embedding, then of the hidden state.
+    norm_embedding, norm_hidden, norm [H] float32: the scales themselves.
+    layer: an attention layer; its `store` follows those of the decoder's.
+    kv [2 * kv, H]: the rows k, v of its qkv.
+    head [N, H]: rows of the vocabulary's first N tokens.
     """
 
     embedding: Block
@@ -344,7 +353,8 @@ class Table:
 class Adjust:
     """Changes of logits: single ones, N with distinct (row, token), and of whole rows. First repetition, then offset.
 
-    row, token [N] int64. repetition [N] float32: positive logits are divided, others multiplied by it.
+    row, token [N] int64.
+    repetition [N] float32: positive logits are divided, others multiplied by it.
     offset [N] float32: added afterwards (penalties and bias; -inf forbids the token).
     tables: at most one for each row; what is said of a single token counts instead.
     """
@@ -360,11 +370,13 @@ class Adjust:
 class Sampling:
     """How L rows of logits are turned into tokens; tensors [L].
 
-    temperature float32 (0: greedy), top_k int64 (0: all), top_p, min_p float32, key int64: the 64-bit key of
-    (seed, choice, position) that the row's Gumbel noise is a function of.
-    greedy: every row is greedy. filtered: some row has top_k, top_p or min_p. top_logprobs: how many of the
-    most probable tokens to report (None: no log-probabilities at all). kept: as in `Batch`, of draws one after another;
-    then what was drawn stays only until the next draw.
+    temperature float32 (0: greedy), top_k int64 (0: all), top_p, min_p float32, key int64: the 64-bit key of (seed,
+    choice, position) that the row's Gumbel noise is a function of.
+
+    greedy: every row is greedy.
+    filtered: some row has top_k, top_p or min_p.
+    top_logprobs: how many of the most probable tokens to report (None: no log-probabilities at all).
+    kept: as in `Batch`, of draws one after another; then what was drawn stays only until the next draw.
     """
 
     temperature: Tensor
@@ -381,9 +393,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens [L] int64. healthy [L] bool: the raw logits are finite and not all equal. possible [L] bool: some token is
-    not forbidden; of healthy rows. With log-probabilities (of the raw logits): logprobs [L], top_tokens [L, n],
-    top_logprobs [L, n] float32."""
+    """tokens [L] int64.
+
+    healthy [L] bool: the raw logits are finite and not all equal.
+    possible [L] bool: some token is not forbidden; of healthy rows. With log-probabilities (of the raw logits):
+        logprobs [L], top_tokens [L, n], top_logprobs [L, n] float32.
+    """
 
     tokens: Tensor
     healthy: Tensor

@@ -30,8 +30,11 @@ Prepared = TypeVar("Prepared")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model behind HTTP. name: what clients see and ask for; they may also say `default`. memory: one thread, in
-    which answers are remembered in their order."""
+    """One model behind HTTP.
+
+    name: what clients see and ask for; they may also say `default`.
+    memory: one thread, in which answers are remembered in their order.
+    """
 
     llm: LLM
     bridge: Bridge

@@ -19,9 +19,13 @@ _MOST_PIECES = 256  # of an answer that are kept apart: each takes a hundred byt
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished answer. error: what went wrong, if finish is "error"; the rest is what came before that.
-    logprobs: one per token, if asked for. said: text, reasoning and calls in the order in which they came. stop: the
-    stop string that ended it."""
+    """One finished answer.
+
+    error: what went wrong, if finish is "error"; the rest is what came before that.
+    logprobs: one per token, if asked for.
+    said: text, reasoning and calls in the order in which they came.
+    stop: the stop string that ended it.
+    """
 
     index: int
     text: str
@@ -72,8 +76,12 @@ class Score(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """What has come for one choice. number: counts the choices of all jobs. done: the whole choice, with its last
-    piece; remember: to be called then, so that following prompts can build on it."""
+    """What has come for one choice.
+
+    number: counts the choices of all jobs.
+    done: the whole choice, with its last piece.
+    remember: to be called then, so that following prompts can build on it.
+    """
 
     number: int
     deltas: list[Delta]
@@ -84,7 +92,11 @@ class Piece:
 
 @dataclass(slots=True)
 class _Growing:
-    """A choice while it grows. keeps: what it says is wanted when it is whole. end: its last event."""
+    """A choice while it grows.
+
+    keeps: what it says is wanted when it is whole.
+    end: its last event.
+    """
 
     job: Job
     text: AnswerText

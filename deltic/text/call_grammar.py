@@ -76,9 +76,13 @@ def _name(value: Any, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Answers that are calls. form: how they are written. functions: those that may be called, by their places among
-    the tools. needed: a call is all that the answer may be; else it may be text, or what has another format. parallel:
-    there may be several calls."""
+    """Answers that are calls.
+
+    form: how they are written.
+    functions: those that may be called, by their places among the tools.
+    needed: a call is all that the answer may be; else it may be text, or what has another format.
+    parallel: there may be several calls.
+    """
 
     form: CallForm
     functions: Mapping[int, Mapping[str, Any]]

@@ -55,8 +55,9 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class Turn:
     """A prompt, and what is needed to remember its answers.
 
-    boundaries: positions that following prompts are expected to share. state: the hash of all that the client
-    can see up to here, with calls typed by the schemas. Of the ids the first `kept` are those of the note `parent`;
+    boundaries: positions that following prompts are expected to share.
+    state: the hash of all that the client can see up to here, with calls typed by the schemas. Of the ids the first
+        `kept` are those of the note `parent`.
     opening, thoughts: as in `Note`, of the answers so far.
     """
 

@@ -57,9 +57,10 @@ class NoteStore(Protocol):
 class Note:
     """One finished answer.
 
-    ids: prompt and answer without the token that ended it, as int32, after the first `kept` ids of the note
-        `parent` (a name; "" if there is none). digest: of all ids together. A note without ids stands for an answer
-        that cannot be continued; one without a digest for any number of notes that were lost.
+    ids: prompt and answer without the token that ended it, as int32, after the first `kept` ids of the note `parent` (a
+        name; "" if there is none).
+    digest: of all ids together. A note without ids stands for an answer that cannot be continued; one without a digest
+        for any number of notes that were lost.
     opening: position up to which conversations with the same system message and tools share the ids.
     calls: name and arguments of each call, as a JSON object whose values are the text that the model wrote.
     thoughts: `thought_of` the reasoning of each answer of the conversation, this one last; "" where there is none.

@@ -36,8 +36,12 @@ class CallForm:
     parameter: before and after a key, parameter_end: after a value; None: the arguments are one JSON object.
     between: calls. one_block: all calls stand in one block, else each has its own.
 
-    For the reader. streams: arguments are told as they come, else when the block is over. bare: a function without a
-    block is a call. drops_empty: a call without parameters is none. decodes: values are JSON where they can be.
+    For the reader.
+
+    streams: arguments are told as they come, else when the block is over.
+    bare: a function without a block is a call.
+    drops_empty: a call without parameters is none.
+    decodes: values are JSON where they can be.
     """
 
     opening: str

@@ -30,8 +30,11 @@ _SETTLED = 2_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """By what a file is known again without being read. path: without links. modified, changed: its times in
-    nanoseconds."""
+    """By what a file is known again without being read.
+
+    path: without links.
+    modified, changed: its times in nanoseconds.
+    """
 
     path: str
     inode: int

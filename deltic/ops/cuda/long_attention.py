@@ -32,10 +32,15 @@ class Square:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Neighbouring rows that one call serves. first: their first token; tokens: of all. longest, context: of a row.
+    """Neighbouring rows that one call serves.
+
+    first: their first token.
+    tokens: of all.
+    longest, context: of a row.
     places [sum of contexts] int64: where their K/V lie. queries, keys [rows + 1] int32: where each row begins.
     square: of the only row, if it is large; places then has what the square reads behind the prefix, and repeats the
-    last one."""
+        last one.
+    """
 
     first: int
     tokens: int

@@ -67,9 +67,14 @@ def source(shapes: Shapes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The geometry of a step, the same in every layer. rows: of several tokens, which come after the single ones, and
-    their tokens after as many. count: chunks in all. chunks [count, 2]: row and first token in it; firsts [R]: each
-    row's first chunk. singles: the rows of one token as a batch of their own."""
+    """The geometry of a step, the same in every layer.
+
+    rows: of several tokens, which come after the single ones, and their tokens after as many.
+    count: chunks in all.
+    chunks [count, 2]: row and first token in it.
+    firsts [R]: each row's first chunk.
+    singles: the rows of one token as a batch of their own.
+    """
 
     singles: Batch | None
     rows: int

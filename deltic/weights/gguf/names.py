@@ -31,10 +31,11 @@ def _same(tensor: Tensor, config: ModelConfig) -> Tensor:
 class Form:
     """How a GGUF tensor differs from ours: in the order of its rows or of its value heads, and in its values.
 
-    heads: the axis along which value heads follow each other, or None. behind_keys: queries and keys come before them
-    on that axis. wide: a head takes value_head_dim places there, else one. turned: how many heads of queries or keys
-    have their rows in the order of the pairs that are rotated together. decode, encode: from GGUF's values to ours and
-    back.
+    heads: the axis along which value heads follow each other, or None.
+    behind_keys: queries and keys come before them on that axis.
+    wide: a head takes value_head_dim places there, else one.
+    turned: how many heads of queries or keys have their rows in the order of the pairs that are rotated together.
+    decode, encode: from GGUF's values to ours and back.
 
     Our value heads are grouped by the key head that they share: k0v0 k0v1 k1v0 k1v1. In GGUF files they are tiled:
     k0v0 k1v0 k0v1 k1v1, so that value head i belongs to key head i modulo the number of key heads. With as many value
