@@ -44,7 +44,7 @@ def worker() -> None:
         task = json.loads(line)
         name = task["model"]
         if name not in models:
-            models[name] = LLM(RandomModel(name) if name else None, quant="q8_0" if name else None,
+            models[name] = LLM(RandomModel(name) if name else None, quant="q8_0" if name else "none",
                                threads=task["threads"], max_batch=8, max_context=8192, memory="512MiB")
         prompts = [[draw.randrange(2000) for _ in range(task["prompt"])] for _ in range(task["batch"])]
         sampling = SamplingParams(max_tokens=task["new"], ignore_eos=True, temperature=task.get("temperature", 0),
