@@ -101,6 +101,26 @@ def _step(args: argparse.Namespace) -> None:
         worker.close()
 
 
+def _contexts(args: argparse.Namespace) -> None:
+    """Writing down a step of eight sequences that decode, by the length of their contexts; kernels run none."""
+    import torch
+
+    from deltic.engine.batch import BatchMemory, build
+    from deltic.engine.scheduler import Plan, Row
+    from deltic.types import PAGE
+
+    for context in (1_000, 262_000):
+        pages = [list(range(index, context * 8 // PAGE + 16, 8)) for index in range(8)]
+        memory, times = BatchMemory(), list[float]()
+        for step in range(20 if args.quick else 500):
+            plan = Plan(tuple(Row((7,), context + step % PAGE, pages[row], row, 1) for row in range(8)))
+            began = time.perf_counter()
+            build(plan, torch.device("cpu"), memory=memory)
+            times.append(1e6 * (time.perf_counter() - began))
+        record("engine", {"task": "contexts", "unit": "us", "batch": 8, "context": context,
+                          "first_step": round(times[0], 1), "step": round(median(times[1:]), 1)})
+
+
 def _memory(args: argparse.Namespace) -> None:
     """Peak memory of the 0.8b shape with 2,048 tokens of context, beside the size of its weights."""
     context, new = (256, 4) if args.quick else (2048, 16)
@@ -166,7 +186,7 @@ def _outside(engine: Engine, case: Case, seed: int) -> dict[str, float]:
     return {"step": whole, "outside": outside, "share": outside / whole}
 
 
-TASKS = {"start": _start_up, "speed": _speed, "step": _step, "memory": _memory}
+TASKS = {"start": _start_up, "speed": _speed, "step": _step, "contexts": _contexts, "memory": _memory}
 
 if __name__ == "__main__":
     main()
