@@ -22,7 +22,7 @@ from test_server_harness import USER, Served, serving, tiny
 
 from deltic import LLM, SamplingParams
 from deltic.cli import main
-from deltic.errors import RequestError
+from deltic.errors import BusyError, RequestError
 from deltic.text.grammar import Grammars
 from deltic.text.output_format import Choice, JsonSchema, Regex
 from deltic.text.tools import PARSERS
@@ -321,6 +321,33 @@ def test_what_takes_too_long_is_refused_by_the_limit() -> None:
     wanted = JsonSchema(HEAVY["enumeration"], True)
     with pytest.raises(RequestError, match="schema_seconds"):
         grammars.grammar(lambda _: [part_of(wanted)], wanted.field)
+
+
+def test_who_waits_behind_too_many_grammars_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltic.text import grammar as module
+
+    grammars, free = Grammars(model().chat_processor.tokenizer), threading.Event()
+    compile = module._compile
+    monkeypatch.setattr(module, "_compile", lambda *given: free.wait(60) and compile(*given))
+    monkeypatch.setattr(module, "_MOST_KEPT", 3)
+    answers: list[Any] = []
+
+    def ask(text: str) -> None:
+        try:
+            answers.append(grammars.grammar(lambda _: [module.part_of(Choice((text,)))], "x"))
+        except BusyError as error:
+            answers.append(error)
+    threads = [threading.Thread(target=ask, args=(f"text {index}",)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while len(answers) < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    free.set()
+    for thread in threads:
+        thread.join(60)
+    refused = [answer for answer in answers if isinstance(answer, BusyError)]
+    assert len(answers) == 6 and 1 <= len(refused) <= 3 and "try again" in str(refused[0])
 
 
 def test_compiled_grammars_are_kept_and_bounded() -> None:

@@ -10,14 +10,14 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from deltic.errors import RequestError
+from deltic.errors import BusyError, RequestError
 from deltic.text.markers import THINK, THINK_END
 from deltic.text.output_format import Choice, GrammarText, JsonSchema, OutputFormat, Regex
 from deltic.text.stream import AnswerText
@@ -139,6 +139,8 @@ class Grammars:
         except TookTooLong:
             raise RequestError(f"{field} takes longer than {self._seconds:g} seconds to compile (schema_seconds): "
                                "simplify it", field) from None
+        except CancelledError:
+            raise BusyError("too many forms of answers are being compiled; try again later") from None
         except _BadGrammar as error:
             raise RequestError(f"{field} cannot be enforced: {error}", field) from None
 
