@@ -229,7 +229,7 @@ def test_cancel(stream: bool) -> None:
         last = found[-1].response if stream else found[-1]
         assert (last.id, last.status) == (id, "cancelled")
         served.wait_idle()
-        assert not engine.running
+        wait_until(lambda: not engine.running)
 
 
 def wait_for_id(served: Served) -> str:
