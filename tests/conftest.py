@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if TYPE_CHECKING:
+    from test_server_harness import Served
+
 settings.register_profile("deltic", deadline=None, derandomize=True, database=None,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.load_profile("deltic")
-
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,3 +31,23 @@ def _one_thread() -> None:
     """Models set the threads that torch computes with; small ones are fastest with one, and by far so on a machine that
     has other work."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """The embedded model behind a real server, whose accounts are right when all is over."""
+    from test_server_harness import serving, tiny
+
+    with serving(tiny()) as running:
+        yield running
+        running.wait_idle()
+        tiny().worker.call(lambda engine: engine.check())
+
+
+@pytest.fixture(scope="module")
+def script_server() -> Iterator[None]:
+    """What `test_server_harness.scripted` needs."""
+    from test_server_harness import script_server
+
+    with script_server():
+        yield

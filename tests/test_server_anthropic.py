@@ -10,46 +10,19 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import Anthropic
-from test_server_harness import Scripted, Served, serving, tiny
+from test_server_harness import CALL, THOUGHT, Scripted, Served, scripted, serving, tiny
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOLS: list[Any] = [{"name": "weather", "description": "Says how it is.", "input_schema": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}]
-CALL = ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-        "</function>\n</tool_call>")
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 THINKING = {"type": "enabled", "budget_tokens": 1024}
-STAGE: list[tuple[Served, Scripted]] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stage() -> Iterator[None]:
-    engine = Scripted("")
-    with serving(engine.model()) as served:
-        STAGE[:] = [(served, engine)]
-        yield
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(tiny()) as running:
-        yield running
-        running.wait_idle()
-        tiny().worker.call(lambda engine: engine.check())
+pytestmark = pytest.mark.usefixtures("script_server")
 
 
 @contextmanager
 def client_of(served: Served, **options: Any) -> Iterator[Anthropic]:
     with Anthropic(base_url=served.url, **({"api_key": "none", "max_retries": 0, "timeout": 30} | options)) as client:
         yield client
-
-
-@contextmanager
-def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripted]]:
-    served, engine = STAGE[0]
-    served.wait_idle()
-    engine.play(text, **options)
-    yield served, engine
 
 
 def create(served: Served, **more: Any) -> Any:

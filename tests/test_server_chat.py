@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from test_server_harness import USER, Served, serving, tiny
+from test_server_harness import USER, Served, tiny
 
 from deltic.engine.depth import FixedDepth
 
 LIMITS: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(tiny()) as running:
-        yield running
-        running.wait_idle()
-        tiny().worker.call(lambda engine: engine.check())
 
 
 def streamed(chunks: Any) -> str:

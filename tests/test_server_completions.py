@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,12 +11,6 @@ from test_server_harness import Scripted, Served, serving, tiny
 from deltic import LLM, RandomModel
 
 LIMITS: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(tiny()) as running:
-        yield running
 
 
 def test_text_and_token_ids_are_the_same_prompt(served: Served) -> None:

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
 from anthropic import Anthropic
-from test_server_harness import USER, Scripted, Served, serving, tiny
+from test_server_harness import THOUGHT, USER, Scripted, scripted, serving, tiny
 
 from deltic import __version__
 from deltic.server.fields import IGNORED_HEADER
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
-STAGE: list[tuple[Served, Scripted]] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stage() -> Iterator[None]:
-    engine = Scripted("")
-    with serving(engine.model()) as served:
-        STAGE[:] = [(served, engine)]
-        yield
-
-
-@contextmanager
-def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripted]]:
-    served, engine = STAGE[0]
-    served.wait_idle()
-    engine.play(text, **options)
-    yield served, engine
+pytestmark = pytest.mark.usefixtures("script_server")
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -29,6 +29,10 @@ from deltic.text.chat_processor import ChatProcessor
 from deltic.types import Request, TokenLogprobs, TokenOut, Usage
 
 USER = [{"role": "user", "content": "Hi"}]
+# What models write: a call of a tool, and a think block
+CALL = ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>")
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 
 
 @cache
@@ -232,3 +236,24 @@ def serving(model: Any, grace: float = 0.2, **options: Any) -> Iterator[Served]:
         listener.close()
         if isinstance(model, SimpleNamespace):
             model.close()
+
+
+_PLAYING: list[tuple[Served, Scripted]] = []
+
+
+@contextmanager
+def script_server() -> Iterator[None]:
+    """The server that `scripted` plays on."""
+    engine = Scripted("")
+    with serving(engine.model()) as served:
+        _PLAYING[:] = [(served, engine)]
+        yield
+
+
+@contextmanager
+def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripted]]:
+    """The script server, at rest, and its engine, which plays this from now on."""
+    served, engine = _PLAYING[0]
+    served.wait_idle()
+    engine.play(text, **options)
+    yield served, engine

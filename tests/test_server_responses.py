@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
-from test_server_harness import Scripted, Served, serving, tiny, wait_until
+from test_server_harness import CALL, THOUGHT, Served, scripted, serving, wait_until
 
 from deltic import LLM
 from deltic.config import Limits
@@ -21,37 +19,10 @@ from deltic.server.responses.store import ResponseStore
 
 TOOLS: list[Any] = [{"type": "function", "name": "weather", "strict": True, "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}]
-CALL = ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-        "</function>\n</tool_call>")
 PATCH = "<tool_call>\n<function=patch>\n<parameter=input>\n*** Begin\n+ a\n</parameter>\n</function>\n</tool_call>"
 CUSTOM: list[Any] = [{"type": "custom", "name": "patch", "description": "Edits."}]
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 PATH = "/v1/responses"
-STAGE: list[tuple[Served, Scripted]] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stage() -> Iterator[None]:
-    engine = Scripted("")
-    with serving(engine.model()) as served:
-        STAGE[:] = [(served, engine)]
-        yield
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(tiny()) as running:
-        yield running
-        running.wait_idle()
-        tiny().worker.call(lambda engine: engine.check())
-
-
-@contextmanager
-def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripted]]:
-    served, engine = STAGE[0]
-    served.wait_idle()
-    engine.play(text, **options)
-    yield served, engine
+pytestmark = pytest.mark.usefixtures("script_server")
 
 
 def create(served: Served, **more: Any) -> Any:

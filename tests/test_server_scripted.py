@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
-from test_server_harness import USER, Scripted, Served, serving
+from test_server_harness import CALL, THOUGHT, USER, Served, scripted
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "strict": True, "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}}]
-CALL = ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-        "</function>\n</tool_call>")
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 
 
-STAGE: list[tuple[Served, Scripted]] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stage() -> Iterator[None]:
-    engine = Scripted("")
-    with serving(engine.model()) as served:
-        STAGE[:] = [(served, engine)]
-        yield
-
-
-@contextmanager
-def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripted]]:
-    served, engine = STAGE[0]
-    served.wait_idle()
-    engine.play(text, **options)
-    yield served, engine
+pytestmark = pytest.mark.usefixtures("script_server")
 
 
 def ask(served: Served, **more: Any) -> Any:
