@@ -128,6 +128,15 @@ class CallReader:
         tag = self.tags.pattern.match(text, at)
         return tag, tag is None and text[at] == "<" and self.tags.begins(text, at)
 
+    def past_spaces(self, text: str, at: int) -> tuple[int, re.Match[str] | None, bool]:
+        """Behind the spaces that follow what may end a value, and become pieces of it: where that is, the tag there,
+        and whether more text must come first."""
+        start = skip_spaces(text, at)
+        self.pieces.append(text[at:start])
+        if start == len(text):
+            return start, None, True
+        return start, *self.tag_at(text, start)
+
     def next_tag(self, text: str, at: int) -> tuple[re.Match[str] | None, int]:
         """The next tag, and where it begins; else how far there is none."""
         tag = self.tags.pattern.search(text, at)
@@ -302,12 +311,8 @@ def in_value(reader: CallReader, text: str, at: int) -> int:
 
 def after_value(reader: CallReader, text: str, at: int) -> int:
     """After a tag that ends a value, if the right one follows."""
-    start = skip_spaces(text, at)
-    reader.pieces.append(text[at:start])
-    if start == len(text):
-        return start
-    tag, is_open = reader.tag_at(text, start)
-    if is_open:
+    start, tag, waits = reader.past_spaces(text, at)
+    if waits:
         return start
     reader.state = in_value
     quoted = "".join(reader.pieces)

@@ -127,12 +127,8 @@ def _in_escape(reader: CallReader, text: str, at: int) -> int:
 
 def after_text(reader: CallReader, text: str, at: int) -> int:
     """After a quote that ends a text, if the right mark follows."""
-    start = skip_spaces(text, at)
-    reader.pieces.append(text[at:start])
-    if start == len(text):
-        return start
-    tag, is_open = reader.tag_at(text, start)
-    if is_open:
+    start, tag, waits = reader.past_spaces(text, at)
+    if waits:
         return start
     if text[start] in ",}" or (tag and tag.lastgroup in ("opening", "closing")):
         reader.arguments.end_text()
