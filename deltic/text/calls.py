@@ -169,7 +169,7 @@ class CallReader:
         """The value may have ended before this text."""
         if self._doubt is None:
             before = self.copy()
-            before._held, before.depth, before.decided = "", 0, True
+            before._held, before.depth, before.decided, before.arguments.out = "", 0, True, []
             before._raw = ["".join(self._raw).removesuffix(since)]
             self._doubt = _Doubt(before, [since], len(self.arguments.out))
 

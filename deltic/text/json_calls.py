@@ -220,11 +220,19 @@ def _scanned(reader: CallReader, text: str, at: int) -> int:
         written = "{" + "".join(reader.pieces)
         if not _say_call(reader, written + "}"):
             return _no_call(reader, written, text, at, at + 1)
-    elif not (rest := "".join(reader.pieces)).startswith(","):  # else more keys of the object
-        reader.arguments.aside.append(rest)
+    elif not _has_keys(rest := "".join(reader.pieces)):
+        reader.arguments.aside.append(rest.removeprefix(","))
     reader.trust()
     reader.state = after_object
     return at + 1
+
+
+def _has_keys(rest: str) -> bool:
+    """Whether what follows the arguments of an object is more of its keys, and no text."""
+    try:
+        return rest.startswith(",") and (not rest.strip(", \n") or isinstance(loads("{" + rest[1:] + "}"), dict))
+    except ValueError:
+        return False
 
 
 def _stopped(reader: CallReader, text: str, at: int) -> int:
