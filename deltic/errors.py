@@ -51,6 +51,10 @@ class BusyError(DelticError):
         self.retry_after = retry_after
 
 
+class QuotaError(BusyError):
+    """One caller has as much at a time as it may have."""
+
+
 class UnavailableError(DelticError):
     """The engine takes no requests: it was closed, or it has broken down."""
 

@@ -298,6 +298,7 @@ class Usage:
     accepted_tokens: those that the model accepted, all of them generated tokens. How many depends on the time that
         steps took, so equal answers may differ in them.
     reasoning_tokens: of those generated, what lies in think blocks; the engine, which knows no text, leaves it at 0.
+    queued_seconds: from the request's arrival to its first place in the batch.
     """
 
     prompt_tokens: int
@@ -306,6 +307,7 @@ class Usage:
     drafted_tokens: int = field(default=0, compare=False)
     accepted_tokens: int = field(default=0, compare=False)
     reasoning_tokens: int = field(default=0, compare=False)
+    queued_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,13 +231,17 @@ def test_a_used_port_is_found_before_loading(monkeypatch, capsys):
 
 def test_serve_hands_over(monkeypatch):
     calls, server = [], ModuleType("deltic.server.app")
-    server.serve = lambda llm, listener, **options: calls.append((llm.runtime.name, listener.getsockname()[0], options))
+    server.serve = lambda llm, host, listener, **options: calls.append(
+        (llm.runtime.name, listener.getsockname()[0], options))
     monkeypatch.setitem(sys.modules, "deltic.server.app", server)
     monkeypatch.setenv("DELTIC_API_KEY", "secret")
     argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*", "--lenient"]
-    assert main(argv) == main([*argv, "--api-key", "mine"]) == 0
-    given = {"served_name": "demo", "cors_origins": ["*"], "lenient": True, "api_key": "secret"}
-    assert calls == [("tiny", "127.0.0.1", given), ("tiny", "127.0.0.1", {**given, "api_key": "mine"})]
+    assert main(argv) == main([*argv, "--api-key", "mine", "--drain-seconds", "5"]) == 0
+    given = {"served_name": "demo", "cors_origins": ["*"], "lenient": True, "tls": None,
+             "api_keys": {"secret": "key-1"},
+             "allowed_hosts": [], "drain_seconds": 30, "request_log": None}
+    own = {**given, "api_keys": {"mine": "key-1"}, "drain_seconds": 5}
+    assert calls == [("tiny", "127.0.0.1", given), ("tiny", "127.0.0.1", own)]
 
 
 def test_inspect(capsys):

@@ -135,7 +135,7 @@ def test_without_files_it_waits_and_says_so_once(monkeypatch: pytest.MonkeyPatch
         loop, listener, ready = asyncio.get_running_loop(), Empty(), set[Callable[[], Any]]()
         monkeypatch.setattr(loop, "add_reader", lambda _, call: ready.add(call))
         monkeypatch.setattr(loop, "remove_reader", lambda _: ready.clear())
-        acceptor = Acceptor(listener, lambda: pytest.fail("made"))  # type: ignore[arg-type]
+        acceptor = Acceptor(listener, lambda _: pytest.fail("made"))  # type: ignore[arg-type]
         acceptor.start()
         turns = 0
         while listener.tries < 5:

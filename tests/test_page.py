@@ -38,7 +38,7 @@ def policy(client: TestClient) -> dict[str, str]:
 
 def test_the_page_is_mounted_and_asks_for_no_key() -> None:
     model = Scripted("Hi").model()
-    with TestClient(create_app(model, api_key="secret")) as client:
+    with TestClient(create_app(model, api_keys={"secret": "me"})) as client:
         assert client.get("/").status_code == 200 and client.get("/page/app.js").status_code == 200
         assert client.get("/v1/models").status_code == 401
         assert client.get("/page/nothing.js").json()["error"]["type"] == "not_found_error"

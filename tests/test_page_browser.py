@@ -345,7 +345,7 @@ def test_errors_are_said_and_tried_again(page: Page, played: Any) -> None:
 
 
 def test_a_key_is_asked_for_and_kept(page: Page) -> None:
-    with serving(Scripted("Hello.").model(), api_key="secret") as served:
+    with serving(Scripted("Hello.").model(), api_keys={"secret": "me"}) as served:
         visit(page, served.url)
         page.wait("document.querySelector('#settings').open")
         assert "API key" in page.text("#settings-problem")

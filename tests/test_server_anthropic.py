@@ -285,7 +285,7 @@ def test_errors_have_the_types_of_anthropic(served: Served) -> None:
 
 def test_keys_and_engines_that_fail() -> None:
     engine = Scripted("one two three four five", error="the logits are NaN")
-    with serving(engine.model(max_waiting=1), api_key="secret") as other:
+    with serving(engine.model(max_waiting=1), api_keys={"secret": "me"}) as other:
         with client_of(other) as client, pytest.raises(anthropic.AuthenticationError):
             client.messages.create(model="tiny", max_tokens=5, messages=USER)
         for options in ({"api_key": "secret"}, {"api_key": None, "auth_token": "secret"}):

@@ -153,7 +153,7 @@ def test_an_internal_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_names_keys_and_origins() -> None:
-    options: dict[str, Any] = {"served_name": "our/model", "api_key": "secret", "cors_origins": ["https://page"]}
+    options: dict[str, Any] = {"served_name": "our/model", "api_keys": {"secret": "me"}, "cors_origins": ["https://page"]}
     with serving(Scripted("x").model(), **options) as other:
         assert other.post("/v1/completions", prompt="x").status_code == 401
         assert other.http.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
@@ -173,7 +173,7 @@ KEY = "鍵 clé"
     ("ascii", b"ascii", 200), ("ascii", b"asci", 401),
 ])
 def test_keys_of_all_letters(key: str, sent: bytes, status: int) -> None:
-    with serving(Scripted("x").model(), api_key=key) as other:
+    with serving(Scripted("x").model(), api_keys={key: "me"}) as other:
         assert other.http.get("/v1/models", headers={"authorization": b"Bearer " + sent}).status_code == status
         assert other.http.get("/v1/models").status_code == 401
 

@@ -196,7 +196,7 @@ import sys; sys.path.insert(0, "tests")
 from test_server_harness import Scripted
 from deltic.server.app import serve
 for _ in range(2):
-    serve(Scripted(pause=0.01).model(), port=0, grace=0.2)
+    serve(Scripted(pause=0.01).model(), port=0, drain_seconds=0.2)
 print("end")
 """
 

@@ -212,7 +212,7 @@ def test_names_of_models_are_escaped(name: str) -> None:
 
 
 def test_a_key_is_asked_for() -> None:
-    with serving(tiny(), api_key="secret") as served:
+    with serving(tiny(), api_keys={"secret": "me"}) as served:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             answer = served.http.get("/metrics", headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"

@@ -4,30 +4,58 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import existing_file, json_file, read_text, text, whole
+from deltic.cli.parser import UsageError, existing_file, json_file, read_text, text, whole
 from deltic.errors import DelticError
+
+if TYPE_CHECKING:
+    import socket
+    from ssl import SSLContext
+
+    from deltic.server.request_log import RequestLog
 
 HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
 
 _KEY_VARIABLE = "DELTIC_API_KEY"
+_HOST, _PORT = "127.0.0.1", 8000
+_LONGEST = 1_000_000
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=whole(0, 65535), default=8000, metavar="N",
-                        help="port to listen on; 0 takes a free one (default: 8000)")
+    parser.add_argument("--host", help=f"address to listen on (default: {_HOST})")
+    parser.add_argument("--port", type=whole(0, 65535), metavar="N",
+                        help=f"port to listen on; 0 takes a free one (default: {_PORT})")
+    parser.add_argument("--unix-socket", type=text, metavar="PATH",
+                        help="listen on a Unix socket instead; one that was left behind there is replaced")
+    parser.add_argument("--unix-socket-mode", type=_mode, default=0o600, metavar="MODE",
+                        help="who may connect to it: those who may write to a file of this mode (default: 600)")
+    parser.add_argument("--tls-certificate", type=existing_file, metavar="FILE",
+                        help="serve https with this PEM file: the certificate, and those between it and its root")
+    parser.add_argument("--tls-key", type=existing_file, metavar="FILE",
+                        help="the certificate's private key, as PEM without a passphrase")
+    parser.add_argument("--allowed-host", action="append", type=text, default=[], metavar="NAME",
+                        help="a name by which clients may ask for the server, *.NAME for all below one, * for all; may "
+                             "be repeated (default: localhost, or all if other machines can reach the server). "
+                             "Addresses are always allowed")
     parser.add_argument("--served-name", type=text, metavar="NAME",
                         help="what clients call the model (default: its own name)")
-    parser.add_argument("--api-key", type=text, metavar="KEY",
-                        help=f"what clients must send (default: ${_KEY_VARIABLE}, else nothing)")
+    parser.add_argument("--api-key", action="append", type=text, default=[], metavar="KEY",
+                        help=f"what clients must send; may be repeated (default: ${_KEY_VARIABLE}, else nothing)")
+    parser.add_argument("--api-key-file", type=existing_file, metavar="FILE",
+                        help="more keys: a line for each, the key and then perhaps a name for the log")
+    parser.add_argument("--request-log", type=text, metavar="FILE",
+                        help="append a line of JSON for each request, without its text; - is standard output")
+    parser.add_argument("--drain-seconds", type=_seconds, default=30.0, metavar="N",
+                        help="seconds that running answers have when the server is asked to end; a second Ctrl-C or "
+                             "SIGTERM ends them at once (default: 30)")
     parser.add_argument("--cors-origin", action="append", type=text, default=[], metavar="URL",
                         help="a web page's origin that may use the server, * for all; may be repeated")
     parser.add_argument("--lenient", action="store_true",
@@ -42,13 +70,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The address is claimed before the model is loaded, so that a used port shows at once."""
+    """The address is claimed, and files are read, before the model is loaded, so that what is wrong shows at once."""
     options.refuse_random(args)
     check_source(args)
     options.engine_options(args)
-    from deltic.server.listen import listen
-
-    with listen(args.host, args.port) as listener:
+    keys, tls = _keys(args), _tls(args)
+    with _listener(args) as listener:
+        log = _request_log(args)
         llm = open_llm(args)
         for path, opening in args.pin_prompt:
             print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
@@ -56,9 +84,75 @@ def run(args: argparse.Namespace) -> int:
             llm.chat_processor.grammars.warm()
         from deltic.server.app import serve
 
-        serve(llm, listener=listener, served_name=args.served_name, cors_origins=args.cors_origin, lenient=args.lenient,
-              api_key=args.api_key or os.environ.get(_KEY_VARIABLE) or None)
+        serve(llm, args.host or _HOST, listener=listener, tls=tls, drain_seconds=args.drain_seconds,
+              served_name=args.served_name, cors_origins=args.cors_origin, allowed_hosts=args.allowed_host,
+              lenient=args.lenient, api_keys=keys, request_log=log)
     return 0
+
+
+def _listener(args: argparse.Namespace) -> socket.socket:
+    from deltic.server.listen import listen, listen_unix
+
+    if args.unix_socket is None:
+        return listen(args.host or _HOST, _PORT if args.port is None else args.port)
+    if args.host is not None or args.port is not None:
+        raise UsageError("--unix-socket and --host or --port exclude each other: listen on one of them")
+    return listen_unix(Path(args.unix_socket), args.unix_socket_mode)
+
+
+def _tls(args: argparse.Namespace) -> SSLContext | None:
+    if (args.tls_certificate is None) != (args.tls_key is None):
+        raise UsageError("--tls-certificate and --tls-key belong together: give both")
+    if args.tls_certificate is None:
+        return None
+    from deltic.server.listen import tls_context
+
+    return tls_context(args.tls_certificate, args.tls_key)
+
+
+def _keys(args: argparse.Namespace) -> dict[str, str]:
+    """The names of those to whom the keys belong, by key."""
+    given = args.api_key
+    if not all(given):
+        raise UsageError("--api-key is empty: leave it out for a server that everybody may use")
+    if args.api_key_file is None:
+        given = given or [key for key in [os.environ.get(_KEY_VARIABLE)] if key]
+    owners = {key: f"key-{number}" for number, key in enumerate(given, 1)}
+    if args.api_key_file is not None:
+        from deltic.server.keys import read_keys
+
+        owners |= read_keys(_content(args.api_key_file), args.api_key_file.name)
+    return owners
+
+
+def _request_log(args: argparse.Namespace) -> RequestLog | None:
+    if args.request_log is None:
+        return None
+    from deltic.server.request_log import RequestLog
+
+    return RequestLog(args.request_log)
+
+
+def _content(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _mode(given: str) -> int:
+    """An argument type: a file's mode, as chmod takes it."""
+    if not re.fullmatch("0?[0-7]{3}", given):
+        raise argparse.ArgumentTypeError(f"must be three octal digits such as 660, not {given[:40]!r}")
+    return int(given, 8)
+
+
+def _seconds(given: str) -> float:
+    """An argument type: so many seconds, perhaps none."""
+    with suppress(ValueError):
+        if 0 <= (seconds := float(given)) <= _LONGEST:
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {_LONGEST}, not {given[:40]!r}")
 
 
 def _opening(given: str) -> tuple[Path, dict[str, Any]]:

@@ -18,7 +18,7 @@ def _limit(default: Any, help: str, low: float = 1) -> Any:
 class Limits:
     """Bounds of a server and of each request; what passes one is refused with an error that names it.
 
-    None: as much as the context holds. ConfigError names a limit whose value it cannot have.
+    None: no bound, or as much as the context holds. ConfigError names a limit whose value it cannot have.
     """
 
     max_connections: int = _limit(1024, "open connections; beyond them one that waits for a request is closed, or the "
@@ -33,6 +33,8 @@ class Limits:
                                    "status 503 and Retry-After")
     max_live_tokens: int = _limit(8_000_000, "prompt tokens of all requests that run or wait; then requests are "
                                              "refused with status 503 and Retry-After")
+    max_running_per_key: int | None = _limit(None, "answers of an API key that run or wait; then its requests are "
+                                                   "refused with status 429 and Retry-After (default: no bound)")
     max_choices: int = _limit(128, "answers that one request may ask for: its prompts times its n")
     max_messages: int = _limit(4096, "messages of a conversation")
     max_tools: int = _limit(512, "tools of a request")

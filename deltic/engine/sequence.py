@@ -137,7 +137,9 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.request.prompt), self.cached, self.generated, self.drafted, self.accepted)
+        queued = (self.admitted or time.perf_counter()) - self.arrived
+        return Usage(len(self.request.prompt), self.cached, self.generated, self.drafted, self.accepted,
+                     queued_seconds=queued)
 
     @property
     def reading(self) -> bool:

@@ -26,6 +26,7 @@ from deltic.config import Limits
 from deltic.errors import BusyError, RequestError, show
 from deltic.server.fields import Refused, known
 from deltic.server.http import Problem, ProblemError
+from deltic.server.records import record_of
 
 log = logging.getLogger("deltic")
 
@@ -89,12 +90,13 @@ class Intake:
         RequestError names what is wrong with it, and ProblemError has status 413 if it is too large; BusyError if there
         are too many at the same time. What had no effect is noted with the request, see `answering`.
         """
+        record = record_of(request)
         async with self._received(request) as raw:
             def work() -> tuple[Body, Prepared]:
                 body = parse(raw, schema, self._limits, self._lenient)
                 prepared = prepare(body)
-                request.state.ignored = tuple(dict.fromkeys(body.ignored))
-                self._tell(request.state.ignored)
+                record.ignored = tuple(dict.fromkeys(body.ignored))
+                self._tell(record.ignored)
                 return body, prepared
 
             if len(raw) <= _LARGE:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,9 +27,11 @@ STUCK_AFTER = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """fault: why the engine makes no progress, or None if it does. requests: how many are not finished."""
+    """fault: why the engine makes no progress, or None if it does. draining: whether it takes no more requests, as the
+    server is about to end. requests: how many are not finished."""
 
     fault: str | None
+    draining: bool
     requests: int
 
 
@@ -50,7 +53,7 @@ class Bridge:
         self._worker, self._room, self._stuck_after = worker, room, stuck_after
         self._handles: dict[str, RequestHandle] = {}
         self._closed: str | None = "the engine has not been started"
-        self._empty = asyncio.Event()
+        self._draining, self._empty = False, asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -79,6 +82,8 @@ class Bridge:
         than there may be at all is taken if nothing else is there."""
         if self._closed:
             raise UnavailableError(self._closed)
+        if self._draining:
+            raise BusyError("the server is shutting down: try again later, or elsewhere")
         handles = set(self._handles.values())
         live = sum(handle.answers for handle in handles)
         if live and live + answers > self._room.answers + self._room.waiting:
@@ -91,17 +96,20 @@ class Bridge:
 
     def health(self) -> Health:
         """How the engine is now; cheap."""
-        return Health(self._closed or self._worker.fault(self._stuck_after), len(self._handles))
+        return Health(self._closed or self._worker.fault(self._stuck_after), self._draining, len(self._handles))
 
     async def drain(self, grace: float) -> None:
         """Take no more requests, give the running ones `grace` seconds, then end them."""
-        self._closed = self._closed or "the server is shutting down"
-        if self._handles:
+        self._draining = True
+        if self._handles and grace:
+            log.warning("shutting down: %d running requests have up to %g seconds; a second signal ends them at once",
+                        len(self._handles), grace)
             self._empty.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), grace)
-            except TimeoutError:
-                log.warning("ending %d requests: the server is shutting down", len(self._handles))
+        if self._handles:
+            log.warning("ending %d requests: the server is shutting down", len(self._handles))
+        self._closed = self._closed or "the server is shutting down"
         self._fail_all()
 
     async def stop(self, grace: float = 0.0, patience: float = 5.0) -> None:

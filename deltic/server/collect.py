@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from deltic.errors import GenerationError, RequestError
 from deltic.server.bridge import Bridge
@@ -27,6 +28,7 @@ class Run:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
         self._handle, self._answers, self._memory = handle, Answers(jobs, whole), memory
         self.usage, self.size = Usage(0, 0, 0), 0
+        self._finishes: list[str] = []
 
     @classmethod
     async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: Executor, whole: bool) -> Run:
@@ -48,6 +50,7 @@ class Run:
                     await asyncio.get_running_loop().run_in_executor(self._memory, piece.remember)
                 if piece.done:
                     self._add_usage(piece.done.usage, first=piece.done.index == 0)
+                    self._finishes.append(piece.done.finish)
             yield pieces
 
     async def wholes(self, most: int) -> list[Piece]:
@@ -64,6 +67,18 @@ class Run:
                 if piece.done:
                     done[piece.number] = replace(piece, scores=scores.pop(piece.number))
         return [done[number] for number in sorted(done)]
+
+    def figures(self, began: float) -> dict[str, Any]:
+        """What the log says of it. began: when the client asked, by time.perf_counter. What was made for a client that
+        did not wait for the end is counted, but for what only the end would have told."""
+        handle, usage = self._handle, self.usage
+        first = handle.first_token
+        ended = bool(self._finishes)
+        return {"queue_ms": _ms(usage.queued_seconds) if ended else None,
+                "first_token_ms": _ms(first - began) if first else None,
+                "prompt_tokens": handle.prompt_tokens, "cached_tokens": usage.cached_tokens if ended else None,
+                "output_tokens": handle.tokens, "reasoning_tokens": usage.reasoning_tokens if ended else None,
+                "finish_reasons": self._finishes}
 
     def cancel(self, reason: str) -> None:
         """Have its reader get a GenerationError."""
@@ -88,4 +103,9 @@ class Run:
                            total.cached_tokens + usage.cached_tokens * first,
                            total.completion_tokens + usage.completion_tokens,
                            total.drafted_tokens + usage.drafted_tokens, total.accepted_tokens + usage.accepted_tokens,
-                           total.reasoning_tokens + usage.reasoning_tokens)
+                           total.reasoning_tokens + usage.reasoning_tokens,
+                           max(total.queued_seconds, usage.queued_seconds if first else 0.0))
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -17,6 +17,7 @@ import sys
 import termios
 from collections.abc import Callable
 from contextlib import suppress
+from ssl import SSLContext
 from typing import Any
 
 import h11
@@ -54,22 +55,35 @@ _LATE = _response("408 Request Timeout", "the request did not arrive in time")
 class Connection(H11Protocol):
     """One connection: idle, or with a request that arrives, or with one that is answered."""
 
-    def __init__(self, door: Door, config: Config, state: ServerState, app_state: dict[str, Any]) -> None:
+    def __init__(self, door: Door, config: Config, state: ServerState, app_state: dict[str, Any],
+                 handshake: asyncio.Task[Any] | None = None) -> None:
+        """handshake: ends with TLS; until then the connection counts as one that waits for a request."""
         super().__init__(config, state, app_state)
-        self._door = door
+        self._door, self._handshake = door, handshake
         self._start = self._heard = self._read = self.loop.time()
         self._begun, self._unread, self._refused = False, 0, False
+        self.header_seconds = float(door.limits.header_seconds)
+        if handshake:
+            door.enter(self)
 
     @property
     def since(self) -> float | None:
         """When it began to wait for a request, or for one to come wholly; None if one is answered."""
+        if self._handshake:
+            return self._start
         answering = self.cycle is not None and not self.cycle.response_complete and not self._receives
         return None if answering or self.transport.get_write_buffer_size() else self._start
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITTEN_AHEAD)
-        self._door.enter(self)
+        if not self._handshake:
+            self._door.enter(self)
+        self._handshake = None
+
+    def close_unopened(self) -> None:
+        """There has been no connection after all."""
+        self._door.leave(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.leave(self)
@@ -89,6 +103,10 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._look()
 
+    def send_400_response(self, msg: str) -> None:
+        self._door.refused(400, self)
+        super().send_400_response(msg)
+
     def timeout_keep_alive_handler(self) -> None:
         """uvicorn's own timer: it does not see the beginning of a next request. The door watches instead."""
 
@@ -96,16 +114,26 @@ class Connection(H11Protocol):
         """Tell the client that there are too many. linger: let it read that; closed at once, with its request unread,
         the connection would take the answer away again."""
         self._refused, self._start = True, self.loop.time()
+        self._door.refused(503, self)
+        if self._handshake:
+            self._handshake.cancel()
+            return
         self.transport.write(_response("503 Service Unavailable", f"the server has {limit} connections, and no more at "
                                        "a time (max_connections): try again later", "retry-after: 1"))
-        if linger:
-            self.transport.write_eof()
-        else:
+        if not linger:
             self.transport.abort()
+        elif self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:  # TLS has its own end
+            self.transport.close()
 
     def end(self) -> None:
         """Close it, and say why if a request was on its way."""
+        if self._handshake:
+            self._handshake.cancel()
+            return
         if self._begun and not (self.cycle and self.cycle.response_started and self._receives):
+            self._door.refused(408, self)
             self.transport.write(_LATE)
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -114,6 +142,8 @@ class Connection(H11Protocol):
 
     def check(self, limits: Limits) -> None:
         """End the connection if it has waited too long."""
+        if self._handshake:  # asyncio counts its seconds
+            return
         now, since = self.loop.time(), self.since
         if self._asleep(now) > limits.unread_seconds:
             log.warning("a client has read nothing for %d seconds (unread_seconds): its connection is closed",
@@ -162,28 +192,34 @@ class Connection(H11Protocol):
 class Door:
     """All connections of a server, and how many there may be."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits, self._most = limits, min(limits.max_connections, _raise_file_limit(limits.max_connections))
+    def __init__(self, limits: Limits, refused: Callable[[int, str], None]) -> None:
+        """refused: is told the status and the client's address where no request is that could be read."""
+        self._refuse = refused
+        self.limits, self._most = limits, min(limits.max_connections, _raise_file_limit(limits.max_connections))
         self._open: set[Connection] = set()
-        self._refused: set[Connection] = set()
+        self._leaving: set[Connection] = set()  # refused ones
 
     def enter(self, connection: Connection) -> None:
         """One more; if there are too many, one that waits for a request goes, or else this one."""
         if len(self._open) >= self._most:
             waiting = [(since, id(other), other) for other in self._open if (since := other.since) is not None]
             if not waiting:
-                connection.refuse(self._most, linger=len(self._refused) < _MOST_REFUSED)
-                self._refused.add(connection)
+                connection.refuse(self._most, linger=len(self._leaving) < _MOST_REFUSED)
+                self._leaving.add(connection)
                 return
             *_, oldest = min(waiting)
             self._open.discard(oldest)
             oldest.end()
         self._open.add(connection)
 
+    def refused(self, status: int, connection: Connection) -> None:
+        """A connection is told that it cannot be served."""
+        self._refuse(status, connection.client[0] if connection.client else "")
+
     def leave(self, connection: Connection) -> None:
         """It is closed."""
         self._open.discard(connection)
-        self._refused.discard(connection)
+        self._leaving.discard(connection)
 
     def __len__(self) -> int:
         """How many connections there are, but for refused ones."""
@@ -193,9 +229,9 @@ class Door:
         """End connections that wait too long, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP)
-            for connection in [*self._open, *self._refused]:
+            for connection in [*self._open, *self._leaving]:
                 try:
-                    connection.check(self._limits)
+                    connection.check(self.limits)
                 except Exception:  # it must not be the last one that is looked at
                     log.exception("a connection is closed that cannot be looked at")
                     connection.transport.abort()
@@ -205,8 +241,10 @@ class Acceptor:
     """Accepts connections, a few at a time. Without file descriptors it waits a while, instead of trying as fast as it
     can."""
 
-    def __init__(self, listener: socket.socket, make: Callable[[], Connection]) -> None:
-        self._listener, self._make = listener, make
+    def __init__(self, listener: socket.socket, make: Callable[[asyncio.Task[Any] | None], Connection],
+                 tls: SSLContext | None = None) -> None:
+        """make: is given the task in which a connection with TLS is opened."""
+        self._listener, self._make, self._tls = listener, make, tls
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -237,9 +275,14 @@ class Acceptor:
             task.add_done_callback(self._opening.discard)
 
     async def _open(self, accepted: socket.socket) -> None:
+        connection = self._make(asyncio.current_task() if self._tls else None)
         try:
-            await self._loop.connect_accepted_socket(self._make, accepted)
-        except OSError as error:
+            await self._loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls,
+                ssl_handshake_timeout=connection.header_seconds if self._tls else None,
+                ssl_shutdown_timeout=_LINGER if self._tls else None)
+        except (OSError, asyncio.CancelledError) as error:  # cancelled: in favour of another one
+            connection.close_unopened()
             accepted.close()
             log.debug("a connection was lost while it was accepted: %s", error)
 

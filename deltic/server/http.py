@@ -15,8 +15,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deltic.errors import BusyError, DelticError, GenerationError, LongPromptError, RequestError, UnavailableError
+from deltic.errors import (
+    BusyError,
+    DelticError,
+    GenerationError,
+    LongPromptError,
+    QuotaError,
+    RequestError,
+    UnavailableError,
+)
 from deltic.server.fields import IGNORED_HEADER
+from deltic.server.records import record_of
 
 log = logging.getLogger("deltic")
 
@@ -57,13 +66,17 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, RequestError):
         return Problem(400, str(error), error.field,
                        "context_length_exceeded" if isinstance(error, LongPromptError) else None)
+    if isinstance(error, QuotaError):
+        return Problem(429, str(error), code="rate_limit_exceeded", retry_after=error.retry_after)
     if isinstance(error, BusyError):
         return Problem(503, str(error), retry_after=error.retry_after)
     if isinstance(error, UnavailableError):
         return Problem(503, str(error))
     if isinstance(error, GenerationError):
         return Problem(500, str(error))
-    if isinstance(error, DelticError | ClientDisconnect):
+    if isinstance(error, ClientDisconnect):
+        return Problem(499, "the client is gone")
+    if isinstance(error, DelticError):
         return Problem(400, str(error))
     if isinstance(error, HTTPException):
         return Problem(error.status_code, str(error.detail))
@@ -75,14 +88,18 @@ def answering(endpoint: Endpoint, check: Check, refuse: Callable[[Problem], Resp
     """Turns what the check or the endpoint raises into an answer, so that the connection can be used again. Names what
     had no effect. refuse: a problem in the wire's shape."""
     async def answer(request: Request) -> Response:
+        record = record_of(request)
+        record.served = True
         try:
             check(request)
             response = await endpoint(request)
-            if ignored := getattr(request.state, "ignored", ()):
-                response.headers[IGNORED_HEADER] = ", ".join(map(quote, ignored[:_MOST_NAMED]))
+            if record.ignored:
+                response.headers[IGNORED_HEADER] = ", ".join(map(quote, record.ignored[:_MOST_NAMED]))
             return response
         except Exception as error:
-            return refuse(problem_of(error))
+            problem = problem_of(error)
+            record.problem = {"param": problem.param, "code": problem.code}
+            return refuse(problem)
     return answer
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import gc
+import os
 import signal
 import socket
+import ssl
+import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,10 +27,12 @@ from deltic.config import Limits
 from deltic.errors import ConfigError
 from deltic.server.bridge import Bridge
 from deltic.server.connections import Acceptor, Connection, Door
+from deltic.server.gate import LOCAL_NAMES
 
 _BACKLOG = 2048
 _SWITCH = 0.0005  # seconds that a busy thread keeps the interpreter: a step asks for it dozens of times
 _FLUSH = 2.0  # seconds for clients to read their last bytes
+_LOOK = 0.1  # seconds between two looks for a second signal
 _SEND_BUFFER = 64 << 10  # what the kernel keeps for a client that does not read; by itself it would take 4 MiB
 
 
@@ -47,25 +57,110 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def listen_unix(path: Path, mode: int = 0o600) -> socket.socket:
+    """The same for a Unix socket, which those may use who may write to a file of this mode. One that a server left
+    behind is replaced; ConfigError if one is in use, or another file is there. Closing it removes it."""
+    listener = _UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.claim(path, mode)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on the Unix socket {path}: {_reason(error)}; choose another --unix-socket",
+                          "unix_socket") from error
+    return listener
+
+
+class _UnixListener(socket.socket):
+    """A Unix socket that is gone when it is closed. A lock beside it, which ends with the process, tells one that is in
+    use from one that was left behind: until the server runs, neither can be connected to."""
+
+    _lock = -1
+    _path: Path | None = None
+
+    def claim(self, path: Path, mode: int) -> None:
+        self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(error.errno, "another server uses it") from error
+        if _is_left_behind(path):
+            path.unlink()
+        os.fchmod(self.fileno(), mode)  # so that it is never open to more, whatever the process's umask
+        self.bind(str(path))
+        self._path = path.absolute()
+        path.chmod(mode)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            if self._path:
+                self._path.unlink()
+        self._path = None
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+        super().close()
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Whether a Unix socket is there that nobody listens on; OSError if somebody does, or it is no socket."""
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+    if not is_socket:
+        raise FileExistsError(errno.EEXIST, "a file is there that is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+    raise OSError(errno.EADDRINUSE, "another program listens on it")
+
+
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """What serves TLS with these PEM files; ConfigError if they are none, or do not belong together."""
+    def no_passphrase() -> str:
+        raise ConfigError(f"the key {key} has a passphrase: store it without", "tls_key")
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key, no_passphrase)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the certificate {certificate} and the key {key} cannot be used: {_reason(error)}",
+                          "tls_certificate") from error
+    return context
+
+
+def url_of(listener: socket.socket, tls: bool = False) -> str:
     """Where clients find the server."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    (host, port), scheme = listener.getsockname()[:2], "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def hosts_of(listener: socket.socket, allowed: Sequence[str], host: str) -> Sequence[str]:
+    """The names by which clients may ask for the server. allowed: those that were named. Without, a server that only
+    this machine can reach has its own names, and another one all. host: the name that it listens on."""
+    reachable = listener.family == socket.AF_UNIX or not ip_address(listener.getsockname()[0]).is_loopback
+    return ("*",) if reachable and not allowed else (*allowed, *LOCAL_NAMES, host)
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which on a signal stops taking requests, gives the running ones `grace` seconds, and returns.
+    """uvicorn, which on a signal stops taking requests, gives the running ones `drain_seconds`, and returns. Meanwhile
+    whoever connects is told so. A second signal ends them at once."""
 
-    A second signal takes the grace away.
-    """
-
-    def __init__(self, app: Starlette, bridge: Bridge, grace: float, on_ready: Callable[[], None],
-                 limits: Limits) -> None:
+    def __init__(self, app: Starlette, bridge: Bridge, drain_seconds: float, on_ready: Callable[[], None],
+                 limits: Limits, tls: ssl.SSLContext | None = None) -> None:
         # error: what is wrong with a client's request is said to the client, and is no business of the log
         super().__init__(uvicorn.Config(
             app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
-            http="h11", timeout_graceful_shutdown=max(1, round(grace + _FLUSH)), ws="none"))
-        self._bridge, self._grace, self._on_ready, self.door = bridge, grace, on_ready, Door(limits)
+            http="h11", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
+        self._bridge, self._drain_seconds, self._on_ready, self._tls = bridge, drain_seconds, on_ready, tls
+        self.door = Door(limits, app.state.records.refuse)
         self._acceptors: list[Acceptor] = []
 
     def run_on(self, listener: socket.socket) -> None:
@@ -82,19 +177,26 @@ class Server(uvicorn.Server):
         make = partial(Connection, self.door, self.config, self.server_state, self.lifespan.state)
         for listener in sockets or ():
             listener.setblocking(False)
-            self._acceptors.append(Acceptor(listener, make))
+            self._acceptors.append(Acceptor(listener, make, self._tls))
             self._acceptors[-1].start()
         self._watching = asyncio.create_task(self.door.watch())
         self._on_ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A first signal, or a second one, whichever they are."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._bridge.drain(self._drain_seconds))
+        while not (draining.done() or self.force_exit):
+            await asyncio.wait([draining], timeout=_LOOK)
         for acceptor in self._acceptors:
             acceptor.stop()
-        draining = asyncio.create_task(self._bridge.drain(self._grace))
-        await super().shutdown(sockets)
         if self.force_exit:
             draining.cancel()
             await self._bridge.stop()
+        await super().shutdown(sockets)
         self._watching.cancel()
         await asyncio.gather(draining, self._watching, return_exceptions=True)
 

@@ -24,9 +24,11 @@ class _Family:
     samples: tuple[tuple[str, Labels, Number], ...]
 
 
-def exposition(now: Snapshot, model: str) -> str:
-    """The page. model: what clients call the model; the label of every sample."""
-    families = (*_requests(now), *_tokens(now), *_drafts(now), *_durations(now), *_pools(now), *_tiers(now.tiers))
+def exposition(now: Snapshot, model: str, lost_lines: int = 0) -> str:
+    """The page. model: what clients call the model; the label of every sample. lost_lines: of the request log."""
+    families = (*_requests(now), *_tokens(now), *_drafts(now), *_durations(now), *_pools(now), *_tiers(now.tiers),
+                _one("request_log_lost_total", "counter", "Lines of the request log that could not be written.",
+                     lost_lines))
     return "".join(line + "\n" for family in families for line in _lines(family, model))
 
 

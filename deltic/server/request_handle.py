@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,8 @@ class RequestHandle:
         """withdraw: has the engine drop what is not finished. hold: has it pause the requests, or go on with them."""
         self.requests = tuple(request.id for request in requests)
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.tokens = 0
+        self.first_token: float | None = None  # when it came, by time.perf_counter
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._left = {request.id: request.choices for request in requests}
         self._most_unread, self._withdraw, self._have_held = most_unread, withdraw, hold
@@ -82,6 +85,9 @@ class RequestHandle:
     def take(self, event: Event) -> None:
         """One more event; an error or abort ends its request, whose other choices may not even have begun."""
         self._events.append(event)
+        if event.token is not None:
+            self.tokens += 1
+            self.first_token = self.first_token or time.perf_counter()
         if event.finish and event.request in self._left:
             self._left[event.request] -= 1
             if event.finish in ("abort", "error") or not self._left[event.request]:

@@ -19,6 +19,7 @@ from deltic.server.body import Fields, Intake
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
 from deltic.server.http import Problem, ProblemError, while_connected
+from deltic.server.records import Records, record_of
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
@@ -34,6 +35,7 @@ class ServedModel:
 
     name: what clients see and ask for; they may also say `default`.
     memory: one thread, in which answers are remembered in their order.
+    records: all requests of the server, also for other models.
     """
 
     llm: LLM
@@ -41,6 +43,7 @@ class ServedModel:
     name: str
     intake: Intake
     memory: Executor
+    records: Records
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -58,16 +61,23 @@ class ServedModel:
     async def read(self, request: Request, schema: type[Body],
                    prepare: Callable[[Body], Prepared]) -> tuple[Body, Prepared]:
         """The body and what `prepare` makes of it, in a thread; BusyError at once if no answer may wait any more."""
+        record = record_of(request)
+        self.records.take(record, 1)
         self.bridge.check_room()
-        return await self.intake.read(request, schema, prepare)
+        body, prepared = await self.intake.read(request, schema, prepare)
+        record.model, record.stream = self.name, bool(getattr(body, "stream", False))
+        return body, prepared
 
     async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool) -> Run:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
         whole: the answers are wanted whole."""
-        client = _client_of(request)
+        record = record_of(request)
+        self.records.take(record, sum(job.request.choices for job in jobs))
+        client = record.key or _client_of(request)
         jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
         try:
-            return await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            return record.run
         except RequestError as error:
             if error.field == "prompt":
                 raise RequestError(str(error), prompt_field) from error

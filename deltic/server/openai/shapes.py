@@ -18,7 +18,7 @@ from deltic.types import Finish, Usage
 
 _LEAST = -9999.0  # what OpenAI says where a probability is 0: JSON has no infinity
 
-_TYPES = {401: "authentication_error", 404: "not_found_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 Json = dict[str, Any]
 Spell = Callable[[int], bytes]

@@ -1,0 +1,68 @@
+"""API keys: what clients send, and the names of those to whom the keys belong."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from starlette.requests import Request
+
+from deltic.errors import ConfigError
+from deltic.server.http import Problem, ProblemError
+from deltic.server.records import record_of
+
+_MOST = 1000  # keys: each request is compared with all of them
+_LONGEST_NAME = 100
+
+
+class Keys:
+    """Lets in who sends one of these keys, and notes whose it is. owners: names, by key; a name may have several."""
+
+    def __init__(self, owners: Mapping[str, str]) -> None:
+        if len(owners) > _MOST:
+            raise ConfigError(f"there may be at most {_MOST} API keys, not {len(owners)}", "api_keys")
+        if not all(owners):
+            raise ConfigError("an API key is empty: everybody would have it", "api_keys")
+        self._owners = [(spelled, name) for key, name in owners.items() for spelled in _spellings(key)]
+
+    def check(self, request: Request) -> None:
+        """Of what the two kinds of clients send, as a bearer's or as x-api-key; status 401 without."""
+        sent = dict(reversed(request.headers.raw))
+        bearer = sent.get(b"authorization", b"")
+        given = [value for value in (sent.get(b"x-api-key"), bearer[7:] if bearer.startswith(b"Bearer ") else None)
+                 if value is not None]
+        # all of them are compared, to take the same time
+        found = [name for value in given for key, name in self._owners if hmac.compare_digest(value, key)]
+        if not found:
+            raise ProblemError(Problem(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                                       code="invalid_api_key"))
+        record_of(request).key = found[0]
+
+
+def _spellings(key: str) -> Iterator[bytes]:
+    """Beyond ASCII most clients send UTF-8, some Latin-1; a key from the environment may be neither."""
+    yield key.encode("utf-8", "surrogateescape")
+    if not key.isascii():
+        with suppress(UnicodeEncodeError):
+            yield key.encode("latin-1")
+
+
+def read_keys(text: str, file: str) -> dict[str, str]:
+    """A file's keys, with their owners' names: a line for each, the key, a space, and a name if it has one. Empty lines
+    and those that begin with # are left out. ConfigError names a line that is wrong, never a key."""
+    owners: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        key, *name = line.split(maxsplit=1)
+        owner = name[0].strip() if name else f"{file}:{number}"
+        if key in owners:
+            raise ConfigError(f"line {number} of {file} has a key that another line has", "api_key_file")
+        if len(owner) > _LONGEST_NAME:
+            raise ConfigError(f"line {number} of {file} has a name of more than {_LONGEST_NAME} characters",
+                              "api_key_file")
+        owners[key] = owner
+    if not owners:
+        raise ConfigError(f"{file} has no API keys: a line for each, the key and then perhaps a name", "api_key_file")
+    return owners

@@ -1,0 +1,157 @@
+"""What is known of each request while it is answered: for the log, for `/v1/requests`, and for what one key may have at
+a time. Every response has the request's id."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deltic.config import Limits
+from deltic.errors import QuotaError, RequestError
+
+if TYPE_CHECKING:
+    from deltic.server.collect import Run
+
+ID_HEADER = "x-request-id"
+
+_IDS = re.compile(r"[!-~]{1,128}")
+"""Ids of clients that are taken: ASCII without spaces."""
+_LONGEST_PATH = 200
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One request.
+
+    id: the client's own, or else ours.
+    client: its address.
+    key: the name of whose key it came with.
+    arrived, began: by the clock, and by time.perf_counter.
+    served: whether it came so far as to be looked at by an endpoint.
+    model, stream: what it asks for, once its body is read.
+    answers: that it takes of what its key may have at a time.
+    run: what the engine does for it.
+    ignored: fields that had no effect.
+    problem: param and code of the error that it was answered with.
+    cancelled: whether its answers were cut short on demand.
+    """
+
+    id: str
+    client: str
+    method: str
+    path: str
+    arrived: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.perf_counter)
+    key: str | None = None
+    served: bool = False
+    model: str | None = None
+    stream: bool = False
+    answers: int = 0
+    run: Run | None = None
+    status: int | None = None
+    ignored: tuple[str, ...] = ()
+    problem: Mapping[str, str | None] | None = None
+    cancelled: bool = False
+
+    def age(self) -> float:
+        """Seconds since it came."""
+        return time.perf_counter() - self.began
+
+    def line(self) -> dict[str, Any]:
+        """What the log says of it, when it is over: nothing of what it is about."""
+        run = self.run
+        return {"time": _stamp(self.arrived), "id": self.id, "client": self.client, "key": self.key,
+                "method": self.method, "path": self.path, "status": self.status, "model": self.model,
+                "stream": self.stream, **(run.figures(self.began) if run else {}), "total_ms": _ms(self.age()),
+                "cancelled": self.cancelled, "ignored": list(self.ignored), "refused": self.problem}
+
+
+class Records:
+    """The requests that are being answered. log: is given a line for each that is over."""
+
+    def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        self._limits, self._log = limits, log
+        self._live: dict[RequestRecord, None] = {}
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(tuple(self._live))
+
+    def begin(self, scope: Scope) -> RequestRecord:
+        """A request has come."""
+        headers, sender = dict(reversed(scope["headers"])), scope.get("client")
+        given = headers.get(ID_HEADER.encode(), b"").decode("latin-1")
+        record = RequestRecord(given if _IDS.fullmatch(given) else "req_" + uuid.uuid4().hex,
+                               sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH])
+        scope.setdefault("state", {})["record"] = record
+        self._live[record] = None
+        return record
+
+    def end(self, record: RequestRecord) -> None:
+        """It is over. Looks at health and files are not worth a line."""
+        self._live.pop(record, None)
+        if self._log and (record.served or record.status is None or record.status >= 400):
+            self._log(record.line())
+
+    def refuse(self, status: int, client: str) -> None:
+        """A connection was answered that had no request yet that could be read."""
+        if self._log:
+            self._log({"time": _stamp(time.time()), "client": client, "status": status})
+
+    def take(self, record: RequestRecord, answers: int) -> None:
+        """Count these answers to what the key has at a time, until the request is over: QuotaError if that is too much,
+        RequestError if it always will be."""
+        most = self._limits.max_running_per_key
+        if most is not None:
+            if answers > most:
+                raise RequestError(f"the request is for {answers} answers, and a key may have {most} at a time "
+                                   "(max_running_per_key)", "n")
+            held = sum(other.answers for other in self._live if other.key == record.key and other is not record)
+            if held + answers > most:
+                raise QuotaError(f"the API key has {held} answers that run or wait, and may have {most} "
+                                 "(max_running_per_key): try again when one has ended")
+        record.answers = answers
+
+
+class Recorder:
+    """Keeps a record of every request, and names its id in the response."""
+
+    def __init__(self, app: ASGIApp, records: Records) -> None:
+        self._app, self._records = app, records
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = self._records.begin(scope)
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER.encode(), record.id.encode())]
+            await send(message)
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            self._records.end(record)
+
+
+def record_of(request: Request) -> RequestRecord:
+    """What is known of a request."""
+    record: RequestRecord = request.state.record
+    return record
+
+
+def _stamp(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,81 @@
+"""A log of requests, a line of JSON each, written by a thread: a full disk or a pipe that nobody reads costs lines of
+the log, and never a request."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deltic.errors import ConfigError
+from deltic.server.http import dump
+
+log = logging.getLogger("deltic")
+
+_MOST_WAITING = 10_000  # lines
+_AT_ONCE = 256  # lines written together
+_QUIET = 10.0  # seconds between two complaints
+_PATIENCE = 2.0  # seconds that the end of the server waits for the last lines
+
+
+class RequestLog:
+    """Appends to a file, or writes to standard output. lost: lines that could not be written."""
+
+    def __init__(self, path: str) -> None:
+        """path: of the file; "-" is standard output. ConfigError if it cannot be opened."""
+        self.lost = 0
+        try:
+            self._file = os.dup(1) if path == "-" else os.open(
+                Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the request log {path} cannot be opened: {error}", "request_log") from error
+        self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._torn, self._said = False, -math.inf
+        self._thread = threading.Thread(target=self._run, name="deltic-request-log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Have a line written; returns at once."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Write what waits, if that takes no longer than a moment."""
+        try:
+            self._lines.put(None, timeout=_PATIENCE)
+        except queue.Full:
+            return
+        self._thread.join(_PATIENCE)
+
+    def _run(self) -> None:
+        while True:
+            lines = [self._lines.get()]
+            while lines[-1] is not None and len(lines) < _AT_ONCE and not self._lines.empty():
+                lines.append(self._lines.get())
+            self._write([dump(line) for line in lines if line is not None])
+            if lines[-1] is None:
+                os.close(self._file)
+                return
+
+    def _write(self, lines: list[bytes]) -> None:
+        """Whole lines as far as that can be had; what is half written is ended before the next."""
+        for at, line in enumerate(lines):
+            left = b"\n" * self._torn + line + b"\n"
+            try:
+                while left:
+                    count = os.write(self._file, left)
+                    left, self._torn = left[count:], count < len(left)
+            except OSError as error:
+                self.lost += len(lines) - at
+                if time.monotonic() - self._said > _QUIET:
+                    self._said = time.monotonic()
+                    log.error("the request log cannot be written, and has lost %d lines: %s", self.lost, error.strerror)
+                return
