@@ -128,7 +128,7 @@ async def idle(port: int) -> None:
             sock.bind((SOURCE.get(), 0))
             await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port)), 5)
             if number % 3 == 0:
-                sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+                sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n")
             sockets.append(sock)
         await asyncio.sleep(3600)
     except (OSError, TimeoutError):

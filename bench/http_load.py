@@ -79,7 +79,7 @@ def serving(*options: str, watched: bool = True) -> Iterator[Server]:
 
 async def get(port: int, path: str) -> Reply:
     """One GET on a connection of its own."""
-    return await send(port, f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    return await send(port, f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
 
 
 async def post(port: int, path: str, body: dict[str, Any] | bytes, patience: float = 120.0) -> Reply:
@@ -90,7 +90,7 @@ async def post(port: int, path: str, body: dict[str, Any] | bytes, patience: flo
 
 def head(path: str, length: int) -> bytes:
     """The head of a POST."""
-    return (f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    return (f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
             f"content-length: {length}\r\n\r\n").encode()
 
 

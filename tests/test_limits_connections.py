@@ -156,7 +156,7 @@ import resource, sys; sys.path.insert(0, "tests")
 from test_server_harness import Scripted
 from deltic.server.app import serve
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
-serve(Scripted("one").model(), port=0)
+serve(Scripted("one").model(), port=0, allowed_hosts=["x"])
 """
 
 
