@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from ssl import SSLContext
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,7 +182,7 @@ class Served:
 
     def connect(self, buffer: int | None = None) -> socket.socket:
         """A bare connection. buffer: bytes that this machine keeps of what is not read."""
-        host, port = self.url.removeprefix("http://").split(":")
+        host, port = self.url.partition("://")[2].split(":")
         raw = socket.socket()
         if buffer:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -221,14 +222,15 @@ def read_all(raw: socket.socket) -> str:
 
 
 @contextmanager
-def serving(model: Any, grace: float = 0.2, **options: Any) -> Iterator[Served]:
+def serving(model: Any, drain_seconds: float = 0.2, *, listener: socket.socket | None = None,
+            tls: SSLContext | None = None, **options: Any) -> Iterator[Served]:
     app = create_app(model, **options)
-    listener, ready = listen("127.0.0.1", 0), threading.Event()
-    server = Server(app, app.state.bridge, grace, ready.set, model.runtime.options.limits)
+    listener, ready = listener or listen("127.0.0.1", 0), threading.Event()
+    server = Server(app, app.state.bridge, drain_seconds, ready.set, model.runtime.options.limits, tls)
     thread = threading.Thread(target=server.run_on, args=(listener,))
     thread.start()
     assert ready.wait(20)
-    served = Served(url_of(listener), server, app, thread)
+    served = Served(url_of(listener, tls is not None), server, app, thread)
     try:
         yield served
     finally:

@@ -122,7 +122,7 @@ def test_shutdown_ends_running_requests_with_an_error(stream: bool) -> None:
             list(served.client.chat.completions.create(**ENDLESS | {"stream": stream}))
         said.append(error.value.message)
 
-    with serving(engine.model(), grace=0.3) as served:
+    with serving(engine.model(), drain_seconds=0.3) as served:
         thread = threading.Thread(target=talk, args=(served,))
         thread.start()
         wait_until(lambda: engine.stats.steps > 5)
@@ -134,7 +134,7 @@ def test_shutdown_ends_running_requests_with_an_error(stream: bool) -> None:
 
 def test_a_second_signal_takes_the_grace_away() -> None:
     engine = Scripted(pause=0.01)
-    with serving(engine.model(), grace=30) as served:
+    with serving(engine.model(), drain_seconds=30) as served:
         stream = served.client.chat.completions.create(**ENDLESS)
         next(iter(stream))
         served.server.handle_exit(signal.SIGINT, None)
@@ -169,7 +169,7 @@ def test_the_package_does_not_need_the_server() -> None:
 
 def test_shutdown_lets_short_answers_end() -> None:
     engine = Scripted("one two three four five six", pause=0.05)
-    with serving(engine.model(), grace=5) as served:
+    with serving(engine.model(), drain_seconds=5) as served:
         stream = served.client.chat.completions.create(**ENDLESS)
         next(iter(stream))
         served.server.should_exit = True
