@@ -218,7 +218,7 @@ def test_tool_choice() -> None:
 
 
 def test_a_long_silence_is_filled_with_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.server.request_handle.QUIET", 0.05)
+    monkeypatch.setattr("deltic.server.http.KEEP_ALIVE", 0.05)
     with scripted("ab", pause=0.3) as (served, _):
         text = served.post("/v1/messages", messages=USER, max_tokens=9, stream=True).text
         assert stream(served)[1].content[0].text == "ab"

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 
 from deltic import LLM
 from deltic.config import Limits
+from deltic.engine.metrics import Progress
 from deltic.engine.worker import Worker
 from deltic.errors import RequestError
 from deltic.server.app import create_app
@@ -87,6 +88,12 @@ class Scripted:
     def abort(self, request: str) -> None:
         for choice, count, _ in self.running.pop(request, ()):
             self.events.append(TokenOut(request, choice, None, finish="abort", usage=Usage(1, 0, count)))
+
+    def progress(self, request: Request) -> Progress:
+        if request.id not in self.running:
+            return Progress("finished", len(request.prompt))
+        begun = any(count for _, count, _ in self.running[request.id])
+        return Progress("decoding", len(request.prompt)) if begun else Progress("waiting", 0)
 
     def pause(self, request: str) -> None:
         self.paused.add(request)

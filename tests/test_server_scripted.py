@@ -206,8 +206,15 @@ def test_an_engine_error_is_a_500_or_an_error_event() -> None:
 
 
 def test_a_long_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltic.server.request_handle.QUIET", 0.05)
+    monkeypatch.setattr("deltic.server.http.KEEP_ALIVE", 0.05)
     with scripted("ab", pause=0.3) as (served, _):
         text = served.post("/v1/chat/completions", messages=USER, stream=True).text
         assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(served, stream=True)) == "ab"
-    assert text.startswith(": waiting\n\n") and text.endswith("data: [DONE]\n\n")
+    assert text.startswith(": keep-alive\n\n") and text.endswith("data: [DONE]\n\n")
+
+
+def test_a_silence_in_which_tokens_come_is_filled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.server.http.KEEP_ALIVE", 0.05)
+    with scripted(THOUGHT + "ab", pause=0.02) as (served, _):
+        text = served.post("/v1/chat/completions", messages=USER, stream=True, include_reasoning=False).text
+    assert text.count(": keep-alive\n\n") > 1 and "reasoning" not in text and text.endswith("data: [DONE]\n\n")

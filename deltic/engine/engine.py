@@ -22,7 +22,7 @@ from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
 from deltic.engine.fairness import stall_of
 from deltic.engine.launch import Chosen, InFlight, Launcher, Share
-from deltic.engine.metrics import Meter
+from deltic.engine.metrics import Meter, Progress, progress
 from deltic.engine.model import Model
 from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler, base_after
@@ -108,6 +108,10 @@ class Engine:
         for sequence in self._sequences.get(request, ())[:]:
             sequence.finish = "abort"
             self._end(sequence)
+
+    def progress(self, request: Request) -> Progress:
+        """How far a request is; of one that it does not know, that it is finished. For any thread."""
+        return progress(self._sequences.get(request.id, []), len(request.prompt))
 
     def pause(self, request: str) -> None:
         """Have a request give up its places until `resume`; what it has read stays as long as there is room for it.

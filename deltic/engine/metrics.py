@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from deltic.types import PAGE
 
@@ -147,6 +147,25 @@ class Snapshot:
     tiers: tuple[Tier, ...]
     first_token: Distribution
     queued: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is. read: tokens of its prompt that are done, with those that the cache knew."""
+
+    status: Literal["waiting", "prefill", "decoding", "finished"]
+    read: int
+
+
+def progress(sequences: list[Sequence], prompt: int) -> Progress:
+    """How far a request is whose choices these are, those that are not finished; its prompt has so many tokens. Cheap
+    and safe in any thread."""
+    for first in sequences[:1]:
+        lease = first.lease
+        if lease is None:
+            return Progress("waiting", 0)
+        return Progress("decoding" if first.generated or first.choice else "prefill", min(lease.done, prompt))
+    return Progress("finished", prompt)
 
 
 def snapshot(engine: Engine) -> Snapshot:

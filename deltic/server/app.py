@@ -23,7 +23,7 @@ from starlette.routing import Route
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
 from deltic.errors import ConfigError
-from deltic.server import models, page
+from deltic.server import models, page, requests
 from deltic.server.anthropic import routes as anthropic
 from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
@@ -82,7 +82,7 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_keys: Mapping[st
     check = Keys(api_keys).check if api_keys else _nothing
     store = ResponseStore(limits, llm.runtime.notes)
     routes = [*openai.routes(served, check), *responses.routes(served, store, check),
-              *anthropic.routes(served, check), *models.routes(served, check),
+              *anthropic.routes(served, check), *models.routes(served, check), *requests.routes(records, check),
               Route("/metrics", answering(_metrics(served, request_log), check, error_response)),
               Route("/health", _health(bridge)), Route("/ready", _ready(bridge)), *page.routes()]
     cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])

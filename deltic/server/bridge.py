@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from deltic.engine.metrics import Progress
 from deltic.engine.worker import Worker
 from deltic.errors import BusyError, UnavailableError
 from deltic.server.request_handle import RequestHandle
@@ -93,6 +94,15 @@ class Bridge:
         if tokens and tokens + prompt_tokens > self._room.tokens:
             raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
                             "together (max_live_tokens): try again later")
+
+    def cut_short(self, handle: RequestHandle) -> None:
+        """End the answers where they are; their reader gets what there is."""
+        if handle.open and handle.cut_short():
+            self._worker.abort(handle.requests)
+
+    def progress(self, handle: RequestHandle) -> list[Progress]:
+        """How far each of its requests is."""
+        return [self._worker.engine.progress(request) for request in handle.asked]
 
     def health(self) -> Health:
         """How the engine is now; cheap."""

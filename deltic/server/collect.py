@@ -24,20 +24,21 @@ class Run:
     when it is not wanted any more.
     """
 
-    def __init__(self, handle: RequestHandle, jobs: Sequence[Job], memory: Executor, whole: bool) -> None:
+    def __init__(self, bridge: Bridge, handle: RequestHandle, jobs: Sequence[Job], memory: Executor,
+                 whole: bool) -> None:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
-        self._handle, self._answers, self._memory = handle, Answers(jobs, whole), memory
+        self._bridge, self._handle, self._answers, self._memory = bridge, handle, Answers(jobs, whole), memory
         self.usage, self.size = Usage(0, 0, 0), 0
         self._finishes: list[str] = []
 
     @classmethod
     async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: Executor, whole: bool) -> Run:
         """Hand the jobs to the engine; RequestError if it refuses one, BusyError if there is no room for them."""
-        return cls(await bridge.submit([job.request for job in jobs]), jobs, memory, whole)
+        return cls(bridge, await bridge.submit([job.request for job in jobs]), jobs, memory, whole)
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What comes, at most one piece per choice at a time; nothing at all after a long silence. The last piece of
-        a choice comes when the choice is remembered, so that the next prompt may build on it.
+        """What comes, at most one piece per choice at a time. The last piece of a choice comes when the choice is
+        remembered, so that the next prompt may build on it.
 
         GenerationError if the engine gives up.
         """
@@ -79,6 +80,19 @@ class Run:
                 "prompt_tokens": handle.prompt_tokens, "cached_tokens": usage.cached_tokens if ended else None,
                 "output_tokens": handle.tokens, "reasoning_tokens": usage.reasoning_tokens if ended else None,
                 "finish_reasons": self._finishes}
+
+    def progress(self) -> dict[str, Any]:
+        """How far it is, for who looks on."""
+        handle, parts = self._handle, self._bridge.progress(self._handle)
+        found = {part.status for part in parts}
+        status = next((each for each in ("decoding", "prefill", "waiting") if each in found), "finished")
+        return {"status": "paused" if handle.held and status != "finished" else status,
+                "prompt_tokens": handle.prompt_tokens, "prompt_tokens_read": sum(part.read for part in parts),
+                "output_tokens": handle.tokens}
+
+    def cut_short(self) -> None:
+        """Have the answers end where they are, with the reason "length"."""
+        self._bridge.cut_short(self._handle)
 
     def cancel(self, reason: str) -> None:
         """Have its reader get a GenerationError."""

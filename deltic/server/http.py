@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,6 +32,8 @@ log = logging.getLogger("deltic")
 
 _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=list)
 
+KEEP_ALIVE = 15.0
+"""Seconds of silence after which a stream shows its client that it lives."""
 _MOST_NAMED = 50
 _SMALL = 2000  # tokens, and probabilities of tokens, of an answer that is written at once
 
@@ -173,15 +176,17 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
 
 
 class EventStream(Response):
-    """Server-sent events, for as long as the client is there. on_error: the last event, if making one fails."""
+    """Server-sent events, for as long as the client is there. on_error: the last event, if making one fails. ping: what
+    is sent after each KEEP_ALIVE seconds of silence, so that nobody on the way takes the connection for dead."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], on_error: Callable[[Exception], bytes],
-                 close: Callable[[], None]) -> None:
+                 close: Callable[[], None], ping: bytes = b": keep-alive\n\n") -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._on_error, self._close = events, on_error, close
+        self._events, self._on_error, self._close, self._ping = events, on_error, close, ping
+        self._last = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -193,12 +198,25 @@ class EventStream(Response):
             self._close()
 
     async def _send_all(self, send: Send) -> None:
+        pinging = asyncio.create_task(self._send_pings(send))
         try:
             async for event in self._events:
+                self._last = time.monotonic()
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
             await send({"type": "http.response.body", "body": self._on_error(error), "more_body": True})
+        finally:
+            pinging.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_pings(self, send: Send) -> None:
+        self._last = time.monotonic()
+        while True:
+            silent = time.monotonic() - self._last
+            if silent >= KEEP_ALIVE:
+                self._last, silent = time.monotonic(), 0.0
+                await send({"type": "http.response.body", "body": self._ping, "more_body": True})
+            await asyncio.sleep(KEEP_ALIVE - silent)
 
 
 def event(data: Any, name: str | None = None) -> bytes:

@@ -6,12 +6,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import replace
 
-from deltic.types import Event, Request
-
-QUIET = 15.0
-"""Seconds of silence after which a reader is woken without events, to show its client that it lives."""
+from deltic.types import Event, Request, TokenOut
 
 _TURN = 32
 """Events that a reader gets at once: what it makes of them must not hold up the event loop."""
@@ -27,14 +24,14 @@ class RequestHandle:
     def __init__(self, requests: Sequence[Request], most_unread: int, withdraw: Callable[[RequestHandle], None],
                  hold: Callable[[RequestHandle, bool], None]) -> None:
         """withdraw: has the engine drop what is not finished. hold: has it pause the requests, or go on with them."""
-        self.requests = tuple(request.id for request in requests)
+        self.asked, self.requests = tuple(requests), tuple(request.id for request in requests)
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.tokens = 0
         self.first_token: float | None = None  # when it came, by time.perf_counter
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._left = {request.id: request.choices for request in requests}
         self._most_unread, self._withdraw, self._have_held = most_unread, withdraw, hold
-        self._away = self._held = False
+        self._away = self._held = self._cut = False
         self._events: deque[Event] = deque()
         self._news = asyncio.Event()
         self._error: Exception | None = None
@@ -43,6 +40,11 @@ class RequestHandle:
     def open(self) -> bool:
         """Whether the engine has more to say."""
         return bool(self._left)
+
+    @property
+    def held(self) -> bool:
+        """Whether it pauses until its reader is back."""
+        return self._held
 
     @property
     def answers(self) -> int:
@@ -57,7 +59,8 @@ class RequestHandle:
         if self._events:  # there are more than one turn's: let others have theirs
             await asyncio.sleep(0)
         elif not self._error and self._left:
-            await self._wait()
+            self._news.clear()
+            await self._news.wait()
         if self._error:
             raise self._error
         if not self._events and not self._left:
@@ -84,6 +87,9 @@ class RequestHandle:
 
     def take(self, event: Event) -> None:
         """One more event; an error or abort ends its request, whose other choices may not even have begun."""
+        if self._cut and event.finish == "abort":
+            assert isinstance(event, TokenOut)
+            event = replace(event, finish="length")
         self._events.append(event)
         if event.token is not None:
             self.tokens += 1
@@ -96,6 +102,12 @@ class RequestHandle:
             self._hold(True)
         self._news.set()
 
+    def cut_short(self) -> bool:
+        """Have the answers end where they are, as at a length that was asked for: whoever then aborts the requests ends
+        them so. False if that has been done."""
+        before, self._cut = self._cut, True
+        return not before
+
     def fail(self, error: Exception) -> None:
         """End it: the reader gets this error."""
         self._error = error
@@ -107,9 +119,3 @@ class RequestHandle:
         if self._left and held != self._held:
             self._held = held
             self._have_held(self, held)
-
-    async def _wait(self) -> None:
-        self._news.clear()
-        with suppress(TimeoutError):  # not wait_for: before Python 3.12 it forgets a cancellation that comes with news
-            async with asyncio.timeout(QUIET):
-                await self._news.wait()

@@ -76,8 +76,10 @@ class ServedModel:
         client = record.key or _client_of(request)
         jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
         try:
-            record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
-            return record.run
+            run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            if record.cancelled:  # before it began
+                run.cut_short()
+            return run
         except RequestError as error:
             if error.field == "prompt":
                 raise RequestError(str(error), prompt_field) from error

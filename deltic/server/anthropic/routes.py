@@ -47,7 +47,7 @@ class _Endpoints:
         if body.stream:
             started = Usage(len(job.request.ids), 0, 0)
             events = _stream(run, message(self.served.name, started), Blocks(body.shows_thinking))
-            return EventStream(events, error_event, run.close)
+            return EventStream(events, error_event, run.close, PING)
         done, = await self.served.wholes(request, run)
         assert done.done
         content = blocks(done.done.said, body.shows_thinking)
@@ -76,7 +76,5 @@ async def _stream(run: Run, first: dict[str, Any], content: Blocks) -> AsyncIter
             choice = piece.done
             if events := [*content.events(piece.deltas)]:
                 yield named(*events)
-        if not pieces:
-            yield PING
     yield named(*content.close(), {"type": "message_delta", "delta": stop_fields(choice),
                                    "usage": usage_fields(run.usage)}, {"type": "message_stop"})

@@ -27,7 +27,6 @@ from deltic.server.served_model import ServedModel
 from deltic.text.answers import Piece
 
 _DONE = b"data: [DONE]\n\n"
-_WAITING = b": waiting\n\n"
 
 Shape = ChatShape | CompletionShape
 
@@ -82,9 +81,8 @@ def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:
 async def _stream(run: Run, shape: Shape, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
     wrap = partial(envelope.wrap, usage=None) if wants_usage else envelope.wrap
     async for pieces in run.pieces():
-        chunks = [event(wrap([choice])) for piece in pieces for choice in shape.pieces(piece)]
-        if chunks or not pieces:
-            yield b"".join(chunks) or _WAITING
+        if chunks := [event(wrap([choice])) for piece in pieces for choice in shape.pieces(piece)]:
+            yield b"".join(chunks)
     if wants_usage:
         yield event(envelope.wrap([], usage=usage_fields(run.usage)))
     yield _DONE

@@ -40,7 +40,6 @@ from deltic.server.served_model import ServedModel
 from deltic.text.answers import Choice
 from deltic.text.chat_processor import Job
 
-_WAITING = b": waiting\n\n"
 _MOST_LISTED, _LISTED = 100, 20
 _REASONS = {"length": "max_output_tokens"}
 
@@ -186,8 +185,6 @@ class _Endpoints:
                 work = partial(making.encoded, making.output.take(piece.deltas))
                 if text := await dumped(work, run.size if _closes(making, piece.deltas) else 0):
                     yield text
-            if not pieces:
-                yield _WAITING
         assert choice
         yield await dumped(partial(making.encoded, making.output.close(choice.finish == "length")), run.size)
         whole = await self._finished(making, choice)
