@@ -23,7 +23,7 @@ from starlette.routing import Route
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
 from deltic.errors import ConfigError
-from deltic.server import models, page, requests
+from deltic.server import models, openapi, page, requests
 from deltic.server.anthropic import routes as anthropic
 from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
@@ -85,6 +85,7 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_keys: Mapping[st
               *anthropic.routes(served, check), *models.routes(served, check), *requests.routes(records, check),
               Route("/metrics", answering(_metrics(served, request_log), check, error_response)),
               Route("/health", _health(bridge)), Route("/ready", _ready(bridge)), *page.routes()]
+    routes.append(openapi.route(routes, check))
     cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     middleware = [Middleware(Recorder, records), Middleware(Gate, allowed_hosts), *([cors] if cors_origins else [])]
     app = Starlette(routes=routes, lifespan=_lifespan(bridge, memory, store, request_log),

@@ -1,0 +1,106 @@
+"""/openapi.json: what is served, from the routes and from the schemas that bodies are checked with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from deltic import __version__
+from deltic.server.anthropic.schema import CountRequest, MessagesRequest
+from deltic.server.body import Fields
+from deltic.server.http import Check, answering, dump
+from deltic.server.models import DetokenizeRequest, TokenizeRequest
+from deltic.server.openai.schema import ChatRequest, CompletionRequest
+from deltic.server.openai.shapes import error_response
+from deltic.server.responses.schema import ResponsesRequest
+
+Json = dict[str, Any]
+
+BODIES: Final[Mapping[str, type[Fields]]] = {
+    "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest}
+"""What a POST to a path has as its body."""
+_OPEN: Final = frozenset(("/", "/health", "/ready"))
+"""Paths for which no key is asked."""
+_QUERIES: Final[Mapping[str, Mapping[str, Json]]] = {
+    "/v1/responses/{id}/input_items": {"limit": {"type": "integer", "minimum": 1, "maximum": 100},
+                                       "order": {"enum": ["asc", "desc"]}, "after": {"type": "string"}}}
+_TEXT: Final[Json] = {"type": ["string", "array"], "items": {"type": "object", "required": ["type"], "properties": {
+    "type": {"type": "string"}, "text": {"type": "string"}}}}
+_MESSAGES: Final[Json] = {"type": "array", "items": {
+    "type": "object", "required": ["role"],
+    "properties": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}, "content": _TEXT}}}
+_TURNS: Final[Json] = {"type": "array", "minItems": 1, "items": {
+    "type": "object", "required": ["role", "content"],
+    "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT}}}
+_SHAPES: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
+    ChatRequest: {"messages": _MESSAGES | {"minItems": 1}}, TokenizeRequest: {"messages": _MESSAGES},
+    CompletionRequest: {"prompt": {"type": ["string", "array"], "items": {"type": ["string", "integer"]}}},
+    MessagesRequest: {"messages": _TURNS}, CountRequest: {"messages": _TURNS},
+    ResponsesRequest: {"input": {"type": ["string", "array"], "items": {"type": "object"}}}}
+"""What fields look like that endpoints read themselves."""
+_ERROR: Final[Json] = {"type": "object", "required": ["error"], "properties": {"error": {
+    "type": "object", "required": ["message", "type"],
+    "properties": {"message": {"type": "string"}, "type": {"type": "string"}}}}}
+
+
+def route(routes: Sequence[BaseRoute], check: Check) -> Route:
+    """The page for these routes."""
+    @cache
+    def page() -> bytes:
+        return dump(document(routes))
+
+    async def answer(_: Request) -> Response:
+        return Response(page(), media_type="application/json")
+    return Route("/openapi.json", answering(answer, check, error_response))
+
+
+def document(routes: Sequence[BaseRoute]) -> Json:
+    """The routes as OpenAPI 3.1, but for the files of the page."""
+    schemas: Json = {"Error": _ERROR}
+    paths: Json = {}
+    for found in routes:
+        if isinstance(found, Route) and not found.path.startswith("/page/"):
+            path = re.sub(r":\w+}", "}", found.path)
+            for method in sorted((found.methods or set()) - {"HEAD"}):
+                paths.setdefault(path, {})[method.lower()] = _operation(path, method, schemas)
+    return {"openapi": "3.1.0", "info": {"title": "deltic", "version": __version__}, "paths": paths,
+            "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}}
+
+
+def _operation(path: str, method: str, schemas: Json) -> Json:
+    said: Json = {"operationId": f"{method.lower()}{re.sub(r'[^a-z]+', '_', path)}", "responses": {
+        "200": {"description": "what was asked for; a stream of events where the body has `stream: true`"},
+        "default": {"description": "an error, in the form of the clients that use the path",
+                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}}}
+    if path not in _OPEN:
+        said["security"] = [{"key": []}, {}]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                  for name in re.findall(r"{(\w+)}", path)]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERIES.get(path, {}).items()]
+    if parameters:
+        said["parameters"] = parameters
+    if method == "POST" and path in BODIES:
+        body = BODIES[path]
+        schemas |= _schemas(body)
+        said["requestBody"] = {"required": True, "content": {"application/json": {
+            "schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}}
+    return said
+
+
+def _schemas(body: type[Fields]) -> Json:
+    """A body's schema and those that it needs. Fields of other servers are taken, too, so that nothing is excluded."""
+    whole: Json = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    found: Json = whole.pop("$defs", {}) | {body.__name__: whole}
+    whole["properties"] |= _SHAPES.get(body, {})
+    for schema in found.values():
+        schema.pop("additionalProperties", None)
+    return found
+

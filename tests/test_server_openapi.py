@@ -1,0 +1,102 @@
+"""The published OpenAPI document is true, and whatever fits it, or just does not, is answered without a fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from starlette.routing import Route
+from test_server_harness import USER, Scripted, Served, limited, serving, tiny
+
+from deltic.server.openapi import BODIES
+
+WITH_BODY, OTHERS = 350, 30
+"""Cases for each operation and mode: with a body, and without."""
+
+
+def test_the_document_has_every_route() -> None:
+    with serving(Scripted("x").model(), api_keys={"secret": "me"}) as served:
+        assert served.http.get("/openapi.json").status_code == 401
+        served.http.headers["x-api-key"] = "secret"
+        document = served.http.get("/openapi.json").json()
+        routes = [route for route in served.app.routes if isinstance(route, Route) and "/page/" not in route.path]
+        found = {(path, method) for path, operations in document["paths"].items() for method in operations}
+        assert found == {(route.path.replace(":path", ""), method.lower()) for route in routes
+                         for method in route.methods or () if method != "HEAD"}
+        assert {path for path, operations in document["paths"].items()
+                if "requestBody" in operations.get("post", {})} == BODIES.keys()
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                path = path.replace("{", "").replace("}", "")
+                known = served.http.request(method, path, headers={"x-api-key": "wrong"}).status_code == 401
+                assert known == ("security" in operation)
+
+
+def test_the_documents_schemas_take_what_the_server_takes() -> None:
+    bodies = {"/v1/chat/completions": {"messages": USER, "n": 2}, "/v1/completions": {"prompt": ["a", "b"]},
+              "/v1/responses": {"input": "x"}, "/v1/messages": {"messages": USER, "max_tokens": 5},
+              "/v1/messages/count_tokens": {"messages": USER}, "/tokenize": {"prompt": "x"},
+              "/detokenize": {"tokens": [5]}}
+    assert bodies.keys() == BODIES.keys()
+    with serving(Scripted("x").model()) as served:
+        document = served.http.get("/openapi.json").json()
+        for path, body in bodies.items():
+            schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            jsonschema.validate(body, {**schema, "components": document["components"]},
+                                cls=jsonschema.Draft202012Validator)
+            assert served.http.post(path, json=body).status_code == 200
+            for wrong in ({}, []):
+                with pytest.raises(jsonschema.ValidationError):
+                    jsonschema.validate(wrong or 5, {**schema, "components": document["components"]})
+
+
+def thin(case: Any, most: int) -> None:
+    """Leave so many of the fields that a body need not have: with all of them, one would nearly always be wrong."""
+    if isinstance(case.body, dict):
+        optional = [name for name in case.body if name not in ("messages", "prompt", "input", "tokens", "max_tokens")]
+        kept = [name for name in optional if name != "model"][:most]
+        for name in {*optional} - {*kept}:
+            del case.body[name]
+        if isinstance(case.body.get("max_tokens"), int):
+            case.body["max_tokens"] %= 16
+
+
+@pytest.mark.slow
+def test_five_thousand_cases_bring_no_fault() -> None:
+    """By schemathesis, from the document; refusals with Retry-After are no faults."""
+    schemathesis = pytest.importorskip("schemathesis", reason="the extra fuzz is not installed")
+    answered: Counter[int] = Counter()
+
+    def check(served: Served, operation: Any, mode: Any) -> None:
+        count = WITH_BODY if operation.body else OTHERS
+
+        @settings(max_examples=count, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+                  suppress_health_check=[*HealthCheck])
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def run(case: Any) -> None:
+            if mode is schemathesis.GenerationMode.POSITIVE:
+                thin(case, answered.total() % 4)
+            response = case.call(base_url=served.url, timeout=60)
+            answered[response.status_code] += 1
+            assert response.status_code < 500 or "retry-after" in response.headers, response.text
+
+        with suppress(*[] if operation.body else [Unsatisfiable]):  # nothing can be wrong
+            run()
+
+    with serving(limited(tiny(), max_answer_tokens=16)) as served:
+        schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+        operations = [found.ok() for found in schema.get_all_operations()]
+        assert len(operations) > 15
+        for operation in operations:
+            for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+                check(served, operation, mode)
+        served.wait_idle(60)
+        assert served.health()[0] == 200
+        tiny().worker.call(lambda engine: engine.check())
+    print(answered)
+    assert answered.total() >= 5000 and answered[200] > 100 and answered[400] > 1000
