@@ -13,7 +13,7 @@ test: .venv/.installed-dev lint
 	$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not alone"
 	$(BIN)/python -m pytest -m "alone and not slow"
 
-test-all: .venv/.installed-dev lint
+test-all: .venv/.installed-dev .venv/.installed-fuzz lint
 	$(BIN)/python -m pytest $(TOGETHER) -m "not alone"
 	$(BIN)/python -m pytest -m "alone"
 
@@ -40,6 +40,10 @@ bench: .venv/.installed-dev
 
 .venv/.installed-dev: pyproject.toml constraints.txt .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+.venv/.installed-fuzz: .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"
 	touch $@
 
 clean:

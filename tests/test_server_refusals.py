@@ -1,4 +1,4 @@
-"""Every row of the table of bad inputs in docs/server.md is true."""
+"""Every row of the tables of bad inputs and refusals in docs/server.md is true."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ ASKED: dict[str, dict[str, Any]] = {
 ROW = re.compile(r"\| `(/\S+)` \| `(\{.*\})` \| (\d+) \| (.*) \|")
 ROWS = [match.groups() for match in map(ROW.fullmatch, PAGE.read_text(encoding="utf-8").splitlines()) if match]
 
+REFUSAL = re.compile(r"\| `(GET|POST|DELETE) (/\S+)` \| `(\{.*\})` \| (\d+) \| (.*) \|")
+REFUSALS = [match.groups() for match in map(REFUSAL.fullmatch, PAGE.read_text(encoding="utf-8").splitlines()) if match]
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Served]:
+    with serving(tiny(), api_keys={"secret": "me"}, allowed_hosts=["localhost"]) as running:
+        running.http.headers["x-api-key"] = "secret"
+        yield running
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
@@ -35,3 +45,13 @@ def test_there_are_rows_for_all_paths() -> None:
 def test_a_row(served: Served, path: str, fields: str, status: str, said: str) -> None:
     response = served.post(path, **ASKED[path] | json.loads(fields))
     assert (response.status_code, response.json()["error"]["message"].replace("|", "/")) == (int(status), said)
+
+
+def test_there_are_rows_of_refusals() -> None:
+    assert {row[3] for row in REFUSALS} == {"401", "403", "404", "405"}
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "status", "said"), REFUSALS)
+def test_a_row_of_refusals(locked: Served, method: str, path: str, headers: str, status: str, said: str) -> None:
+    response = locked.http.request(method, path, headers=json.loads(headers))
+    assert (response.status_code, response.json()["error"]["message"]) == (int(status), said)
