@@ -46,6 +46,19 @@ def test_what_is_too_much_is_named(served: Served, fields: dict[str, Any], param
     assert (response.status_code, error["param"]) == (400, param) and f"({limit})" in error["message"], error
 
 
+@pytest.mark.parametrize(("path", "field", "fields"), [
+    ("/v1/messages", "stop_sequences", {"messages": USER, "max_tokens": 2, "stop_sequences": ["a", "b", "c"]}),
+    ("/v1/messages", "messages", {"messages": USER * 4, "max_tokens": 2}),
+    ("/v1/responses", "input", {"input": USER * 4}), ("/v1/responses", "stop", {"input": "x", "stop": ["a"] * 3}),
+    ("/v1/completions", "stop", {"prompt": "x", "stop": ["a"] * 3}),
+])
+def test_too_many_entries_are_refused_on_every_wire(served: Served, path: str, field: str, fields: Any) -> None:
+    response = served.post(path, **fields)
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and message.startswith(f"{field} has {len(fields[field])} entries"), message
+    assert message.endswith("(max_stops)" if field.startswith("stop") else "(max_messages)")
+
+
 def test_what_is_just_allowed_is_served(served: Served) -> None:
     small = {"type": "function", "function": {"name": "f"}}
     fields = {"messages": [*USER, {"role": "assistant", "content": "a"}, *USER], "tools": [small] * 2, "n": 4,
