@@ -266,3 +266,14 @@ def scripted(text: str | None, **options: Any) -> Iterator[tuple[Served, Scripte
     served.wait_idle()
     engine.play(text, **options)
     yield served, engine
+
+
+def play_turns(engine: Scripted, *texts: str) -> None:
+    """Have the first request answered with the first text, the next with the next: for requests one after another."""
+    tokenizer = tiny().chat_processor.tokenizer
+    scripts = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+
+    def turn() -> None:
+        if engine.seen:
+            engine.script = scripts[min(len(engine.seen), len(scripts)) - 1]
+    engine.before_step = turn
