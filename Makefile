@@ -13,7 +13,7 @@ test: .venv/.installed-dev lint
 	$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not alone"
 	$(BIN)/python -m pytest -m "alone and not slow"
 
-test-all: .venv/.installed-dev .venv/.installed-fuzz lint
+test-all: .venv/.installed-all lint
 	$(BIN)/python -m pytest $(TOGETHER) -m "not alone"
 	$(BIN)/python -m pytest -m "alone"
 
@@ -42,8 +42,10 @@ bench: .venv/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-.venv/.installed-fuzz: .venv/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"
+# instructor's own dependencies are there, if newer than it allows
+.venv/.installed-all: pyproject.toml constraints.txt .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,clients,fuzz]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps instructor
 	touch $@
 
 clean:

@@ -221,7 +221,7 @@ def response(client: OpenAI, **asked: Any) -> Any:
                 stream.get_final_response()
         else:
             assert said(stream.get_final_response()) == said(done)
-    raw = [event for event in client.responses.create(**asked, stream=True)]
+    raw = list(client.responses.create(**asked, stream=True))
     assert said(raw[-1].response) == said(done) and raw[-1].response.status == done.status
     assert [event.sequence_number for event in raw] == [*range(len(raw))]
     return done

@@ -31,6 +31,7 @@ ALLOWED = {
     "engine": {"cache", "model", "weights", "config", "ops", "types", "errors"},
     "server": {"engine", "text", "config", "types", "errors"},
     "export": {"server", "engine", "text", "cache", "model", "weights", "config", "ops", "types", "errors"},
+    "llm_plugin": set(),
     "cli": {"export", "server", "engine", "text", "cache", "model", "weights", "config", "ops", "types", "errors"},
 }
 """The rooms that a room may import from, besides itself."""

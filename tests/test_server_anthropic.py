@@ -259,6 +259,7 @@ def user(content: Any) -> dict[str, Any]:
     ({"messages": [*USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}]}, "[0].thinking"),
     ({"messages": [*USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "x"}]}]},
      "only an assistant"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
+    ({"thread": {"type": "create"}}, "thread is not supported"), ({"output_format": {"type": "x"}}, "output_config.f"),
 ])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], said: str, streamed: bool) -> None:
@@ -268,6 +269,12 @@ def test_a_bad_field_is_named(served: Served, fields: dict[str, Any], said: str,
     assert response.status_code == 400 and data["type"] == "error", data
     assert data["error"]["type"] == "invalid_request_error" and said in data["error"]["message"], data
     assert data["request_id"] == response.headers["request-id"]
+
+
+def test_the_tool_runner_is_told_that_there_are_no_threads() -> None:
+    with scripted("Yes.") as (served, engine), client_of(served) as client:
+        runner = client.beta.messages.tool_runner(model="tiny", max_tokens=5, messages=USER, tools=[])
+        assert runner.until_done().content[0].text == "Yes." and len(engine.seen) == 1  # type: ignore[union-attr]
 
 
 def test_errors_have_the_types_of_anthropic(served: Served) -> None:

@@ -52,6 +52,11 @@ def _format(value: Any) -> Mapping[str, Any]:
     return {"response_format": {"type": "json_object"}} if value == "json" else {"guided_json": value or None}
 
 
+def _output_format(value: Any) -> Mapping[str, Any]:
+    """Anthropic's former name of a part of `output_config`."""
+    return {"output_config": {"format": value}}
+
+
 def _usage(value: Any) -> Mapping[str, Any]:
     """OpenRouter: an object."""
     return {"stream_options": {"include_usage": True}} if isinstance(value, dict) and value.get("include") else {}
@@ -63,6 +68,7 @@ _HONOURED: Mapping[str, Honour] = {
     "reasoning": _reasoning, "thinking": _thinking, "usage": _usage, "stop_sequences": _as("stop"),
     "grammar": _as("guided_grammar"), "ebnf": _as("guided_grammar"), "regex": _as("guided_regex"),
     "json_schema": _as("guided_json"), "format": _format,
+    "output_format": _output_format,
 }
 
 _REFUSED: Mapping[str, Refused] = {
@@ -98,7 +104,8 @@ _IGNORED: Mapping[str, str] = {
         "litellm_session_id prediction_id extra_headers custom_llm_provider extra_body",
     "Anthropic, OpenAI":
         "container inference_geo speed diagnostics context_management betas anthropic_beta user_profile_id "
-        "workspace_id cache_control client_metadata prompt_cache_options access_programs background_options",
+        "workspace_id cache_control client_metadata prompt_cache_options access_programs background_options compaction "
+        "billing_policy fallbacks fallback_credit_token",
 }
 _NAMES = frozenset(name for names in _IGNORED.values() for name in names.split())
 

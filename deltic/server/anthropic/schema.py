@@ -7,7 +7,11 @@ from typing import Any
 
 from deltic.errors import RequestError, show
 from deltic.server.body import Fields
+from deltic.server.http import Problem, ProblemError
 from deltic.server.openai.schema import ChatRequest
+
+NO_THREADS = "thread_unsupported_request"
+"""What tells Anthropic's clients to go on without a thread."""
 
 _KINDS = ("enabled", "adaptive", "between_tools", "disabled")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -87,8 +91,12 @@ class MessagesRequest(CountRequest):
     speculate: bool | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
+    thread: Any = None
 
     def _more(self) -> dict[str, Any]:
+        if self.thread is not None:
+            raise ProblemError(Problem(400, "thread is not supported: nothing is kept between requests, send all "
+                                       "messages", "thread", NO_THREADS))
         if self.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {show(self.max_tokens)}", "max_tokens")
         return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "history",

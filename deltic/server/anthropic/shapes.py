@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from deltic.server.anthropic.schema import NO_THREADS
 from deltic.server.http import Problem, event, json_response, problem_of
 from deltic.text.answers import Choice
 from deltic.text.deltas import Delta
@@ -45,8 +46,10 @@ def error_event(error: Exception) -> bytes:
 def _error(problem: Problem, status: int) -> Json:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     named = problem.param is None or problem.param in problem.message
+    details = {"details": {"error_code": NO_THREADS, "unsupported": [problem.param]}}
     return {"type": "error", "error": {
-        "type": kind, "message": problem.message if named else f"{problem.param}: {problem.message}"}}
+        "type": kind, "message": problem.message if named else f"{problem.param}: {problem.message}",
+        **(details if problem.code == NO_THREADS else {})}}
 
 
 def usage_fields(usage: Usage) -> Json:
