@@ -68,10 +68,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_tokens": (0, MOST_TOKENS),
     "max_tokens": (0, MOST_TOKENS),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
     "n": (1, 128),
     "max_repeat": (0, MOST_TOKENS),
 }
-_INTEGERS = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "n", "max_repeat"})
+_INTEGERS = frozenset({"top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "n", "max_repeat"})
 MAX_LOGIT_BIAS = 100
 MAX_STOPS = 64
 
@@ -92,6 +93,8 @@ class SamplingParams:
     min_tokens: end-of-text tokens and stop ids are masked until so many tokens exist.
     max_tokens: `None` is as many as the context holds.
     logprobs: number of most probable tokens to report per position (0: the chosen token only; None: nothing).
+    prompt_logprobs: the same for the tokens of the prompt but the first; then all of it is processed, whatever of it
+        is known, and slowly.
     n: independent answers; the prompt is processed once.
     max_repeat: an answer ends, with reason "length", when its end is the same group of 1 to 128 tokens so many times in
         a row; groups of fewer than 8 tokens must fill as many tokens as a group of 8 would, so that a line of dashes is
@@ -113,6 +116,7 @@ class SamplingParams:
     max_tokens: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     max_repeat: int | None = None
 
@@ -143,7 +147,7 @@ class SamplingParams:
 
 def _check_number(name: str, value: Any, low: float, high: float, integer: bool = False) -> None:
     if value is None and name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
-                                  "max_tokens", "logprobs", "max_repeat"):
+                                  "max_tokens", "logprobs", "prompt_logprobs", "max_repeat"):
         return
     whole = integer or name in _INTEGERS
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
@@ -284,10 +288,12 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural-log probability that the model gave to the token of the answer, chosen or forced, and to the most
-    probable ones, before the draw's filters and whatever a constraint allows."""
+    probable ones, before the draw's filters and whatever a constraint allows. Also of tokens of a prompt; rank: of
+    these, the token's place among the most probable ones, from 1."""
 
     token: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +323,7 @@ class TokenOut:
     token: the new token, or None if the event only ends the choice. A token that ends the answer (end of text, stop id,
         the last token of a stop string) is still reported.
     finish: set on the last event of the choice, together with `usage`; `error` says why if finish is "error".
+    prompt: with the first event of the first choice, what `prompt_logprobs` asks for: one per token after the first.
     """
 
     request: str
@@ -326,6 +333,7 @@ class TokenOut:
     finish: Finish | None = None
     usage: Usage | None = None
     error: str | None = None
+    prompt: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +351,7 @@ class VectorOut:
     token: ClassVar[None] = None
     error: ClassVar[None] = None
     logprobs: ClassVar[None] = None
+    prompt: ClassVar[None] = None
 
 
 Event = TokenOut | VectorOut

@@ -188,7 +188,7 @@ def test_models(served: Served) -> None:
 
 @pytest.mark.parametrize("more", [
     {}, {"prompt": ["Hello", "The"]}, {"prompt": [5, 6, 7]}, {"n": 2, "temperature": 1}, {"logprobs": 2},
-    {"echo": True}, {"echo": True, "logprobs": 1}, {"stop": ["e"]}, {"extra_body": {"guided_regex": "[0-9]{3}"}},
+    {"echo": True}, {"stop": ["e"]}, {"extra_body": {"guided_regex": "[0-9]{3}"}},
 ])
 def test_completions(served: Served, more: dict[str, Any]) -> None:
     asked: Any = {"model": "default", "prompt": "The weather in", "max_tokens": 20, "seed": 3} | more
@@ -202,6 +202,13 @@ def test_completions(served: Served, more: dict[str, Any]) -> None:
     assert texts == {choice.index: choice.text for choice in done.choices}
     assert scores == {choice.index: choice.logprobs.token_logprobs if choice.logprobs else []
                       for choice in done.choices}
+
+
+def test_echo_with_logprobs(served: Served) -> None:
+    found = served.client.completions.create(model="default", prompt="The weather in", max_tokens=1, echo=True,
+                                             logprobs=1, temperature=0).choices[0]
+    assert found.logprobs and found.logprobs.tokens and found.logprobs.token_logprobs
+    assert "".join(found.logprobs.tokens).startswith("The weather in") and found.logprobs.token_logprobs[0] is None
 
 
 # Responses

@@ -105,7 +105,7 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
 @pytest.mark.parametrize(("fields", "param"), [
     ({"suffix": "end"}, "suffix"), ({"best_of": 3, "stream": True}, "best_of"),
     ({"best_of": 1000}, "n"), ({"n": 2, "best_of": 1}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "echo"), ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"),
+    ({"echo": True, "logprobs": 1, "stream": True}, "echo"), ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"),
     ({"prompt": [[1], []]}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [True]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [99999999]}, "prompt"), ({"prompt": [-1]}, "prompt"),
     ({"logprobs": 50}, "logprobs"), ({"max_tokens": 0, "n": 2}, "n"), ({"prompt": ["ok", [5], [99999999]]}, "prompt"),

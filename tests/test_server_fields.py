@@ -89,7 +89,7 @@ def test_thoughts_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("use_beam_search", True), ("prompt_logprobs", 1), ("lora_path", "x"), ("allowed_token_ids", [1]),
+    ("use_beam_search", True), ("lora_path", "x"), ("allowed_token_ids", [1]),
     ("bad_words", ["x"]), ("chat_template", "{{ 1 }}"), ("include_stop_str_in_output", True),
     ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]),
 ])

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -29,7 +30,17 @@ from deltic.engine.scheduler import Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.engine.speculator import Speculator
 from deltic.errors import RequestError
-from deltic.types import Embed, Event, Finish, Prompt, Request, SamplingParams, TokenOut, VectorOut
+from deltic.types import (
+    Embed,
+    Event,
+    Finish,
+    Prompt,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOut,
+    VectorOut,
+)
 
 log = logging.getLogger("deltic")
 
@@ -193,6 +204,9 @@ class Engine:
 
     def _collect(self, flight: InFlight) -> None:
         """See what the step has drawn, and follow it in every sequence that still runs."""
+        for share in flight.shares:
+            if share.live and share.scores:
+                self._score(share.sequence, share.scores.report())
         if flight.sampled is None and flight.vectors is None:
             return
         chosen = self.launcher.wait(flight)
@@ -213,6 +227,12 @@ class Engine:
                 self._follow(share, chosen, share.draw)
             except Exception as error:
                 self._blame(sequence, error)
+
+    def _score(self, sequence: Sequence, found: list[TokenLogprobs]) -> None:
+        """More tokens of a prompt have their probabilities."""
+        if not all(isfinite(score.token) for score in found):
+            return self._fail(sequence, _SICK)
+        sequence.scores += found
 
     def _give(self, share: Share, vector: Tensor) -> None:
         """A sequence has come to the end of its prompt, and this is the vector [H] that was wanted of it."""
@@ -305,7 +325,7 @@ class Engine:
         self.meter.token(sequence)
         self._events.append(TokenOut(sequence.request.id, sequence.choice, token,
                                      chosen.logprobs(row, token, sequence.sampling.logprobs), finish,
-                                     sequence.usage if finish else None))
+                                     sequence.usage if finish else None, prompt=sequence.report))
         return finish
 
     def _blame(self, sequence: Sequence, error: Exception) -> None:
@@ -326,7 +346,8 @@ class Engine:
         self.stats.finished += len(choices) - 1
         self.stats.failed += len(choices) if error else 0
         for choice in choices:
-            self._events.append(TokenOut(request.id, choice, None, None, sequence.finish, sequence.usage, error))
+            self._events.append(TokenOut(request.id, choice, None, None, sequence.finish, sequence.usage, error,
+                                         sequence.report))
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:

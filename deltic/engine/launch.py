@@ -13,7 +13,7 @@ from deltic.cache.lease import Lease
 from deltic.engine.batch import BatchMemory, build
 from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
-from deltic.engine.sampler import Draw, SamplingTable, logprobs_of
+from deltic.engine.sampler import Draw, SamplingTable, Scores, logprobs_of, scores_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
 from deltic.ops.records import Sampled
@@ -30,6 +30,7 @@ class Share:
     end [V]: the logits of its prompt's end, where they will be kept.
     error: what its constraint raised.
     vector: which of the step's is its own.
+    scores: of tokens of its prompt.
     """
 
     sequence: Sequence
@@ -40,6 +41,7 @@ class Share:
     end: Tensor | None = None
     error: Exception | None = None
     vector: int | None = None
+    scores: Scores | None = None
 
     @property
     def live(self) -> bool:
@@ -148,7 +150,7 @@ class Launcher:
             flight.shares.append(Share(sequence, sequence.lease))
         if flight.plan.operations:
             runtime.cache.pools.apply(flight.plan.operations)
-        drawing = [share for share in flight.shares if share.row is None or share.row.logits]
+        drawing = [share for share in flight.shares if share.row is None or share.row.logits > share.row.scored]
         asked = self._masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
         if flight.plan.rows:
             self._run(flight, logits, before)
@@ -178,7 +180,7 @@ class Launcher:
             flight.vectors = hidden[last].to("cpu", non_blocking=True)
         else:
             found = runtime.run(batch)
-        logits.append(found)
+        logits.append(_scored(flight, found) if any(row.scored for row in flight.plan.rows) else found)
         self.seconds += time.perf_counter() - began
 
     def _draw(self, flight: InFlight, draws: list[Draw], logits: Tensor) -> None:
@@ -207,6 +209,22 @@ def _draws(shares: List[Share], asked: Asked) -> list[Draw]:
             share.error = error  # the others of the step have nothing to do with it
         draws += share.draws(masks)
     return draws
+
+
+def _scored(flight: InFlight, logits: Tensor) -> Tensor:
+    """Have the shares score what they are to score; returns the logits that are drawn from."""
+    drawn, at = list[Tensor](), 0
+    for share in flight.shares:
+        if share.row is None:
+            continue
+        end, row, sequence = at + share.row.scored, share.row, share.sequence
+        if row.scored:
+            first = row.done + len(row.tokens) - row.logits + 1
+            share.scores = scores_of(logits[at:end], sequence.tokens[first:first + row.scored],
+                                     sequence.sampling.prompt_logprobs or 0)
+        drawn.append(logits[end:at + row.logits])
+        at += row.logits
+    return torch.cat(drawn)
 
 
 def _chosen(sampled: Sampled, raw: Tensor | None) -> Chosen:

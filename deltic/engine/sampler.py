@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from deltic.engine.batch import upload
 from deltic.engine.masks import forbids, offsets
@@ -148,3 +149,32 @@ def logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs
         return None
     top = zip(sampled.top_tokens[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist(), strict=True)
     return TokenLogprobs(float(sampled.logprobs[row]), tuple(top))
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of n known tokens: their log probabilities [n] float32, their ranks [n], and the k most probable tokens with
+    theirs [n, k]."""
+
+    token: Tensor
+    rank: Tensor
+    top: Tensor
+    top_tokens: Tensor
+
+    def report(self) -> list[TokenLogprobs]:
+        """Waits until they are there."""
+        tops = zip(self.top_tokens.tolist(), self.top.tolist(), strict=True)
+        return [TokenLogprobs(token, tuple(zip(*top, strict=True)), rank)
+                for token, rank, top in zip(self.token.tolist(), self.rank.tolist(), tops, strict=True)]
+
+
+def scores_of(logits: Tensor, tokens: List[int], top: int) -> Scores:
+    """How probable each of the tokens was, and so many others. logits [n, V]: those that each was to be drawn from.
+    Row by row, so that nothing depends on how many there are."""
+    found = list[tuple[Tensor, ...]]()
+    for row, token in zip(logits, tokens, strict=True):
+        chances = row.double().log_softmax(-1)
+        best, names = chances.topk(top)
+        found.append((chances[token], (chances > chances[token]).sum() + 1, best, names))
+    token_chances, ranks, tops, top_tokens = (torch.stack(column) for column in zip(*found, strict=True))
+    return Scores(token_chances.float(), ranks, tops.float(), top_tokens)

@@ -34,6 +34,9 @@ _SCAN = 256
 """Sequences that wait for others and may be passed over in one step."""
 _FETCHES = 4
 """Prompts for which tiers may be reading at the same time: what they bring waits in memory."""
+_SCORED = 32
+"""Tokens of prompts whose next tokens' probabilities are worked out in one step: each takes as long as the end of a
+prompt, and as much memory as the vocabulary is large."""
 _PATIENCE = 0.01
 """Seconds to sleep at a time while there is nothing to do but to wait for a tier."""
 
@@ -54,6 +57,7 @@ class Row:
     drafts: how many of the tokens, the last ones, are drafts.
     drawn: the one token is what this draw of the step in flight gives, and is not known yet.
     hidden: give the hidden state of the last token.
+    scored: how many of the logits, the first ones, are of tokens whose next one is known, and has its probability told.
     rotary: the tokens' rotary positions, or what makes them of their cache indices when added.
     """
 
@@ -71,6 +75,7 @@ class Row:
     drawn: int | None = None
     rotary: Positions | int = 0
     hidden: bool = False
+    scored: int = 0
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:
@@ -148,15 +153,15 @@ class Scheduler:
                     granted := self._grant(sequence, 1 + len(sequence.draft_tokens), shares)):
                 shares.append((sequence, granted))
         budget = max(self.token_budget - sum(count for _, count in shares), 1)
-        prompts = [sequence for sequence in prompts if sequence.lease]
-        goals = [min(sequence.pending, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
-                 for sequence in prompts]
+        readable = _readable([sequence for sequence in prompts if sequence.lease])
+        goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
+                 for sequence, most in readable.items()]
         limit = self.stall.limit(budget) if shares else budget
-        counts = given = share(limit, [s.pending for s in prompts], goals)
+        counts = given = share(limit, [*readable.values()], goals)
         if limit < budget and not self._hurried:
             counts = hurry(given, goals)
         self._hurried = counts != given
-        for sequence, count in zip(prompts, counts, strict=True):
+        for sequence, count in zip(readable, counts, strict=True):
             if count and sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
@@ -263,7 +268,7 @@ class Scheduler:
 
     def _await_fetch(self, sequence: Sequence) -> bool:
         """Whether a tier is still bringing more of this sequence's prompt than the tree knows."""
-        if sequence.origin or not self.cache.tiers:
+        if sequence.origin or sequence.scoring or not self.cache.tiers:
             return False
         sequence.fetch = sequence.fetch or self.cache.fetch(sequence.keys[:-1] if sequence.embeds else sequence.keys)
         return not sequence.fetch.poll()
@@ -280,7 +285,7 @@ class Scheduler:
         """Have a sequence wait for one that is reading a prefix of it, if that pays; then that one will keep a state at
         the end of it."""
         sequence.hold = None
-        if not self.cache.reuse or sequence.origin:
+        if not self.cache.reuse or sequence.origin or sequence.scoring:
             return False
         reading = [other for other in self.running if other.reading]
         others, found, passed = sum(other.pending for other in reading), list[tuple[int, Sequence]](), (0, sequence)
@@ -315,8 +320,10 @@ class Scheduler:
             self._forget_origin(sequence)
         if lease is None:
             diverged = self.cache.tree.diverged(keys) if log.isEnabledFor(logging.DEBUG) else 0
-            lease = self.cache.admit(keys, room, sequence.fetch or NOTHING, not sequence.embeds)
+            known = keys[:len(sequence.scores)] if sequence.scoring else keys
+            lease = self.cache.admit(known, room, sequence.fetch or NOTHING, not sequence.embeds)
             if lease is not None:
+                lease.keys = keys
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None
         if lease is not None:
@@ -377,7 +384,9 @@ class Scheduler:
         done, end = lease.done, lease.done + count
         tokens = (*sequence.tokens[done:end], *sequence.draft_tokens)[:count]
         drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
-        return Row(tokens, done, lease.pages, lease.slot, drafts + 1 if ends and not sequence.embeds else 0,
+        scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
+        drawn = drafts + 1 if ends and not sequence.embeds else 0
+        return Row(tokens, done, lease.pages, lease.slot, scored + drawn, scored=scored,
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
                    append=drafts > 0 and lease.ring is not None, drafts=drafts,
                    rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
@@ -389,6 +398,17 @@ class Scheduler:
             origin.waiting -= 1
             if not origin.waiting:
                 self.cache.drop(origin.snapshot)
+
+
+def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
+    """As many tokens of each as a step may read, where that is any."""
+    found, left = dict[Sequence, int](), _SCORED
+    for sequence in prompts:
+        count = min(sequence.pending, left) if sequence.scoring else sequence.pending
+        left -= count if sequence.scoring else 0
+        if count:
+            found[sequence] = count
+    return found
 
 
 def _reuse(tokens: int, diverged: int, lease: Lease) -> str:

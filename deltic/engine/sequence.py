@@ -22,6 +22,7 @@ from deltic.types import (
     Prompt,
     Request,
     SamplingParams,
+    TokenLogprobs,
     Usage,
 )
 
@@ -101,6 +102,7 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     acceptance: Acceptance | None = None
+    scores: list[TokenLogprobs] = field(default_factory=list)
     keys: list[int] | tuple[int, ...] = field(init=False)
     positions: Positions | None = field(init=False, default=None)
     offset: int = field(init=False, default=0)
@@ -153,6 +155,18 @@ class Sequence:
             return False
         position, other = self.hold
         return other.lease is not None and other.lease.done < position
+
+    @property
+    def scoring(self) -> bool:
+        """Whether probabilities of the prompt's tokens are wanted that are not known yet."""
+        return (self.sampling.prompt_logprobs is not None and not self.choice
+                and len(self.scores) < len(self.request.prompt) - 1)
+
+    @property
+    def report(self) -> tuple[TokenLogprobs, ...] | None:
+        """Those that go out with the first event, if they are wanted."""
+        wanted = self.sampling.prompt_logprobs is not None and not self.choice
+        return tuple(self.scores) if wanted and not self.scoring and self.generated < 2 else None
 
     @property
     def answering(self) -> bool:

@@ -109,6 +109,7 @@ class Run:
         if event.finish in ("error", "abort"):
             raise GenerationError(event.error or "the request was aborted")
         self.size += 1 + (len(event.logprobs.top) if event.logprobs else 0)
+        self.size += sum(1 + len(score.top) for score in event.prompt or ())
 
     def _add_usage(self, usage: Usage, first: bool) -> None:
         """The prompt counts once, however many choices continue it."""

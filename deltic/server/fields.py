@@ -72,7 +72,7 @@ _HONOURED: Mapping[str, Honour] = {
 }
 
 _REFUSED: Mapping[str, Refused] = {
-    "use_beam_search": Refused((False,)), "prompt_logprobs": Refused((0, False)), "logits_processors": Refused(([],)),
+    "use_beam_search": Refused((False,)), "logits_processors": Refused(([],)),
     "custom_logit_processor": Refused(("",)), "lora_path": Refused(("",)), "lora": Refused(([],)),
     "allowed_token_ids": Refused(([],)), "bad_words": Refused(([],)), "input_embeds": Refused(([],)),
     "prompt_embeds": Refused(), "session_params": Refused(({},)), "image_data": Refused(([],)),

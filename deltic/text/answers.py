@@ -25,6 +25,7 @@ class Choice:
     logprobs: one per token, if asked for.
     said: text, reasoning and calls in the order in which they came.
     stop: the stop string that ended it.
+    prompt_logprobs: of the prompt's tokens but the first, if asked for.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Choice:
     error: str | None = None
     said: tuple[Delta, ...] = field(default=(), compare=False)
     stop: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ class Answers:
         self._growing: dict[int, _Growing] = {}  # by number, from the first event to the last: there may be many
         self._done: list[dict[int, Choice]] = [{} for _ in jobs]
         self._stopped: set[int] = set()
+        self._prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # by job: the first choice is told for all
 
     def row(self, event: Event) -> int:
         """Which of the jobs the event is for."""
@@ -181,6 +184,8 @@ class Answers:
             row = self._rows[news.request]
             plain = not self._stopped and (news.usage or not news.finish)
             for event in (news,) if plain else self._told(row, news):
+                if event.prompt is not None:
+                    self._prompts[row] = event.prompt
                 number = self._firsts[row] + event.choice
                 growing = self._growing.get(number) or self._begin(number, row, event.choice)
                 growing.take(event, self._whole)
@@ -234,6 +239,8 @@ class Answers:
         piece = growing.piece(number)
         if piece.done:
             row = self._rows[growing.job.request.id]
+            if row in self._prompts:
+                piece.done = replace(piece.done, prompt_logprobs=self._prompts[row])
             growing.job.texts.forget(piece.done.index)
             del self._growing[number]
             if self._whole:

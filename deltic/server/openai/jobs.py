@@ -13,6 +13,7 @@ from deltic.server.openai.shapes import Echo
 from deltic.server.served_model import ServedModel
 from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import Job
+from deltic.types import SamplingParams
 
 
 def chat_job(served: ServedModel, body: ChatRequest) -> Job:
@@ -26,6 +27,7 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
                          thinking_budget=body.thinking_budget, answer=AnswerForm(
                              ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False),
                              body.output_format()))
+    _check_scores(served, [job])
     return _speculating(job, body.speculate)
 
 
@@ -51,13 +53,26 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     sampling, prompts = body.sampling(served.limits), body.prompts()
     wanted = body.output_format()
     jobs = [_speculating(served.complete(prompt, sampling, wanted), body.speculate) for prompt in prompts]
+    _check_scores(served, jobs)
     if not body.echo:
-        return jobs, Echo()
-    echo = Echo([served.text(prompt) for prompt in prompts], body.n or 1)
-    if sum(map(len, echo.prompts)) * echo.choices > served.limits.max_body_mib << 20:
+        return jobs, Echo([job.request.ids for job in jobs])
+    texts = [served.text(prompt) for prompt in prompts]
+    echo = Echo([job.request.ids for job in jobs], texts, body.n or 1, body.echoes_scores)
+    if sum(map(len, texts)) * echo.choices > served.limits.max_body_mib << 20:
         raise RequestError(f"echo would repeat more than {served.limits.max_body_mib} MiB (max_body_mib): ask for "
                            "fewer answers, or leave it out", "echo")
     return jobs, echo
+
+
+def _check_scores(served: ServedModel, jobs: list[Job]) -> None:
+    """RequestError if more probabilities of the prompts' tokens are wanted than an answer may hold."""
+    values, most = 0, served.limits.max_answer_values
+    for request in (job.request for job in jobs):
+        wanted = request.output.prompt_logprobs if isinstance(request.output, SamplingParams) else None
+        values += 0 if wanted is None else len(request.prompt) * (wanted + 1) * request.choices
+    if values > most:
+        raise RequestError(f"prompt_logprobs, or echo with logprobs, ask for {values} probabilities, and an answer may "
+                           f"have {most} (max_answer_values): ask for less, or shorten the prompt", "prompt_logprobs")
 
 
 def _speculating(job: Job, wanted: bool | None) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from deltic.server.openai.shapes import (
     Envelope,
     error_event,
     error_response,
+    prompt_scores,
     usage_fields,
 )
 from deltic.server.served_model import ServedModel
@@ -47,7 +48,7 @@ class _Endpoints:
         body, job = await self.served.read(request, ChatRequest, partial(chat_job, self.served))
         run = await self.served.start(request, [job], "messages", not body.stream)
         shape = ChatShape(self.served.token_bytes, bool(body.logprobs), body.include_reasoning is not False)
-        return await self._answer(request, run, shape, body)
+        return await self._answer(request, run, shape, body, job.request.ids)
 
     async def complete(self, request: Request) -> Response:
         body, (jobs, echo) = await self.served.read(request, CompletionRequest, partial(text_jobs, self.served))
@@ -56,15 +57,19 @@ class _Endpoints:
         return await self._answer(request, run, shape, body)
 
     async def _answer(self, request: Request, run: Run, shape: Shape,
-                      body: ChatRequest | CompletionRequest) -> Response:
+                      body: ChatRequest | CompletionRequest, ids: Sequence[int] = ()) -> Response:
+        """ids: the prompt's, where a chat says them."""
         if body.stream:
             events = _stream(run, shape, Envelope(shape.piece_kind, self.served.name, shape.prefix), body.wants_usage)
             return EventStream(events, error_event, run.close)
         done = await self.served.wholes(request, run)
         if isinstance(body, CompletionRequest) and body.best_of:
             done = await asyncio.to_thread(_best, done, body.best_of, body.n or 1)
+        found = done[0].done.prompt_logprobs if ids and done[0].done else None
+        more = {} if found is None else {"prompt_logprobs": prompt_scores(ids, found, self.served.token_bytes)}
         choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
-        answer = Envelope(shape.whole_kind, self.served.name, shape.prefix).wrap(choices, usage=usage_fields(run.usage))
+        answer = Envelope(shape.whole_kind, self.served.name, shape.prefix).wrap(
+            choices, usage=usage_fields(run.usage), **more)
         return await written(answer, run.size)
 
 

@@ -17,7 +17,7 @@ from deltic.text.output_format import GUIDED, OutputFormat, only_format, respons
 from deltic.types import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-             "seed", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "n", "max_repeat")
+             "seed", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "n", "max_repeat", "prompt_logprobs")
 _COMPLETION_TOKENS = 16
 
 # Values that ask for nothing. null always does.
@@ -84,6 +84,7 @@ class _Common(FormatFields):
     stop_token_ids: list[int] | None = None
     max_repeat: int | None = None
     speculate: bool | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -99,6 +100,8 @@ class _Common(FormatFields):
                                    + (f": {_INSTEAD[field]}" if field in _INSTEAD else ""), field)
 
     def _sampling(self, limits: Limits, **more: Any) -> SamplingParams:
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs cannot be streamed: leave out stream", "prompt_logprobs")
         given = {name: getattr(self, name) for name in _SAMPLING}
         given |= {"stop": _stops(self.stop), "logit_bias": _biases(self.logit_bias or {})} | more
         # in other servers -1 is: as many as the context holds, all tokens
@@ -210,13 +213,20 @@ class CompletionRequest(_Common):
             raise RequestError(f"best_of must be at least n, which is {wanted}, not {show(self.best_of)}", "best_of")
         if self.stream and made > wanted:
             raise RequestError("best_of has to wait for all answers, and cannot be streamed", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo together with logprobs is not supported: the prompt has no logprobs", "echo")
+        if self.stream and self.echoes_scores:
+            raise RequestError("echo together with logprobs cannot be streamed: leave out stream", "echo")
         default = min(_COMPLETION_TOKENS, limits.max_answer_tokens or _COMPLETION_TOKENS)
         tokens = default if self.max_tokens is None else self.max_tokens
         scored = 0 if self.logprobs is None and made > wanted else self.logprobs
         more = {} if self.best_of is None else {"n": made}
+        if self.echoes_scores:
+            more["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
         return self._sampling(limits, max_tokens=tokens, logprobs=scored, **more)
+
+    @property
+    def echoes_scores(self) -> bool:
+        """Whether the prompt's tokens come before the answer's, with their probabilities."""
+        return bool(self.echo) and self.logprobs is not None
 
     def prompts(self) -> list[str | list[int]]:
         """One prompt per answer: text or token ids."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.responses import Response
@@ -14,11 +15,14 @@ from deltic import __version__
 from deltic.server.http import Problem, event, json_response, problem_of
 from deltic.text.answers import Choice, Piece, Score
 from deltic.text.deltas import AnswerCall, Delta, ToolDelta
-from deltic.types import Finish, Usage
+from deltic.types import Finish, TokenLogprobs, Usage
 
 _LEAST = -9999.0  # what OpenAI says where a probability is 0: JSON has no infinity
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+_UNKNOWN = TokenLogprobs(0.0)
+"""Of a prompt's first token."""
 
 Json = dict[str, Any]
 Spell = Callable[[int], bytes]
@@ -134,14 +138,41 @@ class ChatShape:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The texts of the prompts, each of which is put before so many choices."""
+    """What is said of the prompts, of so many choices each.
 
-    prompts: Sequence[str] = ()
+    ids: their tokens.
+    texts: to be put before the choices, or none.
+    scored: with the tokens' probabilities.
+    """
+
+    ids: Sequence[Sequence[int]]
+    texts: Sequence[str] = ()
     choices: int = 1
+    scored: bool = False
 
     def before(self, choice: int) -> str:
         """What stands before a choice."""
-        return self.prompts[choice // self.choices] if self.prompts else ""
+        return self.texts[choice // self.choices] if self.texts else ""
+
+    def scores(self, choice: int, found: Sequence[TokenLogprobs], spell: Spell) -> list[Score]:
+        """The prompt's tokens; the first has no probability."""
+        ids, offset, scores = self.ids[choice // self.choices], 0, list[Score]()
+        decoder = getincrementaldecoder("utf-8")("replace")
+        for token, logprobs in zip(ids, (_UNKNOWN, *found), strict=True):
+            scores.append(Score(token, logprobs, offset))
+            offset += len(decoder.decode(spell(token)))
+        return scores
+
+
+def prompt_scores(ids: Sequence[int], found: Sequence[TokenLogprobs], spell: Spell) -> Iterator[Json | None]:
+    """vLLM's `prompt_logprobs`: by token id, of each token of the prompt and of the most probable ones."""
+    yield None
+    for token, score in zip(ids[1:], found, strict=True):
+        ranked = [(token, score.token, score.rank),
+                  *((other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1) if other != token)]
+        yield {str(other): {"logprob": max(logprob, _LEAST), "rank": rank,
+                            "decoded_token": spell(other).decode("utf-8", "replace")}
+               for other, logprob, rank in ranked}
 
 
 class CompletionShape:
@@ -149,14 +180,23 @@ class CompletionShape:
 
     whole_kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, token_bytes: Spell, scored: bool, echo: Echo = Echo()) -> None:
+    def __init__(self, token_bytes: Spell, scored: bool, echo: Echo) -> None:
         self._token_bytes, self._scored, self._echo = token_bytes, scored, echo
         self._begun: set[int] = set()
 
     def whole(self, piece: Piece) -> Json:
         """A choice that is done."""
         assert piece.done
-        return self._choice(piece, piece.done.text)
+        found, place = piece.done.prompt_logprobs, piece.number
+        if found is None:
+            return self._choice(piece, piece.done.text)
+        if not self._echo.scored:
+            return self._choice(piece, piece.done.text) | self._prompt(place, found)
+        before, length = self._echo.scores(place, found, self._token_bytes), len(self._echo.before(place))
+        after = [score._replace(offset=score.offset + length) for score in piece.scores]
+        if len(piece.done.tokens) > len(after):  # evaluations count on every token, the end of the text too
+            after.append(Score(piece.done.tokens[-1], piece.done.logprobs[-1], length + len(piece.done.text)))
+        return self._choice(replace(piece, scores=[*before, *after]), piece.done.text) | self._prompt(place, found)
 
     def pieces(self, piece: Piece) -> list[Json]:
         """The choices of the chunks that this piece becomes."""
@@ -174,11 +214,16 @@ class CompletionShape:
         if not self._scored:
             return None
         tops = ({self._name(token): max(logprob, _LEAST) for token, logprob in reversed(score.logprobs.top)}
-                for score in scores)
+                if score.logprobs is not _UNKNOWN else None for score in scores)
         return {"tokens": (self._name(score.token) for score in scores),
-                "token_logprobs": (max(score.logprobs.token, _LEAST) for score in scores),
+                "token_logprobs": (max(score.logprobs.token, _LEAST) if score.logprobs is not _UNKNOWN else None
+                                   for score in scores),
                 "top_logprobs": tops if any(score.logprobs.top for score in scores) else None,
                 "text_offset": (score.offset for score in scores)}
+
+    def _prompt(self, choice: int, found: Sequence[TokenLogprobs]) -> Json:
+        return {"prompt_logprobs": prompt_scores(self._echo.ids[choice // self._echo.choices], found,
+                                                 self._token_bytes)}
 
     def _name(self, token: int) -> str:
         spelled = self._token_bytes(token)
