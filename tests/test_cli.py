@@ -57,12 +57,15 @@ def test_alone_it_explains_itself(capsys):
     assert out.startswith("usage: deltic") and all(command in out for command in COMMANDS) and err == ""
 
 
+WITHOUT_ENGINE = ("cache", "connect", "convert", "doctor", "ls", "mtp", "pull", "rm")
+
+
 def test_the_page_is_up_to_date():
     found = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert found == docs.page(), "docs/cli.md is stale: run `python -m deltic.cli.docs`"
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("cache", "convert", "doctor", "mtp")])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in WITHOUT_ENGINE])
 def test_every_engine_option_is_there(command):
     shown = command_parser(command).format_help()
     options = [field.name for field in fields(EngineConfig) if field.name != "limits"]

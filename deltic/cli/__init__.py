@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "show what a model is and how it would run here",
     "convert": "write the model as a GGUF file",
     "mtp": "take the multi-token-prediction head out of a model",
+    "connect": "show or write the settings of clients of a running server",
     "cache": "show or clear what a cache directory keeps",
     "doctor": "check the installation, and say what to do",
 }

@@ -1,0 +1,185 @@
+"""`deltic connect` writes what clients need, into files that have more in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from test_server_harness import serving, tiny
+
+from deltic.cli import main
+from deltic.cli.clients import CLIENTS
+
+CONTEXT = 2048
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CONFIG_HOME", "CODEX_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR", "LLM_USER_PATH",
+                 "DELTIC_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def connect(served, home, capsys):
+    def run(*argv, code=0):
+        assert main(["connect", *argv, "--url", served.url]) == code
+        return capsys.readouterr()
+    return run
+
+
+def read(path: Path):
+    text = path.read_text()
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+
+
+FILES = {
+    "opencode": {".config/opencode/opencode.json": ("provider", "deltic", "models", "tiny", "limit", "context")},
+    "codex": {".codex/config.toml": ("model_context_window",)},
+    "claude-code": {".claude/settings.json": ("env", "CLAUDE_CODE_MAX_CONTEXT_TOKENS")},
+    "aider": {".aider.conf.yml": None, ".aider.model.metadata.json": ("openai/tiny", "max_input_tokens")},
+    "continue": {".continue/config.yaml": ("models", 0, "defaultCompletionOptions", "contextLength")},
+    "crush": {".config/crush/crush.json": ("providers", "deltic", "models", 0, "context_window")},
+    "llm": {".config/io.datasette.llm/extra-openai-models.yaml": None},
+}
+
+
+@pytest.mark.parametrize("client", FILES)
+def test_settings_name_server_model_and_context(client, connect, home, served):
+    connect(client, "--write")
+    assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == set(FILES[client])
+    for name, keys in FILES[client].items():
+        value = read(home / name)
+        assert (home / name).stat().st_mode & 0o777 == 0o600
+        for key in keys or ():
+            value = value[key]
+        assert not keys or int(value) == CONTEXT
+    texts = "".join((home / name).read_text() for name in FILES[client])
+    assert served.url in texts and "tiny" in texts
+    assert f"{served.url}/v1" in texts or client == "claude-code"
+
+
+def test_every_client_is_shown_without_writing(connect, home, served):
+    for client in CLIENTS:
+        shown = connect(client)
+        assert served.url in shown.out and "then run: " in shown.err
+        for name in FILES.get(client, ()):
+            assert f"# {home / name}\n" in shown.out
+    assert not list(home.iterdir())
+
+
+def test_what_is_shown_is_what_is_written(connect, home):
+    shown = connect("opencode").out
+    connect("opencode", "--write")
+    path = home / ".config/opencode/opencode.json"
+    assert shown == f"# {path}\n{path.read_text()}\n"
+
+
+def test_settings_are_added_to_and_kept_beside(connect, home):
+    path = home / ".config/opencode/opencode.json"
+    path.parent.mkdir(parents=True)
+    before = '{"theme": "dark", "provider": {"mine": {"name": "é"}, "deltic": {"name": "old", "extra": 1}}}'
+    path.write_text(before)
+    path.chmod(0o640)
+    said = connect("opencode", "--write")
+    after = read(path)
+    assert after["theme"] == "dark" and after["provider"]["mine"] == {"name": "é"}
+    assert after["provider"]["deltic"]["name"] == "deltic" and after["provider"]["deltic"]["extra"] == 1
+    backup = path.with_name("opencode.json.backup")
+    assert backup.read_text() == before and str(backup) in said.err
+    assert {other.stat().st_mode & 0o777 for other in (path, backup)} == {0o640}
+    assert "already says so" in connect("opencode", "--write").err
+    connect("opencode", "--write", "--api-key", "secret")
+    assert {other.name for other in path.parent.iterdir()} == {path.name, backup.name, f"{backup.name}1"}
+    assert backup.read_text() == before and "secret" in path.read_text()
+
+
+def test_toml_keeps_its_comments(connect, home):
+    path = home / ".codex/config.toml"
+    path.parent.mkdir()
+    path.write_text('# mine\nmodel = "other"  # the best\n\n[mcp_servers.x]\ncommand = "y"\n\n'
+                    '[model_providers.z]\nname = "Z"\n')
+    connect("codex", "--write")
+    after = read(path)
+    assert after["model"] == "tiny" and after["model_provider"] == "deltic"
+    assert after["mcp_servers"] == {"x": {"command": "y"}} and set(after["model_providers"]) == {"z", "deltic"}
+    assert "# mine" in path.read_text() and "# the best" in path.read_text()
+
+
+def test_lists_of_models_are_added_to_by_name(connect, home):
+    path = home / ".continue/config.yaml"
+    path.parent.mkdir()
+    path.write_text("name: Mine  # a comment\nmodels:\n- name: other\n  model: x\n- name: deltic\n  model: old\n")
+    assert "comments only there" in connect("continue", "--write").err
+    after = read(path)
+    assert after["name"] == "Mine" and after["schema"] == "v1"
+    assert [(model["name"], model["model"]) for model in after["models"]] == [("other", "x"), ("deltic", "tiny")]
+
+
+@pytest.mark.parametrize(("client", "name", "text"), [
+    ("opencode", ".config/opencode/opencode.json", '{\n// mine\n"a": 1}'),
+    ("opencode", ".config/opencode/opencode.json", "[]"),
+    ("opencode", ".config/opencode/opencode.json", "[" * 100_000),
+    ("codex", ".codex/config.toml", "model = \n"),
+    ("codex", ".codex/config.toml", b"\xff"),
+    ("aider", ".aider.conf.yml", "a: [1\n"),
+    ("aider", ".aider.model.metadata.json", "{"),
+    ("continue", ".continue/config.yaml", "just words"),
+    ("llm", ".config/io.datasette.llm/extra-openai-models.yaml", "a: 1\n"),
+])
+def test_what_cannot_be_read_is_refused_and_left_alone(client, name, text, connect, home):
+    path = home / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = text if isinstance(text, bytes) else text.encode()
+    path.write_bytes(content)
+    said = connect(client, "--write", code=2).err
+    assert str(path) in said and "without --write" in said.replace("\n", " ")
+    assert [other for other in home.rglob("*") if other.is_file()] == [path] and path.read_bytes() == content
+
+
+def test_links_stay_links(connect, home):
+    (home / "dotfiles").mkdir()
+    (home / "dotfiles/settings.json").write_text("{}")
+    (home / ".claude").mkdir()
+    link = home / ".claude/settings.json"
+    link.symlink_to(home / "dotfiles/settings.json")
+    connect("claude-code", "--write")
+    assert link.is_symlink() and read(link)["env"]["ANTHROPIC_MODEL"] == "tiny"
+
+
+def test_folders_that_the_environment_names(connect, home, monkeypatch):
+    monkeypatch.setenv("CODEX_HOME", str(home / "elsewhere"))
+    connect("codex", "--write")
+    assert (home / "elsewhere/config.toml").is_file()
+
+
+def test_keys(home, capsys, monkeypatch):
+    with serving(tiny(), api_key="it's") as server:
+        command = ["connect", "codex", "--url", f"{server.url}/v1"]
+        assert main(command) == 2 and "wants a key: give --api-key" in capsys.readouterr().err
+        monkeypatch.setenv("DELTIC_API_KEY", "it's")
+        assert main(command) == 0
+    out = capsys.readouterr().out
+    assert 'env_key = "DELTIC_API_KEY"' in out and "export DELTIC_API_KEY='it'\"'\"'s'" in out
+
+
+def test_who_is_no_deltic_server(home, capsys, served):
+    for arguments, hint in (
+            (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1.*start one with deltic serve"),
+            (["--url", "ftp://x"], "--url: must be like http"),
+            (["--url", served.url, "--model", "gpt-9"], "no model 'gpt-9': --model is one of tiny"),
+            (["--url", f"{served.url}/nowhere"], "status 404: --url has to be that of a deltic server")):
+        assert main(["connect", "opencode", *arguments]) == 2
+        assert re.search(hint, capsys.readouterr().err)
+    assert main(["connect", "openai", "--url", served.url, "--write"]) == 2
+    assert "leave out --write" in capsys.readouterr().err
+    assert main(["connect", "emacs"]) == 2 and os.listdir(home) == []
