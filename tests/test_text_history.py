@@ -439,6 +439,26 @@ def test_a_later_answer_tells_which_of_two_earlier_ones_was_meant() -> None:
     assert "Once" not in text and "Other" not in text
 
 
+@MODES
+def test_defaults_that_a_client_adds_to_calls(mode: str) -> None:
+    """Claude Code sends calls back with the defaults of its schemas, whatever the model said."""
+    properties = {"path": {"type": "string"}, "dry": {"type": "boolean"}, "scale": {"type": "number"},
+                  "all": {"type": "boolean", "default": False}, "times": {"default": 1}}
+    tools = [{"type": "function", "function": {"name": "edit", "parameters": {
+        "type": "object", "properties": properties}}}]
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({}, True), ({"all": False, "times": 1}, True), ({"all": True}, False), ({"times": True}, False)]
+    for added, known in cases:
+        client = talk(mode, tools=tools)
+        first = client.say("Edit it")
+        client.hear(first, "<tool_call>\n<function=edit>\n<parameter=dry>\ntrue\n</parameter>\n<parameter=scale>\n1.5\n"
+                           "</parameter>\n</function>\n</tool_call>")
+        function = client.messages[-1]["tool_calls"][0]["function"]
+        function["arguments"] = json.dumps({**added, **json.loads(function["arguments"])})
+        after = client.result("done")
+        assert (shared(first, after, client.answer_ids) == len(first.request.prompt) + len(client.answer_ids)) is known
+
+
 def test_threads_may_share_it() -> None:
     processor, failed = ChatProcessor(TOKENIZER, TINY_TEMPLATE), []
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from deltic.errors import DelticError, LongPromptError
 from deltic.text.chat import Conversation, Openings, boundaries, opening, spell, turning
-from deltic.text.coerce import typed
+from deltic.text.coerce import argument_schema, typed
 from deltic.text.deltas import Answer
 from deltic.text.messages import REASONING
 from deltic.text.notes import Note, Notebook, NoteStore, digest_of, ids_of, name_of, thought_of
@@ -44,7 +44,7 @@ _TOGGLES = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoni
 # Characters of a token that no text has on average; beyond that, the length is the first that is looked at.
 _RARE = 8
 # What notes and their keys say; those of another form are not found.
-_FORM = 2
+_FORM = 3
 _THOUGHT = "a thought that no template has"
 _SAMPLE = "The quick brown fox: 0.5 \u00e9t\u00e9 \u6f22\u5b57\n\n{}"
 
@@ -292,7 +292,19 @@ def _seen(message: Mapping[str, Any], schemas: Schemas) -> Any:
 def _visible(content: Any, calls: Sequence[tuple[str, Mapping[str, Any]]], schemas: Schemas) -> Any:
     """An answer by its content and calls alone, equal for all ways in which clients give them back."""
     return [_plain_text(content) if isinstance(content, str) else content,
-            [[name, _number_as_float(typed(arguments, schemas.get(name, {})))] for name, arguments in calls]]
+            [[name, _chosen(arguments, schemas.get(name, {}))] for name, arguments in calls]]
+
+
+def _chosen(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as the schema types them, without those that are its defaults: clients add these to a call."""
+    found: dict[str, Any] = _number_as_float(typed(arguments, schema))
+    return {key: value for key, value in found.items() if not _is_default(value, argument_schema(key, schema))}
+
+
+def _is_default(value: Any, schema: Any) -> bool:
+    """As JSON, in which true is not 1."""
+    return (isinstance(schema, Mapping) and "default" in schema
+            and json.dumps(value, sort_keys=True) == json.dumps(_number_as_float(schema["default"]), sort_keys=True))
 
 
 def _plain_text(text: str) -> str:
