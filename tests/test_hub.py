@@ -162,8 +162,9 @@ class Hub:
         self.calls.append(("info", repository, options))
         if self.listing_error:
             raise self.listing_error
-        siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in self.sizes.items()]
-        return SimpleNamespace(sha="abc", siblings=siblings)
+        siblings = [SimpleNamespace(rfilename=name, size=size, lfs=None, blob_id=None)
+                    for name, size in self.sizes.items()]
+        return SimpleNamespace(sha=self.directory.name, siblings=siblings)
 
     def snapshot_download(self, repository, **options):
         self.calls.append(("download", repository, options))

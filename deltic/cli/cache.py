@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,8 @@ from deltic.cache.folder import (
     split_folder,
 )
 from deltic.cli.parser import UsageError, text, whole
-from deltic.cli.table import grid, table
+from deltic.cli.table import date, grid, table
+from deltic.cli.terminal import confirmed
 
 HELP = "Show or clear the prefixes of conversations that a cache directory keeps."
 _ACTIONS = {"ls": "list the prefixes, last used first", "stats": "show totals per model",
@@ -110,7 +109,7 @@ def _prefix(model: _Model, found: Sequence[Found]) -> dict[str, Any]:
 
 def _listing_text(facts: dict[str, Any]) -> str:
     return grid([{"key": prefix["key"][:_SHORT], "tokens": prefix["tokens"], "kind": "+".join(prefix["kinds"]),
-                  "mib": round(prefix["bytes"] / (1 << 20), 1), "last_used": _date(prefix["used"]),
+                  "mib": round(prefix["bytes"] / (1 << 20), 1), "last_used": date(prefix["used"]),
                   "model": f"{prefix['model'] or '?'} ({prefix['fingerprint'][:_SHORT]})"}
                  for prefix in facts["prefixes"]])
 
@@ -140,8 +139,8 @@ def _stats_text(facts: dict[str, Any]) -> str:
     shown: dict[str, Any] = {"directory": facts["directory"], "size": _size(facts["bytes"]),
                              "disk_free": _size(facts["disk_free"])}
     for model in facts["models"]:
-        totals = {**model, "size": _size(model["bytes"]), "oldest": _date(model["oldest"]),
-                  "newest": _date(model["newest"])}
+        totals = {**model, "size": _size(model["bytes"]), "oldest": date(model["oldest"]),
+                  "newest": date(model["newest"])}
         for name in ("model", "about", "bytes", "fingerprint"):
             del totals[name]
         about = (model["about"], model["fingerprint"][:_SHORT], f"version {totals.pop('version')}")
@@ -153,8 +152,6 @@ def _stats_text(facts: dict[str, Any]) -> str:
 
 
 def _clear(root: Path, models: Sequence[_Model], args: argparse.Namespace) -> int:
-    if not args.yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("clear asks before it deletes, and there is no terminal to ask on: give --yes")
     now, least = time.time(), args.older_than
     doomed = [(model.folder, file) for model in models for file in model.files
               if least is None or now - file.used > least * _DAY]
@@ -162,7 +159,7 @@ def _clear(root: Path, models: Sequence[_Model], args: argparse.Namespace) -> in
             f"below {root}")
     if not doomed:
         print(f"nothing kept in {args.directory}" + (f" is older than {least} days" if least is not None else ""))
-    elif not args.yes and not _confirmed(f"Delete {what}? [y/N] "):
+    elif not args.yes and not confirmed(f"Delete {what}? [y/N] "):
         print("nothing was deleted")
         return 1
     for folder, file in doomed:
@@ -175,22 +172,8 @@ def _clear(root: Path, models: Sequence[_Model], args: argparse.Namespace) -> in
     return 0
 
 
-def _confirmed(question: str) -> bool:
-    try:
-        return input(question).strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
-
-
 # words
 
 
 def _size(count: int) -> str:
     return f"{count / (1 << 20):,.1f} MiB"
-
-
-def _date(used: float | None) -> str:
-    try:
-        return "-" if used is None else datetime.fromtimestamp(used).strftime("%Y-%m-%d %H:%M")
-    except (OverflowError, ValueError, OSError):
-        return "?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 
@@ -19,6 +20,14 @@ def grid(rows: Sequence[Mapping[str, Any]]) -> str:
     left = [isinstance(rows[0][name], str) for name in names]
     return "\n".join("  ".join(cell.ljust(width) if is_left else cell.rjust(width) for cell, width, is_left
                                in zip(line, widths, left, strict=True)).rstrip() for line in cells)
+
+
+def date(seconds: float | None) -> str:
+    """Seconds since 1970 as a day and a minute."""
+    try:
+        return "-" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return "?"
 
 
 def _lines(facts: Mapping[str, Any], indent: str) -> list[str]:

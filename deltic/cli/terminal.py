@@ -1,4 +1,4 @@
-"""Progress bars, which appear only where somebody may be watching and only if there is something to wait for."""
+"""Questions, and progress bars, which appear only where somebody may be watching and there is something to wait for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import sys
 import time
 from typing import TYPE_CHECKING, TextIO
+
+from deltic.cli.parser import UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -21,6 +23,16 @@ def takes_escapes(stream: TextIO) -> bool:
 def takes_colors(stream: TextIO) -> bool:
     """Whether colours and the like are wanted there, too."""
     return takes_escapes(stream) and not os.environ.get("NO_COLOR")
+
+
+def confirmed(question: str) -> bool:
+    """Whether somebody says yes. UsageError where nobody can be asked."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("nothing is deleted without asking, and there is no terminal to ask on: give --yes")
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 class Bar:

@@ -20,6 +20,7 @@ from torch import Tensor
 from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError, show
 from deltic.ops.records import Block
+from deltic.weights.checksums import check_files
 from deltic.weights.files import Stored, find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
@@ -165,8 +166,8 @@ def resolve(
 ) -> Path:
     """The directory or GGUF file of a model: its own path, the embedded one (`tiny` or None), or a downloaded snapshot.
 
-    Downloads resume, use HF_TOKEN unless `token` is given, and start only if the disk has room.
-    Raises ModelError saying what to do: nothing there, gated, unauthorised, offline, no room.
+    Downloads resume, use HF_TOKEN unless `token` is given, start only if the disk has room, and are hashed once.
+    Raises ModelError saying what to do: nothing there, gated, unauthorised, offline, no room, damaged.
     """
     name = EMBEDDED if model is None else str(model)
     path = _embedded() if name == EMBEDDED else _on_disk(name)
@@ -250,12 +251,18 @@ def _embedded() -> Path:
 
 def _download(repository: str, revision: str | None, token: str | None, progress: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined, unused-ignore]
 
     try:
         info = HfApi().model_info(repository, revision=revision, files_metadata=True, token=token)
         _check_room(repository, _missing_sizes(repository, info))
-        return Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=_PATTERNS,
-                                      tqdm_class=None if progress else _quiet_bar()))
+        bar = None if progress else _quiet_bar()
+        path = Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=_PATTERNS,
+                                      tqdm_class=bar))
+        if path.name != info.sha:  # it has moved on meanwhile
+            info = HfApi().model_info(repository, revision=path.name, files_metadata=True, token=token)
+        check_files(repository, path, _digests(info), bar or tqdm)
+        return path
     except ModelError:
         raise
     except Exception as error:  # the client raises its own errors, its transport's and the system's
@@ -264,12 +271,23 @@ def _download(repository: str, revision: str | None, token: str | None, progress
         return _cached(repository, revision, error)
 
 
+def _wanted(info: Any) -> list[Any]:
+    """What the hub says of each file that is downloaded."""
+    return [file for file in info.siblings or []
+            if any(fnmatch(file.rfilename, pattern) for pattern in _PATTERNS)]
+
+
+def _digests(info: Any) -> dict[str, str]:
+    """Of each file that is downloaded: the SHA-256 of large ones, else git's name of the blob."""
+    found = {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id for file in _wanted(info)}
+    return {name: digest for name, digest in found.items() if digest}
+
+
 def _missing_sizes(repository: str, info: Any) -> dict[str, int]:
     """Bytes of each file that is wanted and not in the cache yet."""
     from huggingface_hub import try_to_load_from_cache
 
-    wanted = {file.rfilename: file.size or 0 for file in info.siblings or []
-              if any(fnmatch(file.rfilename, pattern) for pattern in _PATTERNS)}
+    wanted = {file.rfilename: file.size or 0 for file in _wanted(info)}
     if not any(name.endswith(".safetensors") for name in wanted):
         raise ModelError(f"{repository} has no safetensors files; choose the original weights' repository")
     return {name: size for name, size in wanted.items()

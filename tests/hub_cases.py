@@ -1,0 +1,112 @@
+"""A hub on this machine: the endpoints that huggingface_hub asks, over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+REPOSITORY = "org/name"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class LocalHub:
+    """A repository with one commit, main. files: what is there; large ones lie in LFS. sent: what is delivered instead.
+    asked: paths of downloads."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    sent: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    def facts(self, name: str) -> tuple[str, str | None]:
+        """git's name of the blob, and the SHA-256 of a large file."""
+        data = self.files[name]
+        blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+        return blob, hashlib.sha256(data).hexdigest() if name.endswith(".safetensors") else None
+
+    def info(self) -> dict[str, Any]:
+        siblings = []
+        for name, data in self.files.items():
+            blob, digest = self.facts(name)
+            lfs = {"sha256": digest, "size": len(data), "pointerSize": 134} if digest else None
+            siblings.append({"rfilename": name, "size": len(data), "blobId": blob, **({"lfs": lfs} if lfs else {})})
+        return {"id": REPOSITORY, "modelId": REPOSITORY, "sha": COMMIT, "private": False, "siblings": siblings}
+
+    def tree(self) -> list[dict[str, Any]]:
+        found = []
+        for name, data in self.files.items():
+            blob, digest = self.facts(name)
+            lfs = {"lfs": {"oid": digest, "size": len(data), "pointerSize": 134}} if digest else {}
+            found.append({"type": "file", "path": name, "size": len(data), "oid": blob, **lfs})
+        return found
+
+
+@contextmanager
+def local_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    """The hub of this process, with a cache of its own."""
+    hub = LocalHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            path = self.path.split("?")[0]
+            name = path.partition("/resolve/")[2].partition("/")[2]
+            if name not in hub.files:
+                return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+            blob, digest = hub.facts(name)
+            data = hub.sent.get(name, hub.files[name])
+            linked = {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))} if digest else {}
+            if self.command == "GET":
+                hub.asked.append(name)
+            return self._answer(200, data, {"ETag": f'"{digest or blob}"', "X-Repo-Commit": COMMIT, **linked})
+
+        def do_GET(self) -> None:
+            path = self.path.split("?")[0]
+            if re.fullmatch(f"/api/models/{REPOSITORY}(/revision/(main|{COMMIT}))?", path):
+                self._answer(200, json.dumps(hub.info()).encode())
+            elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):
+                self._answer(200, json.dumps(hub.tree()).encode())
+            elif path.startswith("/api/"):
+                self._answer(404, b"", {"X-Error-Code": "RevisionNotFound" if "revision" in path else "RepoNotFound"})
+            else:
+                self.do_HEAD()
+
+        def _answer(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for key, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                            hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        try:
+            yield hub
+        finally:
+            server.shutdown()

@@ -1,0 +1,161 @@
+"""Downloads from a hub over HTTP: what comes damaged is never used; listed, fetched and deleted with commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hub_cases import COMMIT, REPOSITORY, local_hub
+
+from deltic.cli import main
+from deltic.errors import ModelError
+from deltic.weights import checksums
+from deltic.weights.hub import resolve
+
+WEIGHTS = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def hub(cache, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with local_hub(cache, monkeypatch) as hub:
+        hub.files = {"model.safetensors": WEIGHTS, "config.json": b"{}", "README.md": b"words"}
+        yield hub
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The names of the files that were hashed."""
+    names, digest = [], checksums._digest
+
+    def spy(file, progress):
+        names.append(file.name)
+        return digest(file, progress)
+    monkeypatch.setattr(checksums, "_digest", spy)
+    return names
+
+
+def fetch():
+    return resolve(REPOSITORY, progress=False)
+
+
+def files_below(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.rglob("*") if path.is_file() or path.is_symlink())
+
+
+# Checksums
+
+
+def test_what_is_whole_is_hashed_once(hub, hashed):
+    path = fetch()
+    assert (path / "model.safetensors").read_bytes() == WEIGHTS and path.name == COMMIT
+    assert sorted(hashed) == sorted(hub.asked) == ["config.json", "model.safetensors"]
+    assert fetch() == path and len(hashed) == 2
+
+
+def test_what_other_programs_downloaded_is_hashed_too(hub, hashed, cache):
+    path = fetch()
+    (path.parents[1] / ".deltic-checked").unlink()
+    assert fetch() == path and len(hashed) == 4 and len(hub.asked) == 2
+
+
+@pytest.mark.parametrize(("name", "kind"), [("model.safetensors", "SHA-256"), ("config.json", "git's SHA-1")])
+def test_what_comes_damaged_is_deleted_and_named(name, kind, hub, hashed, cache):
+    whole = hub.files[name]
+    hub.sent[name] = whole[:-1] + b"!"
+    for _ in range(2):
+        with pytest.raises(ModelError, match=rf"{REPOSITORY} has come damaged: {name} \({kind} .*\. What is damaged is "
+                                             rf"not used; `deltic pull {REPOSITORY}` fetches it again"):
+            fetch()
+        assert name not in files_below(cache)
+    hub.sent.clear()
+    assert (fetch() / name).read_bytes() == whole
+    assert hashed.count(name) == 3 and len(hashed) == 4
+
+
+def test_all_that_is_damaged_is_named_at_once(hub):
+    hub.sent = {"model.safetensors": WEIGHTS[::-1], "config.json": b"[]"}
+    with pytest.raises(ModelError, match=r"(?s)config.json.*model.safetensors|model.safetensors.*config.json"):
+        fetch()
+
+
+def test_a_file_that_changes_after_it_was_found_right_is_hashed_again(hub, hashed):
+    path = fetch()
+    real = (path / "model.safetensors").resolve()
+    real.write_bytes(b"?" * len(WEIGHTS))
+    os.utime(real, (1, 1))
+    with pytest.raises(ModelError, match="damaged"):
+        fetch()
+
+
+def test_marks_that_are_no_marks(hub, hashed):
+    path = fetch()
+    (path.parents[1] / ".deltic-checked").write_bytes(b"\xff\0" * 1000)
+    assert fetch() == path and len(hashed) == 4
+
+
+# Commands
+
+
+def command(capsys, *argv, code=0):
+    assert main(list(argv)) == code
+    return capsys.readouterr()
+
+
+def test_pull_ls_and_rm(hub, cache, capsys):
+    assert command(capsys, "ls").out == f"nothing was downloaded to {cache}\n"
+    path = command(capsys, "pull", REPOSITORY).out.strip()
+    assert Path(path).name == COMMIT
+    head, line = command(capsys, "ls").out.splitlines()
+    assert head.split() == ["model", "size", "last", "used", "revisions"]
+    assert line.startswith(f"{REPOSITORY}  0.01 MB  ") and line.endswith("  main")
+    listed = json.loads(command(capsys, "ls", "--json").out)
+    assert listed["directory"] == str(cache)
+    model, = listed["models"]
+    assert model["name"] == REPOSITORY and model["bytes"] == len(WEIGHTS) + 2 and model["used"] > 1e9
+    revision, = model["revisions"]
+    assert revision == {"commit": COMMIT, "refs": ["main"], "bytes": len(WEIGHTS) + 2, "path": path}
+    assert command(capsys, "rm", REPOSITORY, "--yes").out == f"deleted {REPOSITORY}: 0.01 MB are free again\n"
+    assert files_below(cache / "models--org--name") == [] and "nothing was downloaded" in command(capsys, "ls").out
+
+
+def test_rm_asks(hub, cache, capsys, monkeypatch):
+    fetch()
+    assert "give --yes" in command(capsys, "rm", REPOSITORY, code=2).err
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    assert "nothing was deleted" in command(capsys, "rm", REPOSITORY, code=1).out
+    monkeypatch.setattr("builtins.input", lambda question: "y" if f"Delete {REPOSITORY} (0.01 MB)" in question else "")
+    command(capsys, "rm", REPOSITORY)
+    assert not (cache / "models--org--name").exists()
+
+
+def test_rm_takes_a_branch_or_the_beginning_of_a_commit(hub, capsys):
+    fetch()
+    assert "no revision 'v9' here, but main" in command(capsys, "rm", REPOSITORY, "--revision", "v9", code=2).err
+    command(capsys, "rm", REPOSITORY, "--revision", COMMIT[:8], "--yes")
+    fetch()
+    command(capsys, "rm", REPOSITORY, "--revision", "main", "--yes")
+    assert "is not among the models in" in command(capsys, "rm", REPOSITORY, "--yes", code=2).err
+
+
+def test_pull_again_after_damage(hub, capsys):
+    hub.sent["config.json"] = b"[]"
+    assert "fetches it again" in command(capsys, "pull", REPOSITORY, code=2).err
+    hub.sent.clear()
+    assert (Path(command(capsys, "pull", REPOSITORY).out.strip()) / "config.json").read_bytes() == b"{}"
+
+
+def test_pull_of_what_is_no_repository(hub, capsys, tmp_path):
+    assert "is on this machine, at" in command(capsys, "pull", "tiny", code=2).err
+    assert "neither a directory here nor a repository" in command(capsys, "pull", "org/other", code=2).err
+    assert "no revision 'v9'" in command(capsys, "pull", REPOSITORY, "--revision", "v9", code=2).err
