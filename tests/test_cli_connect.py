@@ -163,7 +163,7 @@ def test_folders_that_the_environment_names(connect, home, monkeypatch):
 
 
 def test_keys(home, capsys, monkeypatch):
-    with serving(tiny(), api_key="it's") as server:
+    with serving(tiny(), api_keys={"it's": "a"}) as server:
         command = ["connect", "codex", "--url", f"{server.url}/v1"]
         assert main(command) == 2 and "wants a key: give --api-key" in capsys.readouterr().err
         monkeypatch.setenv("DELTIC_API_KEY", "it's")

@@ -159,7 +159,7 @@ def test_broken_logits_fail_the_request() -> None:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(tiny(), grace=0.2) as running:
+    with serving(tiny(), drain_seconds=0.2) as running:
         yield running
 
 
