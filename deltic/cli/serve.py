@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     """The address is claimed, and files are read, before the model is loaded, so that what is wrong shows at once."""
     options.refuse_random(args)
     check_source(args)
-    options.engine_options(args)
-    keys, tls = _keys(args), _tls(args)
+    keys, tls, limits = _keys(args), _tls(args), options.engine_options(args).get("limits")
+    if limits and limits.max_running_per_key and not keys:
+        raise UsageError("--max-running-per-key needs API keys: without them all clients are one")
     with _listener(args) as listener:
         log = _request_log(args)
         llm = open_llm(args)

@@ -118,7 +118,8 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     app = create_app(llm, **options)
     url = url_of(listener, tls is not None)
     name = options.get("served_name") or public_name(llm)
-    ready = (f"{name} is ready: {url}/v1 (OpenAI), {url}/ (chat page), {url}/health, {url}/metrics. Context of "
+    where = f" on the Unix socket {listener.getsockname()}" if listener.family == socket.AF_UNIX else ""
+    ready = (f"{name} is ready{where}: {url}/v1 (OpenAI), {url}/ (chat page), {url}/health, {url}/metrics. Context of "
              f"{llm.engine.max_context:,} tokens. Ctrl-C ends.")
     with llm.worker.hold():
         llm.runtime.warm_up()
@@ -129,6 +130,8 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     finally:
         listener.close()
         llm.close()
+        if log := options.get("request_log"):  # after a second signal nobody else did
+            log.close()
 
 
 def _lifespan(bridge: Bridge, memory: Executor, store: ResponseStore,

@@ -136,9 +136,10 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 def url_of(listener: socket.socket, tls: bool = False) -> str:
     """Where clients find the server."""
+    scheme = "https" if tls else "http"
     if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    (host, port), scheme = listener.getsockname()[:2], "https" if tls else "http"
+        return f"{scheme}://localhost"
+    host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
