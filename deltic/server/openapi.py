@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -52,14 +51,13 @@ _ERROR: Final[Json] = {"type": "object", "required": ["error"], "properties": {"
 
 
 def route(routes: Sequence[BaseRoute], check: Check) -> Route:
-    """The page for these routes."""
-    @cache
-    def page() -> bytes:
-        return dump(document(routes))
-
+    """The page for these routes and itself."""
     async def answer(_: Request) -> Response:
-        return Response(page(), media_type="application/json")
-    return Route("/openapi.json", answering(answer, check, error_response))
+        return Response(page, media_type="application/json")
+
+    own = Route("/openapi.json", answering(answer, check, error_response))
+    page = dump(document([*routes, own]))
+    return own
 
 
 def document(routes: Sequence[BaseRoute]) -> Json:
