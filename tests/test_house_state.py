@@ -28,7 +28,6 @@ CACHES = {
     "deltic/engine/sampler.py _greedy": "constants that are never written to",
     "deltic/ops/torch/basic.py frequencies": "a constant that is never written to",
     "deltic/server/page/__init__.py _files": "files of the package, as they are",
-    "deltic/server/openapi.py page": "the same for every application: made of code alone",
     "deltic/text/chat.py _aside": "what a template makes of a few messages: a pure function of texts, few of them kept",
     "deltic/text/stream.py _pattern": "a compiled expression",
     "deltic/text/template.py _compile": "a compiled template",
