@@ -65,6 +65,10 @@ int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_w
     return guarded([&] { deltic::mlp(pool, x, tokens, *gate_up, *down, y); });
 }
 
+int deltic_moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer *layer, float *y) {
+    return guarded([&] { deltic::moe(pool, x, tokens, *layer, y); });
+}
+
 int deltic_adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset) {
     return guarded([&] { deltic::kernels(pool).adjust(pool, logits, width, repetition, offset); });
 }

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 7
+#define DELTIC_ABI 8
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
@@ -170,6 +170,24 @@ void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delt
 int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
                const deltic_weight *down, float *y);
 
+/* A mixture of experts: each token passes `per_token` of them, those with the largest softmax of the router's logits (of
+ * equal ones the lower number first), and the shared one, if there is one. */
+typedef struct {
+    deltic_weight gate_up, down;
+} deltic_expert;
+typedef struct {
+    deltic_weight router;        /* rows of the experts; with a shared one, last the row of its gate */
+    const deltic_expert *expert; /* [experts], and the shared one behind them */
+    int64_t experts, per_token;
+    int64_t shared;              /* whether there is a shared expert */
+    int64_t normalised;          /* the shares of a token's experts add up to 1 */
+} deltic_moe_layer;
+
+/* y [tokens, hidden]: the sum of what deltic_mlp gives for each of a token's experts times its share, the best first,
+ * last the shared expert times sigmoid of its gate. An expert's weights are read once, for all tokens that pass it. A
+ * row of y does not depend on the other tokens. */
+int deltic_moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer *layer, float *y);
+
 /* Changes a row of logits in place: positive ones are divided by repetition [width], others multiplied by it; then
  * offset [width] is added, where -inf forbids the token. Either may be null: 1, or 0, everywhere. */
 int deltic_adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset);
@@ -207,7 +225,8 @@ typedef struct {
     const deltic_states *states;
     const deltic_attention_layer *attention;
     const deltic_kv *kv;
-    deltic_weight gate_up, down;
+    deltic_weight gate_up, down; /* not read where there are experts */
+    const deltic_moe_layer *moe; /* null: the layer is dense */
 } deltic_layer;
 
 typedef struct {

@@ -1,15 +1,22 @@
 // What the level's kernels are put together to.
 #pragma once
 #include "deltic.h"
+#include "levels.hpp"
 
 namespace deltic {
 
 // y [tokens, stride]: its leading columns become x [tokens, columns] weight^T. Scratch slots 0 to 3.
 void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride);
 
+// Products that have nothing to do with each other, but for the width of their inputs. Scratch slots 0 to 5.
+void linear_many(deltic_pool *pool, const Product *products, int64_t count);
+
 // Scratch slots 0 to 5.
 void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &gate_up, const deltic_weight &down,
          float *y);
+
+// Scratch slots 0 to 15.
+void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer &layer, float *y);
 
 // Scratch slots 0 to 4.
 void store_kv(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_weight *weight, const deltic_kv &kv,

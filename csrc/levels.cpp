@@ -3,8 +3,8 @@
 namespace deltic {
 namespace {
 
-#define DELTIC_TABLE(level) {level::linear,   level::gdn,      level::attention, level::fold_ring, level::store_kv, \
-                             level::add_norm, level::silu_mul, level::top,       level::adjust,    \
+#define DELTIC_TABLE(level) {level::linear,   level::linear_many, level::gdn,      level::attention, level::fold_ring, \
+                             level::store_kv, level::add_norm,    level::silu_mul, level::top,       level::adjust,    \
                              level::draw_any}
 
 constexpr Kernels kTables[] = {

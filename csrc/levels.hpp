@@ -4,10 +4,21 @@
 
 namespace deltic {
 
+// Some rows of x times a weight: y [count, stride] gets x[rows[i]] weight^T in its leading columns. rows null: 0, 1, ...
+struct Product {
+    const deltic_weight *weight;
+    const float *x;
+    const int64_t *rows;
+    int64_t count;
+    float *y;
+    int64_t stride;
+};
+
 // What every level defines in its own namespace, from the same sources; see deltic.h and matrix.hpp.
 #define DELTIC_KERNELS                                                                                                 \
     void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,              \
                 int64_t stride);                                                                                       \
+    void linear_many(deltic_pool *pool, const Product *products, int64_t count);                                       \
     void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch, \
             const float *proj, float *out);                                                                            \
     void attention(deltic_pool *pool, const deltic_attention_layer &layer, const deltic_kv &kv,                        \
@@ -39,6 +50,7 @@ DELTIC_DECLARE(bf16)
 
 struct Kernels {
     decltype(&portable::linear) linear;
+    decltype(&portable::linear_many) linear_many;
     decltype(&portable::gdn) gdn;
     decltype(&portable::attention) attention;
     decltype(&portable::fold_ring) fold_ring;

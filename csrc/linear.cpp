@@ -121,8 +121,10 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
     }
 }
 
-void fill_tile(const float *x, int64_t columns, int tokens, Form form, int32_t *tile) {
-    for (int t = 0; t < tokens; ++t, x += columns) {
+// Rows of a product's input from `first` on.
+void fill_tile(const Product &product, int64_t first, int64_t columns, int tokens, Form form, int32_t *tile) {
+    for (int t = 0; t < tokens; ++t) {
+        const float *x = product.x + (product.rows ? product.rows[first + t] : first + t) * columns;
         if (form == kFloat32) {
             for (int64_t k = 0; k < columns; ++k) tile[k * tokens + t] = std::bit_cast<int32_t>(x[k]);
         } else if (form == kBfloat16) {
@@ -312,68 +314,114 @@ KernelSet kernels_for(int64_t type, int64_t columns) {
     }
 }
 
-// Tiles of all tokens in the form, one after another; scratch slot `form`.
-const int32_t *make_tiles(deltic_pool *pool, const float *x, int64_t tokens, int64_t columns, Form form) {
-    int64_t words = token_words(form, columns);
-    int32_t *tiles = scratch_of<int32_t>(pool, form, words * tokens);
-    parallel(pool, (tokens + kTile - 1) / kTile, [&](int64_t piece, int) {
-        int64_t end = piece * kTile + kTile < tokens ? piece * kTile + kTile : tokens;
-        for (int64_t first = piece * kTile; first < end;) {
-            int size = tile_of(end - first);
-            fill_tile(x + first * columns, columns, size, form, tiles + first * words);
-            first += size;
-        }
-    });
-    return tiles;
-}
+// The inputs of one product, as its matrices want them.
+struct Input {
+    uint32_t forms;         // one bit each
+    int64_t start[kForms];  // rows of products before it that are wanted in the form too
+    int64_t first_piece;    // of the work of making tiles
+};
 
 // The work on one matrix.
 struct Part {
     deltic_matrix matrix;
     KernelSet kernels;
     const int32_t *tiles;
-    int64_t panel_bytes, panels_per_piece, first_piece, first_row;
+    int64_t product, panel_bytes, panels_per_piece, first_piece, first_row;
 };
 
-void run_piece(const Part &part, int64_t piece, int64_t tokens, float *y, int64_t stride) {
+// Which of `count` items, whose first pieces ascend from 0, the piece belongs to.
+template <class Item> DELTIC_INLINE int64_t owner(const Item *items, int64_t count, int64_t piece) {
+    int64_t low = 0, high = count;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        (items[middle].first_piece <= piece ? low : high) = middle;
+    }
+    return low;
+}
+
+void run_piece(const Part &part, const Product &product, int64_t piece) {
     const deltic_matrix &matrix = part.matrix;
     int64_t words = token_words(part.kernels.form, matrix.columns);
     int64_t begin = piece * part.panels_per_piece, end = begin + part.panels_per_piece;
     for (int64_t panel = begin; panel < end && panel * kPanel < matrix.rows; ++panel) {
         int64_t rows = matrix.rows - panel * kPanel < kPanel ? matrix.rows - panel * kPanel : kPanel;
         const uint8_t *weights = (const uint8_t *)matrix.data + panel * part.panel_bytes;
-        float *column = y + part.first_row + panel * kPanel;
-        for (int64_t first = 0; first < tokens;) {
-            int size = tile_of(tokens - first);
-            part.kernels.of[size](weights, part.tiles + first * words, matrix.columns, column + first * stride, stride,
-                                  rows);
+        float *column = product.y + part.first_row + panel * kPanel;
+        for (int64_t first = 0; first < product.count;) {
+            int size = tile_of(product.count - first);
+            part.kernels.of[size](weights, part.tiles + first * words, matrix.columns, column + first * product.stride,
+                                  product.stride, rows);
             first += size;
         }
     }
+}
+
+// The tiles of `kTile` rows of a product's input, in each form that is wanted.
+void make_tiles(const Product &product, const Input &input, int32_t *const *tiles, int64_t columns, int64_t piece) {
+    int64_t begin = piece * kTile, end = begin + kTile < product.count ? begin + kTile : product.count;
+    for (int form = 0; form < kForms; ++form) {
+        if (!(input.forms >> form & 1)) continue;
+        int64_t words = token_words(Form(form), columns);
+        for (int64_t first = begin; first < end;) {
+            int size = tile_of(end - first);
+            fill_tile(product, first, columns, size, Form(form), tiles[form] + (input.start[form] + first) * words);
+            first += size;
+        }
+    }
+}
+
+// inputs [count], parts [4 * count]: memory to work in.
+void multiply(deltic_pool *pool, const Product *products, int64_t count, Input *inputs, Part *parts) {
+    int64_t columns = products[0].weight->parts[0].columns, fills = 0, pieces = 0, matrices = 0, rows[kForms] = {};
+    for (int64_t i = 0; i < count; ++i) {
+        const Product &product = products[i];
+        int64_t tiles = (product.count + kTile - 1) / kTile, row = 0;
+        inputs[i] = {0, {}, fills};
+        for (int64_t p = 0; p < product.weight->count; ++p) {
+            const deltic_matrix &matrix = product.weight->parts[p];
+            KernelSet set = kernels_for(matrix.type, columns);
+            int64_t bytes = panel_bytes(matrix), together = bytes * tiles < kPiece ? kPiece / (bytes * tiles) : 1;
+            inputs[i].forms |= 1u << set.form;
+            parts[matrices++] = {matrix, set, nullptr, i, bytes, together, pieces, row};
+            pieces += (panels_of(matrix.rows) + together - 1) / together;
+            row += matrix.rows;
+        }
+        for (int form = 0; form < kForms; ++form) {
+            inputs[i].start[form] = rows[form];
+            rows[form] += inputs[i].forms >> form & 1 ? product.count : 0;
+        }
+        fills += tiles;
+    }
+    int32_t *tiles[kForms] = {};
+    for (int form = 0; form < kForms; ++form)
+        if (rows[form]) tiles[form] = scratch_of<int32_t>(pool, form, token_words(Form(form), columns) * rows[form]);
+    for (int64_t p = 0; p < matrices; ++p) {
+        Form form = parts[p].kernels.form;
+        parts[p].tiles = tiles[form] + inputs[parts[p].product].start[form] * token_words(form, columns);
+    }
+    parallel(pool, fills, [&](int64_t piece, int) {
+        int64_t i = owner(inputs, count, piece);
+        make_tiles(products[i], inputs[i], tiles, columns, piece - inputs[i].first_piece);
+    });
+    parallel(pool, pieces, [&](int64_t piece, int) {
+        const Part &part = parts[owner(parts, matrices, piece)];
+        run_piece(part, products[part.product], piece - part.first_piece);
+    });
 }
 
 }  // namespace
 
 void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride) {
     if (!tokens) return;
+    Product product{&weight, x, nullptr, tokens, y, stride};
+    Input input;
     Part parts[4];
-    const int32_t *tiles[kForms] = {};
-    int64_t pieces = 0, row = 0;
-    for (int64_t p = 0; p < weight.count; ++p) {
-        const deltic_matrix &matrix = weight.parts[p];
-        KernelSet set = kernels_for(matrix.type, matrix.columns);
-        if (!tiles[set.form]) tiles[set.form] = make_tiles(pool, x, tokens, matrix.columns, set.form);
-        int64_t bytes = panel_bytes(matrix), each = bytes * ((tokens + kTile - 1) / kTile);
-        int64_t together = each < kPiece ? kPiece / each : 1;
-        parts[p] = {matrix, set, tiles[set.form], bytes, together, pieces, row};
-        pieces += (panels_of(matrix.rows) + together - 1) / together;
-        row += matrix.rows;
-    }
-    parallel(pool, pieces, [&](int64_t piece, int) {
-        int64_t p = weight.count - 1;
-        while (piece < parts[p].first_piece) --p;
-        run_piece(parts[p], piece - parts[p].first_piece, tokens, y, stride);
-    });
+    multiply(pool, &product, 1, &input, parts);
+}
+
+void linear_many(deltic_pool *pool, const Product *products, int64_t count) {
+    if (!count) return;
+    multiply(pool, products, count, scratch_of<Input>(pool, 4, count), scratch_of<Part>(pool, 5, 4 * count));
 }
 
 }  // namespace deltic::DELTIC_LEVEL

@@ -77,7 +77,8 @@ struct Step {
         }
         linear(pool, mixed, tokens, out, delta, hidden);
         kernels(pool).add_norm(pool, residual, delta, layer.post_norm, residual, normed, tokens, hidden, model.eps);
-        mlp(pool, normed, tokens, layer.gate_up, layer.down, delta);
+        if (layer.moe) moe(pool, normed, tokens, *layer.moe, delta);
+        else mlp(pool, normed, tokens, layer.gate_up, layer.down, delta);
         return tokens;
     }
 };
@@ -86,6 +87,10 @@ struct Step {
 
 void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride) {
     kernels(pool).linear(pool, x, tokens, weight, y, stride);
+}
+
+void linear_many(deltic_pool *pool, const Product *products, int64_t count) {
+    kernels(pool).linear_many(pool, products, count);
 }
 
 void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &gate_up, const deltic_weight &down,

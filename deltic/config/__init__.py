@@ -10,14 +10,15 @@ from deltic.config.machine import available_cores, available_memory, parse_bytes
 from deltic.config.model import (
     ARCHITECTURES,
     DTYPE_BYTES,
-    PRESETS,
     DType,
+    ExpertsConfig,
     LayerType,
     LinearConfig,
     ModelConfig,
     RopeConfig,
     architecture,
 )
+from deltic.config.presets import PRESETS
 
 __all__ = [
     "ARCHITECTURES",
@@ -25,6 +26,7 @@ __all__ = [
     "PRESETS",
     "DType",
     "EngineConfig",
+    "ExpertsConfig",
     "GenerationDefaults",
     "LayerType",
     "Limits",

@@ -22,6 +22,7 @@ _DTYPE_ALIASES: Final[Mapping[str, DType]] = {
 }
 
 _MTP: Final = "mtp_num_hidden_layers"
+_MOST_EXPERTS: Final = 4096
 
 # Keys are lower case without punctuation, so that `qwen3.5`, `qwen3_5` and `Qwen3_5` are one entry.
 _GENERATIONS: Final = ("qwen35", "qwen36", "qwen38")
@@ -48,8 +49,9 @@ def architecture(name: str) -> str:
     found = ARCHITECTURES.get(re.sub(r"[^a-z0-9]", "", name.lower()))
     if found is None:
         raise ModelError(f"architecture {show(name)} is not supported: deltic runs the Qwen3.5 family "
-                         "(model_type qwen3_5, qwen3_5_text, qwen3_6, qwen3_8 or a Qwen3_5For... class), and dense "
-                         "Qwen3, Qwen2, Llama and Mistral (qwen3, qwen2, llama, mistral or a ...ForCausalLM class)")
+                         "(model_type qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_6, qwen3_8 or a Qwen3_5For... class), "
+                         "Qwen3 with and without experts (qwen3, qwen3_moe), and dense Qwen2, Llama and Mistral (qwen2, "
+                         "llama, mistral or a ...ForCausalLM class)")
     return found
 
 
@@ -70,6 +72,8 @@ class Family:
     sparse: configs may leave out head_dim and num_key_value_heads, which then follow from the other sizes, and a
         rope_theta of 10000.
     window: a sliding_window counts unless it is null.
+    experts: feed-forward layers are mixtures of experts; shared: with one that every token passes.
+    normalised: what a config means that does not say norm_topk_prob.
     """
 
     mixers: tuple[LayerType, ...]
@@ -83,13 +87,20 @@ class Family:
     qkv_bias: bool = False
     sparse: bool = False
     window: bool = False
+    experts: bool = False
+    shared: bool = False
+    normalised: bool = False
 
 
 _SCALED: Final = ("default", "linear", "llama3")
+_QWEN3_5: Final = Family(("linear_attention", "full_attention"), interval=4, gate=True, rotary=0.25, mrope=True,
+                         norm_offset=1.0, rope_types=("default", "mrope"))
+_QWEN3: Final = Family(("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False, norm_offset=0.0)
 FAMILIES: Final[Mapping[str, Family]] = {
-    "qwen3_5": Family(("linear_attention", "full_attention"), interval=4, gate=True, rotary=0.25, mrope=True,
-                      norm_offset=1.0, rope_types=("default", "mrope")),
-    "qwen3": Family(("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False, norm_offset=0.0),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": replace(_QWEN3_5, experts=True, shared=True, normalised=True),
+    "qwen3": _QWEN3,
+    "qwen3_moe": replace(_QWEN3, experts=True),
     "qwen2": Family(("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False, norm_offset=0.0,
                     rope_types=_SCALED, qk_norm=False, qkv_bias=True, sparse=True),
     "llama": Family(("full_attention",), interval=1, gate=False, rotary=1.0, mrope=False, norm_offset=0.0,
@@ -138,9 +149,29 @@ class LinearConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Shape of feed-forward layers that are mixtures of experts.
+
+    per_token: how many of the `count` experts a token passes. size: rows of an expert's gate. shared_size: those of the
+    expert that every token passes, 0 where there is none. normalised: the weights of a token's experts add up to 1.
+    """
+
+    count: int
+    per_token: int
+    size: int
+    shared_size: int = 0
+    normalised: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.count:
+            raise ModelError(f"num_experts_per_tok ({self.per_token}) must be between 1 and num_experts ({self.count})")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What the checkpoint is. Build it with `from_hf` or `preset`; impossible shapes raise ModelError.
 
+    intermediate_size: rows of a layer's gate; 0 where layers have experts, which say their own.
     num_mtp_layers: layers of the multi-token-prediction head that the checkpoint announces, which are not among the
         num_hidden_layers and no part of the text model.
     qk_norm, qkv_bias: see Family.
@@ -168,10 +199,13 @@ class ModelConfig:
     num_mtp_layers: int = 0
     qk_norm: bool = True
     qkv_bias: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in FAMILIES:
             raise ModelError(f"architecture {self.architecture!r} is not one of {', '.join(FAMILIES)}")
+        if (self.experts is not None) != FAMILIES[self.architecture].experts:
+            raise ModelError(f"architecture {self.architecture} has {'no ' if self.experts else ''}experts")
         if len(self.layer_types) != self.num_hidden_layers:
             raise ModelError(f"layer_types names {len(self.layer_types)} layers, "
                              f"num_hidden_layers says {self.num_hidden_layers}: they must agree")
@@ -204,7 +238,7 @@ class ModelConfig:
             architecture=name,
             vocab_size=integer(text, "vocab_size", 2, 1 << 24),
             hidden_size=integer(text, "hidden_size", 1, 1 << 17),
-            intermediate_size=integer(text, "intermediate_size", 1, 1 << 20),
+            intermediate_size=0 if family.experts else integer(text, "intermediate_size", 1, 1 << 20),
             num_hidden_layers=len(kinds),
             layer_types=kinds,
             num_attention_heads=integer(text, "num_attention_heads", 1, 4096),
@@ -223,11 +257,14 @@ class ModelConfig:
             num_mtp_layers=integer({**text, _MTP: text.get(_MTP) or 0}, _MTP, 0, 64),
             qk_norm=family.qk_norm,
             qkv_bias=family.qkv_bias,
+            experts=_experts(text, family) if family.experts else None,
         )
 
     @classmethod
     def preset(cls, name: str, layers: int | None = None) -> ModelConfig:
         """A public shape by name (`qwen3.5-0.8b`, also `Qwen/Qwen3.5-0.8B`), or only its first `layers`."""
+        from deltic.config.presets import PRESETS
+
         key = name.rsplit("/", 1)[-1].lower()
         config = PRESETS.get(key) or PRESETS.get(f"qwen3.5-{key}")
         if config is None:
@@ -268,14 +305,32 @@ class ModelConfig:
     @property
     def parameter_count(self) -> int:
         """Parameters of the text model; a tied head counts once."""
+        return self._parameters(active=False)
+
+    @property
+    def active_parameter_count(self) -> int:
+        """Parameters that a token is computed with, the embedding counted whole: all, but for experts that it does not
+        pass."""
+        return self._parameters(active=True)
+
+    def _parameters(self, active: bool) -> int:
         hidden, dim = self.hidden_size, self.head_dim
         query = self.num_attention_heads * (3 if self.attention_output_gate else 2)
         attention = hidden * dim * (query + 2 * self.num_key_value_heads) + (2 * dim if self.qk_norm else 0)
         attention += dim * (self.num_attention_heads + 2 * self.num_key_value_heads) if self.qkv_bias else 0
-        shared = 3 * hidden * self.intermediate_size + 2 * hidden
+        shared = hidden * _feed_forward_rows(self, active) + 2 * hidden
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
         return (embeddings + hidden + shared * self.num_hidden_layers
                 + attention * len(self.attention_layers) + _linear_parameters(self) * len(self.linear_layers))
+
+
+def _feed_forward_rows(config: ModelConfig, active: bool) -> int:
+    """Parameters of a layer's feed-forward for each of the hidden state's numbers."""
+    experts = config.experts
+    if experts is None:
+        return 3 * config.intermediate_size
+    routed = 3 * experts.size * (experts.per_token if active else experts.count)
+    return routed + experts.count + (3 * experts.shared_size + 1 if experts.shared_size else 0)
 
 
 def _linear_parameters(config: ModelConfig) -> int:
@@ -303,21 +358,38 @@ def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if not names:
         raise ModelError("model_type is absent; is this a Hugging Face model directory?")
     found = {architecture(name) for name in names}
-    if found - set(FAMILIES) or any(text.get(key) for key in ("num_experts", "num_local_experts")):
-        raise ModelError(f"{names[0]} is a mixture-of-experts model, which is not supported yet; "
-                         f"choose a dense model ({', '.join(FAMILIES)})")
     if len(found) > 1:
         raise ModelError(f"config.json names several architectures: {', '.join(names)}")
-    return text, found.pop()
+    name = found.pop()
+    if name not in FAMILIES:
+        raise ModelError(f"{names[0]} is a mixture-of-experts model of a kind that is not supported, only "
+                         f"{' and '.join(_MIXTURES)}; choose one of these or a dense model")
+    if not FAMILIES[name].experts and any(text.get(key) for key in ("num_experts", "num_local_experts")):
+        raise ModelError(f"config.json says num_experts, but {names[0]} is a dense model; mixtures of experts are "
+                         f"{' and '.join(_MIXTURES)}")
+    return text, name
 
 
+_MIXTURES: Final = tuple(name for name, family in FAMILIES.items() if family.experts)
 _ONLY: Final[Mapping[str, Any]] = {
-    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "mlp_only_layers": [],
-    "use_sliding_window": False}
+    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
+_ONLY_OF_EXPERTS: Final[Mapping[str, Any]] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+"""Otherwise some layers are dense."""
+
+
+def _experts(text: Mapping[str, Any], family: Family) -> ExpertsConfig:
+    """num_local_experts: another spelling of num_experts."""
+    key = "num_local_experts" if "num_experts" not in text and "num_local_experts" in text else "num_experts"
+    return ExpertsConfig(
+        integer(text, key, 1, _MOST_EXPERTS), integer(text, "num_experts_per_tok", 1, _MOST_EXPERTS),
+        integer(text, "moe_intermediate_size", 1, 1 << 20),
+        integer(text, "shared_expert_intermediate_size", 1, 1 << 20) if family.shared else 0,
+        flag(text, "norm_topk_prob", family.normalised))
 
 
 def _refuse_unsupported(text: Mapping[str, Any], family: Family) -> None:
-    for key, value in {**_ONLY, **({"sliding_window": None} if family.window else {})}.items():
+    more = {**({"sliding_window": None} if family.window else {}), **(_ONLY_OF_EXPERTS if family.experts else {})}
+    for key, value in {**_ONLY, **more}.items():
         if text.get(key, value) != value:
             raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
     if text.get("quantization_config"):
@@ -409,36 +481,3 @@ def _dtype(text: Mapping[str, Any]) -> DType:
     if found is None:
         raise ModelError(f"dtype {show(value)} is not supported, only {', '.join(DTYPE_BYTES)}")
     return found
-
-
-def _qwen3_5(
-    hidden: int, ffn: int, layers: int, heads: tuple[int, int], value_heads: int, tied: bool
-) -> ModelConfig:
-    pattern: tuple[LayerType, ...] = ("linear_attention",) * 3 + ("full_attention",)
-    return ModelConfig(
-        architecture="qwen3_5", vocab_size=248320, hidden_size=hidden, intermediate_size=ffn,
-        num_hidden_layers=layers, layer_types=pattern * (layers // 4), num_attention_heads=heads[0],
-        num_key_value_heads=heads[1], head_dim=256, attention_output_gate=True,
-        rope=RopeConfig(1e7, 64, (11, 11, 10)), linear=LinearConfig(16, value_heads, 128, 128, 4),
-        rms_norm_eps=1e-6, tie_word_embeddings=tied, max_position_embeddings=262144, dtype="bfloat16",
-        eos_token_ids=(248046, 248044), num_mtp_layers=1)
-
-
-def _qwen3(hidden: int, ffn: int, layers: int, heads: tuple[int, int], tied: bool) -> ModelConfig:
-    pattern: tuple[LayerType, ...] = ("full_attention",)
-    return ModelConfig(
-        architecture="qwen3", vocab_size=151936, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
-        layer_types=pattern * layers, num_attention_heads=heads[0], num_key_value_heads=heads[1],
-        head_dim=128, attention_output_gate=False, rope=RopeConfig(1e6, 128, ()), linear=None, rms_norm_eps=1e-6,
-        tie_word_embeddings=tied, max_position_embeddings=40960, dtype="bfloat16", eos_token_ids=(151645, 151643))
-
-
-PRESETS: Final[Mapping[str, ModelConfig]] = {
-    "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, (8, 2), 16, tied=True),
-    "qwen3.5-2b": _qwen3_5(2048, 6144, 24, (8, 2), 16, tied=True),
-    "qwen3.5-4b": _qwen3_5(2560, 9216, 32, (16, 4), 32, tied=True),
-    "qwen3.5-9b": _qwen3_5(4096, 12288, 32, (16, 4), 32, tied=False),
-    "qwen3.5-27b": _qwen3_5(5120, 17408, 64, (24, 4), 48, tied=False),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, (16, 8), tied=True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, (32, 8), tied=False),
-}

@@ -88,7 +88,9 @@ class Runtime:
         self.mtp_runner = (MtpRunner(self.mtp, self.views, pools.hidden)
                      if self.mtp is not None and pools.hidden is not None else None)
         self.graphs = (Graphs(lambda batch: self._forward(batch)[0])
-                       if self.options.device.startswith("cuda") and not self.options.debug_layers else None)
+                       if self.options.device.startswith("cuda") and not self.options.debug_layers
+                       # torch's mixture of experts asks the device which experts there are
+                       and (self.config.experts is None or self.step is not None) else None)
 
     @property
     def pools(self) -> CachePools:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deltic.config import ModelConfig
+from deltic.config import ExpertsConfig, ModelConfig
 from deltic.ops import Ops
 from deltic.ops.qtensor import PLAIN_TYPES, QTensor
 from deltic.ops.records import (
@@ -22,6 +22,7 @@ from deltic.ops.records import (
     GdnWeights,
     Layer,
     MlpWeights,
+    MoeWeights,
     Rope,
     RopeSpec,
     Weight,
@@ -55,7 +56,7 @@ class Decoder:
             residual, x = ops.add_norm(residual, delta, layer.input_norm, weights.eps)
             delta = self._mix(x, layer, batch, views, rope)
             residual, x = ops.add_norm(residual, delta, layer.post_norm, weights.eps)
-            delta = ops.mlp(x, layer.mlp)
+            delta = feed_forward(ops, x, layer)
             if observe is not None:
                 observe(index, residual + delta)
         if not batch.layout.hidden:
@@ -89,13 +90,29 @@ class Decoder:
         return sum(self.weight_kinds().values())
 
 
+def feed_forward(ops: Ops, x: Tensor, layer: Layer) -> Tensor:
+    """The layer's second half, between the norm and the residual: x [T, H] -> [T, H]."""
+    return ops.moe(x, layer.mlp) if isinstance(layer.mlp, MoeWeights) else ops.mlp(x, layer.mlp)
+
+
 def _blocks(weight: Weight) -> tuple[Block, ...]:
     return weight if isinstance(weight, tuple) else (weight,)
 
 
+def dense_parts(weights: MlpWeights | MoeWeights) -> tuple[MlpWeights, ...]:
+    """What a layer's feed-forward is made of: itself, or all experts, the shared one last."""
+    if isinstance(weights, MlpWeights):
+        return (weights,)
+    return weights.experts if weights.shared is None else (*weights.experts, weights.shared)
+
+
 def _weights(layer: Layer) -> Iterator[Weight]:
-    mixer, mlp = layer.mixer, layer.mlp
-    yield from (layer.input_norm, layer.post_norm, mlp.gate_up, mlp.down)
+    mixer = layer.mixer
+    yield from (layer.input_norm, layer.post_norm)
+    for mlp in dense_parts(layer.mlp):
+        yield from (mlp.gate_up, mlp.down)
+    if isinstance(layer.mlp, MoeWeights):
+        yield layer.mlp.router
     if isinstance(mixer, GdnWeights):
         yield from (mixer.in_proj, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm, mixer.out_proj)
     else:
@@ -103,7 +120,7 @@ def _weights(layer: Layer) -> Iterator[Weight]:
         yield from (vector for vector in (mixer.q_norm, mixer.k_norm, mixer.bias) if vector is not None)
 
 
-def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch.dtype, tiled: bool = False) -> Decoder:
+def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype, tiled: bool = False) -> Decoder:
     """Make a decoder of canonical tensors (`weights.names`). Takes the tensors out of `weights` as it goes, so that
     joining projections never needs more than one layer's memory on top. dtype: of the hidden states. tiled: the value
     heads are in the order of GGUF files."""
@@ -113,8 +130,7 @@ def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch
         take = Taker(weights, f"model.layers.{index}.", ops, config.norm_offset)
         mixer = _gdn(config, take, tiled) if kind == "linear_attention" else _attention(config, take)
         layers.append(Layer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
-                            MlpWeights(take.linear("mlp.gate_proj", "mlp.up_proj"), take.linear("mlp.down_proj")),
-                            counts[kind]))
+                            take.feed_forward(config.experts), counts[kind]))
         counts[kind] += 1
     top = Taker(weights, "", ops, config.norm_offset)
     embedding = top.block("model.embed_tokens", table=True)
@@ -127,7 +143,7 @@ def build(config: ModelConfig, weights: dict[str, Block], ops: Ops, dtype: torch
 class Taker:
     """Pops the tensors of one module prefix, in the form that the ops want."""
 
-    def __init__(self, weights: dict[str, Block], prefix: str, ops: Ops, norm_offset: float) -> None:
+    def __init__(self, weights: dict[str, Weight], prefix: str, ops: Ops, norm_offset: float) -> None:
         self.weights, self.prefix, self.ops, self.norm_offset = weights, prefix, ops, norm_offset
 
     def plain(self, name: str) -> Tensor:
@@ -138,6 +154,7 @@ class Taker:
     def block(self, name: str, table: bool = False) -> Block:
         """A matrix in the backend's form."""
         matrix = self.weights.pop(f"{self.prefix}{name}.weight")
+        assert not isinstance(matrix, tuple), f"{name} is a stack"
         return matrix if isinstance(matrix, QTensor) else self.ops.pack(matrix, table)
 
     def float32(self, name: str) -> Tensor:
@@ -149,12 +166,29 @@ class Taker:
 
     def linear(self, *names: str) -> Weight:
         """One weight of the rows of all these modules; in blocks where some are packed already."""
-        names = tuple(f"{self.prefix}{name}.weight" for name in names)
-        blocks = [self.weights.pop(name) for name in names]
+        return self._joined([self.weights.pop(f"{self.prefix}{name}.weight") for name in names])
+
+    def feed_forward(self, experts: ExpertsConfig | None) -> MlpWeights | MoeWeights:
+        """What follows the mixer: dense where there are no experts."""
+        if experts is None:
+            return self._mlp("mlp.")
+        stacks = [self.weights.pop(f"{self.prefix}mlp.experts.{part}_proj.weight") for part in ("gate", "up", "down")]
+        own = tuple(MlpWeights(self._joined([gate, up]), self._joined([down]))
+                    for gate, up, down in zip(*stacks, strict=True))
+        if not experts.shared_size:
+            return MoeWeights(self.linear("mlp.gate"), own, None, experts.per_token, experts.normalised)
+        return MoeWeights(self.linear("mlp.gate", "mlp.shared_expert_gate"), own, self._mlp("mlp.shared_expert."),
+                          experts.per_token, experts.normalised)
+
+    def _mlp(self, prefix: str) -> MlpWeights:
+        return MlpWeights(self.linear(f"{prefix}gate_proj", f"{prefix}up_proj"), self.linear(f"{prefix}down_proj"))
+
+    def _joined(self, blocks: Sequence[Weight]) -> Weight:
         plain = [block for block in blocks if isinstance(block, Tensor)]
         if len(plain) == len(blocks):
             return self.ops.pack(plain[0] if len(plain) == 1 else torch.cat(plain), False)
-        packed = tuple(self.ops.pack(block, False) if isinstance(block, Tensor) else block for block in blocks)
+        packed = tuple(self.ops.pack(block, False) if isinstance(block, Tensor) else block
+                       for weight in blocks for block in _blocks(weight))
         return packed[0] if len(packed) == 1 else packed
 
 

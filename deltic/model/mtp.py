@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltic.config import ModelConfig
-from deltic.model.decoder import Decoder, Taker
+from deltic.model.decoder import Decoder, Taker, dense_parts, feed_forward
 from deltic.ops import Ops
 from deltic.ops.qtensor import PANEL, QTensor
 from deltic.ops.records import (
@@ -19,7 +19,7 @@ from deltic.ops.records import (
     Block,
     CacheViews,
     Layer,
-    MlpWeights,
+    MoeWeights,
     MtpWeights,
     Weight,
 )
@@ -54,7 +54,7 @@ class Mtp(MtpWeights):
         assert isinstance(layer.mixer, AttentionWeights)
         delta = ops.attention_mixer(x, layer.mixer, views.kv[layer.store], batch, rope)
         residual, x = ops.add_norm(residual, delta, layer.post_norm, self.eps)
-        hidden = ops.add_norm(residual, ops.mlp(x, layer.mlp), self.norm, self.eps)[1]
+        hidden = ops.add_norm(residual, feed_forward(ops, x, layer), self.norm, self.eps)[1]
         return hidden, ops.head(hidden, self.head)
 
     def keep(self, ids: Tensor, hidden: Tensor, batch: Batch, views: CacheViews) -> None:
@@ -77,7 +77,7 @@ class Mtp(MtpWeights):
         return ops.add_norm(joined, None, self.layer.input_norm, self.eps)
 
 
-def build_head(config: ModelConfig, tensors: dict[str, Block], decoder: Decoder, rows: int | None = SHORT) -> Mtp:
+def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder, rows: int | None = SHORT) -> Mtp:
     """Make a head of canonical tensors (`weights.names.expected_head`), which are taken out of `tensors`, for a trunk.
 
     rows: draft among the vocabulary's first so many tokens only (rounded up to whole panels of 16); None: among all.
@@ -91,11 +91,13 @@ def build_head(config: ModelConfig, tensors: dict[str, Block], decoder: Decoder,
     mixer = AttentionWeights(spec, _blocks(layer.linear("self_attn.q_proj")) + _blocks(kv),
                              layer.norm("self_attn.q_norm"), layer.norm("self_attn.k_norm"),
                              layer.linear("self_attn.o_proj"))
-    mlp = MlpWeights(layer.linear("mlp.gate_proj", "mlp.up_proj"), layer.linear("mlp.down_proj"))
+    mlp = layer.feed_forward(config.experts)
+    router = (mlp.router,) if isinstance(mlp, MoeWeights) else ()
     embedding = top.block("embed_tokens", table=True) if "mtp.embed_tokens.weight" in tensors else main.embedding
     head = top.linear("shared_head.head") if "mtp.shared_head.head.weight" in tensors else main.head
     fc = top.linear("fc")
-    matrices = (embedding, *(block for weight in (fc, mixer.qkv, mixer.o_proj, mlp.gate_up, mlp.down, head)
+    inner = (weight for part in dense_parts(mlp) for weight in (part.gate_up, part.down))
+    matrices = (embedding, *(block for weight in (fc, mixer.qkv, mixer.o_proj, head, *router, *inner)
                              for block in _blocks(weight)))
     return Mtp(
         embedding, top.norm("pre_fc_norm_embedding"), top.norm("pre_fc_norm_hidden"), fc,

@@ -25,6 +25,7 @@ from deltic.ops.records import (
     GdnWeights,
     KvView,
     MlpWeights,
+    MoeWeights,
     MtpStep,
     MtpWeights,
     Rope,
@@ -59,6 +60,9 @@ class Ops:
         as attention_mixer does where there are no biases, and attends to nothing. weight [2 * kv, H]: rows k, v; the
         same bits where attention_mixer has it as a row block of its own in `qkv`.
     mlp(x [T, H], weights) -> [T, H]: down(silu(gate) * up).
+    moe(x [T, H], weights) -> [T, H]: the sum of what mlp gives for each of a token's experts, times its share: softmax
+        over all experts in float32, of which the largest count (of equal ones the lower id first), normalised or not;
+        and of the shared expert times sigmoid of its gate. A token's result depends on that token alone.
     head(x [L, H], weight [V, H]) -> logits [L, V] float32.
     sample(logits [L, V] float32, sampling) -> Sampled. May mutate the logits.
     step(ops, decoder, views) -> a function from a batch to the logits [L, V] float32 of its `logit_tokens` and, with
@@ -81,6 +85,7 @@ class Ops:
     attention_mixer: Callable[[Tensor, AttentionWeights, KvView, Batch, Rope], Tensor]
     store_kv: Callable[[Tensor, Weight, Tensor | None, AttentionSpec, KvView, Batch, Rope], None]
     mlp: Callable[[Tensor, MlpWeights], Tensor]
+    moe: Callable[[Tensor, MoeWeights], Tensor]
     head: Callable[[Tensor, Weight], Tensor]
     sample: Callable[[Tensor, Sampling], Sampled]
     copy_slots: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]

@@ -271,6 +271,21 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """A mixture of E experts, of which a token passes `per_token`, and with `shared` one more that every token passes.
+
+    router [E, hidden]; with `shared` [E + 1, hidden]: the last row is of the shared expert's gate.
+    normalised: the weights of a token's experts add up to 1.
+    """
+
+    router: Weight
+    experts: tuple[MlpWeights, ...]
+    shared: MlpWeights | None
+    per_token: int
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer. Exactly one mixer; `store` is its index among the layers that use the same kind of store
     (K/V pages or state slots)."""
@@ -278,8 +293,14 @@ class Layer:
     input_norm: Tensor
     mixer: GdnWeights | AttentionWeights
     post_norm: Tensor
-    mlp: MlpWeights
+    mlp: MlpWeights | MoeWeights
     store: int
+
+    @property
+    def dense(self) -> MlpWeights:
+        """The feed-forward of a layer without experts."""
+        assert isinstance(self.mlp, MlpWeights)
+        return self.mlp
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from deltic.ops.records import (
     GdnWeights,
     KvView,
     MlpWeights,
+    MoeWeights,
     MtpStep,
     MtpWeights,
     RingView,
@@ -123,6 +124,23 @@ def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
     """x [T, H] -> down(silu(gate) * up) [T, H]."""
     gate, up = linear(x, weights.gate_up).to(wide(x)).chunk(2, dim=-1)
     return linear((each_token(functional.silu, gate) * up).to(x.dtype), weights.down)
+
+
+def moe(x: Tensor, weights: MoeWeights) -> Tensor:
+    """x [T, H] -> the sum of each token's experts [T, H], of which the best comes first and the shared one last."""
+    logits, count = project(x, weights.router), len(weights.experts)
+    result = torch.empty_like(x)
+    for token in range(len(x)):
+        chances = torch.softmax(logits[token, :count], dim=-1)
+        best = ranked(chances)[:weights.per_token]
+        shares = chances[best] / chances[best].sum() if weights.normalised else chances[best]
+        own, total = x[token:token + 1], torch.zeros(x.shape[1:], dtype=logits.dtype, device=x.device)
+        for share, expert in zip(shares, best.tolist(), strict=True):
+            total += share * mlp(own, weights.experts[expert])[0]
+        if weights.shared is not None:
+            total += torch.sigmoid(logits[token, count]) * mlp(own, weights.shared)[0]
+        result[token] = total
+    return result
 
 
 def head(x: Tensor, weight: Weight) -> Tensor:
@@ -596,5 +614,5 @@ def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
 
 
 OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
-          attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, head=head, sample=sample, copy_slots=copy_slots,
+          attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, moe=moe, head=head, sample=sample, copy_slots=copy_slots,
           copy_pages=copy_pages, step=step, mtp_step=mtp_step)

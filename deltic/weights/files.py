@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltic.errors import ModelError
-from deltic.weights.names import is_head
+from deltic.weights.names import is_head, stack_of
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -35,6 +35,75 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """The tensor itself: it lies in one piece."""
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor whose entries along the first axis are stored one by one, all of one dtype and shape."""
+
+    parts: tuple[Stored, ...]
+
+    @property
+    def path(self) -> Path:
+        """The file of the first part."""
+        return self.parts[0].path
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+Source = Stored | Stack
+
+
+def stacked(tensors: Mapping[str, Stored], counts: Callable[[str], int]) -> dict[str, Source]:
+    """The tensors by our names, with those of single experts put together to stacks, in the place of the first.
+
+    counts: how many experts the stack of this name must have. Raises ModelError naming the tensor that is missing, and
+    one that is of another dtype or shape than the first.
+    """
+    found: dict[str, Source | None] = {}
+    stacks: dict[str, dict[int, Stored]] = {}
+    for name, stored in tensors.items():
+        place = stack_of(name)
+        if place is None:
+            found[name] = stored
+        else:
+            found.setdefault(place[0], None)
+            stacks.setdefault(place[0], {})[place[1]] = stored
+    for name in stacks:
+        if found[name] is not None:
+            raise ModelError(f"tensor {name!r} is given twice, as a whole and expert by expert; keep the files of one "
+                             "revision")
+    return {name: source or _stack(name, stacks[name], counts(name)) for name, source in found.items()}
+
+
+def _stack(name: str, parts: Mapping[int, Stored], count: int) -> Stack:
+    first = next(iter(parts.values()))
+    missing = [expert for expert in range(count) if expert not in parts]
+    if missing or len(parts) > count:
+        wrong = (f"{len(missing)} of {count} experts are missing, such as expert {missing[0]}" if missing
+                 else f"there are {len(parts)} experts, config.json says {count}")
+        raise ModelError(f"tensor {name!r} in {first.path.parent}: {wrong}; download all shards of the revision that "
+                         "config.json belongs to")
+    for expert, part in parts.items():
+        if (part.dtype, part.shape) != (first.dtype, first.shape):
+            raise ModelError(f"tensor {name!r}: expert {expert} is {part.dtype[:20]} {list(part.shape)}, others are "
+                             f"{first.dtype[:20]} {list(first.shape)}; keep the files of one revision")
+    return Stack(tuple(parts[expert] for expert in range(count)))
 
 
 def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:

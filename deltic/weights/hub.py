@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError, show
-from deltic.ops.records import Block
+from deltic.ops.records import Block, Weight
 from deltic.weights.checksums import check_files
 from deltic.weights.files import Stored, find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf

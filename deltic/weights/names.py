@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from deltic.config import DType, LinearConfig, ModelConfig
+from deltic.config import DType, ExpertsConfig, LinearConfig, ModelConfig
 from deltic.errors import ModelError
 
 Shape = tuple[int, ...]
@@ -21,6 +21,9 @@ _LAYER: Final = re.compile(r"layers\.(0|[1-9]\d{0,4})\.([a-z_0-9.A-Z]+)")
 _LAYER_TENSORS: Final = frozenset({
     "input_layernorm.weight", "post_attention_layernorm.weight",
     "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+    "mlp.gate.weight", "mlp.shared_expert_gate.weight", "mlp.shared_expert.gate_proj.weight",
+    "mlp.shared_expert.up_proj.weight", "mlp.shared_expert.down_proj.weight", "mlp.experts.gate_up_proj.weight",
+    "mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight", "mlp.experts.down_proj.weight",
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
     "self_attn.o_proj.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
     "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias",
@@ -37,18 +40,22 @@ _IGNORED: Final = re.compile(
     r"|\.linear_attn\.conv1d\.bias$")
 _HEAD: Final = re.compile(r"(?:(?:model|language_model)\.){0,2}(mtp\..*)", re.DOTALL)
 _HEAD_TABLES: Final = ("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")
-_EXPERTS: Final = re.compile(r"\.mlp\.(gate\.|experts|shared_expert)")
+_STACK: Final = re.compile(r"mlp\.experts\.(gate_up|gate|up|down)_proj")
+_EXPERT: Final = re.compile(r"(.*\.mlp\.experts\.)(0|[1-9]\d{0,3})\.((?:gate|up|down)_proj\.weight)")
+_FUSED_EXPERTS: Final = ".mlp.experts.gate_up_proj.weight"
 _NORM: Final = re.compile(r"(norm|norm_embedding|norm_hidden)\.weight$")
 _PACKED: Final[Mapping[str, tuple[str, ...]]] = {
     ".in_proj_qkvz.weight": (".in_proj_qkv.weight", ".in_proj_z.weight"),
     ".in_proj_ba.weight": (".in_proj_b.weight", ".in_proj_a.weight"),
+    _FUSED_EXPERTS: (".mlp.experts.gate_proj.weight", ".mlp.experts.up_proj.weight"),
 }
 
 
 def canonical(name: str) -> str | None:
     """Our name of a checkpoint's tensor; `None` for a tensor that the text model may do without.
 
-    Packed projections of older exports (`in_proj_qkvz`, `in_proj_ba`) keep their name: see `split_packed`.
+    Packed projections (`in_proj_qkvz`, `in_proj_ba` of older exports, `experts.gate_up_proj`) keep their name: see
+    `split_packed`; so do tensors of a single expert: see `stack_of`.
     Raises ModelError for a name that means nothing to us.
     """
     if _IGNORED.search(name):
@@ -58,7 +65,10 @@ def canonical(name: str) -> str | None:
     if rest == HEAD:
         return HEAD
     layer = _LAYER.fullmatch(rest)
-    if rest in ("embed_tokens.weight", "norm.weight") or (layer and layer[2] in _LAYER_TENSORS):
+    if layer and _STACK.fullmatch(layer[2]):
+        return f"model.{rest}.weight"
+    if rest in ("embed_tokens.weight", "norm.weight") or (
+            layer and (layer[2] in _LAYER_TENSORS or _EXPERT.fullmatch(rest))):
         return f"model.{rest}"
     raise ModelError(f"tensor {name[:200]!r} is unknown; is this an unquantized checkpoint of the architecture that "
                      "its config.json names?")
@@ -81,10 +91,13 @@ def canonical_head(name: str) -> str | None:
     if rest.startswith("mtp.layers.") and not rest.startswith("mtp.layers.0."):
         raise ModelError(f"tensor {name[:200]!r}: the multi-token-prediction head has several layers, heads of one are "
                          "supported; use the model without its head")
-    if _EXPERTS.search(rest):
-        raise ModelError(f"tensor {name[:200]!r}: multi-token-prediction heads with a mixture of experts are not "
-                         "supported yet; use the model without its head")
-    return rest
+    return f"{rest}.weight" if _STACK.fullmatch(rest.removeprefix("mtp.layers.0.")) else rest
+
+
+def stack_of(name: str) -> tuple[str, int] | None:
+    """For a tensor of a single expert: our name of that of all experts, stacked along the first axis, and its place."""
+    found = _EXPERT.fullmatch(name)
+    return found and (found[1] + found[3], int(found[2]))
 
 
 def is_norm(name: str) -> bool:
@@ -140,9 +153,21 @@ def _block(config: ModelConfig) -> dict[str, Shape]:
     return {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
+        **({f"mlp.{name}": shape for name, shape in _mlp(inner, hidden).items()} if config.experts is None
+           else _experts(config.experts, hidden)),
+    }
+
+
+def _mlp(inner: int, hidden: int) -> dict[str, Shape]:
+    return {"gate_proj.weight": (inner, hidden), "up_proj.weight": (inner, hidden), "down_proj.weight": (hidden, inner)}
+
+
+def _experts(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
+    shared = {f"mlp.shared_expert.{name}": shape for name, shape in _mlp(experts.shared_size, hidden).items()}
+    return {
+        "mlp.gate.weight": (experts.count, hidden),
+        **{f"mlp.experts.{name}": (experts.count, *shape) for name, shape in _mlp(experts.size, hidden).items()},
+        **({"mlp.shared_expert_gate.weight": (1, hidden), **shared} if experts.shared_size else {}),
     }
 
 
@@ -189,6 +214,10 @@ def packed_parts(name: str) -> tuple[str, ...]:
 
 def packed_shape(name: str, config: ModelConfig) -> Shape:
     """Shape that the packed projection `name` must have."""
+    if name.endswith(_FUSED_EXPERTS):
+        if config.experts is None:
+            raise ModelError(f"tensor {name} is of a mixture of experts, but config.json has no num_experts")
+        return (config.experts.count, 2 * config.experts.size, config.hidden_size)
     linear = _linear(config)
     return (sum(_group_rows(name, linear)) * linear.num_key_heads, config.hidden_size)
 
@@ -204,13 +233,17 @@ def _group_rows(name: str, linear: LinearConfig) -> list[int]:
 def split_packed(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Split a packed projection into its canonical parts (copies).
 
-    Both are interleaved: each key head's group holds its own q, k, v, z (or b, a) rows.
+    The projections of Gated DeltaNet layers are interleaved: each key head's group holds its own q, k, v, z (or b, a)
+    rows. Those of experts are each expert's gate, then its up.
     Raises ModelError with name and shape where the layout does not fit the config.
     """
-    linear, hidden = _linear(config), config.hidden_size
     if not packed_parts(name) or tuple(tensor.shape) != packed_shape(name, config):
         raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, "
                          f"but config.json asks for {list(packed_shape(name, config))}")
+    if name.endswith(_FUSED_EXPERTS):
+        return {part: half.contiguous()
+                for part, half in zip(packed_parts(name), tensor.chunk(2, dim=1), strict=True)}
+    linear, hidden = _linear(config), config.hidden_size
     groups = tensor.reshape(linear.num_key_heads, -1, hidden)
     *head, tail = (part.reshape(-1, hidden) for part in torch.split(groups, _group_rows(name, linear), dim=1))
     left, right = packed_parts(name)

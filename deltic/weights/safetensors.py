@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
@@ -11,7 +11,7 @@ import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.files import Stored, find_tensors
+from deltic.weights.files import Source, Stored, find_tensors, stacked
 from deltic.weights.names import (
     EMBEDDING,
     HEAD,
@@ -65,32 +65,39 @@ def load_directory(
     return {name: tensors[name] for name in expected_tensors(config)}
 
 
-def plan_directory(directory: Path, config: ModelConfig) -> dict[str, Stored]:
+def plan_directory(directory: Path, config: ModelConfig) -> dict[str, Source]:
     """Source of each tensor by canonical (or packed) name, in file order, all but the data checked."""
     expected = expected_tensors(config)
     shapes = {**expected, HEAD: expected[EMBEDDING]}
-    sources: dict[str, Stored] = {}
-    served: dict[str, str] = {}
+    named: dict[str, str] = {}
+    tensors: dict[str, Stored] = {}
     for stored_name, stored in find_tensors(directory).items():
         name = canonical(stored_name)
-        if name is None:
-            continue
+        if name in named:
+            raise _twice(name, named[name], stored_name)
+        if name is not None:
+            named[name], tensors[name] = stored_name, stored
+    served: dict[str, str] = {}
+    sources = stacked(tensors, lambda name: shapes.get(name, (0,))[0])
+    for name, source in sources.items():
+        stored_name = named.get(name, name)
         for part in packed_parts(name) or (name,):
             if part not in shapes:
                 raise ModelError(f"tensor {stored_name!r} has no place in the model of config.json; "
                                  "take the config.json that belongs to the weights")
             if part in served:
-                raise ModelError(f"tensor {part!r} is given twice, as {served[part]!r} and "
-                                 f"{stored_name!r}; keep the files of one revision")
+                raise _twice(part, served[part], stored_name)
             served[part] = stored_name
-        shape = packed_shape(name, config) if packed_parts(name) else shapes[name]
-        check_stored(stored_name, stored, shape)
-        sources[name] = stored
+        check_stored(stored_name, source, packed_shape(name, config) if packed_parts(name) else shapes[name])
     _check_complete(directory, expected, served)
     return sources
 
 
-def check_stored(name: str, stored: Stored, shape: Shape) -> None:
+def _twice(name: str, first: str, second: str) -> ModelError:
+    return ModelError(f"tensor {name!r} is given twice, as {first!r} and {second!r}; keep the files of one revision")
+
+
+def check_stored(name: str, stored: Source, shape: Shape) -> None:
     """Raise ModelError naming the tensor unless it has this shape and can be read."""
     if stored.shape != shape:
         raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json asks for "
@@ -110,24 +117,29 @@ def _check_complete(directory: Path, expected: dict[str, Shape], served: dict[st
                          "download all shards of the revision that config.json belongs to")
 
 
-def read_stored(name: str, stored: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One tensor of a file, converted; ModelError naming it and the file if that is truncated."""
-    source_dtype = _STORED_DTYPES[stored.dtype]
-    direct = source_dtype == dtype and device.type == "cpu"
+def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One tensor of a file, or of several, converted; ModelError naming it and the file if that is truncated."""
     result = torch.empty(stored.shape, dtype=dtype, device=device)
-    staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
-    try:
-        with stored.path.open("rb", buffering=0) as file:
-            file.seek(stored.offset)
-            for piece in torch.split(result.view(-1), _CHUNK):
-                raw = piece if direct else staging[:piece.numel()]
-                _fill(file, raw, stored)
-                if not direct:
-                    piece.copy_(raw)
-                    _check_range(name, raw, piece)
-    except OSError as error:
-        raise ModelError(f"{stored.path} cannot be read: {error.strerror}") from error
+    for part, piece in zip(stored.parts, result.view(len(stored.parts), -1), strict=True):
+        try:
+            _read_part(name, part, piece)
+        except OSError as error:
+            raise ModelError(f"{part.path} cannot be read: {error.strerror}") from error
     return result
+
+
+def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
+    source_dtype = _STORED_DTYPES[stored.dtype]
+    direct = source_dtype == result.dtype and result.device.type == "cpu"
+    staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
+    with stored.path.open("rb", buffering=0) as file:
+        file.seek(stored.offset)
+        for piece in torch.split(result, _CHUNK):
+            raw = piece if direct else staging[:piece.numel()]
+            _fill(file, raw, stored)
+            if not direct:
+                piece.copy_(raw)
+                _check_range(name, raw, piece)
 
 
 def _fill(file: BinaryIO, tensor: torch.Tensor, stored: Stored) -> None:
@@ -149,9 +161,9 @@ def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
             raise ModelError(f"tensor {name!r} has values beyond float16; use dtype bfloat16 or float32")
 
 
-def check_tied(sources: dict[str, Stored]) -> None:
+def check_tied(sources: Mapping[str, Source]) -> None:
     """Some exporters write a tied head too; it is redundant only where it equals the embedding."""
-    head, embedding = sources[HEAD], sources[EMBEDDING]
+    (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
     same = head.dtype == embedding.dtype
     with head.path.open("rb") as left, embedding.path.open("rb") as right:
         left.seek(head.offset)

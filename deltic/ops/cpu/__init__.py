@@ -10,7 +10,7 @@ import torch
 
 from deltic.errors import ConfigError
 from deltic.ops import Ops
-from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, pack, store_kv
+from deltic.ops.cpu.kernels import add_norm, attention_mixer, fold_ring, gdn_mixer, head, mlp, moe, pack, store_kv
 from deltic.ops.cpu.library import LEVELS, Pool, load
 from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import left_to_others as left_to_others
@@ -19,7 +19,8 @@ from deltic.ops.cpu.step import step as step
 from deltic.ops.torch import OPS as TORCH_OPS
 
 _KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer, "fold_ring": fold_ring,
-                            "attention_mixer": attention_mixer, "store_kv": store_kv, "mlp": mlp, "head": head,
+                            "attention_mixer": attention_mixer, "store_kv": store_kv, "mlp": mlp, "moe": moe,
+                            "head": head,
                             "sample": sample, "step": step, "mtp_step": mtp_step}
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from deltic.ops.cpu.library import (
     KINDS,
     AttentionLayer,
+    Expert,
     GdnLayer,
     Kv,
     LinearWeight,
     Matrix,
+    MoeLayer,
     Pool,
     States,
     address,
@@ -31,6 +33,7 @@ from deltic.ops.records import (
     GdnWeights,
     KvView,
     MlpWeights,
+    MoeWeights,
     Rope,
     StateView,
     Weight,
@@ -83,6 +86,29 @@ def mlp(pool: Pool, x: Tensor, weights: MlpWeights) -> Tensor:
     out = torch.empty(len(x), down.parts[0].rows)
     pool.call(library().deltic_mlp, address(wide), len(x), byref(gate_up), byref(down), address(out))
     return out.to(x.dtype)
+
+
+def moe_layer(weights: MoeWeights) -> MoeLayer:
+    """The layer's struct; borrows the weights."""
+    parts = weights.experts if weights.shared is None else (*weights.experts, weights.shared)
+    experts = (Expert * len(parts))(*(Expert(native_weight(part.gate_up), native_weight(part.down)) for part in parts))
+    return MoeLayer(native_weight(weights.router), experts, len(weights.experts), weights.per_token,
+                    weights.shared is not None, weights.normalised)
+
+
+def moe(pool: Pool, x: Tensor, weights: MoeWeights) -> Tensor:
+    if x.dtype not in KINDS or not all(map(packed, moe_weights(weights))):
+        return TORCH.moe(x, weights)
+    layer, wide = moe_layer(weights), x.float().contiguous()
+    out = torch.empty(x.shape)
+    pool.call(library().deltic_moe, address(wide), len(x), byref(layer), address(out))
+    return out.to(x.dtype)
+
+
+def moe_weights(weights: MoeWeights) -> list[Weight]:
+    """All that the layer multiplies with."""
+    parts = weights.experts if weights.shared is None else (*weights.experts, weights.shared)
+    return [weights.router, *(weight for part in parts for weight in (part.gate_up, part.down))]
 
 
 def head(pool: Pool, x: Tensor, weight: Weight) -> Tensor:

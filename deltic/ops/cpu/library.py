@@ -22,7 +22,7 @@ from deltic.ops.records import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 7, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 8, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """What the library must say of itself, so that both sides mean the same bytes."""
 _NO_MEMORY = -1
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
@@ -90,6 +90,19 @@ class Kv(Structure):
     _fields_ = (("keys", c_void_p), ("values", c_void_p), ("type", c_int64), ("pages", c_int64))
 
 
+class Expert(Structure):
+    """`deltic_expert`."""
+
+    _fields_ = (("gate_up", LinearWeight), ("down", LinearWeight))
+
+
+class MoeLayer(Structure):
+    """`deltic_moe_layer`."""
+
+    _fields_ = (("router", LinearWeight), ("expert", POINTER(Expert)),
+                *((name, c_int64) for name in ("experts", "per_token", "shared", "normalised")))
+
+
 class ModelLayer(Structure):
     """`deltic_layer`."""
 
@@ -97,6 +110,7 @@ class ModelLayer(Structure):
         *((name, c_void_p) for name in ("input_norm", "post_norm")),
         ("gdn", POINTER(GdnLayer)), ("states", POINTER(States)),
         ("attention", POINTER(AttentionLayer)), ("kv", POINTER(Kv)), ("gate_up", LinearWeight), ("down", LinearWeight),
+        ("moe", POINTER(MoeLayer)),
     )
 
 
@@ -141,6 +155,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
                                 _P, _P]),
     "deltic_add_norm": (None, [_P, _P, _P, _P, _P, _P, _I, _I, c_float]),
     "deltic_mlp": (c_int, [_P, _P, _I, POINTER(LinearWeight), POINTER(LinearWeight), _P]),
+    "deltic_moe": (c_int, [_P, _P, _I, POINTER(MoeLayer), _P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_adjust": (c_int, [_P, _P, _I, _P, _P]),
     "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),

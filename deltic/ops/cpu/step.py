@@ -11,7 +11,16 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cpu import kernels
-from deltic.ops.cpu.kernels import attention_layer, gdn_layer, kv_pages, native_weight, packed, slots
+from deltic.ops.cpu.kernels import (
+    attention_layer,
+    gdn_layer,
+    kv_pages,
+    moe_layer,
+    moe_weights,
+    native_weight,
+    packed,
+    slots,
+)
 from deltic.ops.cpu.library import (
     KINDS,
     Drawing,
@@ -32,6 +41,7 @@ from deltic.ops.records import (
     GdnWeights,
     Layer,
     Layout,
+    MoeWeights,
     MtpStep,
     MtpWeights,
     RopeSpec,
@@ -108,8 +118,8 @@ def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[Model, list[obje
 
 def _own(pool: Pool, ops: Ops) -> bool:
     """Whether every op that a step stands for is served as the cpu backend serves it, on this pool."""
-    served = (ops.add_norm, ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.head)
-    own = (kernels.add_norm, kernels.gdn_mixer, kernels.attention_mixer, kernels.mlp, kernels.head)
+    served = (ops.add_norm, ops.gdn_mixer, ops.attention_mixer, ops.mlp, ops.moe, ops.head)
+    own = (kernels.add_norm, kernels.gdn_mixer, kernels.attention_mixer, kernels.mlp, kernels.moe, kernels.head)
     return (ops.embed, ops.rope) == (TORCH.embed, TORCH.rope) and served == tuple(MethodType(op, pool) for op in own)
 
 
@@ -124,10 +134,13 @@ def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict
 
 def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
     """By the op that multiplies with them."""
-    layers: dict[str, list[Weight]] = {"head": [decoder.head], "mlp": [], "gdn_mixer": [], "attention_mixer": []}
+    layers: dict[str, list[Weight]] = {"head": [decoder.head], "mlp": [], "moe": [], "gdn_mixer": [], "attention_mixer": []}
     for layer in decoder.layers:
-        mixer = layer.mixer
-        layers["mlp"] += [layer.mlp.gate_up, layer.mlp.down]
+        mixer, mlp = layer.mixer, layer.mlp
+        if isinstance(mlp, MoeWeights):
+            layers["moe"] += moe_weights(mlp)
+        else:
+            layers["mlp"] += [mlp.gate_up, mlp.down]
         if isinstance(mixer, GdnWeights):
             layers["gdn_mixer"] += [mixer.in_proj, mixer.out_proj]
         else:
@@ -145,7 +158,10 @@ def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
 def _fill(struct: ModelLayer, layer: Layer, views: CacheViews, kept: list[object]) -> None:
     mixer = layer.mixer
     struct.input_norm, struct.post_norm = address(layer.input_norm), address(layer.post_norm)
-    struct.gate_up, struct.down = native_weight(layer.mlp.gate_up), native_weight(layer.mlp.down)
+    if isinstance(layer.mlp, MoeWeights):
+        struct.moe = pointer(moe_layer(layer.mlp))
+    else:
+        struct.gate_up, struct.down = native_weight(layer.mlp.gate_up), native_weight(layer.mlp.down)
     if isinstance(mixer, GdnWeights):
         views.states[layer.store].check_order(mixer.spec)
         conv = mixer.conv.float().contiguous()

@@ -159,12 +159,12 @@ class Prompts:
         else:
             delta = _product(self._attention(layer, layer.mixer, _product(x, layer.mixer.qkv), work),
                              layer.mixer.o_proj)
-        both = _product(self._norm(residual, delta, layer.post_norm), layer.mlp.gate_up)
+        both = _product(self._norm(residual, delta, layer.post_norm), layer.dense.gate_up)
         width = both.shape[1] // 2
         gated = both.new_empty(len(both), width)
         self._step._module.launch("k_gate", (-(-width // 2048), len(both)), 256,
                                   args.Gate(x=both, y=gated, width=width))
-        return _product(gated, layer.mlp.down)
+        return _product(gated, layer.dense.down)
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16."""

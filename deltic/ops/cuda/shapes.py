@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.nvrtc import headers
-from deltic.ops.records import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, Weight
+from deltic.ops.records import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, MoeWeights, Weight
 
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
@@ -142,9 +142,9 @@ def heads_product(spec: GdnSpec, unit: int) -> Multiply:
 
 
 def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
-    """None where the kernels do not know the model: another dtype, packed weights, unusual sizes."""
+    """None where the kernels do not know the model: another dtype, packed weights, experts, unusual sizes."""
     assert isinstance(decoder.embedding, Tensor)
-    if not decoder.embedding.is_cuda:
+    if not decoder.embedding.is_cuda or any(isinstance(layer.mlp, MoeWeights) for layer in decoder.layers):
         return None
     products: dict[Multiply, None] = {}
     blocks = blocks_of(decoder.embedding.device)
@@ -163,11 +163,11 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
             if mixer.spec != (attention or mixer.spec) or mixer.q_norm is None or mixer.bias is not None:
                 return None
             attention = mixer.spec
-        weights += [inner, outer, layer.mlp.gate_up, layer.mlp.down]
+        weights += [inner, outer, layer.dense.gate_up, layer.dense.down]
         if not all(map(_plain, weights)):
             return None
-        for weight, norm, out in ((inner, True, STORE), (outer, False, ADD), (layer.mlp.gate_up, True, GATE),
-                                  (layer.mlp.down, False, ADD)):
+        for weight, norm, out in ((inner, True, STORE), (outer, False, ADD), (layer.dense.gate_up, True, GATE),
+                                  (layer.dense.down, False, ADD)):
             assert isinstance(weight, Tensor)
             products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, blocks))] = None
         if isinstance(mixer, GdnWeights):

@@ -60,7 +60,7 @@ def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
     if not _own(ops):
         return "some of its operations are of another backend"
     if shapes is None:
-        return "the kernels know neither its dtype nor its sizes, or one of them"
+        return "the kernels do not know its dtype, its sizes or its experts"
     assert isinstance(decoder.embedding, Tensor)
     device = decoder.embedding.device
     if shapes.shared > shared_memory(device):
@@ -154,13 +154,13 @@ class Step:
         logits = work.residual.new_empty(tokens, len(decoder.head))
         width = max(max(_rows(_inner(layer)), 1) for layer in decoder.layers)
         proj = work.residual.new_empty(tokens * width)
-        gated = work.y.new_empty(tokens, max(_columns(layer.mlp.down) for layer in decoder.layers))
+        gated = work.y.new_empty(tokens, max(_columns(layer.dense.down) for layer in decoder.layers))
         for layer in decoder.layers:
             self._multiply(_inner(layer), work.residual, layer.input_norm, proj, STORE)
             self._mix(layer, work, proj, _rows(_inner(layer)))
             self._project(layer, work, proj)
-            self._multiply(layer.mlp.gate_up, work.residual, layer.post_norm, gated, GATE)
-            self._multiply(layer.mlp.down, gated, None, work.residual, ADD)
+            self._multiply(layer.dense.gate_up, work.residual, layer.post_norm, gated, GATE)
+            self._multiply(layer.dense.down, gated, None, work.residual, ADD)
         self._multiply(decoder.head, work.residual, decoder.norm, logits, STORE)
         return logits
 
@@ -233,11 +233,11 @@ class Step:
             self._mix(layer, work, proj, proj.shape[1])
             outer = _outer(layer)
             delta = _linear(work.y.view(-1)[:len(proj) * _columns(outer)].view(len(proj), -1), outer)
-            both = _linear(self._norm(work, delta, layer.post_norm), layer.mlp.gate_up)
+            both = _linear(self._norm(work, delta, layer.post_norm), layer.dense.gate_up)
             width = both.shape[1] // 2
             gated = both.new_empty(len(both), width)
             self._module.launch("k_gate", (-(-width // 2048), len(both)), 256, args.Gate(x=both, y=gated, width=width))
-            delta = _linear(gated, layer.mlp.down)
+            delta = _linear(gated, layer.dense.down)
         assert isinstance(decoder.head, Tensor)
         return torch.mm(self._norm(work, delta, decoder.norm), decoder.head.t(), out_dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""Embedding, norms, linear layers, MLP, head, rotary tables and copies in plain torch."""
+"""Embedding, norms, linear layers, feed-forward, head, rotary tables and copies in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.qtensor import QTensor
-from deltic.ops.records import Block, MlpWeights, Rope, RopeSpec, Weight
+from deltic.ops.records import Block, MlpWeights, MoeWeights, Rope, RopeSpec, Weight
 
 
 def pack(weight: Tensor, table: bool) -> Block:
@@ -53,6 +53,23 @@ def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float)
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
     gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
     return linear(F.silu(gate).mul_(up), weights.down)
+
+
+def moe(x: Tensor, weights: MoeWeights) -> Tensor:
+    """Each expert's product is taken once, of all tokens that pass it."""
+    logits, count, most = head(x, weights.router), len(weights.experts), weights.per_token
+    chances, order = torch.softmax(logits[:, :count], dim=-1).sort(dim=-1, descending=True, stable=True)
+    shares, chosen = chances[:, :most], order[:, :most]
+    if weights.normalised:
+        shares = shares / shares.sum(-1, keepdim=True)
+    passed = x.new_empty(len(x), most, x.shape[1])
+    for expert in chosen.unique().tolist():
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        passed[token, place] = mlp(x[token], weights.experts[expert])
+    total = (passed * shares[..., None]).sum(1)
+    if weights.shared is not None:
+        total = total + torch.sigmoid(logits[:, count:]) * mlp(x, weights.shared)
+    return total.to(x.dtype)
 
 
 def head(x: Tensor, weight: Weight) -> Tensor:
