@@ -133,7 +133,7 @@ def test_the_public_names() -> None:
 
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS, LINE_WIDTH = 500, 60, 8, 120
-ORACLE = {"deltic/ops/ref.py": 600}
+ORACLE = {"deltic/ops/ref.py": 620}
 """The oracle is one file on purpose: every op in one place, to be read beside the papers."""
 
 

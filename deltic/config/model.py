@@ -50,8 +50,8 @@ def architecture(name: str) -> str:
     if found is None:
         raise ModelError(f"architecture {show(name)} is not supported: deltic runs the Qwen3.5 family "
                          "(model_type qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_6, qwen3_8 or a Qwen3_5For... class), "
-                         "Qwen3 with and without experts (qwen3, qwen3_moe), and dense Qwen2, Llama and Mistral (qwen2, "
-                         "llama, mistral or a ...ForCausalLM class)")
+                         "Qwen3 with and without experts (qwen3, qwen3_moe), and dense Qwen2, Llama and Mistral "
+                         "(qwen2, llama, mistral or a ...ForCausalLM class)")
     return found
 
 

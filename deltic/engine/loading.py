@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -26,13 +26,13 @@ from deltic.model.mtp import build_head
 from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.memory import memory_for
-from deltic.ops.records import Block
+from deltic.ops.records import Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.weights.fingerprint import FileMark
 from deltic.weights.gguf.load import is_quantized, wants_packing
 from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.quant import quantize_weights
-from deltic.weights.random import random_head, random_weights
+from deltic.weights.quant import quantize_tensors
+from deltic.weights.random import random_head, random_tensors
 
 log = logging.getLogger("deltic")
 
@@ -131,17 +131,20 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         ops, dtype, threads = _prepare(config, options)
-        weights: dict[str, Block] = {**random_weights(config, dtype, model.seed, device=options.device,
-                                                      initializer_range=model.initializer_range)}
+        tensors = random_tensors(config, dtype, model.seed, device=options.device,
+                                 initializer_range=model.initializer_range)
     else:
         files = open_model(model, revision, progress=progress is not None)
         name, config, generation = str(model or "tiny"), files.config, files.generation
         ops, dtype, threads = _prepare(config, options)
         tiled = _keeps_packed(files, options)
         marks = _marks(files, options)
-        weights = files.load_packed(progress) if tiled else {**files.load(dtype, options.device, progress)}
+        tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress)
+    weights: dict[str, Weight]
     if options.quant != "none" and not (drafts and tiled):
-        weights = _quantize(weights, options, config, tiled)
+        weights = _quantize(tensors, options, config, tiled)
+    else:
+        weights = files.load_packed(progress) if files and tiled else {**dict(tensors)}
     head = _head_weights(model, files, config, dtype, tiled, options)
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
@@ -165,14 +168,14 @@ def _marks(files: ModelFiles, options: EngineConfig) -> list[FileMark]:
 
 
 def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, config: ModelConfig, dtype: DType,
-                  tiled: bool, options: EngineConfig) -> dict[str, Block] | None:
+                  tiled: bool, options: EngineConfig) -> dict[str, Weight] | None:
     """The draft head's weights, if the options want it and the model has one."""
     speculation = options.speculation
     if not isinstance(speculation, Auto | Mtp):
         return None
     if isinstance(speculation, Auto) and options.device != "cpu":
         return None  # replay rings have no fast kernel there
-    found: dict[str, Block] | None
+    found: dict[str, Weight] | None
     if isinstance(model, RandomModel):
         found = {**random_head(config, dtype, model.seed, device=options.device)} if model.head else None
     else:
@@ -200,16 +203,16 @@ def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType, in
     return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype), threads
 
 
-def _quantize(weights: dict[str, Block], options: EngineConfig, config: ModelConfig, tiled: bool) -> dict[str, Block]:
-    """The weights in the quantized form that `options.quant` asks for."""
+def _quantize(tensors: Iterator[tuple[str, Tensor]], options: EngineConfig, config: ModelConfig, tiled: bool
+              ) -> dict[str, Weight]:
+    """The weights in the quantized form that `options.quant` asks for. They come one after another, so that memory
+    stays near what they take then."""
     reason = "not on a GPU" if options.device != "cpu" else missing().get("step")
     if tiled:
         reason = "the weights are quantized already; leave it out, or load the unquantized model"
     if reason:
         raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
-    plain = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-    weights.clear()
-    return quantize_weights(plain, options.quant, config)
+    return quantize_tensors(tensors, options.quant, config)
 
 
 def _keeps_packed(files: ModelFiles, options: EngineConfig) -> bool:

@@ -120,7 +120,8 @@ def _weights(layer: Layer) -> Iterator[Weight]:
         yield from (vector for vector in (mixer.q_norm, mixer.k_norm, mixer.bias) if vector is not None)
 
 
-def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype, tiled: bool = False) -> Decoder:
+def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype,
+          tiled: bool = False) -> Decoder:
     """Make a decoder of canonical tensors (`weights.names`). Takes the tensors out of `weights` as it goes, so that
     joining projections never needs more than one layer's memory on top. dtype: of the hidden states. tiled: the value
     heads are in the order of GGUF files."""

@@ -614,5 +614,5 @@ def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
 
 
 OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
-          attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, moe=moe, head=head, sample=sample, copy_slots=copy_slots,
-          copy_pages=copy_pages, step=step, mtp_step=mtp_step)
+          attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, moe=moe, head=head, sample=sample,
+          copy_slots=copy_slots, copy_pages=copy_pages, step=step, mtp_step=mtp_step)

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError, show
-from deltic.ops.records import Block, Weight
+from deltic.ops.records import Weight
 from deltic.weights.checksums import check_files
-from deltic.weights.files import Stored, find_tensors, read_json
+from deltic.weights.files import Source, find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
-from deltic.weights.gguf.load import GgufSource, load_gguf, load_gguf_head, load_packed, plan_gguf_head
+from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
-from deltic.weights.safetensors import Progress, load_directory
+from deltic.weights.safetensors import Progress, read_directory
 from deltic.weights.writing import size_of
 
 EMBEDDED: Final = "tiny"
@@ -54,33 +54,38 @@ class ModelFiles:
 
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """The weights under our names, as `load_directory` gives them."""
-        if self.gguf is not None:
-            return load_gguf(self.gguf, self.config, dtype, device, progress)
-        return load_directory(self.path, self.config, dtype, device, progress)
+        return dict(self.tensors(dtype, device, progress))
 
-    def load_packed(self, progress: Progress | None) -> dict[str, Block]:
+    def tensors(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None
+                ) -> Iterator[tuple[str, Tensor]]:
+        """What `load` gives, one after another in the files' order."""
+        if self.gguf is not None:
+            return read_file(self.gguf, self.config, dtype, device, progress)
+        return read_directory(self.path, self.config, dtype, device, progress)
+
+    def load_packed(self, progress: Progress | None) -> dict[str, Weight]:
         """The weights of a GGUF file under our names, as they are in it (`gguf.load.load_packed`)."""
         assert self.gguf is not None
         return load_packed(self.gguf, self.config, progress)
 
-    def load_head(self, dtype: DType | Literal["auto"], device: str, packed: bool = False) -> dict[str, Block] | None:
+    def load_head(self, dtype: DType | Literal["auto"], device: str, packed: bool = False) -> dict[str, Weight] | None:
         """The multi-token-prediction head under our names (`names.expected_head`, and what there is of
         `names.optional_head`), None if there is none: like `load` or, with `packed`, like `load_packed`.
 
         Raises ModelError naming the tensor that is missing, unknown, doubled, or of another shape or type, and for
-        heads of several layers or with experts.
+        heads of several layers.
         """
         kept: DType = self.config.dtype if dtype == "auto" else dtype
         sources = self.gguf_head()
         if sources:
             return load_gguf_head(sources, self.config, kept, device, packed)
-        return {**load_stored_head(self.stored_head(), kept, device)} or None
+        return {**load_stored_head(self.stored_head(), self.config, kept, device)} or None
 
     def gguf_head(self) -> list[GgufSource]:
         """Sources of the head's tensors in a GGUF file; empty if there are none."""
         return [] if self.gguf is None else plan_gguf_head(self.gguf, self.config)
 
-    def stored_head(self) -> dict[str, Stored]:
+    def stored_head(self) -> dict[str, Source]:
         """The head's tensors in the directory's safetensors files, for a GGUF file in those beside it."""
         directory = self.path if self.gguf is None else self.path.parent
         return find_head(directory_checkpoint(directory), self.config)
@@ -91,7 +96,8 @@ class ModelFiles:
             own = self.gguf.paths
         else:
             own = tuple(stored.path for stored in find_tensors(self.path).values())
-        more = tuple(stored.path for stored in self.stored_head().values()) if head and not self.gguf_head() else ()
+        beside = self.stored_head().values() if head and not self.gguf_head() else ()
+        more = tuple(part.path for stored in beside for part in stored.parts)
         return tuple(dict.fromkeys((*own, *more)))
 
     def head_kinds(self) -> dict[str, int]:

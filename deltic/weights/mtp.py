@@ -21,12 +21,22 @@ from deltic.errors import ModelError
 from deltic.weights.files import (
     INDEX,
     SINGLE,
+    Source,
     Stored,
     check_weight_map,
     parse_header,
     parse_json,
+    stacked,
 )
-from deltic.weights.names import canonical_head, expected_head, optional_head, tensor_dtype
+from deltic.weights.names import (
+    canonical_head,
+    expected_head,
+    optional_head,
+    packed_parts,
+    packed_shape,
+    split_packed,
+    tensor_dtype,
+)
 from deltic.weights.safetensors import TORCH_DTYPES, Progress, check_stored, read_stored
 from deltic.weights.writing import check_room, replacing
 
@@ -88,7 +98,7 @@ def directory_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, sizes, read)
 
 
-def find_head(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Stored]:
+def find_head(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Source]:
     """Where each tensor of the head is stored, by canonical name, all but the data checked; empty if there is no head.
 
     Only headers are read, of the files that have tensors of it. Raises ModelError naming a tensor that is missing,
@@ -98,8 +108,10 @@ def find_head(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Stored]:
     stored = _heads(checkpoint, own)
     if not stored:
         stored = _heads(checkpoint, [FILE]) if FILE in others else _only_head(checkpoint, others)
-    _check_head(checkpoint.place, stored, config)
-    return stored
+    expected = {**expected_head(config), **optional_head(config)}
+    found = stacked(stored, lambda name: expected.get(name, (0,))[0])
+    _check_head(checkpoint.place, found, config)
+    return found
 
 
 def _files(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
@@ -143,28 +155,36 @@ def _heads(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
     return found
 
 
-def _check_head(place: Path, stored: Mapping[str, Stored], config: ModelConfig) -> None:
+def _check_head(place: Path, stored: Mapping[str, Source], config: ModelConfig) -> None:
     expected = expected_head(config)
     shapes = {**expected, **optional_head(config)}
+    served = [part for name in stored for part in packed_parts(name) or (name,)]
     for name, tensor in stored.items():
-        if name not in shapes:
+        if not shapes.keys() >= set(packed_parts(name) or (name,)):
             raise ModelError(f"{tensor.path}: tensor {name[:200]!r} has no place in a multi-token-prediction head of "
                              "this model; take a head that is not quantized and belongs to the model")
         try:
-            check_stored(name, tensor, shapes[name])
+            check_stored(name, tensor, packed_shape(name, config) if packed_parts(name) else shapes[name])
         except ModelError as error:
             raise ModelError(f"{tensor.path}: {error}") from error
-    missing = [name for name in expected if name not in stored]
+    twice = [part for part in served if served.count(part) > 1]
+    if twice:
+        raise ModelError(f"tensor {twice[0]!r} is given twice in {place}; keep the files of one revision")
+    missing = [name for name in expected if name not in served]
     if stored and missing:
         raise ModelError(f"{len(missing)} tensors of the multi-token-prediction head are missing in {place}, such as "
                          f"{missing[0]!r}; download all shards, or take the head from the original model with "
                          "deltic mtp extract")
 
 
-def load_stored_head(stored: Mapping[str, Stored], dtype: DType, device: str | torch.device) -> dict[str, Tensor]:
+def load_stored_head(stored: Mapping[str, Source], config: ModelConfig, dtype: DType, device: str | torch.device
+                     ) -> dict[str, Tensor]:
     """What `find_head` found in a directory, contiguous, on `device`: matrices of `dtype`, norms float32."""
-    return {name: read_stored(name, tensor, TORCH_DTYPES[tensor_dtype(name, dtype)], torch.device(device))
-            for name, tensor in stored.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, source in stored.items():
+        tensor = read_stored(name, source, TORCH_DTYPES[tensor_dtype(name, dtype)], torch.device(device))
+        tensors |= split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
+    return tensors
 
 
 # A file of its own
@@ -182,7 +202,8 @@ class Extracted:
 def extract_head(checkpoint: Checkpoint, target: Path, source: str, progress: Progress | None = None) -> Extracted:
     """Write the head of a checkpoint to a safetensors file, bit for bit, under canonical names.
 
-    The file says of itself what it is: metadata `kind`, `source` and `config` (JSON: the model's sizes). An existing
+    Tensors of single experts are written as one tensor of all of them, one projection after another. The file says of
+    itself what it is: metadata `kind`, `source` and `config` (JSON: the model's sizes). An existing
     file is replaced when the new one is complete. Only the head is read, some megabytes at a time; `progress(done,
     total)` counts bytes. Raises ModelError if there is no head or it cannot be read, DelticError naming the target
     where it cannot be written.
@@ -192,18 +213,19 @@ def extract_head(checkpoint: Checkpoint, target: Path, source: str, progress: Pr
     if not stored:
         raise ModelError(f"{checkpoint.place} has no multi-token-prediction head (tensors mtp.*); take the original "
                          "model, as fine-tuned and quantized copies often lack it")
-    if any(tensor.path.resolve() == target.resolve() for tensor in stored.values()):
+    parts = [part for tensor in stored.values() for part in tensor.parts]
+    if any(path.resolve() == target.resolve() for path in {part.path for part in parts}):
         raise ModelError(f"{target} is the file that the head is read from; give another name")
     header, total, done = _header(stored, config, source), sum(tensor.nbytes for tensor in stored.values()), 0
     check_room(target, len(header) + total, "make room, or choose another place")
     with replacing(target) as file:
         file.write(header)
-        for tensor in stored.values():
-            for start in range(0, tensor.nbytes, _PIECE):
-                count = min(_PIECE, tensor.nbytes - start)
-                piece = checkpoint.read(tensor.path.name, tensor.offset + start, count)
+        for part in parts:
+            for start in range(0, part.nbytes, _PIECE):
+                count = min(_PIECE, part.nbytes - start)
+                piece = checkpoint.read(part.path.name, part.offset + start, count)
                 if len(piece) != count:
-                    raise ModelError(f"{tensor.path} ended while it was read; is it still being downloaded?")
+                    raise ModelError(f"{part.path} ended while it was read; is it still being downloaded?")
                 file.write(piece)
                 done += count
                 if progress is not None:
@@ -213,7 +235,7 @@ def extract_head(checkpoint: Checkpoint, target: Path, source: str, progress: Pr
                      {dtype: dtypes.count(dtype) for dtype in dict.fromkeys(dtypes)})
 
 
-def _header(stored: Mapping[str, Stored], config: ModelConfig, source: str) -> bytes:
+def _header(stored: Mapping[str, Source], config: ModelConfig, source: str) -> bytes:
     """All that comes before the data, which begins at a multiple of eight bytes."""
     sizes = {"architecture": config.architecture, "hidden_size": config.hidden_size,
              "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -12,9 +12,11 @@ from torch import Tensor
 from deltic.config import ModelConfig, available_cores
 from deltic.ops.memory import Arena
 from deltic.ops.qtensor import QTensor, pack_rows
+from deltic.ops.records import Weight
 from deltic.weights.gguf.blocks import BlockType
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
 from deltic.weights.gguf.quantize import quantize_in_pieces
+from deltic.weights.names import expected_tensors
 from deltic.weights.safetensors import Progress
 
 SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M"}
@@ -23,7 +25,7 @@ _PLAIN: Final = ("F32", "F16", "BF16")
 
 
 def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfig,
-                     progress: Progress | None = None) -> dict[str, Tensor | QTensor]:
+                     progress: Progress | None = None) -> dict[str, Weight]:
     """The model's weights, which must be on the CPU, with matrices quantized as SCHEMES says; all else as it was, and
     so are matrices whose rows fit no blocks. Value heads keep our order. Needs the compiled kernels.
 
@@ -31,22 +33,39 @@ def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfi
     `progress(done, total)` counts bytes of what was there. Raises ModelError naming a tensor with values that its type
     cannot hold.
     """
-    kind = FILE_TYPES[SCHEMES[scheme]]
     total, done = sum(tensor.nbytes for tensor in weights.values()), 0
-    result, arena = dict[str, Tensor | QTensor](), Arena()
-    with ThreadPoolExecutor(available_cores()) as pool:
+
+    def popped() -> Iterator[tuple[str, Tensor]]:
+        nonlocal done
         for name in list(weights):
             done += weights[name].nbytes
-            type = target_of(name, tuple(weights[name].shape), config, kind).type
-            # no name here keeps a tensor beyond its turn
-            result[name] = (weights.pop(name) if type.name in _PLAIN
-                            else _packed(name, weights.pop(name), type, pool, arena))
+            yield name, weights.pop(name)
             if progress is not None:
                 progress(done, total)
-    return result
+
+    return quantize_tensors(popped(), scheme, config)
 
 
-def _packed(name: str, matrix: Tensor, type: BlockType, pool: Executor, arena: Arena) -> QTensor:
+def quantize_tensors(tensors: Iterator[tuple[str, Tensor]], scheme: str, config: ModelConfig) -> dict[str, Weight]:
+    """As `quantize_weights`, of tensors that come one after another, of which one is here at a time."""
+    kind = FILE_TYPES[SCHEMES[scheme]]
+    result, arena = dict[str, Weight](), Arena()
+    with ThreadPoolExecutor(available_cores()) as pool:
+        while (item := next(tensors, None)) is not None:
+            name, tensor = item
+            type = target_of(name, tuple(tensor.shape), config, kind).type
+            result[name] = tensor if type.name in _PLAIN else _packed(name, tensor, type, pool, arena)
+            del item, tensor  # no name here keeps a tensor beyond its turn
+    return {name: result[name] for name in expected_tensors(config) if name in result} | result
+
+
+def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, arena: Arena) -> Weight:
+    if tensor.dim() == 2:
+        return _packed_matrix(name, tensor, type, pool, arena)
+    return tuple(_packed_matrix(name, matrix, type, pool, arena) for matrix in tensor)
+
+
+def _packed_matrix(name: str, matrix: Tensor, type: BlockType, pool: Executor, arena: Arena) -> QTensor:
     rows, columns = matrix.shape
     row_bytes = type.size(columns)
 

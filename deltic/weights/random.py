@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -30,6 +31,18 @@ def random_weights(
     tokens, so that a lost or stale recurrent state shows in the output. A tensor's values depend on seed, name,
     shape, dtype and architecture only.
     """
+    return dict(random_tensors(config, dtype, seed, device=device, initializer_range=initializer_range))
+
+
+def random_tensors(
+    config: ModelConfig,
+    dtype: DType | Literal["auto"] = "auto",
+    seed: int = 0,
+    *,
+    device: str | torch.device = "cpu",
+    initializer_range: float | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `random_weights` gives, one after another, of which few are made ahead."""
     return _random(expected_tensors(config), config, dtype, seed, torch.device(device), initializer_range)
 
 
@@ -42,11 +55,11 @@ def random_head(
     initializer_range: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """The tensors of `expected_head(config)`, made as `random_weights` makes those of the trunk."""
-    return _random(expected_head(config), config, dtype, seed, torch.device(device), initializer_range)
+    return dict(_random(expected_head(config), config, dtype, seed, torch.device(device), initializer_range))
 
 
 def _random(shapes: Mapping[str, Shape], config: ModelConfig, dtype: DType | Literal["auto"], seed: int,
-            place: torch.device, spread: float | None) -> dict[str, torch.Tensor]:
+            place: torch.device, spread: float | None) -> Iterator[tuple[str, torch.Tensor]]:
     kept: DType = config.dtype if dtype == "auto" else dtype
 
     def make(item: tuple[str, Shape]) -> tuple[str, torch.Tensor]:
@@ -57,9 +70,16 @@ def _random(shapes: Mapping[str, Shape], config: ModelConfig, dtype: DType | Lit
         return name, _fill(name, tensor, generator, spread, config.norm_offset)
 
     if place.type != "cpu":
-        return dict(map(make, shapes.items()))
+        yield from map(make, shapes.items())
+        return
     with ThreadPoolExecutor(available_cores()) as pool:
-        return dict(pool.map(make, shapes.items()))
+        ahead: deque[Future[tuple[str, torch.Tensor]]] = deque()
+        for item in shapes.items():
+            ahead.append(pool.submit(make, item))
+            if len(ahead) > available_cores():
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _fill(name: str, tensor: torch.Tensor, generator: torch.Generator, spread: float | None,

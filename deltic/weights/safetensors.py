@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
@@ -48,21 +48,34 @@ def load_directory(
     Raises ModelError naming the tensor that is unknown, missing, doubled or of another shape or dtype, and
     naming the file that is absent, truncated or corrupt.
     """
+    tensors = dict(read_directory(path, config, dtype, device, progress))
+    return {name: tensors[name] for name in expected_tensors(config)}
+
+
+def read_directory(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: DType | Literal["auto"] = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of `load_directory`, one after another as they lie in the files."""
     sources = plan_directory(Path(path), config)
     kept: DType = config.dtype if dtype == "auto" else dtype
     total, done = sum(stored.nbytes for stored in sources.values()), 0
-    tensors: dict[str, torch.Tensor] = {}
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
         tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
-        tensors |= split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
+        parts = split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
+        del tensor  # whoever takes the parts may let go of them one by one
+        while parts:
+            yield (part := next(iter(parts))), parts.pop(part)
         done += stored.nbytes
         if progress is not None:
             progress(done, total)
     if config.tie_word_embeddings and HEAD in sources:
         check_tied(sources)
-    return {name: tensors[name] for name in expected_tensors(config)}
 
 
 def plan_directory(directory: Path, config: ModelConfig) -> dict[str, Source]:

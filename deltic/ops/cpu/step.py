@@ -134,7 +134,8 @@ def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict
 
 def _linear_layers(decoder: DecoderWeights) -> dict[str, list[Weight]]:
     """By the op that multiplies with them."""
-    layers: dict[str, list[Weight]] = {"head": [decoder.head], "mlp": [], "moe": [], "gdn_mixer": [], "attention_mixer": []}
+    layers: dict[str, list[Weight]] = {
+        "head": [decoder.head], "mlp": [], "moe": [], "gdn_mixer": [], "attention_mixer": []}
     for layer in decoder.layers:
         mixer, mlp = layer.mixer, layer.mlp
         if isinstance(mlp, MoeWeights):

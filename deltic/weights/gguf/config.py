@@ -88,9 +88,9 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"general.architecture must be a string, not {show(name)}")
     family = FAMILIES.get(kind := architecture(name))
     keys = _Keys(metadata, name)
-    if family is None or keys.get("expert_count"):
-        raise ModelError(f"general.architecture {name} is a mixture-of-experts model, which is not supported yet; "
-                         f"choose a dense model ({', '.join(FAMILIES)})")
+    if family is None or (keys.get("expert_count") and not family.experts):
+        raise ModelError(f"general.architecture {name} is a mixture-of-experts model of a kind that is not supported, "
+                         "only qwen35moe and qwen3moe; choose one of these or a dense model")
     layers = _layer_types(keys, family)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -100,11 +100,12 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
         "num_hidden_layers": len(layers), "head_dim": _head_dim(keys),
         "dtype": _DTYPES.get(embedding.type.name, "bfloat16"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "intermediate_size": keys.uniform("feed_forward_length", 1 << 20),
         "sliding_window": keys.get("attention.sliding_window") or None,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
         "mtp_num_hidden_layers": keys.integer_or("nextn_predict_layers", 0, 0, 64),
         "rope_parameters": _rope(keys, family), **keys.integers(_INTEGERS),
+        **(_experts(keys, family) if family.experts
+           else {"intermediate_size": keys.uniform("feed_forward_length", 1 << 20)}),
         **_kv_heads(keys, family), **(_linear(keys) if "linear_attention" in layers else {}), **_tokens(metadata),
     }
 
@@ -165,6 +166,15 @@ def _layer_types(keys: _Keys, family: Family) -> list[str]:
     if not isinstance(recurrent, list) or len(recurrent) != blocks or not all(type(one) is bool for one in recurrent):
         raise ModelError(f"{keys.prefix}attention.recurrent_layers must be {blocks} booleans, not {show(recurrent)}")
     return ["linear_attention" if one else "full_attention" for one in recurrent[:blocks - drafts]]
+
+
+def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
+    """Files have no word for shares that are not normalised unless expert_weights_norm says so."""
+    shared = {"shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", 1, 1 << 20)}
+    return {"num_experts": keys.integer("expert_count", 1, 4096),
+            "num_experts_per_tok": keys.integer("expert_used_count", 1, 4096),
+            "moe_intermediate_size": keys.integer("expert_feed_forward_length", 1, 1 << 20),
+            "norm_topk_prob": keys.get("expert_weights_norm") is not False, **(shared if family.shared else {})}
 
 
 def _kv_heads(keys: _Keys, family: Family) -> dict[str, int]:

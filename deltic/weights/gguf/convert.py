@@ -21,7 +21,7 @@ import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.files import Stored
+from deltic.weights.files import Source
 from deltic.weights.gguf.blocks import BY_NAME, BlockType, Bytes
 from deltic.weights.gguf.load import GgufSource, plan_gguf, read_gguf
 from deltic.weights.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
@@ -44,9 +44,9 @@ from deltic.weights.safetensors import TORCH_DTYPES, Progress, check_tied, plan_
 _MOST_THREADS: Final = 8
 _STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)\.weight")
-_SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down")
+_SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 """Tensors of which a mixed file keeps some with more bits."""
-_ALWAYS_F32: Final = re.compile(r".*(_norm|ssm_conv1d)\.weight")
+_ALWAYS_F32: Final = re.compile(r".*(_norm|ssm_conv1d|ffn_gate_inp)\.weight")
 _FITTING: Final[Mapping[str, str]] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Types with smaller blocks, for rows that are no multiple of 256; if they do not fit either, F16."""
 
@@ -126,14 +126,14 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
                    Counter(target.type.name for target in targets.values()))
 
 
-def _write_factors(config: ModelConfig, sources: list[_Source], targets: dict[str, NewTensor]) -> None:
+def _write_factors(config: ModelConfig, sources: list[_Tensors], targets: dict[str, NewTensor]) -> None:
     """Adds the factors of the rotary frequencies, which only readers of Llamas look for."""
     if config.architecture != "llama":
         raise ModelError(f"GGUF files of a {config.architecture} model have no place for this scaling of its rotary "
                          "frequencies (rope_type llama3)")
     factors = torch.tensor(config.rope.factors)
     targets[ROPE_FACTORS] = NewTensor(ROPE_FACTORS, BY_NAME["F32"], (len(factors),))
-    sources.append(_Source((ROPE_FACTORS,), lambda: {ROPE_FACTORS: factors}))
+    sources.append(_Tensors((ROPE_FACTORS,), lambda: {ROPE_FACTORS: factors}))
 
 
 # Which types
@@ -148,8 +148,8 @@ def target_of(name: str, shape: tuple[int, ...], config: ModelConfig, kind: File
 
 
 def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> str:
-    """The type that a tensor of the file shall have if its rows allow it. (Norms, the convolution and vectors must be
-    F32 for llama.cpp.)"""
+    """The type that a tensor of the file shall have if its rows allow it. (Norms, the convolution, the
+    router and vectors must be F32 for llama.cpp.)"""
     if len(shape) < 2 or _ALWAYS_F32.fullmatch(name):
         return "F32"
     if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
@@ -189,49 +189,49 @@ def _report_fallbacks(targets: Mapping[str, NewTensor], config: ModelConfig, kin
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Tensors:
     """A tensor on disk, and ours that it becomes when it is read."""
 
     names: tuple[str, ...]
     read: Callable[[], dict[str, torch.Tensor]]
 
 
-def _sources(files: ModelFiles) -> Iterator[_Source]:
+def _sources(files: ModelFiles) -> Iterator[_Tensors]:
     """In the order on disk, all but the data checked. Matrices are read in the type that they are stored in, those of a
     GGUF file in float32."""
     config = files.config
     if files.gguf is not None:
         for part in plan_gguf(files.gguf, config):
-            yield _Source(part.place.names, partial(_of_gguf, part, config))
+            yield _Tensors(part.place.names, partial(_of_gguf, part, config))
         return
     plan = plan_directory(files.path, config)
     if config.tie_word_embeddings and HEAD in plan:
         check_tied(plan)
     for name, stored in plan.items():
         if name != HEAD or not config.tie_word_embeddings:
-            yield _Source(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
+            yield _Tensors(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
 
 
-def _head_sources(files: ModelFiles) -> Iterator[_Source]:
+def _head_sources(files: ModelFiles) -> Iterator[_Tensors]:
     """Those of the multi-token-prediction head, none if there is none."""
     config, parts = files.config, files.gguf_head()
     for part in parts:
-        yield _Source(part.place.names, partial(_of_gguf, part, config))
+        yield _Tensors(part.place.names, partial(_of_gguf, part, config))
     for name, stored in files.stored_head().items() if not parts else ():
-        yield _Source((name,), partial(_of_directory, name, stored, config))
+        yield _Tensors(packed_parts(name) or (name,), partial(_of_directory, name, stored, config))
 
 
 def _of_gguf(part: GgufSource, config: ModelConfig) -> dict[str, torch.Tensor]:
     return dict(read_gguf(part, config, "float32"))
 
 
-def _of_directory(name: str, stored: Stored, config: ModelConfig) -> dict[str, torch.Tensor]:
+def _of_directory(name: str, stored: Source, config: ModelConfig) -> dict[str, torch.Tensor]:
     dtype = TORCH_DTYPES[tensor_dtype(name, _STORED[stored.dtype])]
     tensor = read_stored(name, stored, dtype, torch.device("cpu"))
     return split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
 
 
-def _data(sources: Iterable[_Source], targets: Mapping[str, NewTensor], config: ModelConfig,
+def _data(sources: Iterable[_Tensors], targets: Mapping[str, NewTensor], config: ModelConfig,
           progress: Progress | None) -> Iterator[Iterator[Bytes]]:
     """The bytes of each target, in order. A vector is one row."""
     total, done = sum(target.nbytes for target in targets.values()), 0

@@ -17,7 +17,7 @@ from deltic.config import DType, ModelConfig, available_cores
 from deltic.errors import ModelError
 from deltic.ops.memory import Arena
 from deltic.ops.qtensor import pack_rows
-from deltic.ops.records import Block
+from deltic.ops.records import Block, Weight
 from deltic.weights.gguf.blocks import Bytes, fill
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.header import GgufTensor
@@ -56,23 +56,34 @@ def load_gguf(
     Raises ModelError naming the tensor that is unknown, missing, doubled, or of another shape or an unsupported type,
     and naming the file that is absent, truncated or corrupt.
     """
+    tensors = dict(read_file(source, config, dtype, device, progress))
+    return {name: tensors[name] for name in expected_tensors(config)}
+
+
+def read_file(
+    source: GgufFile | str | Path,
+    config: ModelConfig,
+    dtype: DType | Literal["auto"] = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of `load_gguf`, one after another as they lie in the file."""
     file = source if isinstance(source, GgufFile) else GgufFile.open(source)
     kept: DType = config.dtype if dtype == "auto" else dtype
     sources = list(plan_gguf(file, config))
     _check_complete(file, config, expected_tensors(config), sources)
     total, done = sum(part.stored.nbytes for part in sources), 0
-    tensors: dict[str, torch.Tensor] = {}
     for part in sources:
         for name, tensor in read_gguf(part, config, kept):
-            tensors[name] = tensor.contiguous().to(device)
+            yield name, tensor.contiguous().to(device)
         done += part.stored.nbytes
         if progress is not None:
             progress(done, total)
-    return {name: tensors[name] for name in expected_tensors(config)}
 
 
-def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None) -> dict[str, Block]:
-    """Load the text model with its matrices in their quantized form; needs the compiled kernels.
+def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None) -> dict[str, Weight]:
+    """Load the text model with its matrices in their quantized form, stacks of experts as one matrix for each; needs
+    the compiled kernels.
 
     Everything else, the convolutions included, is float32. Value heads stay in the file's order (`GdnSpec.tiled`),
     because reordering the columns of a matrix would cut its blocks. Memory stays near the size of the result.
@@ -81,9 +92,9 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
     sources = list(plan_gguf(source, config))
     _check_complete(source, config, expected_tensors(config), sources)
     total, done, arena = sum(part.stored.nbytes for part in sources), 0, Arena()
-    tensors: dict[str, Block] = {}
+    tensors: dict[str, Weight] = {}
 
-    def read(part: GgufSource) -> dict[str, Block]:
+    def read(part: GgufSource) -> dict[str, Weight]:
         return dict(_pack(part, config, arena) if _is_matrix(part) else _floats(part, config))
 
     with ThreadPoolExecutor(available_cores()) as pool:
@@ -96,11 +107,11 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
 
 
 def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType, device: str | torch.device,
-                   packed: bool) -> dict[str, Block]:
+                   packed: bool) -> dict[str, Weight]:
     """The tensors of a multi-token-prediction head from `plan_gguf_head`: matrices dequantized to `dtype`, on `device`,
     or with `packed` as they are, as `load_packed` keeps the trunk's. Logs a warning where they have few bits."""
     _warn_few_bits(sources)
-    tensors, arena = dict[str, Block](), Arena()
+    tensors, arena = dict[str, Weight](), Arena()
     for part in sources:
         if packed:
             tensors |= _pack(part, config, arena) if _is_matrix(part) else _floats(part, config)
@@ -139,16 +150,28 @@ def is_quantized(file: GgufFile) -> bool:
 
 
 def _is_matrix(part: GgufSource) -> bool:
-    return all(len(shape) == 2 for shape in part.shapes) and not part.place.form.changes
+    """A matrix, or a stack of them. (The convolution's form changes, or it would be one.)"""
+    return all(len(shape) > 1 for shape in part.shapes) and not part.place.form.changes
 
 
-def _pack(part: GgufSource, config: ModelConfig, arena: Arena) -> Iterator[tuple[str, Block]]:
+def _pack(part: GgufSource, config: ModelConfig, arena: Arena) -> Iterator[tuple[str, Weight]]:
     stored = part.stored
-    row_bytes, first = stored.type.size(stored.shape[1]), 0
-    for name, (rows, columns) in zip(part.place.names, part.shapes, strict=True):
+    row_bytes, columns = stored.type.size(stored.shape[-1]), stored.shape[-1]
+    found: dict[str, list[Block]] = {name: [] for name in part.place.names}
+    for first, name, rows in _matrices(part):
         read = _reader(stored, first * row_bytes, row_bytes, part.place.form.rows(rows, config))
-        yield name, pack_rows(stored.type.name, stored.type.id, rows, columns, row_bytes, read, arena)
-        first += rows
+        found[name].append(pack_rows(stored.type.name, stored.type.id, rows, columns, row_bytes, read, arena))
+    for name, shape in zip(part.place.names, part.shapes, strict=True):
+        yield name, found[name][0] if len(shape) == 2 else tuple(found[name])
+
+
+def _matrices(part: GgufSource) -> Iterator[tuple[int, str, int]]:
+    """The matrices of a tensor in its order: first row, our name, rows."""
+    first, experts = 0, part.stored.shape[0] if len(part.stored.shape) == 3 else 1
+    for _ in range(experts):
+        for name, shape in zip(part.place.names, part.shapes, strict=True):
+            yield first, name, shape[-2]
+            first += shape[-2]
 
 
 def _reader(stored: GgufTensor, start: int, row_bytes: int, order: torch.Tensor | None) -> Callable[[int, int], Bytes]:
@@ -159,7 +182,7 @@ def _reader(stored: GgufTensor, start: int, row_bytes: int, order: torch.Tensor 
     return lambda offset, count: rows[offset:offset + count]
 
 
-def _floats(part: GgufSource, config: ModelConfig) -> Iterator[tuple[str, Block]]:
+def _floats(part: GgufSource, config: ModelConfig) -> Iterator[tuple[str, Weight]]:
     tensor = torch.empty(part.stored.shape)
     fill(tensor, part.stored.type, part.stored.read)
     try:
@@ -196,8 +219,9 @@ def _plan(file: GgufFile, config: ModelConfig, expected: Mapping[str, Shape], mt
 
 
 def _check_shape(source: GgufSource, config: ModelConfig) -> None:
-    first, *more = (source.place.form.shape(shape, config) for shape in source.shapes)
-    wanted = (first[0] + sum(shape[0] for shape in more), *first[1:])
+    wanted = source.place.form.shape(source.shapes[0], config)
+    if len(source.shapes) > 1:
+        wanted = (*wanted[:-2], sum(shape[-2] for shape in source.shapes), wanted[-1])
     if source.stored.shape != wanted:
         raise ModelError(f"{source.stored.path}: tensor {source.stored.name!r} has shape {list(source.stored.shape)}, "
                          f"but the metadata asks for {list(wanted)}")
@@ -228,4 +252,7 @@ def read_gguf(source: GgufSource, config: ModelConfig, kept: DType) -> Iterator[
         tensor = source.place.form.to_ours(tensor, config)
     except ModelError as error:
         raise ModelError(f"{stored.path}: tensor {stored.name!r}: {error}") from error
-    yield from zip(names, tensor.split([shape[0] for shape in source.shapes]), strict=True)
+    if len(names) == 1:
+        yield names[0], tensor
+    else:
+        yield from zip(names, tensor.split([shape[-2] for shape in source.shapes], dim=-2), strict=True)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from deltic.config import GenerationDefaults, LinearConfig, ModelConfig
+from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
 from deltic.errors import ModelError
 from deltic.weights.gguf.config import SAMPLING_KEYS
 from deltic.weights.gguf.tokenizer import (
@@ -24,8 +24,11 @@ from deltic.weights.gguf.tokenizer import (
     TokenizerTexts,
 )
 
-_ARCHITECTURES: Final[Mapping[str, str]] = {"qwen3_5": "qwen35", "qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}
-_PRE: Final[Mapping[str, str]] = {"qwen3_5": "qwen35", "qwen3": "qwen2", "qwen2": "qwen2"}
+_ARCHITECTURES: Final[Mapping[str, str]] = {
+    "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen2": "qwen2",
+    "llama": "llama"}
+_PRE: Final[Mapping[str, str]] = {
+    "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35", "qwen3": "qwen2", "qwen3_moe": "qwen2", "qwen2": "qwen2"}
 """The pre-tokenizer of an architecture, for a pattern that is none of those that have a name."""
 _DEFAULT_TEMPLATE: Final = "default"
 
@@ -37,7 +40,8 @@ def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
     heads = config.num_mtp_layers
     keys = {
         "block_count": config.num_hidden_layers + heads, "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "embedding_length": config.hidden_size,
+        **({"feed_forward_length": config.intermediate_size} if config.experts is None else _experts(config.experts)),
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(config.rope.theta),
@@ -48,6 +52,14 @@ def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
         **({"nextn_predict_layers": heads} if heads else {}),
     }
     return {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
+
+
+def _experts(experts: ExpertsConfig) -> dict[str, Any]:
+    if not experts.normalised:
+        raise ModelError("GGUF files have no place for experts whose shares are not normalised (norm_topk_prob false)")
+    shared = {"expert_shared_feed_forward_length": experts.shared_size} if experts.shared_size else {}
+    return {"expert_count": experts.count, "expert_used_count": experts.per_token,
+            "expert_feed_forward_length": experts.size, **shared}
 
 
 def _linear_scaling(factor: float) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class Form:
 
     def shape(self, shape: Shape, config: ModelConfig) -> Shape:
         """The shape in a GGUF file of a tensor of ours with `shape`."""
+        if self.encode is _drop_row:
+            return shape[1:]
         return (shape[0], *shape[2:]) if self.encode is _drop_channel else shape
 
     def _reorder(self, tensor: Tensor, config: ModelConfig, grouped: bool) -> Tensor:
@@ -118,6 +120,14 @@ def _drop_channel(tensor: Tensor, config: ModelConfig) -> Tensor:
     return tensor.squeeze(1)
 
 
+def _add_row(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.unsqueeze(0)
+
+
+def _drop_row(tensor: Tensor, config: ModelConfig) -> Tensor:
+    return tensor.squeeze(0)
+
+
 PLAIN: Final = Form()
 NORM: Final = Form(decode=_minus_offset, encode=_plus_offset)
 """Norms are stored as the factor itself, in our checkpoints less the family's offset."""
@@ -128,6 +138,7 @@ _COLUMNS: Final = Form(heads=1, wide=True)
 _CONVOLUTION: Final = Form(heads=0, wide=True, behind_keys=True, decode=_add_channel, encode=_drop_channel)
 _TURNED_QUERIES: Final = Form(turned=lambda config: config.num_attention_heads)
 _TURNED_KEYS: Final = Form(turned=lambda config: config.num_key_value_heads)
+_SINGLE_ROW: Final = Form(decode=_add_row, encode=_drop_row)
 _DECAY: Final = Form(heads=0, decode=_log_of_decay, encode=_decay)
 
 Table = Mapping[str, tuple[str, Form]]
@@ -180,12 +191,11 @@ _ROUTED: Final[Table] = {
     "ffn_gate_inp.weight": ("mlp.gate.weight", PLAIN),
     "ffn_gate_exps.weight": ("mlp.experts.gate_proj.weight", PLAIN),
     "ffn_up_exps.weight": ("mlp.experts.up_proj.weight", PLAIN),
-    "ffn_gate_up_exps.weight": ("mlp.experts.gate_up_proj.weight", PLAIN),
     "ffn_down_exps.weight": ("mlp.experts.down_proj.weight", PLAIN),
 }
 """Experts are stacked along the first axis."""
 _SHARED: Final[Table] = {
-    "ffn_gate_inp_shexp.weight": ("mlp.shared_expert_gate.weight", PLAIN),
+    "ffn_gate_inp_shexp.weight": ("mlp.shared_expert_gate.weight", _SINGLE_ROW),
     "ffn_gate_shexp.weight": ("mlp.shared_expert.gate_proj.weight", PLAIN),
     "ffn_up_shexp.weight": ("mlp.shared_expert.up_proj.weight", PLAIN),
     "ffn_down_shexp.weight": ("mlp.shared_expert.down_proj.weight", PLAIN),
@@ -219,13 +229,16 @@ _NEXTN: Final[Table] = {
 """What a multi-token-prediction head has besides its layers; in files, part of the first block behind the trunk's."""
 _FUSED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 """The rows of `attn_qkv.weight` in a block with full attention: a converter's option."""
+_FUSED_EXPERTS: Final = ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")
+"""The rows of each expert in `ffn_gate_up_exps.weight`."""
 _BLOCK_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
 _LAYER_NAME: Final = re.compile(r"(model|mtp)\.layers\.(0|[1-9]\d{0,4})\.([A-Za-z0-9_.]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a GGUF tensor is to us: our name, or several whose rows it holds one after another; its form; and whether
+    """What a GGUF tensor is to us: our name, or several whose rows it holds one after another (of each expert, where
+    there are experts); its form; and whether
     it belongs to the draft head (`mtp.`) rather than to the trunk."""
 
     names: tuple[str, ...]
@@ -242,9 +255,10 @@ def place(name: str, architecture: str, layers: Sequence[LayerType]) -> Place:
     block = _BLOCK_NAME.fullmatch(name)
     if block is not None:
         found = _in_block(int(block[1]), block[2], architecture, layers)
-        if found is None and _FULL[architecture] is _ATTENTION and _is_fused(int(block[1]), block[2], layers):
+        parts = () if found else _fused(int(block[1]), block[2], architecture, layers)
+        if parts:
             prefix = _prefix(int(block[1]), len(layers))
-            return Place(tuple(prefix + part for part in _FUSED), PLAIN, prefix.startswith("mtp."))
+            return Place(tuple(prefix + part for part in parts), PLAIN, prefix.startswith("mtp."))
     if found is None:
         raise ModelError(f"tensor {name[:200]!r} has no place in a {architecture} model of {len(layers)} layers; "
                          "is the file of an unusual converter or of a newer format?")
@@ -283,8 +297,12 @@ def _kind(block: int, layers: Sequence[LayerType]) -> LayerType:
     return layers[block] if block < len(layers) else "full_attention"
 
 
-def _is_fused(block: int, name: str, layers: Sequence[LayerType]) -> bool:
-    return name == "attn_qkv.weight" and _kind(block, layers) == "full_attention"
+def _fused(block: int, name: str, architecture: str, layers: Sequence[LayerType]) -> tuple[str, ...]:
+    """What a tensor that converters may write holds the rows of; nothing for others."""
+    if name == "attn_qkv.weight" and _FULL[architecture] is _ATTENTION and _kind(block, layers) == "full_attention":
+        return _FUSED
+    routed = _ROUTED.keys() <= _BLOCK[architecture].keys()
+    return _FUSED_EXPERTS if routed and name == "ffn_gate_up_exps.weight" else ()
 
 
 def _prefix(block: int, layers: int) -> str:
