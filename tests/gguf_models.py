@@ -7,9 +7,9 @@ from dataclasses import replace
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, quants
-from support import odd_shape, qwen2_shape
+from support import moe_shape, odd_shape, qwen2_shape
 
-from deltic.config import LinearConfig, ModelConfig, RopeConfig
+from deltic.config import ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.weights.gguf.names import gguf_name
 
 QWEN3 = ModelConfig(
@@ -25,6 +25,9 @@ SHAPES = {"odd": odd_shape(), "tied": odd_shape(tie_word_embeddings=True), "qwen
           "llama, linear scaling": replace(LLAMA, rope=RopeConfig(1e4, 10, (), (4.0,) * 5), tie_word_embeddings=False),
           "qwen2": qwen2_shape(rope=RopeConfig(1e6, 14, ())),
           "equal heads": odd_shape(linear=LinearConfig(3, 3, 10, 12, 4)),
+          "experts": moe_shape(),
+          "qwen3, experts": replace(QWEN3, architecture="qwen3_moe", intermediate_size=0,
+                                    experts=ExpertsConfig(5, 2, 12)),
           "one key head": odd_shape(linear=LinearConfig(1, 5, 6, 7, 3)), "blocky": BLOCKY}
 GGUF_NAMES = {"qwen3_5": "qwen35", "qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama",
               "qwen3_5_moe": "qwen35moe", "qwen3_moe": "qwen3moe"}
@@ -50,6 +53,12 @@ def metadata_of(config):
             "ssm.conv_kernel": linear.conv_kernel, "ssm.state_size": linear.key_head_dim,
             "ssm.group_count": linear.num_key_heads, "ssm.time_step_rank": linear.num_value_heads,
             "ssm.inner_size": linear.value_dim}
+    if config.experts is not None:
+        del keys["feed_forward_length"]
+        keys |= {"expert_count": config.experts.count, "expert_used_count": config.experts.per_token,
+                 "expert_feed_forward_length": config.experts.size}
+        if config.experts.shared_size:
+            keys["expert_shared_feed_forward_length"] = config.experts.shared_size
     if config.rope.factors:
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.factors[0]}
     if heads:

@@ -18,7 +18,7 @@ from torch import Tensor
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools, Extras, allocate
-from deltic.config import EngineConfig, LinearConfig, ModelConfig, RopeConfig
+from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
@@ -52,6 +52,20 @@ def odd_shape(**changes: Any) -> ModelConfig:
         rope=RopeConfig(1e4, 6, (1, 1, 1)), linear=LinearConfig(2, 6, 10, 12, 4), rms_norm_eps=1e-6,
         tie_word_embeddings=False, max_position_embeddings=1024, dtype="float32")
     return replace(shape, **changes)
+
+
+def moe_shape(**changes: Any) -> ModelConfig:
+    """The odd shape with experts, of which a token passes three, in blocks of no size."""
+    moe: dict[str, Any] = {
+        "architecture": "qwen3_5_moe", "intermediate_size": 0, "experts": ExpertsConfig(11, 3, 20, 28)}
+    return odd_shape(**{**moe, **changes})
+
+
+@lru_cache(maxsize=1)
+def moe_runtime() -> Runtime:
+    """The odd shape with experts and random weights of range 0.1, in float32."""
+    model = RandomModel(shape=moe_shape(), initializer_range=0.1)
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
 @lru_cache(maxsize=1)
@@ -106,8 +120,13 @@ QWEN3_SHAPE: dict[str, Any] = {
 
 
 BARE_SHAPE = {key: value for key, value in QWEN3_SHAPE.items() if key != "head_dim"} | {"hidden_size": 48}
+EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", HF_SHAPE),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {
+        **{key: value for key, value in HF_SHAPE.items() if key != "intermediate_size"}, **EXPERTS,
+        "shared_expert_intermediate_size": 28}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**QWEN3_SHAPE, **EXPERTS, "norm_topk_prob": True}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", QWEN3_SHAPE),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", BARE_SHAPE),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**BARE_SHAPE, "head_dim": 14}),
@@ -119,7 +138,7 @@ def transformers_model(directory: Path, seed: int = 0, nested: bool = False, fam
                        **changes: Any) -> Any:
     """A random model of a family (Qwen3_5ForCausalLM ...) in float32, saved to the directory; returns the model.
 
-    nested: rewrite the saved config.json as a Qwen3_5ForConditionalGeneration's, weights and all.
+    nested: rewrite the saved config.json as a ...ForConditionalGeneration's, weights and all.
     """
     import transformers
     from transformers.utils import logging
@@ -129,11 +148,12 @@ def transformers_model(directory: Path, seed: int = 0, nested: bool = False, fam
     torch.manual_seed(seed)
     kind, settings, shape = FAMILIES[family]
     made: Any = getattr(transformers, settings)(**{**shape, **changes})
+    made._experts_implementation = "eager"  # others want sizes that are multiples of something
     model = getattr(transformers, kind)(made).float().eval()
     _scatter_vectors(model, seed)
     model.save_pretrained(directory)
     if nested:
-        _nest(directory)
+        _nest(directory, kind.replace("ForCausalLM", "ForConditionalGeneration"), family)
     return model
 
 
@@ -146,11 +166,11 @@ def _scatter_vectors(model: Any, seed: int) -> None:
                 tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
 
 
-def _nest(directory: Path) -> None:
+def _nest(directory: Path, kind: str, family: str) -> None:
     from safetensors.torch import load_file, save_file
 
     text = json.loads((directory / "config.json").read_text())
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+    outer = {"architectures": [kind], "model_type": family,
              "tie_word_embeddings": text.pop("tie_word_embeddings"), "text_config": text}
     (directory / "config.json").write_text(json.dumps(outer))
     tensors = load_file(directory / "model.safetensors")

@@ -18,6 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from deltic.config import (
     PRESETS,
     EngineConfig,
+    ExpertsConfig,
     GenerationDefaults,
     ModelConfig,
     architecture,
@@ -108,7 +109,10 @@ def test_parameter_count_is_the_sum_of_the_tensors(config):
 def test_presets_have_the_published_sizes():
     billions = {name: round(config.parameter_count / 1e9, 1) for name, config in PRESETS.items()}
     assert billions == {"qwen3.5-0.8b": 0.8, "qwen3.5-2b": 1.9, "qwen3.5-4b": 4.2, "qwen3.5-9b": 9.0,
-                        "qwen3.5-27b": 26.9, "qwen3-0.6b": 0.6, "qwen3-8b": 8.2}
+                        "qwen3.5-27b": 26.9, "qwen3.5-35b-a3b": 34.7, "qwen3-0.6b": 0.6, "qwen3-8b": 8.2,
+                        "qwen3-30b-a3b": 30.5}
+    active = {name: round(config.active_parameter_count / 1e9, 1) for name, config in PRESETS.items() if config.experts}
+    assert active == {"qwen3.5-35b-a3b": 3.5, "qwen3-30b-a3b": 3.4}
     assert ModelConfig.preset("Qwen/Qwen3.5-0.8B") == ModelConfig.preset("0.8b") == PRESETS["qwen3.5-0.8b"]
     cut = ModelConfig.preset("4b", layers=5)
     assert cut.layer_types == PRESETS["qwen3.5-4b"].layer_types[:5]
@@ -182,22 +186,48 @@ def test_a_config_of_no_known_architecture_is_refused():
         replace(PRESETS["qwen3-0.6b"], architecture="gpt2")
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "intermediate_size": ...}
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3moe", "Qwen3MoeForCausalLM"])
-def test_qwen3_mixtures_of_experts_are_recognised_and_refused(name):
+def test_qwen3_mixtures_of_experts(name):
     assert architecture(name) == "qwen3_moe"
-    for mapping in (qwen3(model_type=name), qwen3(architectures=[name]), qwen3(num_experts=8)):
-        with pytest.raises(ModelError, match="not supported yet"):
-            ModelConfig.from_hf(mapping)
+    for spelling in ({"model_type": name, "architectures": ...}, {"architectures": [name], "model_type": ...}):
+        config = ModelConfig.from_hf(qwen3(**EXPERTS, **spelling))
+        assert (config.architecture, config.intermediate_size) == ("qwen3_moe", 0)
+        assert config.experts == ExpertsConfig(6, 2, 12, 0, normalised=False)
+    mixture = {**EXPERTS, "model_type": name, "architectures": ...}
+    assert ModelConfig.from_hf(qwen3(**mixture, norm_topk_prob=True)).experts.normalised
+    assert ModelConfig.from_hf(qwen3(**{**mixture, "num_experts": ...}, num_local_experts=6)).experts.count == 6
 
 
 @pytest.mark.parametrize("name", ["qwen35moe", "qwen3_5_moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM",
                                   "Qwen3_6MoeForConditionalGeneration"])
-def test_mixtures_of_experts_are_recognised_and_refused(name):
+def test_mixtures_of_experts(name):
     assert architecture(name) == "qwen3_5_moe"
-    for mapping in (plain(model_type=name), plain(architectures=[name]), plain(num_experts=8),
-                    {"model_type": "qwen3_5", "text_config": plain(model_type=name)}):
-        with pytest.raises(ModelError, match="not supported yet"):
-            ModelConfig.from_hf(mapping)
+    text = plain(**EXPERTS, model_type=name, shared_expert_intermediate_size=14)
+    for mapping in (text, {"model_type": name, "text_config": text}):
+        config = ModelConfig.from_hf(mapping)
+        assert config.experts == ExpertsConfig(6, 2, 12, 14) and config.norm_offset == 1
+        shapes = expected_tensors(config)
+        assert shapes["model.layers.0.mlp.experts.down_proj.weight"] == (6, 24, 12)
+        assert config.parameter_count == sum(math.prod(shape) for shape in shapes.values())
+        idle = 4 * 3 * 12 * 24 * config.num_hidden_layers
+        assert config.active_parameter_count == config.parameter_count - idle
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_experts_per_tok": 7}, r"num_experts_per_tok \(7\) must be between 1 and num_experts \(6\)"),
+    ({"num_experts": ...}, "num_experts"), ({"num_experts": 0}, "num_experts"), ({"num_experts": "6"}, "num_experts"),
+    ({"num_experts_per_tok": ...}, "num_experts_per_tok"), ({"moe_intermediate_size": ...}, "moe_intermediate_size"),
+    ({"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size"), ({"norm_topk_prob": 1}, "norm_topk"),
+    ({"mlp_only_layers": [1]}, "mlp_only_layers"), ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ({"model_type": "qwen3_5"}, "qwen3_5 is a dense model"), ({"model_type": "qwen2_moe"}, "not supported, only qwen3"),
+])
+def test_mixtures_that_cannot_be(change, message):
+    whole = {**EXPERTS, "model_type": "qwen3_5_moe", "shared_expert_intermediate_size": 14, "intermediate_size": 40}
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_hf(plain(**{**whole, **change}))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "qwen4exp", "", "LlamaForSequenceClassification", "qwen3_vl",

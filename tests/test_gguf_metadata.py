@@ -78,8 +78,9 @@ def test_keys_that_are_absent_or_wrong_are_named(key, value):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported"),
-    ({"general.architecture": "qwen35moe"}, "mixture-of-experts"),
-    ({"qwen35.expert_count": 8}, "mixture-of-experts"),
+    ({"general.architecture": "qwen2moe"}, "not supported, only qwen35moe"),
+    ({"general.architecture": "qwen35moe"}, r"qwen35moe\."),
+    ({"qwen35.expert_count": 8}, "not supported, only qwen35moe"),
     ({"qwen35.rope.scaling.type": "yarn"}, "rope_type 'yarn' is not supported"),
     ({"qwen35.attention.value_length": 15}, r"qwen35\.attention\.value_length must be 14"),
     ({"qwen35.attention.recurrent_layers": [True] * 5}, "recurrent_layers must be 6 booleans"),
