@@ -42,7 +42,8 @@ def stub(config, metadata=None, tied=None):
 
 @pytest.mark.parametrize("config", [
     *SHAPES.values(), *(replace(ModelConfig.preset(name), eos_token_ids=()) for name in (
-        "0.8b", "9b", "27b", "qwen3-0.6b", "qwen3-8b"))])
+        "0.8b", "9b", "27b", "35b-a3b", "qwen3-0.6b", "qwen3-8b",
+        "qwen3-30b-a3b"))])
 def test_metadata_says_what_config_json_says(config):
     metadata = {key: np.float32(value).item() if isinstance(value, float) else value
                 for key, value in metadata_of(config).items()}

@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers: equal logits, and broken mixtures for which the same comparison must fail."""
+"""Mixtures of experts against transformers: equal logits, and broken mixtures for which the comparison must fail."""
 
 from __future__ import annotations
 

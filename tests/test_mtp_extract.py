@@ -157,7 +157,7 @@ def test_the_source_is_not_overwritten(source: Path, capsys: pytest.CaptureFixtu
 def test_sources_without_a_usable_head(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["extract", str(source), str(tmp_path / "x.safetensors")]
     for name, changes, message in (
-            ("a mixture", {"num_experts": 8}, "mixture-of-experts"), ("two layers", {"mtp_num_hidden_layers": 2},
+            ("a mixture", {"num_experts": 8}, "is a dense model"), ("two layers", {"mtp_num_hidden_layers": 2},
                                                                       "heads of one are supported"),
             ("another size", {"hidden_size": 20}, "mtp.fc.weight' has shape [12, 24]")):
         (source / "config.json").write_text(json.dumps({**TEXT, **changes}))

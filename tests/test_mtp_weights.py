@@ -106,9 +106,10 @@ def test_names() -> None:
     for name in ("mtp.layers.1.mlp.up_proj.weight", "mtp.layers.10.input_layernorm.weight"):
         with pytest.raises(ModelError, match=r"several layers.*use the model without its head"):
             canonical_head(name)
-    for part in ("gate.weight", "experts.0.up_proj.weight", "experts.gate_up_proj", "shared_expert_gate.weight"):
-        with pytest.raises(ModelError, match="mixture of experts are not supported yet"):
-            canonical_head(f"mtp.layers.0.mlp.{part}")
+    for part in ("gate.weight", "experts.0.up_proj.weight", "experts.up_proj.weight", "shared_expert_gate.weight"):
+        assert canonical_head(f"mtp.layers.0.mlp.{part}") == f"mtp.layers.0.mlp.{part}"
+    for stack in ("mtp.layers.0.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.down_proj"):
+        assert canonical_head(f"model.{stack}") == f"{stack}.weight"
 
 
 def test_random_heads() -> None:
@@ -213,7 +214,7 @@ WRONG: dict[str, Any] = {
         {"mtp.fc.weight_scale_inv": torch.zeros(2)}),
     r"tensor 'mtp\.layers\.1\.input_layernorm\.weight'.*several layers": lambda t: t.update(
         {"mtp.layers.1.input_layernorm.weight": torch.zeros(40)}),
-    r"tensor 'mtp\.layers\.0\.mlp\.experts\.gate_up_proj'.*mixture of experts": lambda t: t.update(
+    r"tensor 'mtp\.layers\.0\.mlp\.experts\.gate_up_proj\.weight' has no place in a multi": lambda t: t.update(
         {"mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(2)}),
     r"tensor 'mtp.norm.weight' is in both mtp\.safetensors and mtp\.safetensors": lambda t: t.update(
         {"model.mtp.norm.weight": t["mtp.norm.weight"].clone()}),

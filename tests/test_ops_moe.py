@@ -33,7 +33,8 @@ def weights_of(shape: tuple[int, int, int, int, int], seed: int = 0, normalised:
         return MlpWeights(randn(rng, 2 * rows, hidden).float() * hidden**-0.5, randn(rng, hidden, rows).float())
 
     router = randn(rng, count + (shared > 0), hidden).float()
-    return MoeWeights(router, tuple(mlp(inner) for _ in range(count)), mlp(shared) if shared else None, most, normalised)
+    experts = tuple(mlp(inner) for _ in range(count))
+    return MoeWeights(router, experts, mlp(shared) if shared else None, most, normalised)
 
 
 def mapped(weights: MoeWeights, change: object) -> MoeWeights:

@@ -135,7 +135,7 @@ def test_parts_that_text_does_not_need_are_skipped(saved, config, name):
 
 @pytest.mark.parametrize("name", [
     "model.layers.0.mlp.up_proj.bias", "model.layers.00.mlp.up_proj.weight", "model.layers.x.mlp.up_proj.weight",
-    "model.layers.1.mlp.experts.0.up_proj.weight", "model.norm.bias", "score.weight", "", "model.", "lm_head.bias",
+    "model.layers.1.mlp.experts.0.up_proj.bias", "model.norm.bias", "score.weight", "", "model.", "lm_head.bias",
     "xmtp.fc", "model.layers.0.mlp.up_proj.weight_scale_inv", "transformer.model.norm.weight",
     "model.norm.weight\n"])
 def test_unknown_tensor_is_refused_by_name(saved, config, name):

@@ -67,7 +67,8 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
     facts["ops"] = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
-    facts["weights"] |= {"mib": _mib(sum(kinds.values())), "kept_as": kept}
+    facts["weights"] |= {"mib": _mib(sum(kinds.values())), "mib_read_per_token": _mib(runtime.decoder.token_bytes()),
+                         "kept_as": kept}
     if runtime.path is not None:
         facts["weights"]["mtp_head"] = _head_fact(runtime.path)
     return {"model": runtime.name, "path": str(runtime.path), **facts, "speculation": _speculation_fact(llm),
@@ -128,11 +129,27 @@ def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, Extras
 
 
 def weight_bytes(config: ModelConfig, dtype: DType) -> int:
+    return sum(_tensor_bytes(config, dtype).values())
+
+
+def _tensor_bytes(config: ModelConfig, dtype: DType) -> dict[str, int]:
     from deltic.config import DTYPE_BYTES
     from deltic.weights.names import expected_tensors, tensor_dtype
 
-    return sum(prod(shape) * DTYPE_BYTES[tensor_dtype(name, dtype)]
-               for name, shape in expected_tensors(config).items())
+    return {name: prod(shape) * DTYPE_BYTES[tensor_dtype(name, dtype)]
+            for name, shape in expected_tensors(config).items()}
+
+
+def _token_bytes(config: ModelConfig, dtype: DType) -> int:
+    """Bytes that are read for a token, as `Decoder.token_bytes` counts them."""
+    from deltic.weights.names import EMBEDDING, is_stack
+
+    sizes, experts = _tensor_bytes(config, dtype), config.experts
+    idle = experts.count - experts.per_token if experts else 0
+    total = sum(size - (size * idle // experts.count if experts and is_stack(name) else 0)
+                for name, size in sizes.items())
+    rows = 0 if config.tie_word_embeddings else config.vocab_size - 1
+    return total - sizes[EMBEDDING] * rows // config.vocab_size
 
 
 def _facts(config: ModelConfig, engine: EngineConfig, ops: Ops,
@@ -150,6 +167,11 @@ def _config_facts(config: ModelConfig) -> dict[str, Any]:
         "attention_heads": config.num_attention_heads, "key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim, "vocabulary": config.vocab_size, "tied_head": config.tie_word_embeddings,
         "context": config.max_position_embeddings, "mtp_layers": config.num_mtp_layers}
+    if config.experts:
+        experts = config.experts
+        del facts["intermediate_size"]
+        shared = f", and a shared one of {experts.shared_size}" if experts.shared_size else ""
+        facts["experts"] = f"{experts.per_token} of {experts.count} a token, {experts.size} wide{shared}"
     if config.linear:
         linear = config.linear
         facts |= {"linear_heads": f"{linear.num_key_heads} key, {linear.num_value_heads} value",
@@ -160,8 +182,9 @@ def _config_facts(config: ModelConfig) -> dict[str, Any]:
 
 def _weight_facts(config: ModelConfig, dtype: DType) -> dict[str, Any]:
     embedding = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return {"parameters": config.parameter_count, "of_them_embedding_and_head": embedding, "dtype": dtype,
-            "mib": _mib(weight_bytes(config, dtype))}
+    active = {"active_parameters": config.active_parameter_count} if config.experts else {}
+    return {"parameters": config.parameter_count, **active, "of_them_embedding_and_head": embedding, "dtype": dtype,
+            "mib": _mib(weight_bytes(config, dtype)), "mib_read_per_token": _mib(_token_bytes(config, dtype))}
 
 
 def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, extras: Extras) -> dict[str, Any]:

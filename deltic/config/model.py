@@ -372,9 +372,8 @@ def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 _MIXTURES: Final = tuple(name for name, family in FAMILIES.items() if family.experts)
 _ONLY: Final[Mapping[str, Any]] = {
-    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
-_ONLY_OF_EXPERTS: Final[Mapping[str, Any]] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-"""Otherwise some layers are dense."""
+    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "mlp_only_layers": [],
+    "use_sliding_window": False}
 
 
 def _experts(text: Mapping[str, Any], family: Family) -> ExpertsConfig:
@@ -388,8 +387,9 @@ def _experts(text: Mapping[str, Any], family: Family) -> ExpertsConfig:
 
 
 def _refuse_unsupported(text: Mapping[str, Any], family: Family) -> None:
-    more = {**({"sliding_window": None} if family.window else {}), **(_ONLY_OF_EXPERTS if family.experts else {})}
-    for key, value in {**_ONLY, **more}.items():
+    window = {"sliding_window": None} if family.window else {}
+    every_layer = {"decoder_sparse_step": 1} if family.experts else {}
+    for key, value in {**_ONLY, **window, **every_layer}.items():
         if text.get(key, value) != value:
             raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
     if text.get("quantization_config"):

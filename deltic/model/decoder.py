@@ -89,6 +89,23 @@ class Decoder:
         """Bytes of all parameters, a tied head counted once."""
         return sum(self.weight_kinds().values())
 
+    def token_bytes(self) -> int:
+        """Bytes of parameters that are read for a token: all, but for experts that it does not pass and other rows of
+        an embedding that is not the head."""
+        weights, embedding = self.weights, self.weights.embedding
+        own = sum(block.nbytes for weight in (weights.norm, weights.head) for block in _blocks(weight))
+        row = 0 if embedding is weights.head else embedding.nbytes // len(embedding)
+        return own + row + sum(_token_bytes(layer) for layer in weights.layers)
+
+
+def _token_bytes(layer: Layer) -> int:
+    total, mlp = sum(block.nbytes for weight in _weights(layer) for block in _blocks(weight)), layer.mlp
+    if isinstance(mlp, MlpWeights):
+        return total
+    experts = sum(block.nbytes for part in mlp.experts for weight in (part.gate_up, part.down)
+                  for block in _blocks(weight))
+    return total - experts + experts * mlp.per_token // len(mlp.experts)
+
 
 def feed_forward(ops: Ops, x: Tensor, layer: Layer) -> Tensor:
     """The layer's second half, between the norm and the residual: x [T, H] -> [T, H]."""

@@ -94,6 +94,11 @@ def canonical_head(name: str) -> str | None:
     return f"{rest}.weight" if _STACK.fullmatch(rest.removeprefix("mtp.layers.0.")) else rest
 
 
+def is_stack(name: str) -> bool:
+    """Whether a tensor of ours has the matrices of all experts, stacked along the first axis."""
+    return _STACK.search(name) is not None
+
+
 def stack_of(name: str) -> tuple[str, int] | None:
     """For a tensor of a single expert: our name of that of all experts, stacked along the first axis, and its place."""
     found = _EXPERT.fullmatch(name)

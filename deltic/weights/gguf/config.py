@@ -170,11 +170,12 @@ def _layer_types(keys: _Keys, family: Family) -> list[str]:
 
 def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
     """Files have no word for shares that are not normalised unless expert_weights_norm says so."""
-    shared = {"shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", 1, 1 << 20)}
+    shared = "expert_shared_feed_forward_length"
     return {"num_experts": keys.integer("expert_count", 1, 4096),
             "num_experts_per_tok": keys.integer("expert_used_count", 1, 4096),
             "moe_intermediate_size": keys.integer("expert_feed_forward_length", 1, 1 << 20),
-            "norm_topk_prob": keys.get("expert_weights_norm") is not False, **(shared if family.shared else {})}
+            "norm_topk_prob": keys.get("expert_weights_norm") is not False,
+            **({"shared_expert_intermediate_size": keys.integer(shared, 1, 1 << 20)} if family.shared else {})}
 
 
 def _kv_heads(keys: _Keys, family: Family) -> dict[str, int]:
