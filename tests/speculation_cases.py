@@ -13,6 +13,7 @@ from support import (
     DEVICE,
     Reference,
     drain,
+    moe_shape,
     numbers,
     odd_runtime,
     odd_shape,
@@ -138,6 +139,13 @@ def expected(model: str, params: str, choice: int = 0) -> Reference:
 def headed() -> Runtime:
     """The odd model with a random head, whose drafts are all wrong."""
     model = RandomModel(shape=odd_shape(), initializer_range=0.1, head=True)
+    return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
+
+
+@cache
+def moe_headed() -> Runtime:
+    """The same with experts, in the model and in its head."""
+    model = RandomModel(shape=moe_shape(), initializer_range=0.1, head=True)
     return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from speculation_cases import PATTERNS, Dictate, EndingAt, headed
-from support import fresh_pools, odd_runtime, qwen3_runtime
+from speculation_cases import PATTERNS, Dictate, EndingAt, headed, moe_headed
+from support import fresh_pools, moe_runtime, odd_runtime, qwen3_runtime
 
 from deltic.cache.disk import Disk
 from deltic.cache.host import Host
@@ -21,7 +21,7 @@ from deltic.cache.tier_store import TierStore
 from deltic.engine.runtime import Runtime
 from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
 
-MODELS = {"odd": odd_runtime, "headed": headed, "qwen3": qwen3_runtime}
+MODELS = {"odd": odd_runtime, "headed": headed, "qwen3": qwen3_runtime, "moe": moe_runtime, "moe, headed": moe_headed}
 TIERS: dict[str, Callable[[str], TierStore]] = {
     "host": lambda place: Host(1 << 24), "small host": lambda place: Host(1 << 18),
     "disk": lambda place: Disk(place, "x", 1 << 28)}

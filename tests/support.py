@@ -93,7 +93,7 @@ def qwen3_runtime() -> Runtime:
     return load(model, EngineConfig(dtype="float32", memory="8MiB", max_batch=8, threads=1, device=DEVICE))
 
 
-RUNTIMES = {"odd": odd_runtime, "qwen3": qwen3_runtime, "embedded": embedded_runtime}
+RUNTIMES = {"odd": odd_runtime, "qwen3": qwen3_runtime, "embedded": embedded_runtime, "moe": moe_runtime}
 
 HF_SHAPE: dict[str, Any] = {
     "vocab_size": 307, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 4,

@@ -13,14 +13,26 @@ import torch
 from native_pools import moved, pool, using
 from op_cases import Row, build_batch, empty_state, gdn_weights, generator, randn
 from reuse_cases import runtime_of, usage_of
-from support import Forcing, Reference, drain, greedy, lively, numbers, odd_shape, qwen2_shape, reference, with_sample
+from support import (
+    Forcing,
+    Reference,
+    drain,
+    greedy,
+    lively,
+    moe_shape,
+    numbers,
+    odd_shape,
+    qwen2_shape,
+    reference,
+    with_sample,
+)
 from test_ops_gdn_cpu import core, empty_view
 from torch import Tensor
 from torch.nn import functional
 
 from deltic.cli import main
 from deltic.cli.scenarios import SCENARIOS
-from deltic.config import EngineConfig, LinearConfig
+from deltic.config import EngineConfig, ExpertsConfig, LinearConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
@@ -36,16 +48,20 @@ DRAWN = SamplingParams(temperature=1.0, max_tokens=ANSWER, ignore_eos=True, seed
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"}, "float16": {"dtype": "float16"}, "bfloat16": {"dtype": "bfloat16"},
     "q8_0": {"dtype": "float32", "quant": "q8_0"}, "q4_k": {"dtype": "bfloat16", "quant": "q4_k"},
-    "qwen2": {"dtype": "bfloat16", "quant": "q8_0"}}
+    "qwen2": {"dtype": "bfloat16", "quant": "q8_0"}, "experts": {"dtype": "float32"},
+    "experts, q4_k": {"dtype": "bfloat16", "quant": "q4_k"}}
 BLOCKS = odd_shape(hidden_size=256, intermediate_size=512, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4))
 """A shape that can be quantized."""
-BARE = qwen2_shape(hidden_size=256, intermediate_size=512)
+SHAPES = {"qwen2": qwen2_shape(hidden_size=256, intermediate_size=512),
+          **dict.fromkeys(("experts", "experts, q4_k"), moe_shape(
+              hidden_size=256, head_dim=64, linear=LinearConfig(2, 6, 24, 128, 4),
+              experts=ExpertsConfig(9, 3, 256, 512)))}
 
 
 @cache
 def model(kind: str) -> Runtime:
     options = EngineConfig(**{"memory": "8MiB", "max_batch": 8, "threads": 1, **KINDS[kind]})
-    return load(RandomModel(shape=BARE if kind == "qwen2" else BLOCKS, initializer_range=0.1), options)
+    return load(RandomModel(shape=SHAPES.get(kind, BLOCKS), initializer_range=0.1), options)
 
 
 @cache

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
 from speculation_cases import PATTERNS, Scripted
 from story_cases import AGAIN, MODELS, VOCABULARY, Room, Story, story_of
-from support import Answer, Answers, Mismatch, odd_runtime, qwen3_runtime, same_logits, serve, session_over, take
+from support import (
+    Answer,
+    Answers,
+    Mismatch,
+    moe_runtime,
+    odd_runtime,
+    qwen3_runtime,
+    same_logits,
+    serve,
+    session_over,
+    take,
+)
 from test_prefix_tree import tokens_of
 from torch import Tensor
 
@@ -30,10 +41,12 @@ from deltic.engine.sequence import Sequence as Running
 from deltic.engine.session import Session
 from deltic.types import PAGE
 
-PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime}
+PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime, "moe": moe_runtime,
+         "moe, headed": moe_runtime}
 """Who answers the same: a head drafts, and leaves the rest as it is."""
-OTHER = {"odd": qwen3_runtime, "headed": qwen3_runtime, "qwen3": odd_runtime}
-TOLERANCE, FAST, FLYING, SLOW, GROUP = 2e-3, (*range(50, 120), 412), range(1500, 1540), 1500, 50
+OTHER = {**dict.fromkeys(PLAIN, qwen3_runtime), "qwen3": odd_runtime}
+TOLERANCE, FAST, FLYING, MIXED, SLOW, GROUP = (
+    2e-3, (*range(50, 120), 412), range(1500, 1540), range(700, 712), 1500, 50)
 
 
 def alone(story: Story) -> Answers:
@@ -206,10 +219,11 @@ def same(wanted: Answer, found: Answer, aborted: bool) -> None:
             raise Mismatch("other probabilities")
 
 
-def tell(seeds: Sequence[int], ahead: bool = False) -> Counter[str]:
-    """What happened in all these stories."""
+def tell(seeds: Sequence[int], ahead: bool = False, models: Mapping[str, str] | None = None) -> Counter[str]:
+    """What happened in all these stories, told of other models where `models` says so."""
     happened: Counter[str] = Counter()
     for story in map(story_of, seeds):
+        story = replace(story, model=(models or {}).get(story.model, story.model))
         with tempfile.TemporaryDirectory() as place:
             stage = Stage.of(story, place, ahead)
             try:
@@ -234,6 +248,21 @@ def test_some_stories_with_a_step_in_flight() -> None:
     happened = tell(FLYING, ahead=True)
     assert all(happened[what] > 2 for what in ("ahead", "preempted", "aborted", "reused", "restored", "paused")), (
         f"too little happened: {happened}")
+
+
+EXPERTS = {"odd": "moe", "headed": "moe, headed", "qwen3": "moe"}
+
+
+def test_some_stories_of_a_mixture_of_experts() -> None:
+    happened = tell(MIXED, models=EXPERTS)
+    assert all(happened[what] > 2 for what in ("preempted", "accepted", "rejected", "reused", "restored")), (
+        f"too little happened: {happened}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, SLOW, 5 * GROUP))
+def test_many_stories_of_a_mixture_of_experts(first: int) -> None:
+    tell(range(first, first + GROUP), models=EXPERTS)
 
 
 @pytest.mark.slow
