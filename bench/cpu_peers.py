@@ -161,13 +161,16 @@ def _summary(line: Mapping[str, Any], names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A file: how many of its tensors are of each type, the bytes of weights that every step reads, and the bytes that
-    one sequence's recurrent states are read and written with."""
+    """A file: how many of its tensors are of each type, the bytes of weights that every step reads, those of experts,
+    the share of these that a token passes, and the bytes that one sequence's recurrent states are read and written
+    with."""
 
     file: str
     layers: int
     tensors: Mapping[str, int]
     weight_bytes: int
+    expert_bytes: int
+    passed: float
     state_bytes: int
 
 
@@ -182,14 +185,18 @@ def _model(path: Path) -> Model:
     linear = config.linear
     state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * 4 if linear else 0
     types = Counter(tensor.type.name for tensor in tensors.values())
+    experts = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith("_exps.weight"))
     return Model(path.name, config.num_hidden_layers, dict(types),
-                 sum(tensor.nbytes for name, tensor in tensors.items() if name not in looked_up),
+                 sum(tensor.nbytes for name, tensor in tensors.items() if name not in looked_up) - experts, experts,
+                 config.experts.per_token / config.experts.count if config.experts else 0.0,
                  2 * state * len(config.linear_layers))
 
 
 def _shares(model: Model, task: Task, values: Mapping[str, list[float]], memory: list[float]) -> dict[str, Any]:
-    """The limit that memory sets, and what share of it the programs reach. (K/V of so few tokens is left out.)"""
-    step_bytes = model.weight_bytes + task.batch * model.state_bytes
+    """The limit that memory sets, and what share of it the programs reach. (K/V of so few tokens is left out.) Of
+    experts a step reads those that one of its sequences passes, each as likely as any other."""
+    met = 1 - (1 - model.passed) ** task.batch
+    step_bytes = model.weight_bytes + met * model.expert_bytes + task.batch * model.state_bytes
     limit = task.batch * median(memory) * 1e9 / step_bytes
     return {"memory_read_gb_s": spread(memory), "limit": round(limit, 2),
             "share_of_limit": {name: round(median(figures) / limit, 4) for name, figures in values.items()}}

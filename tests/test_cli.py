@@ -287,7 +287,7 @@ def test_inspect_shows_who_drafts(capsys):
 
 
 def test_inspect_a_shape_without_its_weights(monkeypatch, capsys):
-    monkeypatch.setattr("deltic.engine.loading.random_weights", lambda *args, **options: pytest.fail("allocated"))
+    monkeypatch.setattr("deltic.engine.loading.random_tensors", lambda *args, **options: pytest.fail("allocated"))
     assert main(["inspect", "--random", "qwen3.5-27b", "--memory", "4GiB"]) == 0
     shown = capsys.readouterr().out
     assert "16 x (3 linear_attention + 1 full_attention)" in shown and "26,895,998,464" in shown

@@ -54,7 +54,7 @@ def test_a_model_that_does_not_start_for_it(refused: None) -> None:
 def test_the_weights_too(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
-    monkeypatch.setattr("deltic.engine.loading.random_weights", refuse)
+    monkeypatch.setattr("deltic.engine.loading.random_tensors", refuse)
     with pytest.raises(ConfigError, match=r"weights of random-qwen3.5-0.8b \(the last 45.0 MiB.*--quant q4_k"):
         LLM(RandomModel(), memory="64MiB", threads=1)
 

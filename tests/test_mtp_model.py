@@ -25,7 +25,7 @@ from deltic.ops.qtensor import QTensor, pack_tensor
 from deltic.ops.records import Batch, Block, CacheViews, KvView
 from deltic.types import PAGE
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
-from deltic.weights.names import expected_head
+from deltic.weights.names import canonical_head, expected_head, packed_parts, split_packed
 from deltic.weights.quant import quantize_weights
 from deltic.weights.random import random_head, random_weights
 from deltic.weights.safetensors import load_directory
@@ -44,18 +44,15 @@ class Theirs(nn.Module):
     """A head in transformers' modules, over a trunk."""
 
     def __init__(self, trunk: Any) -> None:
-        from transformers import Qwen3_5TextConfig
-        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
-
         super().__init__()
-        config = Qwen3_5TextConfig(**{**trunk.config.to_dict(), "layer_types": ["full_attention"],
-                                      "num_hidden_layers": 1})
-        config._attn_implementation = "eager"
-        hidden = config.hidden_size
+        config = type(trunk.config)(**{**trunk.config.to_dict(), "layer_types": ["full_attention"],
+                                       "num_hidden_layers": 1})
+        config._attn_implementation = config._experts_implementation = "eager"
+        hidden, layer, norm = config.hidden_size, type(trunk.model.layers[0]), type(trunk.model.norm)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
-            Qwen3_5RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(3))
+            norm(hidden, eps=config.rms_norm_eps) for _ in range(3))
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, 0)])
+        self.layers = nn.ModuleList([layer(config, 0)])
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for tensor in self.parameters():
@@ -92,8 +89,13 @@ class Theirs(nn.Module):
             before = torch.cat([before, out[-1:]])
         return torch.stack(logits)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"mtp.{name}": tensor.detach().clone() for name, tensor in self.named_parameters()}
+    def tensors(self, config: ModelConfig) -> dict[str, Tensor]:
+        """Under our names."""
+        found: dict[str, Tensor] = {}
+        for theirs, parameter in self.named_parameters():
+            name, tensor = canonical_head(f"mtp.{theirs}") or "", parameter.detach().clone()
+            found |= split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
+        return found
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,19 @@ class Pair:
 
     def mtp(self, ops: Ops, rows: int | None = None) -> tuple[Decoder, Mtp]:
         decoder = build(self.config, {**self.weights}, ops, torch.float32)
-        return decoder, build_head(self.config, {**self.theirs.tensors()}, decoder, rows)
+        return decoder, build_head(self.config, {**self.theirs.tensors(self.config)}, decoder, rows)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=[
+    {}, {"tie_word_embeddings": True}, {"family": "qwen3_5_moe"}], ids=["untied", "tied", "experts"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     import json
 
     directory = tmp_path_factory.mktemp("trunk")
-    trunk = transformers_model(directory, tie_word_embeddings=request.param)
+    trunk = transformers_model(directory, **request.param)
     config = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
     theirs = Theirs(trunk).eval()
-    assert set(theirs.tensors()) == set(expected_head(config))
+    assert set(theirs.tensors(config)) == set(expected_head(config))
     with torch.no_grad():
         yield Pair(theirs, config, load_directory(directory, config))
 
@@ -266,7 +269,7 @@ def test_wrong_hidden_states_are_noticed(pair: Pair, name: str) -> None:
 @pytest.mark.parametrize(("rows", "count"), [(1, 16), (32, 32), (100, 112), (305, 307), (10**6, 307), (None, 307)])
 def test_a_shortened_head_gives_the_first_logits(pair: Pair, backend: str, rows: int | None, count: int) -> None:
     decoder, whole = pair.mtp(backends()[backend])
-    short = build_head(pair.config, {**pair.theirs.tensors()}, decoder, rows)
+    short = build_head(pair.config, {**pair.theirs.tensors(pair.config)}, decoder, rows)
     x = torch.randn(3, pair.config.hidden_size)
     logits = decoder.ops.head(x, short.head)
     assert torch.equal(logits, decoder.ops.head(x, whole.head)[:, :count])
@@ -340,7 +343,7 @@ def test_own_embedding_and_logits_are_used(pair: Pair) -> None:
     decoder, shared = pair.mtp(backends()["torch"])
     own = {name: torch.randn(pair.config.vocab_size, pair.config.hidden_size)
            for name in ("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")}
-    tensors: dict[str, Block] = {**pair.theirs.tensors(), **own}
+    tensors: dict[str, Block] = {**pair.theirs.tensors(pair.config), **own}
     mtp = build_head(pair.config, tensors, decoder, None)
     assert not tensors
     assert mtp.embedding is own["mtp.embed_tokens.weight"] and mtp.head is own["mtp.shared_head.head.weight"]

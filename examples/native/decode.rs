@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_int, c_void};
 
-    pub const ABI: c_int = 7;
+    pub const ABI: c_int = 8;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -124,6 +124,7 @@ mod deltic {
         pub kv: *const Kv,
         pub gate_up: Weight,
         pub down: Weight,
+        pub moe: *const c_void,
     }
 
     #[repr(C)]
@@ -308,6 +309,7 @@ impl Maker {
             kv: null(),
             gate_up: self.weight(deltic::Q4_K, 2 * WIDTH, HIDDEN),
             down: self.weight(deltic::Q4_K, HIDDEN, WIDTH),
+            moe: null(),
         }
     }
 
