@@ -291,6 +291,29 @@ def test_extracting_needs_little_memory(with_head: Path, tmp_path: Path, monkeyp
     assert sum(count == 100 for count in counts) > 50 and max(counts) < header
 
 
+@pytest.mark.parametrize("gates", [("gate",), ("shared_expert_gate",), ("gate", "shared_expert_gate")])
+def test_gates_that_a_head_lacks_are_those_of_the_last_attention_layer(
+        tmp_path: Path, gates: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    text = {**TEXT, "vocab_size": 3072, "num_hidden_layers": 8}
+    config = ModelConfig.from_hf(text)
+    trunk, head = random_weights(config, "float32"), random_head(config, "float32")
+    whole = {**head, **{f"mtp.layers.0.mlp.{gate}.weight": trunk[f"model.layers.7.mlp.{gate}.weight"].clone()
+                        for gate in gates}}
+    lacking = {name: tensor for name, tensor in whole.items() if not any(f"mlp.{gate}." in name for gate in gates)}
+    routers = []
+    for name, tensors in (("whole", whole), ("lacking", lacking)):
+        directory = saved(tmp_path / name, {**trunk, **tensors}, text)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (directory / file).write_bytes((TINY / file).read_bytes())
+        caplog.clear()
+        runtime = load(str(directory), EngineConfig(dtype="float32", memory="8MiB", threads=1, speculate="mtp:2"))
+        assert runtime.mtp is not None and isinstance(runtime.mtp.layer.mlp, MoeWeights)
+        router = runtime.mtp.layer.mlp.router
+        assert not isinstance(router, tuple)
+        routers.append(router.dequantize() if isinstance(router, QTensor) else router)
+    assert torch.equal(routers[0], routers[1]) and "the draft head lacks" in caplog.text
+
+
 def test_an_expert_of_a_head_that_is_missing(tmp_path: Path) -> None:
     head = split(random_head(CONFIG, "float32"))
     del head["mtp.layers.0.mlp.experts.1.up_proj.weight"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from deltic.config import ModelConfig
+from deltic.config import ExpertsConfig, ModelConfig
+from deltic.errors import ModelError
 from deltic.model.decoder import Decoder, Taker, dense_parts, feed_forward
 from deltic.ops import Ops
 from deltic.ops.qtensor import PANEL, QTensor
@@ -24,6 +26,7 @@ from deltic.ops.records import (
     Weight,
 )
 
+log = logging.getLogger("deltic")
 SHORT: Final = 32_000
 """Rows of the shortened head. Byte-pair tokenizers number their tokens by how frequent they were, so that nearly all
 tokens that are worth a draft come first (FastMTP, arXiv 2509.18362)."""
@@ -84,6 +87,8 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
     The embedding and the matrix of the logits are the trunk's, in its memory, unless the head has its own.
     """
     ops, main = decoder.ops, decoder.weights
+    if config.experts is not None:
+        _borrow_gates(config.experts, tensors, decoder)
     layer, top = (Taker(tensors, prefix, ops, config.norm_offset) for prefix in ("mtp.layers.0.", "mtp."))
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
@@ -106,6 +111,28 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
         kv, top.norm("norm"), head if rows is None else first_rows(head, rows, ops), main.rope, main.eps, ops,
         # as a whole native step computes; plain matrices want activations of their own dtype
         torch.float32 if all(isinstance(block, QTensor) for block in matrices) else decoder.dtype)
+
+
+def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: Decoder) -> None:
+    """Heads that were taken out of a model by some tools lack the gates of their experts: the trunk's nearest layer of
+    the same kind has those that are most like them."""
+    rows = {"gate": slice(experts.count), "shared_expert_gate": slice(experts.count, experts.count + 1)}
+    for gate, part in rows.items():
+        name = f"mtp.layers.0.mlp.{gate}.weight"
+        if name in tensors or (gate != "gate" and not experts.shared_size):
+            continue
+        layers = [layer.mlp for layer in decoder.weights.layers if isinstance(layer.mixer, AttentionWeights)]
+        if not layers or not isinstance(layers[-1], MoeWeights):
+            raise ModelError(f"tensor {name!r} is missing, and the model has no layer with attention whose gate could "
+                             "stand in; use the model without its head")
+        log.warning("the draft head lacks %s: that of the model's last layer with attention is used", name)
+        tensors[name] = torch.cat([_plain(block) for block in _blocks(layers[-1].router)])[part].clone()
+
+
+def _plain(block: Block) -> Tensor:
+    if isinstance(block, QTensor):
+        return block.dequantize()
+    return block.to_dense() if block.is_mkldnn else block
 
 
 def first_rows(weight: Weight, rows: int, ops: Ops) -> Weight:

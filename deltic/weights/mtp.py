@@ -34,6 +34,7 @@ from deltic.weights.names import (
     optional_head,
     packed_parts,
     packed_shape,
+    required_head,
     split_packed,
     tensor_dtype,
 )
@@ -170,7 +171,7 @@ def _check_head(place: Path, stored: Mapping[str, Source], config: ModelConfig) 
     twice = [part for part in served if served.count(part) > 1]
     if twice:
         raise ModelError(f"tensor {twice[0]!r} is given twice in {place}; keep the files of one revision")
-    missing = [name for name in expected if name not in served]
+    missing = [name for name in required_head(config) if name not in served]
     if stored and missing:
         raise ModelError(f"{len(missing)} tensors of the multi-token-prediction head are missing in {place}, such as "
                          f"{missing[0]!r}; download all shards, or take the head from the original model with "

@@ -39,6 +39,8 @@ _IGNORED: Final = re.compile(
     r"|\.rotary_emb\.(original_)?inv_freq$"
     r"|\.linear_attn\.conv1d\.bias$")
 _HEAD: Final = re.compile(r"(?:(?:model|language_model)\.){0,2}(mtp\..*)", re.DOTALL)
+HEAD_GATES: Final = ("mtp.layers.0.mlp.gate.weight", "mtp.layers.0.mlp.shared_expert_gate.weight")
+"""The router of a head with experts, and the gate of its shared one."""
 _HEAD_TABLES: Final = ("mtp.embed_tokens.weight", "mtp.shared_head.head.weight")
 _STACK: Final = re.compile(r"mlp\.experts\.(gate_up|gate|up|down)_proj")
 _EXPERT: Final = re.compile(r"(.*\.mlp\.experts\.)(0|[1-9]\d{0,3})\.((?:gate|up|down)_proj\.weight)")
@@ -146,6 +148,11 @@ def expected_head(config: ModelConfig) -> dict[str, Shape]:
         **{f"mtp.layers.0.{name}": shape for name, shape in layer.items()},
         "mtp.norm.weight": (hidden,),
     }
+
+
+def required_head(config: ModelConfig) -> dict[str, Shape]:
+    """Of `expected_head` what must be there: gates of experts may be taken from the model (`model.mtp.build_head`)."""
+    return {name: shape for name, shape in expected_head(config).items() if name not in HEAD_GATES}
 
 
 def optional_head(config: ModelConfig) -> dict[str, Shape]:

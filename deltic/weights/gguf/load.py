@@ -22,7 +22,15 @@ from deltic.weights.gguf.blocks import Bytes, fill
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.header import GgufTensor
 from deltic.weights.gguf.names import ROPE_FACTORS, Place, gguf_name, place
-from deltic.weights.names import HEAD, Shape, expected_head, expected_tensors, optional_head, tensor_dtype
+from deltic.weights.names import (
+    HEAD,
+    Shape,
+    expected_head,
+    expected_tensors,
+    optional_head,
+    required_head,
+    tensor_dtype,
+)
 from deltic.weights.safetensors import TORCH_DTYPES, Progress
 
 _LARGE: Final = 256 << 20
@@ -126,7 +134,7 @@ def plan_gguf_head(file: GgufFile, config: ModelConfig) -> list[GgufSource]:
     expected = expected_head(config)
     sources = list(_plan(file, config, {**expected, **optional_head(config)}, mtp=True))
     if sources:
-        _check_complete(file, config, expected, sources)
+        _check_complete(file, config, required_head(config), sources)
     return sources
 
 
