@@ -36,7 +36,7 @@ import torch
 from random_gguf import random_gguf
 
 from deltic import LLM, RandomModel, SamplingParams
-from deltic.config import LinearConfig, ModelConfig, RopeConfig
+from deltic.config import ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
 from deltic.text.tokenizer import Tokenizer
 from deltic.weights.gguf.convert import FILE_TYPES
 from deltic.weights.gguf.file import GgufFile
@@ -55,6 +55,12 @@ SHAPES = {
     "qwen3_5, three value heads, tied": replace(EQUAL, linear=LinearConfig(2, 6, 32, 32, 4), tie_word_embeddings=True),
     "qwen3": replace(EQUAL, architecture="qwen3", num_hidden_layers=3, layer_types=("full_attention",) * 3,
                      attention_output_gate=False, rope=RopeConfig(1e5, 64, ()), linear=None),
+}
+_EXPERTS = ExpertsConfig(8, 3, 64, 96)
+SHAPES |= {
+    "qwen3_5_moe": replace(EQUAL, architecture="qwen3_5_moe", intermediate_size=0, experts=_EXPERTS),
+    "qwen3_moe": replace(SHAPES["qwen3"], architecture="qwen3_moe", intermediate_size=0,
+                         experts=replace(_EXPERTS, shared_size=0)),
 }
 _BARE = replace(SHAPES["qwen3"], qk_norm=False)
 SHAPES |= {

@@ -12,6 +12,8 @@ from support import Mismatch, lively, same_logits, session_over, stepwise_logits
 from test_model_parity import Pair, paired, their_answer, with_ops
 from torch import Tensor
 
+from deltic.config import EngineConfig
+from deltic.engine.loading import load
 from deltic.ops import Ops, backends, ref
 from deltic.ops.records import MlpWeights, MoeWeights
 
@@ -54,14 +56,15 @@ def test_one_token_at_a_time_and_cut_anywhere(pair: Pair) -> None:
 
 @pytest.mark.parametrize("ops", ["ref", "torch"])
 def test_the_other_backends_too(pair: Pair, ops: str) -> None:
-    tokens = pair.prompt(40, seed=2)
+    tokens = pair.prompt(20, seed=2)
     slow = session_over(with_ops(pair.ours, backends()[ops]), budget=13)
     same_logits(pair.expected(tokens), slow.prefill(tokens, all_logits=True))
 
 
-def test_200_greedy_tokens_teacher_forced(plain: Pair) -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_greedy_tokens_teacher_forced(plain: Pair, count: int) -> None:
     prompt = plain.prompt(12, seed=3)
-    tokens, expected = their_answer(plain, prompt, 200)
+    tokens, expected = their_answer(plain, prompt, count)
     lively(tokens)
     session = plain.session()
     found = torch.stack([session.prefill(prompt), *stepwise_logits(session, tokens[:-1])])
@@ -104,16 +107,9 @@ def sharper(weights: MoeWeights) -> MoeWeights:
     return replace(weights, router=torch.cat([weights.router[:count] * 1.5, weights.router[count:]]))
 
 
-def of_chosen_neighbours(ops: Ops) -> Ops:
-    """A token's experts see the token before it."""
-    return replace(ops, moe=lambda x, weights: ops.moe(x, replace(weights, shared=None, router=ref_router(weights)))
-                   .roll(1, 0) + ops.moe(x, weights) - ops.moe(x, replace(weights, shared=None,
-                                                                         router=ref_router(weights))))
-
-
-def ref_router(weights: MoeWeights) -> Tensor:
-    assert isinstance(weights.router, Tensor)
-    return weights.router[:len(weights.experts)]
+def of_the_token_before(ops: Ops) -> Ops:
+    """Each token is given what the experts made of the one before it."""
+    return replace(ops, moe=lambda x, weights: ops.moe(x, weights).roll(1, 0))
 
 
 BUGS = {
@@ -126,27 +122,25 @@ BUGS = {
     "gate and up of the shared expert are swapped": changed(
         lambda weights: replace(weights, shared=weights.shared and swapped(weights.shared))),
     "the shared expert is left out": changed(without_shared), "the shared expert's gate is left out": ungated,
-    "shares of another temperature": changed(sharper), "experts of the token before": of_chosen_neighbours,
+    "shares of another temperature": changed(sharper), "what the token before should get": of_the_token_before,
 }
 
 
+@pytest.fixture(scope="module")
+def healthy(plain: Pair) -> Pair:
+    """With plain weights, on torch."""
+    options = EngineConfig(dtype="float32", memory="8MiB", threads=1, ops=("torch",))
+    return replace(plain, ours=load(str(plain.ours.path), options))
+
+
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_comparison_notices(bug: str, plain: Pair) -> None:
-    tokens = plain.prompt(60, seed=9)
-    expected = plain.expected(tokens)
-    healthy = replace(plain, ours=reloaded(plain))
+def test_the_comparison_notices(bug: str, healthy: Pair) -> None:
+    tokens = healthy.prompt(60, seed=9)
+    expected = healthy.expected(tokens)
     same_logits(expected, healthy.session().prefill(tokens, all_logits=True))
     broken = session_over(with_ops(healthy.ours, BUGS[bug](healthy.ours.decoder.ops)), budget=512)
     with pytest.raises(Mismatch, match=r"best token|differ by"):
         same_logits(expected, broken.prefill(tokens, all_logits=True))
-
-
-def reloaded(pair: Pair) -> Any:
-    """With plain weights, on torch."""
-    from deltic.config import EngineConfig
-    from deltic.engine.loading import load
-
-    return load(str(pair.ours.path), EngineConfig(dtype="float32", memory="8MiB", threads=1, ops=("torch",)))
 
 
 def test_the_comparison_notices_a_softmax_over_the_chosen_alone(tmp_path: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -90,10 +91,13 @@ def recorded(kind: str, budget: int, batch: int, kept: int) -> Tensor:
     return forcing.recorded(SEED)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+def slow_with_experts(threads: int, kind: str) -> Any:
+    return pytest.param(threads, kind, marks=pytest.mark.slow if "experts" in kind and threads != 2 else ())
+
+
 @pytest.mark.parametrize(("budget", "batch", "kept"), [(1, 1, 0), (7, 3, 0), (64, 8, 53), (512, 3, 64), (512, 1, 0),
                                                        (7, 8, 83)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("threads", "kind"), [slow_with_experts(*case) for case in product((1, 2, 5), KINDS)])
 def test_l6_bit_for_bit(kind: str, budget: int, batch: int, kept: int, threads: int) -> None:
     wanted = expected(kind).logits
     with using(threads=threads):

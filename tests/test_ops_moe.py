@@ -126,7 +126,7 @@ def test_every_type_of_blocks(kind: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", [2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_K", "Q6_K"])
 def test_a_tokens_result_is_its_own_to_the_bit(kind: str, threads: int) -> None:
     shape = (12, 3, 256, 512, 256)
