@@ -4,6 +4,7 @@ named; draft heads with experts; what `inspect` says of a token."""
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from deltic.weights.gguf.load import load_gguf, load_packed
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.mtp import directory_checkpoint, extract_head
 from deltic.weights.names import expected_tensors
-from deltic.weights.quant import quantize_weights
+from deltic.weights.quant import quantize_tensors, quantize_weights
 from deltic.weights.random import random_head, random_weights
 from deltic.weights.safetensors import load_directory
 
@@ -176,6 +177,33 @@ def test_quantized_as_it_is_loaded_like_the_file(tmp_path: Path) -> None:
     mlp = runtime.decoder.weights.layers[0].mlp
     assert isinstance(mlp, MoeWeights) and isinstance(mlp.experts[3].gate_up, tuple)
     assert runtime.step is not None
+
+
+@needs_kernels
+@pytest.mark.parametrize("spelling", ["split", "fused"])
+def test_quantizing_holds_one_tensor_at_a_time(tmp_path: Path, spelling: str) -> None:
+    """The model in its files' dtype is never in memory as a whole."""
+    weights = random_weights(BLOCKY, "bfloat16")
+    form = {"split": split, "fused": fused}[spelling]
+    directory = saved(tmp_path / "model", form(weights))
+    files = ModelFiles(directory, BLOCKY, GenerationDefaults())
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        nonlocal most
+        source = files.tensors("bfloat16", "cpu", None)
+        while (item := next(source, None)) is not None:
+            alive.append(weakref.ref(item[1]))
+            most = max(most, sum(tensor.nbytes for ref in alive if (tensor := ref()) is not None))
+            yield item[0], item[1]
+            del item
+
+    found = quantize_tensors(watched(), "q8_0", BLOCKY)
+    assert set(found) == set(weights)
+    plain = sum(tensor.nbytes for tensor in found.values() if isinstance(tensor, Tensor))
+    largest = max(tensor.nbytes for tensor in weights.values())
+    assert most <= 2 * largest + plain < sum(tensor.nbytes for tensor in weights.values())
 
 
 # What is missing
