@@ -118,9 +118,7 @@ def _blocks(weight: Weight) -> tuple[Block, ...]:
 
 def dense_parts(weights: MlpWeights | MoeWeights) -> tuple[MlpWeights, ...]:
     """What a layer's feed-forward is made of: itself, or all experts, the shared one last."""
-    if isinstance(weights, MlpWeights):
-        return (weights,)
-    return weights.experts if weights.shared is None else (*weights.experts, weights.shared)
+    return (weights,) if isinstance(weights, MlpWeights) else weights.parts
 
 
 def _weights(layer: Layer) -> Iterator[Weight]:

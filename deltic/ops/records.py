@@ -284,6 +284,11 @@ class MoeWeights:
     per_token: int
     normalised: bool
 
+    @property
+    def parts(self) -> tuple[MlpWeights, ...]:
+        """All experts, the shared one last."""
+        return self.experts if self.shared is None else (*self.experts, self.shared)
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:

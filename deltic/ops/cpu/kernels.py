@@ -90,8 +90,8 @@ def mlp(pool: Pool, x: Tensor, weights: MlpWeights) -> Tensor:
 
 def moe_layer(weights: MoeWeights) -> MoeLayer:
     """The layer's struct; borrows the weights."""
-    parts = weights.experts if weights.shared is None else (*weights.experts, weights.shared)
-    experts = (Expert * len(parts))(*(Expert(native_weight(part.gate_up), native_weight(part.down)) for part in parts))
+    experts = (Expert * len(weights.parts))(*(
+        Expert(native_weight(part.gate_up), native_weight(part.down)) for part in weights.parts))
     return MoeLayer(native_weight(weights.router), experts, len(weights.experts), weights.per_token,
                     weights.shared is not None, weights.normalised)
 
@@ -107,8 +107,7 @@ def moe(pool: Pool, x: Tensor, weights: MoeWeights) -> Tensor:
 
 def moe_weights(weights: MoeWeights) -> list[Weight]:
     """All that the layer multiplies with."""
-    parts = weights.experts if weights.shared is None else (*weights.experts, weights.shared)
-    return [weights.router, *(weight for part in parts for weight in (part.gate_up, part.down))]
+    return [weights.router, *(weight for part in weights.parts for weight in (part.gate_up, part.down))]
 
 
 def head(pool: Pool, x: Tensor, weight: Weight) -> Tensor:
