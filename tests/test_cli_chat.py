@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import select
@@ -133,8 +134,8 @@ class Keys:
 
 def test_ctrl_c_at_the_prompt_hints_first_and_ends_then(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", Keys(KeyboardInterrupt, "Hi", KeyboardInterrupt, KeyboardInterrupt))
-    lines = chat._typed_lines()
-    assert next(lines) == "Hi"
+    lines = chat._messages(chat._Typed())
+    assert next(lines) == ("Hi", False)
     with pytest.raises(KeyboardInterrupt):
         next(lines)
     assert capsys.readouterr().err.count("Ctrl-C again") == 2
@@ -142,7 +143,78 @@ def test_ctrl_c_at_the_prompt_hints_first_and_ends_then(monkeypatch, capsys):
 
 def test_ctrl_d_ends(monkeypatch):
     monkeypatch.setattr("builtins.input", Keys("Hi", EOFError))
-    assert list(chat._typed_lines()) == ["Hi"]
+    assert list(chat._messages(chat._Typed())) == [("Hi", False)]
+
+
+def test_ctrl_c_drops_what_was_begun(monkeypatch, capsys):
+    monkeypatch.setattr("builtins.input", Keys('"""one', KeyboardInterrupt, "Hi", '"""two', '  three"""  ', EOFError))
+    assert list(chat._messages(chat._Typed())) == [("Hi", False), ("two\n  three", True)]
+
+
+def test_messages_of_several_lines(monkeypatch, prompts):
+    talk(monkeypatch, '"""\n/reset\n\n  two\n"""\n"""one line"""\n""""""\nsays """ inside\n"""to the end\n')
+    assert [asked[-1][1] for asked in prompts] == ["/reset\n\n  two", "one line", 'says """ inside', "to the end"]
+    assert len(prompts[-1]) == 7
+
+
+def test_settings_change_answers(monkeypatch, capsys):
+    asked, stream = [], LLM.stream
+
+    def spy(self, messages, sampling, **options):
+        asked.append((messages[0]["content"], sampling.temperature, sampling.max_tokens, options["thinking"]))
+        return stream(self, messages, sampling, **options)
+
+    monkeypatch.setattr(LLM, "stream", spy)
+    talk(monkeypatch, "/set temperature 0\n/set max-tokens 2\n/set think off\n/set system Be kind to me\nHi\n"
+                      "/set temperature\n/set max_tokens\n/set think\n/set system\nHi\n", "--temperature", "1")
+    assert asked == [("Be kind to me", 0, 2, False), ("Hi", 1, 4, None)]
+    err = capsys.readouterr().err.splitlines()
+    assert err == ["temperature 0.0", "max_tokens 2", "think off", "system Be kind to me",
+                   "temperature 1.0", "max_tokens 4", "think default", "system (none)"]
+
+
+def test_all_settings_are_shown(monkeypatch, capsys):
+    talk(monkeypatch, "/set\n", "--seed", "7")
+    shown = capsys.readouterr().err
+    assert "seed 7\n" in shown and "top_k (default)\n" in shown and "think default\n" in shown
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("/set flavour sweet", "there is no setting 'flavour', but system, think, temperature"),
+    ("/set temperature warm", "temperature must be a number, not 'warm'"), ("/set top_k 1.5", "must be an integer"),
+    ("/set temperature -1", "temperature must be between"), ("/set think maybe", "think is one of on, off, default"),
+    ("/save", "/save needs the name of a file"), ("/load", "/load needs"), ("/load /nowhere/x", "cannot be read"),
+    ("/save /nowhere/x", "No such file"),
+])
+def test_commands_that_cannot_be_obeyed(line, words, monkeypatch, capsys, prompts):
+    talk(monkeypatch, line + "\nHi\n", code=1)
+    assert words in capsys.readouterr().err and prompts == [[("user", "Hi")]]
+
+
+def test_a_conversation_is_saved_and_taken_up_again(monkeypatch, prompts, capsys, tmp_path, served):
+    """Its file is a request that the server takes."""
+    path = tmp_path / "talk.json"
+    talk(monkeypatch, f"Hi\nAnd \"you\"?\n/save {path}\n", "--system", "Be kind", "--think")
+    saved = json.loads(path.read_text())
+    assert [message["role"] for message in saved["messages"]] == ["system", *("user", "assistant") * 2]
+    assert served.post("/v1/chat/completions", **saved, max_tokens=1).status_code == 200
+    talk(monkeypatch, f"/load {path}\nGo on\n/save {path}\n/reset\nNew\n")
+    assert prompts[2] == [*((message["role"], message["content"]) for message in saved["messages"]), ("user", "Go on")]
+    assert prompts[3] == [("system", "Be kind"), ("user", "New")]
+    assert len(json.loads(path.read_text())["messages"]) == 7 and os.listdir(tmp_path) == ["talk.json"]
+    assert "loaded 5 messages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{", "7", '{"messages": 3}', '["hi"]', '[{"role": "bird", "content": "hi"}]',
+                                  '[{"content": "hi"}]', '[{"role": "user", "content": 7}]', "[" * 99999])
+def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(text, monkeypatch, prompts, capsys, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    talk(monkeypatch, f"/load {path}\nHi\n", code=1)
+    assert prompts == [[("user", "Hi")]]
+    if '"role"' not in text:
+        talk(monkeypatch, f"/save {path}\n", code=1)
+        assert "no conversation: choose another name" in capsys.readouterr().err and path.read_text() == text
 
 
 @pytest.fixture

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import options
 from deltic.cli.answer import Screen, read_answer, statistics_line
 from deltic.cli.models import open_llm
-from deltic.cli.parser import MOST_BYTES, UsageError
+from deltic.cli.parser import MOST_BYTES, UsageError, read_text
+from deltic.cli.settings import replace_file
 from deltic.cli.signals import Interruption
-from deltic.errors import RequestError
+from deltic.errors import RequestError, show
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM, Choice
@@ -22,8 +26,17 @@ if TYPE_CHECKING:
 
 HELP = "Hold a conversation. Every line is a message; /help lists the commands. Ctrl-C stops an answer."
 
-_COMMANDS = "/reset forgets the conversation, /exit (or Ctrl-D) ends, /help shows this; Ctrl-C stops an answer"
-_PROMPT = "> "
+_COMMANDS = {
+    "/set": "[NAME [VALUE]]  show the settings, put one back, or change it: temperature, think, system, ...",
+    "/save": "FILE           write the conversation as JSON, as the server takes it",
+    "/load": "FILE           go on with a conversation that was saved",
+    "/reset": "              forget the conversation",
+    "/help": "               show this",
+    "/exit": "               end, as Ctrl-D does",
+}
+_HINT = '/help lists the commands; """ begins and ends a message of several lines; Ctrl-C stops an answer'
+_PROMPT, _MORE, _QUOTES = "> ", ". ", '"""'
+_THINK = {"on": True, "off": False, "default": None}
 
 Message = dict[str, Any]
 
@@ -45,37 +58,119 @@ def run(args: argparse.Namespace) -> int:
         if interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() uses it)
-            _note(_COMMANDS)
-        for line in _typed_lines() if interactive else _piped_lines():
-            if line == "/exit":
+            _note(_HINT)
+        for text, quoted in _messages(_Typed() if interactive else _Piped()):
+            if quoted:
+                chat.say(text)
+            elif text == "/exit":
                 break
-            chat.take(line)
+            else:
+                chat.take(text)
     return 1 if chat.failed and not interactive else 0
 
 
 class Conversation:
-    """The messages so far, and how the next answer is made. `failed`: an answer could not be given."""
+    """The messages so far, and how the next answer is made. `failed`: something could not be done."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace, sampling: SamplingParams) -> None:
         self.failed = False
-        self._llm, self._sampling = llm, sampling
-        self._thinking, self._thinking_output = args.think, args.thinking_output
-        self._opening: list[Message] = [] if args.system is None else [{"role": "system", "content": args.system}]
-        self._messages = list(self._opening)
+        self._llm, self._given = llm, (sampling, args.think, args.system)
+        self._sampling, self._thinking, self._system = self._given
+        self._thinking_output = args.thinking_output
+        self._messages: list[Message] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        """With the system message."""
+        opening = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*opening, *self._messages]
 
     def take(self, line: str) -> None:
         """One line of the user: a command or a message."""
-        if line == "/reset":
-            self._messages = list(self._opening)
+        name, _, rest = line.partition(" ")
+        if name in _COMMANDS:
+            try:
+                self._obey(name, rest.strip())
+            except (UsageError, RequestError, OSError) as error:
+                self._fail(str(error))
+        elif line.startswith("/") and line[1:].isalpha():
+            _note(f"there is no command {line}: /help lists them")
+        else:
+            self.say(line)
+
+    def say(self, text: str) -> None:
+        """A message of the user; blank ones are none."""
+        if text.strip():
+            self._answer({"role": "user", "content": text})
+
+    def _obey(self, name: str, rest: str) -> None:
+        if name == "/reset":
+            self._messages = []
             _note("the conversation is forgotten")
-        elif line == "/help" or (line.startswith("/") and line[1:].isalpha()):
-            _note(_COMMANDS if line == "/help" else f"there is no command {line}: {_COMMANDS}")
-        elif line.strip():
-            self._answer({"role": "user", "content": line})
+        elif name == "/set":
+            self._set(*rest.split(maxsplit=1))
+        elif name in ("/save", "/load"):
+            if not rest:
+                raise UsageError(f"{name} needs the name of a file")
+            path = Path(rest).expanduser()
+            _note(self._save(path) if name == "/save" else self._load(path))
+        else:
+            _note("\n".join(f"{command:<6} {about}" for command, about in _COMMANDS.items()) + f"\n{_HINT}")
+
+    def _set(self, name: str = "", value: str | None = None) -> None:
+        """Change a setting, or put it back where there is no value."""
+        name, (sampling, thinking, system) = name.replace("-", "_"), self._given
+        if name == "system":
+            self._system = system if value is None else value
+        elif name == "think":
+            if value is not None and value not in _THINK:
+                raise UsageError(f"think is one of {', '.join(_THINK)}, not {show(value)}")
+            self._thinking = thinking if value is None else _THINK[value]
+        elif name in options.SAMPLING:
+            kind = options.SAMPLING[name][0]
+            try:
+                read = getattr(sampling, name) if value is None else kind(value)
+            except ValueError:
+                expected = "an integer" if kind is int else "a number"
+                raise UsageError(f"{name} must be {expected}, not {show(value)}") from None
+            self._sampling = replace(self._sampling, **{name: read})
+        elif name:
+            raise UsageError(f"there is no setting {show(name)}, but {', '.join(self._settings)}")
+        for known, shown in self._settings.items():
+            if name in ("", known):
+                _note(f"{known} {shown}")
+
+    @property
+    def _settings(self) -> dict[str, str]:
+        """All settings, in words."""
+        numbers = {name: getattr(self._sampling, name) for name in options.SAMPLING}
+        think = next(word for word, value in _THINK.items() if value is self._thinking)
+        return {"system": self._system or "(none)", "think": think,
+                **{name: "(default)" if value is None else str(value) for name, value in numbers.items()}}
+
+    def _save(self, path: Path) -> str:
+        """Write the messages as a request's body; a file that is something else is not overwritten."""
+        if path.exists():
+            try:
+                _read_messages(path)
+            except UsageError as error:
+                raise UsageError(f"{path} is there, and no conversation: choose another name") from error
+        body = {"messages": self.messages}
+        replace_file(path.resolve(), json.dumps(body, indent=1, ensure_ascii=False) + "\n", 0o644)
+        return f"saved {len(self.messages)} messages to {path}"
+
+    def _load(self, path: Path) -> str:
+        """Take the messages of a file, if the model's template does."""
+        messages = _read_messages(path)
+        self._llm.chat_processor.chat([*messages, {"role": "user", "content": "?"}])
+        opening = messages[0] if messages and messages[0].get("role") == "system" else None
+        text = opening["content"] if opening and isinstance(opening.get("content"), str) else None
+        self._system, self._messages = text, messages if text is None else messages[1:]
+        return f"loaded {len(messages)} messages from {path}"
 
     def _answer(self, question: Message) -> None:
         """Answer, and keep question and answer if there was one."""
-        messages = [*self._messages, question]
+        messages = [*self.messages, question]
         deltas: list[Delta] = []
         screen = Screen(self._thinking_output)
         try:
@@ -86,7 +181,7 @@ class Conversation:
         if choice and choice.finish == "error":
             self._fail(str(choice.error))
             return
-        self._messages = [*messages, _as_message(deltas)]
+        self._messages += [question, _as_message(deltas)]
 
     def _play(self, messages: list[Message], screen: Screen) -> tuple[list[Delta], Choice | None]:
         """Show an answer; its choice is None if it was interrupted."""
@@ -119,34 +214,89 @@ def _as_message(deltas: list[Delta]) -> Message:
     return {"role": "assistant", "content": answer.content, **reasoning}
 
 
-def _typed_lines() -> Iterator[str]:
-    """Lines from a person; Ctrl-C twice in a row ends, once gives a hint."""
-    warned = False
+def _read_messages(path: Path) -> list[Message]:
+    """The messages of a request's body in a file, or a list of them. UsageError says why not."""
+    try:
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}") from error
+    messages = found.get("messages") if isinstance(found, dict) else found
+    if not isinstance(messages, list) or not all(isinstance(message, dict) and "role" in message
+                                                 for message in messages):
+        raise UsageError(f'{path} must be of the form {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+    return messages
+
+
+def _messages(read: Callable[[bool], str | None]) -> Iterator[tuple[str, bool]]:
+    """What is said: lines, and texts between quotes on several lines (True).
+
+    read: gives the next line, or None to drop the text that was begun, which it is told about; EOFError ends that.
+    """
+    begun: list[str] | None = None
     while True:
         try:
-            line = input(_PROMPT)
+            line = read(begun is not None)
+        except EOFError:
+            break
+        if line is None:
+            begun = None
+            continue
+        if begun is None and line.startswith(_QUOTES):
+            begun, line = [], line.removeprefix(_QUOTES)
+        if begun is None:
+            yield line, False
+            continue
+        text = line.rstrip()
+        begun.append(text.removesuffix(_QUOTES) if text.endswith(_QUOTES) else line)
+        if sum(map(len, begun)) > MOST_BYTES:
+            raise UsageError(f"a message has more than {MOST_BYTES >> 20} MiB, which no context holds")
+        if text.endswith(_QUOTES):
+            yield "\n".join(begun).strip("\n"), True
+            begun = None
+    if begun is not None:
+        yield "\n".join(begun).strip("\n"), True
+
+
+class _Typed:
+    """Lines from a person; Ctrl-C twice in a row ends, once gives a hint."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def __call__(self, begun: bool) -> str | None:
+        try:
+            line = input(_MORE if begun else _PROMPT)
         except EOFError:
             print()
-            return
+            raise
         except KeyboardInterrupt:
             print()
-            if warned:
+            if self._warned:
                 raise
-            warned = True
+            self._warned = True
             _note("Ctrl-C again, /exit or Ctrl-D end the program")
-            continue
-        warned = False
-        yield line
+            return None
+        self._warned = False
+        return line
 
 
-def _piped_lines() -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: sys.stdin.buffer.readline(MOST_BYTES + 1), b""), 1):
+class _Piped:
+    """Lines of a file or pipe."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __call__(self, begun: bool) -> str:
+        line, self._number = sys.stdin.buffer.readline(MOST_BYTES + 1), self._number + 1
+        if not line:
+            raise EOFError
         if len(line) > MOST_BYTES:
-            raise UsageError(f"line {number} on stdin has more than {MOST_BYTES >> 20} MiB, which no context holds")
+            raise UsageError(f"line {self._number} on stdin has more than {MOST_BYTES >> 20} MiB, which no context "
+                             "holds")
         try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            return line.decode("utf-8-sig" if self._number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise UsageError(f"line {number} on stdin is not valid UTF-8 (byte {error.start}): convert it "
+            raise UsageError(f"line {self._number} on stdin is not valid UTF-8 (byte {error.start}): convert it "
                              "first, for example with iconv") from error
 
 

@@ -13,7 +13,7 @@ from deltic.cli.parser import UsageError, existing_file, text, whole
 from deltic.config import PRESETS, EngineConfig, Limits
 from deltic.types import SamplingParams
 
-_SAMPLING: dict[str, tuple[type, str, str]] = {
+SAMPLING: dict[str, tuple[type, str, str]] = {
     "temperature": (float, "T", "0 always takes the most probable token"),
     "top_p": (float, "P", "draw from the most probable tokens that together reach P"),
     "top_k": (int, "K", "draw from the K most probable tokens; 0: from all"),
@@ -63,7 +63,7 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "Where not given, the model's generation_config.json decides.")
-    for name, (kind, metavar, line) in _SAMPLING.items():
+    for name, (kind, metavar, line) in SAMPLING.items():
         group.add_argument(_flag(name), type=kind, metavar=metavar, help=line, default=argparse.SUPPRESS)
     group.add_argument("--stop", action="append", type=text, metavar="TEXT", default=[],
                        help="end the answer before this text; may be repeated")
@@ -112,7 +112,7 @@ def _given(args: argparse.Namespace, record: type) -> dict[str, Any]:
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
     """What the sampling options ask for, checked."""
-    given = {name: getattr(args, name) for name in _SAMPLING if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
     return SamplingParams(stop=tuple(args.stop), **given)
 
 

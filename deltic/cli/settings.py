@@ -93,8 +93,13 @@ def write(path: Path, text: str) -> Path | None:
     if path.exists():
         backup = next(found for number in count() if not (found := _backup(path, number)).exists())
         shutil.copy2(path, backup)
+    replace_file(path, text, stat.S_IMODE(path.stat().st_mode) if backup else 0o600)
+    return backup
+
+
+def replace_file(path: Path, text: str, mode: int) -> None:
+    """What the file says from now on: all of it or, if that fails, what it said before."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    mode = stat.S_IMODE(path.stat().st_mode) if backup else 0o600
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
@@ -102,7 +107,6 @@ def write(path: Path, text: str) -> Path | None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    return backup
 
 
 def _backup(path: Path, number: int) -> Path:
