@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -170,6 +172,16 @@ def test_keys(home, capsys, monkeypatch):
         assert main(command) == 0
     out = capsys.readouterr().out
     assert 'env_key = "DELTIC_API_KEY"' in out and "export DELTIC_API_KEY='it'\"'\"'s'" in out
+
+
+@pytest.mark.parametrize(("answer", "hint"), [
+    ('{"data": [{"id": "x"}]}', "does not say how much context x has"), ('{"data": []}', "lists no models"),
+    ("<html>", "lists no models"), ("[1]", "lists no models"), ('{"data": [7]}', "lists no models")])
+def test_answers_of_other_servers(answer, hint, home, capsys, monkeypatch):
+    opener = SimpleNamespace(open=lambda request, timeout: io.BytesIO(answer.encode()))
+    monkeypatch.setattr("deltic.cli.connect.build_opener", lambda proxies: opener)
+    assert main(["connect", "opencode", "--write"]) == 2
+    assert hint in capsys.readouterr().err and not list(home.iterdir())
 
 
 def test_who_is_no_deltic_server(home, capsys, served):

@@ -84,7 +84,11 @@ def _target(url: str, model: str | None, key: str) -> Target:
     chosen = model or next(iter(served))
     if chosen not in served:
         raise UsageError(f"the server at {url} has no model {chosen!r}: --model is one of {', '.join(served)}")
-    return Target(url, chosen, int(served[chosen]["max_model_len"]), key)
+    context = served[chosen].get("max_model_len")
+    if not isinstance(context, int) or context < 1:
+        raise UsageError(f"the server at {url} does not say how much context {chosen} has (max_model_len): it is no "
+                         "deltic server")
+    return Target(url, chosen, context, key)
 
 
 def _models(url: str, key: str) -> list[dict[str, Any]]:
@@ -94,7 +98,7 @@ def _models(url: str, key: str) -> list[dict[str, Any]]:
     try:
         with build_opener(proxies).open(request, timeout=_SECONDS) as response:
             listed = json.loads(response.read(_MOST_ANSWER))["data"]
-        if listed and all(isinstance(entry["id"], str) and int(entry["max_model_len"]) > 0 for entry in listed):
+        if listed and all(isinstance(entry["id"], str) for entry in listed):
             return list(listed)
     except HTTPError as error:
         if error.code == 401:
@@ -105,4 +109,4 @@ def _models(url: str, key: str) -> list[dict[str, Any]]:
                          "serve, or say with --url where it is") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise UsageError(f"what answers at {url} is no deltic server: its /v1/models does not say max_model_len")
+    raise UsageError(f"what answers at {url} is no deltic server: its /v1/models lists no models")
