@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 REPOSITORY = "org/name"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -99,7 +99,6 @@ def local_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         hub.url = f"http://127.0.0.1:{server.server_port}"
-        constants = huggingface_hub.constants
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
                             hub.url + "/{repo_id}/resolve/{revision}/{filename}")
