@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -132,19 +133,31 @@ def brief() -> dict[int, float]:
 def test_published_schemas(part: int) -> None:
     schemas, refused, ended, bias = [*published().values()][part::8], 0, 0, brief()
     assert len(published()) >= 200
+
+    def answer(llm: LLM, schema: Any, temperature: float) -> Any:
+        found, = llm.chat(QUESTION, sampling(temperature, logit_bias=bias),
+                          response_format=schema_format(schema)).choices
+        return found
+
+    alone: list[tuple[Any, float, Any]] = []
     for schema in schemas:
         for temperature in (0.0, 1.0, 2.0):
             try:
-                found, = model().chat(QUESTION, sampling(temperature, logit_bias=bias),
-                                      response_format=schema_format(schema)).choices
+                found = answer(model(), schema, temperature)
             except RequestError:
                 refused += 1
                 break
             assert found.finish in ("stop", "length"), found.error
+            alone.append((schema, temperature, found))
             if found.finish == "stop":
                 ended += 1
                 jsonschema.validate(json.loads(found.text), schema)
     assert refused < len(schemas) / 4 and ended > len(schemas) / 2
+    # the same with drafts, in company
+    for speculate in ("auto", "ngram:3"):
+        with ThreadPoolExecutor(8) as together:
+            same = [together.submit(answer, model(speculate), schema, temperature) for schema, temperature, _ in alone]
+        assert [each.result().tokens for each in same] == [found.tokens for _, _, found in alone]
 
 
 @pytest.mark.parametrize("speculate", ["ngram:3", "auto"])
