@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -51,3 +53,16 @@ def script_server() -> Iterator[None]:
 
     with script_server():
         yield
+
+
+@pytest.fixture(scope="module")
+def leftovers() -> Iterator[None]:
+    """Some client libraries leave connections and event loops to the garbage collector: it comes at the end of the
+    module, for tests that ignore warnings about that."""
+    yield
+    try:
+        asyncio.get_event_loop().close()
+        asyncio.set_event_loop(None)
+    except RuntimeError:  # there is none
+        pass
+    gc.collect()

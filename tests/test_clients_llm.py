@@ -16,7 +16,8 @@ import pytest
 from pydantic import BaseModel, Field
 from test_server_harness import CALL, Served, play_turns, scripted
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("script_server"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("script_server", "leftovers"),
+              pytest.mark.filterwarnings("ignore")]
 
 ROOT = Path(__file__).parents[1]
 QUESTION = "What is the weather in Paris?"
