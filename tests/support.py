@@ -157,6 +157,31 @@ def transformers_model(directory: Path, seed: int = 0, nested: bool = False, fam
     return model
 
 
+def transformers_vision_model(directory: Path, seed: int = 0, **changes: Any) -> Any:
+    """A random Qwen3_5ForConditionalGeneration in float32, saved to the directory; returns the model. changes: of its
+    vision_config."""
+    import transformers
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    _, settings, shape = FAMILIES["qwen3_5"]
+    text = getattr(transformers, settings)(**shape)
+    vision = {"depth": 2, "hidden_size": 48, "num_heads": 4, "intermediate_size": 100, "patch_size": 4,
+              "out_hidden_size": text.hidden_size, "num_position_embeddings": 36, **changes}
+    ids = {name: text.vocab_size - 1 - index for index, name in enumerate(
+        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))}
+    made: Any = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, **ids)
+    model: Any = transformers.Qwen3_5ForConditionalGeneration(made).float().eval()
+    _scatter_vectors(model, seed)
+    with torch.no_grad():  # else attention is nearly the same everywhere
+        for block in model.model.visual.blocks:
+            block.attn.qkv.weight *= 20
+    model.save_pretrained(directory)
+    return model
+
+
 def _scatter_vectors(model: Any, seed: int) -> None:
     """A fresh model's norms are all zero or one, which hides a missing or doubled + 1, and its biases are zero."""
     generator = torch.Generator().manual_seed(seed + 1)

@@ -1,0 +1,134 @@
+"""The vision half of a checkpoint: shapes of its tower, and how its pictures are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltic.config.reading import flag, integer, number
+from deltic.errors import ModelError, show
+
+_SQUARE = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """Shape of the tower (Qwen3_5VisionModel), and the tokens that stand for what it sees.
+
+    depth: blocks. hidden_size, intermediate_size, num_heads: of a block.
+    out_hidden_size: of the rows that it gives, which is the text model's.
+    num_position_embeddings: entries of the learned table, a square grid that is interpolated to a picture's.
+    patch_size, temporal_patch_size: pixels a side and frames of a patch. merge_size: patches a side of what becomes
+        one token.
+    image_token_id, video_token_id: of each token of a picture, of a film.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    rope_theta: float
+    image_token_id: int
+    video_token_id: int
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or self.head_dim % 4:
+            raise ModelError(f"vision_config: hidden_size ({self.hidden_size}) must be num_heads ({self.num_heads}) "
+                             "times a multiple of 4")
+        if self.grid_side ** 2 != self.num_position_embeddings:
+            raise ModelError(f"vision_config: num_position_embeddings ({self.num_position_embeddings}) must be a square")
+
+    @classmethod
+    def from_hf(cls, mapping: Mapping[str, Any], out_hidden_size: int) -> VisionConfig | None:
+        """Read a config.json that has a `vision_config`; None without one. out_hidden_size: the text model's.
+
+        Raises ModelError naming the key that is absent, of the wrong type, absurd or unsupported.
+        """
+        given = mapping.get("vision_config")
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise ModelError(f"vision_config must be an object, not {show(given)}")
+        keys = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2, **given}
+        rope = {"rope_theta": 1e4, **(given.get("rope_parameters") or {})}
+        for key, only in (("hidden_act", "gelu_pytorch_tanh"), ("deepstack_visual_indexes", [])):
+            if keys.get(key, only) != only:
+                raise ModelError(f"vision_config: {key} {show(keys[key])} is not supported, only {only!r}")
+        found = cls(
+            depth=integer(keys, "depth", 1, 256),
+            hidden_size=integer(keys, "hidden_size", 1, 1 << 16),
+            intermediate_size=integer(keys, "intermediate_size", 1, 1 << 18),
+            num_heads=integer(keys, "num_heads", 1, 1024),
+            out_hidden_size=integer(keys, "out_hidden_size", 1, 1 << 17),
+            num_position_embeddings=integer(keys, "num_position_embeddings", 1, 1 << 20),
+            in_channels=integer(keys, "in_channels", 3, 3),
+            patch_size=integer(keys, "patch_size", 1, 256),
+            temporal_patch_size=integer(keys, "temporal_patch_size", 1, 16),
+            merge_size=integer(keys, "spatial_merge_size", 1, 16),
+            rope_theta=number(rope, "rope_theta", 1.0, 1e12),
+            image_token_id=integer(mapping, "image_token_id", 0, 1 << 31),
+            video_token_id=integer(mapping, "video_token_id", 0, 1 << 31),
+        )
+        if found.out_hidden_size != out_hidden_size:
+            raise ModelError(f"vision_config: out_hidden_size is {found.out_hidden_size}, and the text model's "
+                             f"hidden_size {out_hidden_size}: take the config.json that belongs to the weights")
+        return found
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def grid_side(self) -> int:
+        """Entries a side of the table of positions."""
+        return round(self.num_position_embeddings ** 0.5)
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class PictureConfig:
+    """How pictures become patches (preprocessor_config.json of a checkpoint).
+
+    min_pixels, max_pixels: a picture is scaled until it has so many. mean, std: each channel's, subtracted and divided
+    by, of values from 0 to 1.
+    """
+
+    min_pixels: int = 256 * 256
+    max_pixels: int = 4096 * 4096
+    mean: tuple[float, ...] = _SQUARE
+    std: tuple[float, ...] = _SQUARE
+
+    @classmethod
+    def from_hf(cls, mapping: Mapping[str, Any]) -> PictureConfig:
+        """Read a preprocessor_config.json. Raises ModelError naming the key."""
+        size = mapping.get("size") or {}
+        if not isinstance(size, Mapping):
+            raise ModelError(f"size must be an object, not {show(size)}")
+        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if not flag(mapping, key, True):
+                raise ModelError(f"{key} false is not supported, only true")
+        least = mapping.get("min_pixels") or size.get("shortest_edge") or cls().min_pixels
+        most = mapping.get("max_pixels") or size.get("longest_edge") or cls().max_pixels
+        found = {"min_pixels": least, "max_pixels": most}
+        means, stds = (_channels(mapping, key) for key in ("image_mean", "image_std"))
+        return cls(integer(found, "min_pixels", 1, 1 << 30), integer(found, "max_pixels", 1, 1 << 30), means, stds)
+
+
+def _channels(mapping: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    given = mapping.get(key)
+    if given is None:
+        return _SQUARE
+    if not isinstance(given, list) or len(given) != 3:
+        raise ModelError(f"{key} must be a list of three numbers, not {show(given)}")
+    return tuple(number({key: value}, key, 1e-6 if key == "image_std" else -1e6, 1e6) for value in given)

@@ -1,0 +1,64 @@
+"""From what a user gives to pixels: RGB, upright, on white where it was transparent. Nothing in a file is believed
+unchecked: what is too large is refused by its header."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deltic.errors import RequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 100_000_000
+"""Pixels of a picture as it comes: decoding takes some bytes for each."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""What is decoded: formats whose decoders are Pillow's own or its wheels'."""
+_DEEP = {"I;16": 1 / 257, "I;16L": 1 / 257, "I;16B": 1 / 257, "I": 1 / 257, "F": 1.0}
+
+
+def read_image(source: bytes | str | Path | Image, name: str = "image") -> Image:
+    """A picture in mode RGB. source: a file's bytes, its path, or a picture of Pillow's. Of an animated one the first
+    frame counts.
+
+    name: what messages call it. Raises RequestError with it as the parameter, saying why the picture cannot be had.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if isinstance(source, Image.Image):
+        return _plain(ImageOps.exif_transpose(source), name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd files; their size is checked below
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise RequestError(f"{name} has {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are read: "
+                                       "scale it down", name)
+                image.load()
+                return _plain(ImageOps.exif_transpose(image), name)
+    except UnidentifiedImageError as error:
+        raise RequestError(f"{name} is no picture that can be read: use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
+                           name) from error
+    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, ArithmeticError,
+            MemoryError, NotImplementedError, Image.DecompressionBombError, RuntimeError) as error:
+        raise RequestError(f"{name} cannot be read, it seems damaged: {str(error)[:200] or type(error).__name__}",
+                           name) from error
+
+
+def _plain(image: Image, name: str) -> Image:
+    """In mode RGB."""
+    from PIL import Image
+
+    if not image.width or not image.height:
+        raise RequestError(f"{name} has no pixels", name)
+    if image.mode in _DEEP:
+        image = image.convert("F").point(lambda value: value * _DEEP[image.mode] + 0).convert("L")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        above = image.convert("RGBA")
+        below = Image.new("RGBA", above.size, "white")
+        return Image.alpha_composite(below, above).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,0 +1,93 @@
+"""From pixels to patches, as transformers' Qwen2VLImageProcessor and Qwen3VLVideoProcessor make them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.errors import RequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_ASPECT = 200
+"""How many times as long as wide a picture may be."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a tower sees at once: a picture, or the frames of a film that share their patches.
+
+    frames: uint8 [temporal_patch_size or 1, height, width, 3], both multiples of a token's side.
+    grid: patches by height and by width.
+    tokens: that it becomes.
+    """
+
+    frames: NDArray[np.uint8]
+    grid: tuple[int, int]
+    tokens: int
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that no other picture has."""
+        return blake2b(self.frames, digest_size=16, person=b"%d,%d" % self.grid).digest()
+
+
+def picture(images: Sequence[Image], config: PictureConfig, vision: VisionConfig,
+            size: tuple[int, int] | None = None) -> Picture:
+    """One picture, or the frames of a film that share their patches, in mode RGB, scaled to what the model sees.
+
+    size: height and width that they are scaled to; None: as `target_size` says of the first one.
+    Raises RequestError where it is too long for its width.
+    """
+    from PIL.Image import Resampling
+
+    first = images[0]
+    height, width = size or target_size(first.height, first.width, config, vision)
+    scaled = [image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
+              for image in images]
+    side = vision.patch_size
+    frames = np.stack([np.asarray(image, dtype=np.uint8) for image in scaled])
+    grid = (height // side, width // side)
+    return Picture(frames, grid, grid[0] * grid[1] // vision.merge_size ** 2)
+
+
+def target_size(height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
+    """Height and width that a picture is scaled to: multiples of a token's side, as many pixels as the config allows,
+    and the proportions kept as far as that goes (`smart_resize` of transformers)."""
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise RequestError(f"a picture of {width} x {height} pixels is more than {MAX_ASPECT} times as long as wide: "
+                           "cut it", "image")
+    unit = vision.patch_size * vision.merge_size
+    tall, wide = round(height / unit) * unit, round(width / unit) * unit
+    if tall * wide > config.max_pixels:
+        scale = math.sqrt(height * width / config.max_pixels)
+        tall = max(unit, math.floor(height / scale / unit) * unit)
+        wide = max(unit, math.floor(width / scale / unit) * unit)
+    elif tall * wide < config.min_pixels:
+        scale = math.sqrt(config.min_pixels / (height * width))
+        tall, wide = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
+    return tall, wide
+
+
+def patches_of(picture: Picture, config: PictureConfig, vision: VisionConfig) -> NDArray[np.float32]:
+    """[N, patch_values] float32: the patches, normalised, those of one token behind each other. Within a patch the
+    order is channel, frame, row, column; a single frame is there as often as the patch has frames."""
+    side, merge, (rows, columns) = vision.patch_size, vision.merge_size, picture.grid
+    pixels = picture.frames.astype(np.float32) * np.float32(1 / 255)
+    pixels = (pixels - np.float32(config.mean)) / np.float32(config.std)
+    count = len(pixels)
+    parts = pixels.reshape(count, rows // merge, merge, side, columns // merge, merge, side, 3)
+    ordered = parts.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+    if count < vision.temporal_patch_size:
+        ordered = np.broadcast_to(ordered[:, :, :, :, :, -1:], (*ordered.shape[:5], vision.temporal_patch_size,
+                                                                *ordered.shape[6:]))
+    return np.ascontiguousarray(ordered).reshape(rows * columns, vision.patch_values)

@@ -1,0 +1,212 @@
+"""The vision tower, its positions and its pictures against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support import transformers_vision_model
+
+from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.errors import ModelError, RequestError
+from deltic.model.vision import Tower, build_tower
+from deltic.ops import backends
+from deltic.vision.patches import patches_of, picture, target_size
+from deltic.vision.positions import rotary_positions
+from deltic.weights.files import read_json
+from deltic.weights.vision import load_tower, plan_tower
+
+GRIDS = [(2, 2), (4, 6), (10, 2), (6, 14), (2, 8)]
+
+
+def tower_of(directory: Path, backend: str = "torch", dtype: str = "float32") -> Tower:
+    mapping = read_json(directory / "config.json")
+    config = VisionConfig.from_hf(mapping, mapping["text_config"]["hidden_size"])
+    assert config is not None
+    weights = load_tower(plan_tower(directory, config), dtype, "cpu")
+    return build_tower(config, {**weights}, backends()[backend], getattr(torch, dtype))
+
+
+def encode(tower: Tower, patches: torch.Tensor, grids: list[tuple[int, int]]) -> torch.Tensor:
+    work = tower.encode(patches, grids)
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Any, Path]]]:
+    found = {}
+    for name, changes in {"even": {}, "odd": {"depth": 3, "hidden_size": 60, "num_heads": 5, "intermediate_size": 72,
+                                              "patch_size": 6, "num_position_embeddings": 49}}.items():
+        directory = tmp_path_factory.mktemp(name)
+        found[name] = (transformers_vision_model(directory, **changes), directory)
+    yield found
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("name", ["even", "odd"])
+def test_rows(models: dict[str, tuple[Any, Path]], name: str, backend: str) -> None:
+    model, directory = models[name]
+    tower = tower_of(directory, backend)
+    generator = torch.Generator().manual_seed(3)
+    patches = torch.randn(sum(r * c for r, c in GRIDS), tower.config.patch_values, generator=generator)
+    with torch.no_grad():
+        grid = torch.tensor([[1, rows, columns] for rows, columns in GRIDS])
+        expected = model.model.visual(patches, grid_thw=grid).pooler_output
+    found = encode(tower, patches, GRIDS)
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def swapped(right: Any) -> Any:
+    def turns(tower: Tower, grid: tuple[int, int]) -> torch.Tensor:
+        rows, columns, *_ = right(tower, grid).chunk(4, -1)
+        return torch.cat([columns, rows, columns, rows], -1)
+    return turns
+
+
+def in_reading_order(right: Any) -> Any:
+    def places(tower: Tower, grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        count = torch.arange(grid[0] * grid[1])
+        return count // grid[1], count % grid[1]
+    return places
+
+
+def not_interpolated(right: Any) -> Any:
+    def positions(tower: Tower, grid: tuple[int, int]) -> torch.Tensor:
+        side = tower.config.grid_side
+        rows, columns = tower._places(grid)
+        return tower.positions[rows.clamp(max=side - 1) * side + columns.clamp(max=side - 1)]
+    return positions
+
+
+def to_the_other_corners(right: Any) -> Any:
+    return lambda tower, grid: right(tower, grid).flip(0)
+
+
+MISTAKES = [("_turns", swapped), ("_places", in_reading_order), ("_positions", not_interpolated),
+            ("_positions", to_the_other_corners), ("_turns", lambda right: lambda *it: 0 * right(*it)),
+            ("_norm", lambda right: lambda tower, x, _: right(tower, x, tower.merger_norm))]
+
+
+@pytest.mark.parametrize(("part", "mistake"), MISTAKES)
+def test_mistakes_are_noticed(models: dict[str, tuple[Any, Path]], part: str, mistake: Any,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tower_of(models["even"][1])
+    patches = torch.randn(sum(r * c for r, c in GRIDS), tower.config.patch_values)
+    right = encode(tower, patches, GRIDS)
+    monkeypatch.setattr(Tower, part, mistake(getattr(Tower, part)))
+    assert (right - encode(tower, patches, GRIDS)).abs().max() > 1e-3 * right.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_picture_alone_or_beside_others(models: dict[str, tuple[Any, Path]], backend: str) -> None:
+    tower = tower_of(models["even"][1], backend)
+    patches = torch.randn(sum(r * c for r, c in GRIDS), tower.config.patch_values)
+    sizes = [rows * columns for rows, columns in GRIDS]
+    together = encode(tower, patches, GRIDS).split([size // 4 for size in sizes])
+    for part, grid, found in zip(patches.split(sizes), GRIDS, together, strict=True):
+        alone = encode(tower, part, [grid])
+        assert torch.allclose(alone, found, atol=1e-5 * float(alone.abs().max()))
+        assert torch.equal(alone, encode(tower, part, [grid]))
+
+
+# Pictures
+
+
+def drawing(width: int, height: int, seed: int = 0) -> Image.Image:
+    random = np.random.default_rng(seed)
+    coarse = random.integers(0, 256, (max(height // 7, 1), max(width // 7, 1), 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def vision_shape(**changes: Any) -> VisionConfig:
+    shape = VisionConfig(2, 48, 100, 4, 64, 36, 3, 16, 2, 2, 1e4, 1, 2)
+    return replace(shape, **changes)
+
+
+def test_patches_are_those_of_transformers() -> None:
+    """Of 210 sizes: the grid, and each value to 1e-6."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    random = Random(5)
+    config, vision = PictureConfig(min_pixels=4096, max_pixels=160 * 160), vision_shape()
+    processor = Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 4096, "longest_edge": 160 * 160},
+                                         image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    sizes = [(1, 1), (1, 200), (200, 1), (16, 16), (32, 32), (160, 160), (161, 159), (31, 33), (3000, 20), (47, 48)]
+    sizes += [(random.randint(1, 400), random.randint(2, 400)) for _ in range(200)]
+    for index, (width, height) in enumerate(sizes):
+        if max(width, height) > 200 * min(width, height):
+            width = height
+        image = drawing(width, height, index)
+        expected = processor(images=[image], return_tensors="np")
+        found = picture([image], config, vision)
+        assert (1, *found.grid) == tuple(expected["image_grid_thw"][0]), (width, height)
+        assert found.tokens == found.grid[0] * found.grid[1] // 4
+        values = patches_of(found, config, vision)
+        assert np.abs(values - expected["pixel_values"]).max() < 1e-6, (width, height)
+
+
+def test_too_long_for_its_width() -> None:
+    with pytest.raises(RequestError, match="1 x 201 pixels is more than 200 times as long as wide"):
+        target_size(201, 1, PictureConfig(), vision_shape())
+
+
+def test_a_picture_is_known_by_its_pixels_and_its_grid() -> None:
+    config, vision = PictureConfig(min_pixels=1024), vision_shape()
+    wide, tall = picture([drawing(64, 32)], config, vision), picture([drawing(32, 64)], config, vision)
+    other = picture([drawing(64, 32, 1)], config, vision)
+    plain = Image.new("RGB", (64, 32), "red"), Image.new("RGB", (32, 64), "red")
+    red = [picture([image], config, vision).digest for image in plain]
+    assert len({wide.digest, tall.digest, other.digest, *red}) == 5
+    assert picture([drawing(64, 32)], config, vision).digest == wide.digest
+
+
+# Positions
+
+
+def test_positions_are_those_of_transformers(models: dict[str, tuple[Any, Path]]) -> None:
+    """Of 500 random conversations."""
+    model, _ = models["even"]
+    random = Random(9)
+    for _ in range(500):
+        kinds, grids, spans = list[int](), list[list[int]](), list[tuple[int, tuple[int, int]]]()
+        kinds += [0] * random.randint(0, 6)
+        for _ in range(random.randint(1, 4)):
+            rows, columns = random.randint(1, 7), random.randint(1, 7)
+            spans.append((len(kinds), (rows, columns)))
+            grids.append([1, 2 * rows, 2 * columns])
+            kinds += [1] * (rows * columns) + [0] * random.randint(1, 9)
+        ids = torch.zeros(1, len(kinds), dtype=torch.int64)
+        expected, delta = model.model.get_rope_index(ids, torch.tensor([kinds]), image_grid_thw=torch.tensor(grids))
+        found, offset = rotary_positions(len(kinds), spans)
+        assert torch.tensor(found).equal(expected[:, 0])
+        assert offset == int(delta)
+
+
+# Configs and files
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"depth": 0}, "depth must be an integer from 1"),
+    ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+    ({"num_heads": 5}, "hidden_size \\(48\\) must be num_heads \\(5\\)"),
+    ({"num_position_embeddings": 35}, "must be a square"),
+    ({"out_hidden_size": 8}, "out_hidden_size is 8, and the text model's hidden_size"),
+    ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes \\[1\\] is not supported"),
+])
+def test_configs_that_cannot_be(models: dict[str, tuple[Any, Path]], change: dict[str, Any], message: str) -> None:
+    mapping = read_json(models["even"][1] / "config.json")
+    with pytest.raises(ModelError, match=message):
+        VisionConfig.from_hf({**mapping, "vision_config": {**mapping["vision_config"], **change}},
+                             mapping["text_config"]["hidden_size"])
