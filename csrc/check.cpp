@@ -72,6 +72,7 @@ bool stores_within(const deltic_batch &batch, const deltic_kv &kv) {
 bool fits(const deltic_batch &batch, const deltic_model &model) {
     if (!is_sound(batch) || !all_within(batch.ids, batch.tokens, model.embedding.rows)) return false;
     if (!all_within(batch.logit_tokens, batch.logits, batch.tokens)) return false;
+    if (!all_within(batch.given_tokens, batch.given, batch.tokens)) return false;
     const deltic_states *states = nullptr;
     const deltic_kv *kv = nullptr;
     // the smallest stores count, if they differ at all

@@ -83,7 +83,7 @@ int deltic_linear(deltic_pool *pool, const float *x, int64_t tokens, const delti
 /* ---- A step: one ragged batch. Rows of one token come first. See deltic/ops/records.py, class Batch. */
 
 typedef struct {
-    int64_t rows, tokens, logits, emits, table; /* table: pages per row of `pages` */
+    int64_t rows, tokens, logits, emits, table, given; /* table: pages per row of `pages` */
     const int64_t *ids;          /* [tokens] */
     const int64_t *positions;    /* [3, tokens] */
     const int64_t *starts;       /* [rows + 1] */
@@ -99,6 +99,8 @@ typedef struct {
     const int64_t *emit_length;  /* [emits] */
     const int64_t *emit_slot;    /* [emits] */
     const int64_t *logit_tokens; /* [logits], ascending */
+    const int64_t *given_tokens; /* [given]: those that have no embedding */
+    const float *given_rows;     /* [given, hidden]: but these instead */
 } deltic_batch;
 
 typedef struct {

@@ -141,6 +141,10 @@ void forward(deltic_pool *pool, const deltic_model &model, const deltic_batch &b
         if (input) std::memcpy(to, input + begin * hidden, size_t((end - begin) * hidden) * sizeof(float));
         else deltic_unpack_rows(&model.embedding, batch.ids + begin, end - begin, to);
     });
+    if (!input)
+        for (int64_t index = 0; index < batch.given; ++index)
+            std::memcpy(step.residual + batch.given_tokens[index] * hidden, batch.given_rows + index * hidden,
+                        size_t(hidden) * sizeof(float));
     for (int64_t index = 0; index < model.layers; ++index)
         tokens = step.run(model.layer[index], index == 0, index + 1 == model.layers && !final_hidden);
     float *last = scratch_of<float>(pool, kLast, batch.logits * hidden), *normed = final_hidden ? final_hidden : last;

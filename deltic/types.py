@@ -204,6 +204,23 @@ Positions = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """Tokens of a prompt that stand for something that is seen.
+
+    start, count: its tokens. digest: of all that it is, in hex. content: what is encoded; only who encodes looks at it.
+    """
+
+    start: int
+    count: int
+    digest: str
+    content: Any
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """What a model reads before it answers. Of text there are only ids.
 
@@ -213,18 +230,27 @@ class Prompt:
         everything. None: the ids.
     positions: the tokens' rotary positions; None: their places in the prompt.
     offset: by how much the rotary positions of what follows the prompt differ from the places there.
+    pictures: whose rows stand in for embeddings of their tokens, in order. Of these the keys must be negative.
     """
 
     ids: tuple[int, ...]
     keys: tuple[int, ...] | None = None
     positions: Positions | None = None
     offset: int = 0
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         if any(len(each) != len(self.ids) for each in (self.keys or self.ids, *(self.positions or ()))):
             raise RequestError("the prompt has more or fewer keys or positions than ids", "prompt")
         if self.keys is None and (self.positions or self.offset):
             raise RequestError("the prompt has rotary positions of its own and no keys that tell of them", "prompt")
+        end = 0
+        for picture in self.pictures:
+            if not end <= picture.start < picture.end <= len(self.ids):
+                raise RequestError("the prompt's pictures overlap, have no tokens, or lie outside of it", "prompt")
+            if self.keys is None or max(self.keys[picture.start:picture.end]) >= 0:
+                raise RequestError("the prompt has pictures without keys that tell of them", "prompt")
+            end = picture.end
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -234,11 +234,15 @@ def test_bad_lists_and_tools_are_named() -> None:
         normalise_messages([{"role": "user", "deep": deep}])
 
 
+def seen(part: Any, kind: str, field: str) -> dict[str, Any]:
+    return {"type": kind}
+
+
 def test_images_on_a_model_that_sees() -> None:
     parts = [{"type": "text", "text": "look"}, IMAGE]
-    [message] = normalise_messages([user(parts)], images=True)
+    [message] = normalise_messages([user(parts)], see=seen)
     assert message["content"] == [{"type": "text", "text": "look"}, {"type": "image"}]
-    prompt = build_prompt(ChatTemplate(QWEN_LIKE), TOKENIZER, [user(parts)], images=True)
+    prompt = build_prompt(ChatTemplate(QWEN_LIKE), TOKENIZER, [user(parts)], see=seen)
     assert "look<|vision_start|><|image_pad|><|vision_end|>" in prompt.text
 
 

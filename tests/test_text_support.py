@@ -206,9 +206,9 @@ class Prompt:
 
 
 def build_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
-                 variables: Mapping[str, Any] | None = None, *, images: bool = False) -> Prompt:
+                 variables: Mapping[str, Any] | None = None, *, see: Any = None) -> Prompt:
     """From a request's messages, tools and template variables to its prompt; nothing needs to be normalised before."""
-    conversation = Conversation.read(template, tokenizer, messages, tools, variables, images=images)
+    conversation = Conversation.read(template, tokenizer, messages, tools, variables, see=see)
     spelled = spell(tokenizer, conversation.render(conversation.messages))
     return Prompt(spelled.text, spelled.ids, boundaries(conversation, spelled))
 

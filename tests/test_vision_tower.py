@@ -96,7 +96,7 @@ def to_the_other_corners(right: Any) -> Any:
 
 MISTAKES = [("_turns", swapped), ("_places", in_reading_order), ("_positions", not_interpolated),
             ("_positions", to_the_other_corners), ("_turns", lambda right: lambda *it: 0 * right(*it)),
-            ("_norm", lambda right: lambda tower, x, _: right(tower, x, tower.merger_norm))]
+            ("_norm", lambda right: lambda tower, x, _: right(tower, x, tower.merger[0]))]
 
 
 @pytest.mark.parametrize(("part", "mistake"), MISTAKES)
@@ -201,7 +201,7 @@ def test_positions_are_those_of_transformers(models: dict[str, tuple[Any, Path]]
     ({"depth": 0}, "depth must be an integer from 1"),
     ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ({"num_heads": 5}, "hidden_size \\(48\\) must be num_heads \\(5\\)"),
-    ({"num_position_embeddings": 35}, "must be a square"),
+    ({"num_position_embeddings": 35}, "num_position_embeddings must be a square"),
     ({"out_hidden_size": 8}, "out_hidden_size is 8, and the text model's hidden_size"),
     ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes \\[1\\] is not supported"),
 ])

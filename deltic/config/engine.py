@@ -52,6 +52,7 @@ class EngineConfig:
     cache_dir: str | None = _option(None, "directory in which to keep conversations, so that they are known after a "
                                           "restart (default: none)")
     cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
+    vision: bool = _option(True, "read pictures, if the model can; else its vision tower is not loaded")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "

@@ -37,6 +37,7 @@ class Limits:
                                                    "refused with status 429 and Retry-After (default: no bound)")
     max_choices: int = _limit(128, "answers that one request may ask for: its prompts times its n")
     max_messages: int = _limit(4096, "messages of a conversation")
+    max_pictures: int = _limit(256, "pictures of a conversation", 0)
     max_tools: int = _limit(512, "tools of a request")
     max_schema_kib: int = _limit(1024, "KiB of JSON that the tools and schemas of a request may take")
     schema_seconds: float = _limit(5.0, "seconds that a schema or grammar may take to compile", 0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ class VisionConfig:
             raise ModelError(f"vision_config: hidden_size ({self.hidden_size}) must be num_heads ({self.num_heads}) "
                              "times a multiple of 4")
         if self.grid_side ** 2 != self.num_position_embeddings:
-            raise ModelError(f"vision_config: num_position_embeddings ({self.num_position_embeddings}) must be a square")
+            raise ModelError("vision_config: num_position_embeddings must be a square, and is "
+                             f"{self.num_position_embeddings}")
 
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any], out_hidden_size: int) -> VisionConfig | None:
@@ -88,7 +90,7 @@ class VisionConfig:
     @property
     def grid_side(self) -> int:
         """Entries a side of the table of positions."""
-        return round(self.num_position_embeddings ** 0.5)
+        return math.isqrt(self.num_position_embeddings)
 
     @property
     def patch_values(self) -> int:
@@ -123,6 +125,14 @@ class PictureConfig:
         found = {"min_pixels": least, "max_pixels": most}
         means, stds = (_channels(mapping, key) for key in ("image_mean", "image_std"))
         return cls(integer(found, "min_pixels", 1, 1 << 30), integer(found, "max_pixels", 1, 1 << 30), means, stds)
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """What a model sees with, and how pictures are prepared for it."""
+
+    tower: VisionConfig
+    pictures: PictureConfig
 
 
 def _channels(mapping: Mapping[str, Any], key: str) -> tuple[float, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from deltic.engine.scheduler import Plan, Row
-from deltic.ops.records import PAGE, Batch, Layout, Padded
+from deltic.ops.records import PAGE, Batch, Given, Layout, Padded
 
+RowsOf = Callable[[str], Tensor]
+"""Gives the rows [tokens, H] float32 of a picture, by its digest, on the device."""
 _FEWEST_PAGES = 16
 """Pages of the smallest bucket."""
 
@@ -83,12 +86,13 @@ class _Shape(NamedTuple):
 
 
 def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False,
-          drawn: Tensor | None = None, memory: BatchMemory | None = None) -> Batch:
+          drawn: Tensor | None = None, memory: BatchMemory | None = None, rows_of: RowsOf | None = None) -> Batch:
     """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
 
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
     int64, on the device: what the step in flight has drawn; then every row takes its token from there. memory: that of
-    the steps before; on a CPU the batch is valid until the next one is built with it.
+    the steps before; on a CPU the batch is valid until the next one is built with it. rows_of: gives what stands in for
+    embeddings of pictures' tokens.
     """
     rows = plan.rows
     if device.type == "cuda" and not hidden and decodes(plan):
@@ -101,9 +105,21 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
         table = (memory.pages if memory else PageTable()).of(rows, max([len(row.pages) for row in rows]))
         append = on_device(torch.tensor(appends), device) if shape.layout.appends else _no_appends(len(rows), device)
         batch = _batch(shape, upload(numbers, torch.int64, device), append, on_device(table, device))
+    if rows_of is not None and any(row.seen for row in rows):
+        batch = replace(batch, given=_given(rows, rows_of, device), memo={}, kept=None)
     if drawn is not None:
         _take_drawn(batch.ids, drawn)
     return batch
+
+
+def _given(rows: List[Row], rows_of: RowsOf, device: torch.device) -> Given:
+    places, parts, start = list[int](), list[Tensor](), 0
+    for row in rows:
+        for seen in row.seen:
+            places += range(start + seen.token, start + seen.token + seen.length)
+            parts.append(rows_of(seen.digest)[seen.first:seen.first + seen.length])
+        start += len(row.tokens)
+    return Given(upload(array("q", places), torch.int64, device), torch.cat(parts))
 
 
 def _numbers(rows: List[Row], all_logits: bool, hidden: bool, exact: bool) -> tuple[_Shape, array[int]]:

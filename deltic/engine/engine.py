@@ -25,6 +25,7 @@ from deltic.engine.fairness import stall_of
 from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter, Progress, progress
 from deltic.engine.model import Model
+from deltic.engine.pictures import Pictures
 from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
@@ -49,7 +50,8 @@ _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a
 _NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one that a grammar allows, or all but "
               "those that min_tokens forbids too; allow at least one more")
 
-
+_PICTURE_ROOM = 256 << 20
+"""Bytes of rows of pictures that may wait for prompts, or for others that show the same picture."""
 _NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=0, max_repeat=0)
 """How the tokens of a request for a vector are chosen: there are none."""
 
@@ -85,7 +87,8 @@ class Engine:
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
                                    stall_of(options.max_stall_ms, options.token_budget))
         self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
-        self.launcher = Launcher(runtime)
+        self.pictures = Pictures(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
+        self.launcher = Launcher(runtime, self.pictures)
         self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
             runtime.cache.set_aside(runtime.memory.max_batch)
@@ -176,6 +179,8 @@ class Engine:
     def _launch(self) -> InFlight | None:
         """Draft, admit, plan, run and draw; None if there is nothing to do."""
         drafting = self.speculator.draft()
+        if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
+            self._blame_picture(*failed)
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running[:]
                  if sequence.logits is not None and self._fits(sequence)]
@@ -333,6 +338,11 @@ class Engine:
         log.exception("a request's own matcher, guide or constraint failed; the request ends with an error")
         self._fail(sequence, f"internal error: {error}")
 
+    def _blame_picture(self, sequence: Sequence, error: Exception) -> None:
+        """A picture of this one cannot be encoded."""
+        log.error("a picture could not be encoded; its request ends with an error", exc_info=error)
+        self._fail(sequence, f"internal error: {error}")
+
     def _fail(self, sequence: Sequence, message: str) -> None:
         sequence.finish = "error"
         self._end(sequence, message)
@@ -398,6 +408,8 @@ class Engine:
         if not 0 <= min(request.ids) <= max(request.ids) < vocabulary:
             raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
         keys = request.prompt.keys if isinstance(request.prompt, Prompt) else None
+        if isinstance(request.prompt, Prompt) and request.prompt.pictures and self.pictures is None:
+            raise RequestError("this model reads text only: leave pictures out", "prompt")
         if keys and any(0 <= key != id for id, key in zip(request.ids, keys, strict=True)):
             raise RequestError("the prompt has keys that are neither its ids nor negative", "prompt")
         if isinstance(request.output, Embed):

@@ -13,6 +13,7 @@ from deltic.cache.lease import Lease
 from deltic.engine.batch import BatchMemory, build
 from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
+from deltic.engine.pictures import Pictures
 from deltic.engine.sampler import Draw, SamplingTable, Scores, logprobs_of, scores_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
@@ -112,8 +113,8 @@ class Chosen:
 class Launcher:
     """Launches steps of one runtime. seconds: spent in the model's forward so far, or waiting for it."""
 
-    def __init__(self, runtime: Model) -> None:
-        self._runtime, self.seconds = runtime, 0.0
+    def __init__(self, runtime: Model, pictures: Pictures | None = None) -> None:
+        self._runtime, self._pictures, self.seconds = runtime, pictures, 0.0
         self._memory, self._params, self._masks = BatchMemory(), SamplingTable(), Masks()
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
@@ -169,7 +170,8 @@ class Launcher:
         """Run the plan's rows."""
         runtime, wanting = self._runtime, [share for share in flight.shares if share.row and share.row.hidden]
         batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
-                      drawn=before.drawn if before else None, memory=self._memory)
+                      drawn=before.drawn if before else None, memory=self._memory,
+                      rows_of=self._pictures.rows if self._pictures else None)
         began = time.perf_counter()
         if wanting:
             found, hidden = runtime.run_hidden(batch)

@@ -403,7 +403,7 @@ def _chat_processor(runtime: Runtime, template: Path | None, **options: Any) -> 
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
     return ChatProcessor(tokenizer, read_template(template) if template else None, notes=runtime.notes,
-                         longest=runtime.memory.max_context, limits=runtime.options.limits,
+                         longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
                          **options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -17,17 +17,20 @@ from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity
 from deltic.engine.memory import plan_memory, share_memory
+from deltic.engine.pictures import Encode
 from deltic.engine.runtime import Runtime
 from deltic.engine.tiers import open_tiers
 from deltic.errors import ConfigError, ModelError
 from deltic.model.decoder import Decoder, build
 from deltic.model.mtp import Mtp as MtpHead
 from deltic.model.mtp import build_head
+from deltic.model.vision import build_tower
 from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.memory import memory_for
 from deltic.ops.records import Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
+from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
 from deltic.weights.gguf.load import is_quantized, wants_packing
 from deltic.weights.hub import ModelFiles, open_model
@@ -75,6 +78,7 @@ class _Loaded:
     generation: GenerationDefaults
     decoder: Decoder
     head: MtpHead | None
+    encode: Encode | None
     threads: int
     tiled: bool
     made: Identity
@@ -112,7 +116,7 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None) -> R
     files = loaded.files
     return Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,
                    loaded.decoder, cache, loaded.threads, files.tokenizer() if files else None, notes, loaded.head,
-                   draft)
+                   loaded.encode, files.vision if files and loaded.encode else None, draft)
 
 
 def _memory_for_weights(model: str | RandomModel | None) -> AbstractContextManager[None]:
@@ -151,7 +155,23 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
-    return _Loaded(name, files, config, options, generation, decoder, mtp, threads, tiled, made, drafts)
+    encode = _tower(files, ops, dtype, options) if files and not drafts else None
+    return _Loaded(name, files, config, options, generation, decoder, mtp, encode, threads, tiled, made, drafts)
+
+
+def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> Encode | None:
+    """What makes rows of pictures, if the model sees and shall."""
+    weights = files.load_tower(dtype, options.device) if options.vision else None
+    if weights is None or files.vision is None:
+        return None
+    vision = files.vision
+    tower = build_tower(vision.tower, weights, ops, getattr(torch, dtype))
+
+    def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
+        patches = torch.from_numpy(patches_of(pixels, vision.pictures, vision.tower)).to(options.device)
+        return tower.encode(patches, [pixels.grid])
+
+    return encode
 
 
 def _marks(files: ModelFiles, options: EngineConfig) -> list[FileMark]:

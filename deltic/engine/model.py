@@ -11,6 +11,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.mtp import MtpRunner
+from deltic.engine.pictures import Encode
 from deltic.ops.records import Batch, Sampled, Sampling
 
 
@@ -26,6 +27,7 @@ class Model(Protocol):
         (`cache.pools`).
     mtp_runner: the draft head over this cache, if it is used.
     draft: the model that drafts for this one, if another does.
+    encode: makes rows of pictures, if it sees.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Model(Protocol):
     cache: HybridCache
     mtp_runner: MtpRunner | None
     draft: Model | None
+    encode: Encode | None
 
     @property
     def device(self) -> torch.device:

@@ -16,10 +16,12 @@ from deltic.cache.late import LateNotes
 from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
+from deltic.config.vision import Vision
 from deltic.engine.batch import buckets, decoding
 from deltic.engine.graphs import Graphs
 from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner
+from deltic.engine.pictures import Encode
 from deltic.engine.scheduler import Plan, Row
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp import Mtp
@@ -52,6 +54,7 @@ class Runtime:
     tokenizer: its texts, where they are no files of the directory.
     notes: small texts that shall outlive the process, if there is a cache directory.
     mtp: the model's draft head, if it is used.
+    encode: makes rows of pictures, if the model sees, with `vision`.
     statistics: the last step's layer outputs, if `options.debug_layers`.
 
     The others follow from these.
@@ -74,6 +77,8 @@ class Runtime:
     tokenizer: TokenizerTexts | None = None
     notes: DiskNotes | LateNotes | None = None
     mtp: Mtp | None = None
+    encode: Encode | None = None
+    vision: Vision | None = None
     draft: Model | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
     views: CacheViews = field(init=False)

@@ -12,9 +12,9 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
@@ -45,6 +45,16 @@ UNKNOWN = -1
 """Stands for a token that is not on the host yet."""
 
 
+class Seen(NamedTuple):
+    """Tokens of a row that stand for a part of a picture: `length` from the row's `token` on, for its rows from `first`
+    on."""
+
+    token: int
+    length: int
+    digest: str
+    first: int
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read the
@@ -58,6 +68,7 @@ class Row:
     drawn: the one token is what this draw of the step in flight gives, and is not known yet.
     hidden: give the hidden state of the last token.
     scored: how many of the logits, the first ones, are of tokens whose next one is known, and has its probability told.
+    seen: which tokens stand for pictures.
     rotary: the tokens' rotary positions, or what makes them of their cache indices when added.
     """
 
@@ -76,6 +87,7 @@ class Row:
     rotary: Positions | int = 0
     hidden: bool = False
     scored: int = 0
+    seen: tuple[Seen, ...] = ()
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:
@@ -114,8 +126,13 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         found = json.loads(text)
-        return cls(tuple(Row(**{name: _tuples(value) for name, value in row.items()}) for row in found["rows"]),
+        return cls(tuple(_row(row) for row in found["rows"]),
                    tuple(map(operation_of, found["operations"])))
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    row = Row(**{name: _tuples(value) for name, value in fields.items()})
+    return replace(row, seen=tuple(Seen(*seen) for seen in row.seen)) if row.seen else row
 
 
 def _tuples(value: Any) -> Any:
@@ -390,7 +407,7 @@ class Scheduler:
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
                    append=drafts > 0 and lease.ring is not None, drafts=drafts,
                    rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
-                   hidden=ends and sequence.embeds)
+                   hidden=ends and sequence.embeds, seen=_seen(sequence, done, end))
 
     def _forget_origin(self, sequence: Sequence) -> None:
         origin, sequence.origin = sequence.origin, None
@@ -404,11 +421,18 @@ def _readable(prompts: Iterable[Sequence]) -> dict[Sequence, int]:
     """As many tokens of each as a step may read, where that is any."""
     found, left = dict[Sequence, int](), _SCORED
     for sequence in prompts:
-        count = min(sequence.pending, left) if sequence.scoring else sequence.pending
+        count = min(sequence.readable, left) if sequence.scoring else sequence.readable
         left -= count if sequence.scoring else 0
         if count:
             found[sequence] = count
     return found
+
+
+def _seen(sequence: Sequence, start: int, end: int) -> tuple[Seen, ...]:
+    """`Row.seen` of a row with the tokens from start to end."""
+    parts = ((max(picture.start, start), min(picture.end, end), picture) for picture in sequence.pictures)
+    return tuple(Seen(first - start, last - first, picture.digest, first - picture.start)
+                 for first, last, picture in parts if first < last)
 
 
 def _reuse(tokens: int, diverged: int, lease: Lease) -> str:

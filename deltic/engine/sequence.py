@@ -18,6 +18,7 @@ from deltic.types import (
     Finish,
     Guide,
     Matcher,
+    Picture,
     Positions,
     Prompt,
     Request,
@@ -44,7 +45,8 @@ class Sequence:
     keys: what prefixes are compared by, of text the tokens themselves.
     prompt_keys: those of the prompt as bytes, 8 a token, which are quickly compared; choices share them.
     lease: None while waiting.
-    positions, offset: as in `Prompt`.
+    positions, offset, pictures: as in `Prompt`.
+    blind: the first position that stands for a picture nobody has encoded yet; None: there is none.
     embeds: wanted is a vector, and no token.
     eos: ids that end the answer.
     limit: tokens at which it ends with reason "length".
@@ -106,6 +108,8 @@ class Sequence:
     keys: list[int] | tuple[int, ...] = field(init=False)
     positions: Positions | None = field(init=False, default=None)
     offset: int = field(init=False, default=0)
+    pictures: tuple[Picture, ...] = field(init=False, default=())
+    blind: int | None = field(init=False, default=None)
     embeds: bool = field(init=False)
     group: str = field(init=False)
     client: str = field(init=False)
@@ -115,7 +119,8 @@ class Sequence:
         self.embeds = isinstance(self.request.output, Embed)
         if isinstance(prompt, Prompt):
             self.keys = self.tokens if prompt.keys is None else prompt.keys
-            self.positions, self.offset = prompt.positions, prompt.offset
+            self.positions, self.offset, self.pictures = prompt.positions, prompt.offset, prompt.pictures
+            self.blind = self.pictures[0].start if self.pictures else None
         self.group = self.request.group or self.request.id
         self.client = self.request.client or self.group
 
@@ -127,6 +132,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens still to be processed before the next can be chosen."""
         return len(self.tokens) - self.done
+
+    @property
+    def readable(self) -> int:
+        """Those of them that can be processed now."""
+        return self.pending if self.blind is None else max(self.blind - self.done, 0)
 
     @property
     def generated(self) -> int:
@@ -198,6 +208,7 @@ class Sequence:
     def start(self, lease: Lease) -> None:
         """Run on this lease, which may hold the beginning of the tokens already."""
         self.lease, self.fetch, self.hold = lease, None, None
+        self.blind = next((picture.start for picture in self.pictures if picture.end > lease.done), None)
         if self.admitted is None:  # later it may find what it has read itself
             self.admitted = time.perf_counter()
             self.cached = lease.done

@@ -52,6 +52,8 @@ class Decoder:
         ops, weights = self.ops, self.weights
         rope = ops.rope(batch.positions, weights.rope)
         residual, delta = ops.embed(batch.ids, weights.embedding, self.dtype), None
+        if batch.given is not None:
+            residual = residual.index_copy(0, batch.given.tokens, batch.given.rows.to(residual.dtype))
         for index, layer in enumerate(weights.layers):
             residual, x = ops.add_norm(residual, delta, layer.input_norm, weights.eps)
             delta = self._mix(x, layer, batch, views, rope)

@@ -40,9 +40,11 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """A vision tower, ready to run. dtype: of the activations.
+    """A vision tower, ready to run.
 
     positions [side * side, hidden_size] float32: the learned table.
+    merger: norm, and the two layers that make one row of a token's patches.
+    dtype: of the activations.
     """
 
     config: VisionConfig
@@ -50,9 +52,7 @@ class Tower:
     patch: Affine
     positions: Tensor
     blocks: tuple[VisionBlock, ...]
-    merger_norm: Affine
-    merger1: Affine
-    merger2: Affine
+    merger: tuple[Affine, Affine, Affine]
     dtype: torch.dtype
 
     @torch.inference_mode()
@@ -73,11 +73,11 @@ class Tower:
                 inner = F.gelu(self._linear(self._norm(part, block.norm2), block.fc1), approximate="tanh")
                 part += self._linear(inner, block.fc2).to(self.dtype)
                 yield
-        merged = self.config.hidden_size * self.config.merge_size ** 2
-        normed = self._norm(x, self.merger_norm).view(-1, merged)
+        norm, first, second = self.merger
+        normed = self._norm(x, norm).view(-1, self.config.hidden_size * self.config.merge_size ** 2)
         rows = []
         for part in normed.split(SLICE):
-            rows.append(self._linear(F.gelu(self._linear(part, self.merger1)), self.merger2))
+            rows.append(self._linear(F.gelu(self._linear(part, first)), second))
             yield
         return torch.cat(rows).float()
 
@@ -162,8 +162,11 @@ def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype
     def norm(name: str) -> Affine:
         return Affine(vector(f"{name}.weight"), vector(f"{name}.bias"))
 
-    blocks = tuple(VisionBlock(norm(f"{name}.norm1"), linear(f"{name}.attn.qkv"), linear(f"{name}.attn.proj"),
-                               norm(f"{name}.norm2"), linear(f"{name}.mlp.linear_fc1"), linear(f"{name}.mlp.linear_fc2"))
-                   for name in (f"visual.blocks.{index}" for index in range(config.depth)))
-    return Tower(config, ops, linear("visual.patch_embed.proj"), vector("visual.pos_embed.weight"), blocks,
-                 norm("visual.merger.norm"), linear("visual.merger.linear_fc1"), linear("visual.merger.linear_fc2"), dtype)
+    def block(name: str) -> VisionBlock:
+        return VisionBlock(norm(f"{name}.norm1"), linear(f"{name}.attn.qkv"), linear(f"{name}.attn.proj"),
+                           norm(f"{name}.norm2"), linear(f"{name}.mlp.linear_fc1"), linear(f"{name}.mlp.linear_fc2"))
+
+    return Tower(config, ops, linear("visual.patch_embed.proj"), vector("visual.pos_embed.weight"),
+                 tuple(block(f"visual.blocks.{index}") for index in range(config.depth)),
+                 (norm("visual.merger.norm"), linear("visual.merger.linear_fc1"), linear("visual.merger.linear_fc2")),
+                 dtype)

@@ -63,6 +63,15 @@ class Padded:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What some tokens of a batch have in place of embeddings: batch indices [N] int64, ascending, and rows [N, H]
+    float32, both contiguous and on the device."""
+
+    tokens: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Device tensors of one step; all integers int64 unless said otherwise.
 
@@ -89,6 +98,7 @@ class Batch:
         end), so that a backend may take a view; None otherwise.
     count [1]: how many rows are real, where the others only fill a bucket up; None: all.
     padded: the same step in the shape of a bucket; None where it has no bucket.
+    given: what stands in for embeddings of some tokens.
     memo: what a backend derives from this batch once and uses in every layer.
     kept: where following batches will be this one with other numbers: what a backend derives from its layout and from
         where its tensors, all contiguous, lie; None where they will not.
@@ -113,6 +123,7 @@ class Batch:
     span: tuple[int, int] | None = None
     count: Tensor | None = None
     padded: Padded | None = None
+    given: Given | None = None
     memo: dict[str, Any] = field(default_factory=dict)
     kept: dict[Any, Any] | None = None
 

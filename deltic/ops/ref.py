@@ -58,9 +58,9 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def each_token(function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-    """The function of one token at a time, [T, ...]: in a longer tensor a vectorised exponential or sum rounds
-    differently in the middle and at the end."""
-    return torch.stack([function(*token) for token in zip(*columns, strict=True)])
+    """The function of one token at a time, [T, ...], as wide as the first column: in a longer tensor a vectorised
+    exponential or sum rounds differently in the middle and at the end."""
+    return torch.stack([function(*token) for token in zip(*columns, strict=True)]) if len(columns[0]) else columns[0]
 
 
 def project(x: Tensor, weight: Weight) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from deltic.config import Limits
 from deltic.errors import DelticError, RequestError, TemplateError
 from deltic.text.markers import start_mode
-from deltic.text.messages import normalise_messages, normalise_tools, plain
+from deltic.text.messages import See, normalise_messages, normalise_tools, plain
 from deltic.text.template import ChatTemplate
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.types import common_length
@@ -50,14 +50,14 @@ class Conversation:
 
     @classmethod
     def read(cls, template: ChatTemplate, tokenizer: Tokenizer, messages: Any, tools: Any = None,
-             variables: Mapping[str, Any] | None = None, *, images: bool = False) -> Conversation:
+             variables: Mapping[str, Any] | None = None, *, see: See | None = None) -> Conversation:
         """From what a request says; RequestError names the field that is wrong. Where the template takes a system
         message at the beginning only, later ones are put there, too."""
         given = plain(variables or {}, "chat_template_kwargs")
         for name in _RESERVED:
             if name in given:
                 raise RequestError(f"chat_template_kwargs cannot set {name}", f"chat_template_kwargs.{name}")
-        clean = normalise_messages(messages, images=images)
+        clean = normalise_messages(messages, see=see)
         return _with_one_system(cls(template, tokenizer, clean, normalise_tools(tools), given))
 
     def aside(self, messages: Messages, add_generation_prompt: bool = True) -> str:

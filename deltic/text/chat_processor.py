@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deltic.config import Limits
+from deltic.config.vision import Vision
 from deltic.errors import ConfigError, RequestError, TemplateError, show
 from deltic.text.billing import without_billing_headers
 from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
@@ -28,6 +29,8 @@ from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import PARSERS, call_form
 from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
+from deltic.vision.prompts import with_pictures
+from deltic.vision.reader import PictureReader
 
 log = logging.getLogger("deltic")
 
@@ -80,19 +83,20 @@ class ChatProcessor:
     """Tokenizer and chat template of one model, and what was said with it.
 
     template: jinja source to use instead of the model's own. notes: keeps what is remembered beyond the process.
-    longest: tokens that the context holds, if known. limits: what one request may ask for. options: those of
-    ChatConfig.
+    longest: tokens that the context holds, if known. limits: what one request may ask for. vision: what the model sees
+    with. options: those of ChatConfig.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: NoteStore | None = None,
-                 longest: int | None = None, limits: Limits | None = None, **options: Any) -> None:
+                 longest: int | None = None, limits: Limits | None = None, vision: Vision | None = None,
+                 **options: Any) -> None:
         self._config = ChatConfig(**options)
         self.tokenizer = tokenizer
         limits = limits or Limits()
         self._seconds = limits.template_seconds
         self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
                           else None)
-        self._bound = prompt_bound(longest, limits)
+        self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
         self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
         self.grammars = Grammars(tokenizer, limits.schema_seconds)
 
@@ -120,7 +124,9 @@ class ChatProcessor:
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(variables or {})
-        conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables)
+        reader = PictureReader(self._vision, self._most_pictures, self._bound.tokens) if self._vision else None
+        conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
+                                         see=reader)
         turn = self._turn(conversation, mode, opens)
         form = call_form(self._config.tool_call_parser, template.source)
         router = chat_router(self.tokenizer, turn.ids, tools, sampling.stop, form, not answer.calls.parallel)
@@ -129,6 +135,10 @@ class ChatProcessor:
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         job = _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
+        if reader and self._vision and reader.pixels:
+            prompt, places = with_pictures(turn.ids, reader.pixels, self._vision.tower, turn.boundaries)
+            self._bound.check(len(prompt))
+            job = replace(job, request=replace(job.request, prompt=prompt, boundaries=places))
         grammar = self._grammar(conversation, answer)
         if grammar is None:
             return job

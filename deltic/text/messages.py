@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deltic.errors import RequestError
@@ -16,12 +16,14 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 _MEDIA = {"image": "image", "image_url": "image", "input_image": "image",
           "video": "video", "video_url": "video"}
 _MAX_DEPTH = 64
+See = Callable[[Mapping[str, Any], str, str], dict[str, Any]]
+"""Takes a part that is an image or a video, which of them, and its field; gives the part for chat templates."""
 
 
-def normalise_messages(messages: Any, *, images: bool = False) -> list[dict[str, Any]]:
+def normalise_messages(messages: Any, *, see: See | None = None) -> list[dict[str, Any]]:
     """Fresh plain messages; RequestError names the field that is wrong.
 
-    `content` and `contents` are aliases and both are set: to text, or, on a model with `images`, to a list of
+    `content` and `contents` are aliases and both are set: to text, or, where somebody can `see`, to a list of
     parts if one of them is an image or a video. Missing content is empty text. Reasoning is under
     all of its names, whichever the client used. Call arguments become mappings; text that
     is not a JSON object is repaired, if need be as {"arguments": TEXT}, so that one bad call of the past
@@ -29,7 +31,7 @@ def normalise_messages(messages: Any, *, images: bool = False) -> list[dict[str,
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError("messages must be a list of messages", "messages")
-    return [_message(message, f"messages[{index}]", images) for index, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]", see) for index, message in enumerate(messages)]
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -76,7 +78,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
     return copied
 
 
-def _message(message: Any, field: str, images: bool) -> dict[str, Any]:
+def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{field} must be an object, not {type(message).__name__}", field)
     present = {key: value for key, value in message.items() if value is not None}
@@ -84,7 +86,7 @@ def _message(message: Any, field: str, images: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"role": _role(present.get("role"), f"{field}.role")}
     result |= {key: plain(value, f"{field}.{key}") for key, value in present.items() if key not in special}
     name = "contents" if "content" not in present and "contents" in present else "content"
-    result["content"] = result["contents"] = _content(present.get(name, ""), f"{field}.{name}", images)
+    result["content"] = result["contents"] = _content(present.get(name, ""), f"{field}.{name}", see)
     reasoning = next((result[key] for key in REASONING if key in result), None)
     if reasoning is not None:
         result |= dict.fromkeys(REASONING, reasoning)
@@ -99,18 +101,18 @@ def _role(role: Any, field: str) -> str:
     return _ROLES[role]
 
 
-def _content(content: Any, field: str, images: bool) -> str | list[dict[str, Any]]:
+def _content(content: Any, field: str, see: See | None) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return _text(content, field)
     if not isinstance(content, list | tuple):
         raise RequestError(f"{field} must be text or a list of parts, not {type(content).__name__}", field)
-    parts = [_part(part, f"{field}[{index}]", images) for index, part in enumerate(content)]
+    parts = [_part(part, f"{field}[{index}]", see) for index, part in enumerate(content)]
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
 
 
-def _part(part: Any, field: str, images: bool) -> dict[str, Any]:
+def _part(part: Any, field: str, see: See | None) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": _text(part, field)}
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -118,10 +120,10 @@ def _part(part: Any, field: str, images: bool) -> dict[str, Any]:
         return {"type": "text", "text": _text(part.get("text"), f"{field}.text")}
     if not isinstance(kind, str) or kind not in _MEDIA:
         raise RequestError(f"{field} has the unknown type {kind!r}: parts are of type text"
-                           + (", image_url or video_url" if images else ""), field)
-    if not images:
+                           + (", image_url or video_url" if see else ""), field)
+    if see is None:
         raise RequestError(f"{field} is of type {kind}, but this model reads text only", field)
-    return {"type": _MEDIA[kind]}
+    return see(part, _MEDIA[kind], field)
 
 
 def _calls(calls: Any, field: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltic.errors import RequestError
+from deltic.errors import RequestError, show
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,14 +30,16 @@ def read_image(source: bytes | str | Path | Image, name: str = "image") -> Image
 
     if isinstance(source, Image.Image):
         return _plain(ImageOps.exif_transpose(source), name)
+    if not isinstance(source, bytes | str | Path):
+        raise RequestError(f"{name} must be a picture, its bytes or its path, not {show(source)}", name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd files; their size is checked below
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
-                    raise RequestError(f"{name} has {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are read: "
-                                       "scale it down", name)
+                    raise RequestError(f"{name} has {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are "
+                                       "read: scale it down", name)
                 image.load()
                 return _plain(ImageOps.exif_transpose(image), name)
     except UnidentifiedImageError as error:

@@ -23,7 +23,7 @@ MAX_ASPECT = 200
 
 
 @dataclass(frozen=True)
-class Picture:
+class Pixels:
     """What a tower sees at once: a picture, or the frames of a film that share their patches.
 
     frames: uint8 [temporal_patch_size or 1, height, width, 3], both multiples of a token's side.
@@ -36,13 +36,13 @@ class Picture:
     tokens: int
 
     @cached_property
-    def digest(self) -> bytes:
-        """16 bytes that no other picture has."""
-        return blake2b(self.frames, digest_size=16, person=b"%d,%d" % self.grid).digest()
+    def digest(self) -> str:
+        """In hex, what no other picture has."""
+        return blake2b(self.frames.tobytes(), digest_size=16, person=b"%d,%d" % self.grid).hexdigest()
 
 
 def picture(images: Sequence[Image], config: PictureConfig, vision: VisionConfig,
-            size: tuple[int, int] | None = None) -> Picture:
+            size: tuple[int, int] | None = None) -> Pixels:
     """One picture, or the frames of a film that share their patches, in mode RGB, scaled to what the model sees.
 
     size: height and width that they are scaled to; None: as `target_size` says of the first one.
@@ -57,7 +57,7 @@ def picture(images: Sequence[Image], config: PictureConfig, vision: VisionConfig
     side = vision.patch_size
     frames = np.stack([np.asarray(image, dtype=np.uint8) for image in scaled])
     grid = (height // side, width // side)
-    return Picture(frames, grid, grid[0] * grid[1] // vision.merge_size ** 2)
+    return Pixels(frames, grid, grid[0] * grid[1] // vision.merge_size ** 2)
 
 
 def target_size(height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
@@ -78,16 +78,15 @@ def target_size(height: int, width: int, config: PictureConfig, vision: VisionCo
     return tall, wide
 
 
-def patches_of(picture: Picture, config: PictureConfig, vision: VisionConfig) -> NDArray[np.float32]:
+def patches_of(given: Pixels, config: PictureConfig, vision: VisionConfig) -> NDArray[np.float32]:
     """[N, patch_values] float32: the patches, normalised, those of one token behind each other. Within a patch the
     order is channel, frame, row, column; a single frame is there as often as the patch has frames."""
-    side, merge, (rows, columns) = vision.patch_size, vision.merge_size, picture.grid
-    pixels = picture.frames.astype(np.float32) * np.float32(1 / 255)
-    pixels = (pixels - np.float32(config.mean)) / np.float32(config.std)
-    count = len(pixels)
+    side, merge, (rows, columns) = vision.patch_size, vision.merge_size, given.grid
+    values: NDArray[np.float32] = given.frames.astype(np.float32) * np.float32(1 / 255)
+    pixels = np.divide(values - np.asarray(config.mean, np.float32), np.asarray(config.std, np.float32))
+    count, repeats = len(pixels), vision.temporal_patch_size
     parts = pixels.reshape(count, rows // merge, merge, side, columns // merge, merge, side, 3)
     ordered = parts.transpose(1, 4, 2, 5, 7, 0, 3, 6)
-    if count < vision.temporal_patch_size:
-        ordered = np.broadcast_to(ordered[:, :, :, :, :, -1:], (*ordered.shape[:5], vision.temporal_patch_size,
-                                                                *ordered.shape[6:]))
+    if count < repeats:
+        ordered = np.concatenate([ordered, np.repeat(ordered[:, :, :, :, :, -1:], repeats - count, axis=5)], axis=5)
     return np.ascontiguousarray(ordered).reshape(rows * columns, vision.patch_values)

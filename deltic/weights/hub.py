@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
+from deltic.config.vision import PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, show
 from deltic.ops.records import Weight
 from deltic.weights.checksums import check_files
@@ -28,6 +29,7 @@ from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, pl
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
 from deltic.weights.safetensors import Progress, read_directory
+from deltic.weights.vision import load_tower, plan_tower
 from deltic.weights.writing import size_of
 
 EMBEDDED: Final = "tiny"
@@ -45,12 +47,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk: where it lies, and what its files say. gguf: the open file, where it is one."""
+    """A model on disk: where it lies, and what its files say.
+
+    gguf: the open file, where it is one.
+    vision: what it sees with, if it does.
+    """
 
     path: Path
     config: ModelConfig
     generation: GenerationDefaults
     gguf: GgufFile | None = None
+    vision: Vision | None = None
 
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """The weights under our names, as `load_directory` gives them."""
@@ -80,6 +87,13 @@ class ModelFiles:
         if sources:
             return load_gguf_head(sources, self.config, kept, device, packed)
         return {**load_stored_head(self.stored_head(), self.config, kept, device)} or None
+
+    def load_tower(self, dtype: DType | Literal["auto"], device: str) -> dict[str, Weight] | None:
+        """The vision tower under our names (`vision.expected_tower`); None if there is none."""
+        if self.vision is None:
+            return None
+        kept: DType = self.config.dtype if dtype == "auto" else dtype
+        return {**load_tower(plan_tower(self.path, self.vision.tower), kept, device)}
 
     def gguf_head(self) -> list[GgufSource]:
         """Sources of the head's tensors in a GGUF file; empty if there are none."""
@@ -137,7 +151,7 @@ def open_model(
         raise ModelError(f"{path}: {error}") from error
     if not config.tie_word_embeddings and _head_is_implied(directory, mapping):
         config = replace(config, tie_word_embeddings=True)
-    return ModelFiles(directory, config, _generation(directory, config))
+    return ModelFiles(directory, config, _generation(directory, config), None, _vision(directory, mapping, config))
 
 
 def _only_gguf(directory: Path) -> Path | None:
@@ -156,6 +170,19 @@ def _head_is_implied(directory: Path, mapping: Mapping[str, Any]) -> bool:
     if "tie_word_embeddings" in {**mapping, **mapping.get("text_config", {})}:
         return False
     return not any(name.endswith("lm_head.weight") for name in find_tensors(directory))
+
+
+def _vision(directory: Path, mapping: Mapping[str, Any], config: ModelConfig) -> Vision | None:
+    """The tower that the config announces, if its tensors are there."""
+    path = directory / "config.json"
+    try:
+        tower = VisionConfig.from_hf(mapping, config.hidden_size)
+        if tower is None or not plan_tower(directory, tower):
+            return None
+        path = directory / "preprocessor_config.json"
+        return Vision(tower, PictureConfig.from_hf(read_json(path, _MAX_CONFIG)) if path.is_file() else PictureConfig())
+    except ModelError as error:
+        raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
 
 
 def _generation(directory: Path, config: ModelConfig) -> GenerationDefaults:

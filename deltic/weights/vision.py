@@ -36,11 +36,11 @@ def expected_tower(config: VisionConfig) -> dict[str, Shape]:
 
     tensors = affine("visual.patch_embed.proj", width, config.in_channels, config.temporal_patch_size, side, side)
     tensors["visual.pos_embed.weight"] = (config.num_position_embeddings, width)
+    block = {**affine("norm1", width), **affine("norm2", width), **affine("attn.qkv", 3 * width, width),
+             **affine("attn.proj", width, width), **affine("mlp.linear_fc1", inner, width),
+             **affine("mlp.linear_fc2", width, inner)}
     for index in range(config.depth):
-        block = f"visual.blocks.{index}"
-        tensors |= {**affine(f"{block}.norm1", width), **affine(f"{block}.norm2", width),
-                    **affine(f"{block}.attn.qkv", 3 * width, width), **affine(f"{block}.attn.proj", width, width),
-                    **affine(f"{block}.mlp.linear_fc1", inner, width), **affine(f"{block}.mlp.linear_fc2", width, inner)}
+        tensors |= {f"visual.blocks.{index}.{name}": shape for name, shape in block.items()}
     return {**tensors, **affine("visual.merger.norm", width), **affine("visual.merger.linear_fc1", merged, merged),
             **affine("visual.merger.linear_fc2", config.out_hidden_size, merged)}
 

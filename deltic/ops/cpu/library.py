@@ -47,10 +47,10 @@ class StepBatch(Structure):
     """`deltic_batch`."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "tokens", "logits", "emits", "table")),
+        *((name, c_int64) for name in ("rows", "tokens", "logits", "emits", "table", "given")),
         *((name, c_void_p) for name in ("ids", "positions", "starts", "done", "pages", "store", "source", "target",
                                         "base", "ring", "append", "emit_row", "emit_length", "emit_slot",
-                                        "logit_tokens")),
+                                        "logit_tokens", "given_tokens", "given_rows")),
     )
 
 
@@ -263,9 +263,10 @@ def _struct(batch: Batch) -> tuple[Any, StepBatch, list[Tensor]]:
     tensors = (batch.ids, batch.positions, batch.starts, batch.done, batch.pages, batch.store, batch.source,
                batch.target, batch.base, batch.ring, batch.append, batch.emit_row, batch.emit_length,
                batch.emit_slot, batch.logit_tokens)
-    borrowed = [tensor.contiguous() for tensor in tensors]
+    given = (batch.given.tokens, batch.given.rows) if batch.given else ()
+    borrowed = [tensor.contiguous() for tensor in (*tensors, *given)]
     struct = StepBatch(layout.rows, layout.tokens, layout.logits, layout.emits, batch.pages.shape[1],
-                       *(tensor.data_ptr() for tensor in borrowed))
+                       len(given[0]) if given else 0, *(tensor.data_ptr() for tensor in borrowed))
     return byref(struct), struct, borrowed
 
 

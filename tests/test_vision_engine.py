@@ -1,0 +1,270 @@
+"""Pictures in prompts, through the engine: the same tokens as transformers gives, whatever the schedule and the cache,
+and nothing read or encoded twice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support import drain, transformers_vision_model
+
+from deltic.config import EngineConfig
+from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.engine.engine import Engine
+from deltic.engine.loading import load
+from deltic.engine.runtime import Runtime
+from deltic.errors import RequestError
+from deltic.types import Prompt, Request, SamplingParams
+from deltic.vision.patches import Pixels, patches_of, picture
+from deltic.vision.prompts import with_pictures
+from deltic.weights.hub import open_model
+
+PICTURES = PictureConfig(min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 40)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One model in both libraries."""
+
+    theirs: Any
+    directory: Path
+    vision: VisionConfig
+
+    def load(self, **options: Any) -> Runtime:
+        return load(str(self.directory), EngineConfig(**{"dtype": "float32", "memory": "64MiB", "max_context": 2048,
+                                                         "threads": 1, **options}))
+
+    def pixels(self, width: int, height: int, seed: int) -> Pixels:
+        random = np.random.default_rng(seed)
+        image = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        return picture([image], PICTURES, self.vision)
+
+    def prompt(self, text: list[int | Pixels]) -> Prompt:
+        """Of token ids and pictures."""
+        ids = [part if isinstance(part, int) else self.vision.image_token_id for part in text]
+        return with_pictures(ids, [part for part in text if isinstance(part, Pixels)], self.vision)[0]
+
+    def expected(self, text: list[int | Pixels], count: int) -> tuple[list[int], torch.Tensor]:
+        """Greedy tokens of transformers, and the probability of each."""
+        prompt, seen = self.prompt(text), [part for part in text if isinstance(part, Pixels)]
+        ids, kinds = list(prompt.ids), [int(key < 0) for key in prompt.keys or ()]
+        patches = torch.cat([torch.from_numpy(patches_of(each, PICTURES, self.vision)) for each in seen])
+        grids = torch.tensor([[1, *each.grid] for each in seen])
+        tokens, logprobs = list[int](), list[float]()
+        for _ in range(count):
+            with torch.no_grad():
+                logits = self.theirs(torch.tensor([ids]), pixel_values=patches, image_grid_thw=grids,
+                                     mm_token_type_ids=torch.tensor([kinds]), use_cache=False).logits[0, -1]
+            best = int(logits[:250].argmax())
+            tokens.append(best)
+            logprobs.append(float(logits.log_softmax(-1)[best]))
+            ids.append(best)
+            kinds.append(0)
+        return tokens, torch.tensor(logprobs)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("sees")
+    theirs = transformers_vision_model(directory)
+    files = open_model(str(directory))
+    assert files.vision
+    yield Pair(theirs, directory, files.vision.tower)
+
+
+@pytest.fixture(scope="module")
+def runtime(pair: Pair) -> Runtime:
+    return pair.load()
+
+
+def ask(prompt: Prompt, count: int = 12, name: str = "a", **more: Any) -> Request:
+    """Never answered by a token that stands for pictures."""
+    params = SamplingParams(temperature=0.0, max_tokens=count, logprobs=0, ignore_eos=True,
+                            logit_bias=dict.fromkeys(range(250, 307), -100.0))
+    return Request(name, prompt, replace(params, **more))
+
+
+def tokens_of(engine: Engine, *requests: Request) -> list[list[int]]:
+    for request in requests:
+        engine.add(request)
+    answers = drain(engine)
+    engine.check()
+    return [answers[request.id, choice].tokens for request in requests for choice in range(request.choices)]
+
+
+def cached(engine: Engine, request: Request) -> int:
+    engine.add(request)
+    usage = drain(engine)[request.id, 0].last.usage
+    assert usage
+    return usage.cached_tokens
+
+
+def words(seed: int, count: int) -> list[int | Pixels]:
+    return [int(word) for word in np.random.default_rng(seed).integers(0, 250, count)]
+
+
+def conversations(pair: Pair) -> dict[str, list[int | Pixels]]:
+    one, two = pair.pixels(40, 24, 1), pair.pixels(17, 60, 2)
+    return {"first": [one, *words(1, 9)], "middle": [*words(2, 7), one, *words(3, 5)],
+            "last": [*words(4, 30), one, 5], "two": [*words(5, 3), one, *words(6, 4), two, *words(7, 6)],
+            "one twice": [*words(8, 3), two, 7, two, *words(9, 2)]}
+
+
+@pytest.mark.parametrize("name", ["first", "middle", "last", "two", "one twice"])
+def test_as_transformers(pair: Pair, runtime: Runtime, name: str) -> None:
+    text = conversations(pair)[name]
+    tokens, logprobs = pair.expected(text, 12)
+    engine = Engine(runtime)
+    engine.add(ask(pair.prompt(text)))
+    found = drain(engine)["a", 0]
+    assert found.tokens == tokens
+    ours = torch.tensor([event.logprobs.token for event in found.events if event.logprobs])
+    assert torch.allclose(ours, logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"token_budget": 7}, {"ops": ("ref",)}, {"speculate": "ngram"},
+                                     {"memory": "3MiB", "max_context": 192}, {"prefix_cache": False},
+                                     {"packed_weights": "off", "ops": ("mlp=torch",)}], ids=str)
+def test_however_it_is_run(pair: Pair, runtime: Runtime, options: dict[str, Any]) -> None:
+    """Alone, and all at once, in whatever chunks, with drafts, and with a cache that is too small for all of them."""
+    asked = {name: ask(pair.prompt(text), name=name) for name, text in conversations(pair).items()}
+    alone = [tokens_of(Engine(pair.load()), request)[0] for request in asked.values()]
+    other = Engine(pair.load(**options))
+    assert [tokens_of(other, replace(request, id=f"{name} again"))[0] for name, request in asked.items()] == alone
+    assert tokens_of(other, *asked.values()) == alone
+
+
+def test_a_second_turn_encodes_and_reads_nothing_again(pair: Pair) -> None:
+    engine = Engine(pair.load())
+    assert engine.pictures
+    text = conversations(pair)["two"]
+    first = ask(pair.prompt(text), name="first")
+    (answer,) = tokens_of(engine, first)
+    assert engine.pictures.encoded == 2
+    turn = pair.prompt([*text, *answer, *words(20, 4)])
+    (again,) = tokens_of(Engine(pair.load()), ask(turn, name="cold"))
+    engine.add(ask(turn, name="second"))
+    found = drain(engine)["second", 0]
+    assert found.tokens == again
+    assert found.last.usage and found.last.usage.cached_tokens == len(first.prompt) + len(answer) - 1
+    assert engine.pictures.encoded == 2
+    elsewhere = pair.prompt([3, 4, 5, *[part for part in text if isinstance(part, Pixels)], *words(21, 5)])
+    tokens_of(engine, ask(elsewhere, name="elsewhere"))
+    assert engine.pictures.encoded == 2, "the same pictures in another conversation"
+
+
+def test_exact_and_forked(pair: Pair) -> None:
+    engine = Engine(pair.load())
+    prompt = pair.prompt(conversations(pair)["middle"])
+    first, *_ = several = tokens_of(engine, ask(prompt, name="three", n=3, temperature=1.0, seed=5))
+    plain = Engine(pair.load(prefix_cache=False))
+    assert several == tokens_of(plain, ask(prompt, name="b", n=3, temperature=1.0, seed=5))
+    assert tokens_of(engine, ask(prompt, name="again", temperature=1.0, seed=5)) == [first]
+    assert cached(engine, ask(prompt, name="known")) == len(prompt)
+
+
+def test_from_disk(pair: Pair, tmp_path: Path) -> None:
+    prompt = pair.prompt([*conversations(pair)["two"], *words(30, 40)])
+    engine = Engine(pair.load(cache_dir=str(tmp_path)))
+    expected = tokens_of(engine, ask(prompt, name="a"))
+    engine.close()
+    engine = Engine(pair.load(cache_dir=str(tmp_path)))
+    assert tokens_of(engine, ask(prompt, name="b")) == expected
+    assert engine.pictures and engine.pictures.encoded == 0
+    assert engine.stats.reused_tokens > 60
+    engine.close()
+
+
+def test_two_pictures_of_one_size_never_match(pair: Pair) -> None:
+    engine = Engine(pair.load())
+    one, other = ([*words(2, 7), pair.pixels(40, 24, seed), *words(3, 5)] for seed in (1, 2))
+    found = tokens_of(engine, ask(pair.prompt(one), name="one"))
+    assert cached(engine, ask(pair.prompt(other), name="other")) <= 7
+    assert pair.prompt(one).ids == pair.prompt(other).ids
+    assert tokens_of(engine, ask(pair.prompt(other), name="again")) != found
+
+
+def test_more_pictures_than_there_is_room_for(pair: Pair) -> None:
+    """A hundred, in two prompts at a time: rows that were read make room for others."""
+    engine = Engine(pair.load(max_context=4096, memory="256MiB"))
+    assert engine.pictures
+    engine.pictures._room = 40_000
+    prompts = [pair.prompt([part for seed in range(base, base + 50)
+                            for part in (pair.pixels(40, 24, seed), 7)]) for base in (0, 100)]
+    most = 0
+    for index, prompt in enumerate(prompts):
+        engine.add(ask(prompt, 2, str(index)))
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.pictures._kept())
+    assert engine.pictures.encoded == 100
+    assert most < 40_000 + 2 * 15 * 40 * 4 * 3
+
+
+def test_others_answer_while_a_picture_is_encoded(pair: Pair) -> None:
+    """One slice of the work between two steps of theirs, where a slice takes long."""
+    runtime = pair.load()
+    encode, slices = runtime.encode, list[int]()
+    assert encode
+
+    def slow(content: Any) -> Any:
+        work = encode(content)
+        while True:
+            slices.append(engine.stats.generated_tokens)
+            try:
+                next(work)
+            except StopIteration as done:
+                return done.value
+            yield
+
+    runtime.encode = slow
+    engine = Engine(runtime)
+    assert engine.pictures
+    engine.add(Request("words", tuple(range(5)), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)))
+    for _ in range(3):
+        engine.step()
+    import deltic.engine.pictures as module
+
+    before = module._SLICES
+    module._SLICES = 0.0
+    try:
+        engine.add(ask(pair.prompt(conversations(pair)["two"]), 1, "sees"))
+        drain(engine)
+    finally:
+        module._SLICES = before
+    steps = [after - now for now, after in itertools.pairwise(slices)]
+    assert len(slices) > 10 and sum(step == 0 for step in steps) <= 2, "one for each picture's last slice"
+
+
+def test_a_tower_that_fails_ends_its_request_alone(pair: Pair) -> None:
+    runtime = pair.load()
+    encode = runtime.encode
+    assert encode
+    broken = pair.pixels(17, 60, 2).digest
+    for fault, message in [(lambda rows: rows * float("nan"), "not finite"), (lambda rows: rows[1:], "rows for")]:
+        def faulty(content: Any, fault: Any = fault) -> Any:
+            rows = yield from encode(content)
+            return fault(rows) if content.digest == broken else rows
+
+        runtime.encode = faulty
+        engine = Engine(runtime)
+        texts = conversations(pair)
+        for name in ("middle", "two"):
+            engine.add(ask(pair.prompt(texts[name]), 3, name))
+        answers = drain(engine)
+        engine.check()
+        assert answers["two", 0].last.finish == "error" and message in str(answers["two", 0].last.error)
+        assert len(answers["middle", 0].tokens) == 3
+
+
+def test_a_model_that_does_not_see(pair: Pair) -> None:
+    engine = Engine(pair.load(vision=False))
+    with pytest.raises(RequestError, match="reads text only"):
+        engine.add(ask(pair.prompt(conversations(pair)["first"])))
