@@ -157,9 +157,9 @@ def transformers_model(directory: Path, seed: int = 0, nested: bool = False, fam
     return model
 
 
-def transformers_vision_model(directory: Path, seed: int = 0, **changes: Any) -> Any:
+def transformers_vision_model(directory: Path, seed: int = 0, vocabulary: int | None = None, **changes: Any) -> Any:
     """A random Qwen3_5ForConditionalGeneration in float32, saved to the directory; returns the model. changes: of its
-    vision_config."""
+    vision_config, and its tokens' ids."""
     import transformers
     from transformers.utils import logging
 
@@ -167,10 +167,10 @@ def transformers_vision_model(directory: Path, seed: int = 0, **changes: Any) ->
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     _, settings, shape = FAMILIES["qwen3_5"]
-    text = getattr(transformers, settings)(**shape)
+    text = getattr(transformers, settings)(**{**shape, **({"vocab_size": vocabulary} if vocabulary else {})})
     vision = {"depth": 2, "hidden_size": 48, "num_heads": 4, "intermediate_size": 100, "patch_size": 4,
               "out_hidden_size": text.hidden_size, "num_position_embeddings": 36, **changes}
-    ids = {name: text.vocab_size - 1 - index for index, name in enumerate(
+    ids = {name: vision.pop(name, text.vocab_size - 1 - index) for index, name in enumerate(
         ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))}
     made: Any = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, **ids)
     model: Any = transformers.Qwen3_5ForConditionalGeneration(made).float().eval()

@@ -122,7 +122,7 @@ def _part(part: Any, field: str, see: See | None) -> dict[str, Any]:
         raise RequestError(f"{field} has the unknown type {kind!r}: parts are of type text"
                            + (", image_url or video_url" if see else ""), field)
     if see is None:
-        raise RequestError(f"{field} is of type {kind}, but this model reads text only", field)
+        raise RequestError(f"{field} is of type {_MEDIA[kind]}, but this model reads text only", field)
     return see(part, _MEDIA[kind], field)
 
 

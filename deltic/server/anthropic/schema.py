@@ -137,44 +137,49 @@ def _chat_messages(system: Any, messages: list[Any]) -> tuple[list[Message], Nam
     names: Names = {}
     if system:
         names["messages[0]"] = "system"
-        chat.append({"role": "system", "content": _separate(system, "system")})
+        content, places = _separate(system, "system")
+        names |= {f"messages[0].content[{index}]": place for index, place in enumerate(places)}
+        chat.append({"role": "system", "content": content})
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        for turned in _turned(message, path):
-            names[f"messages[{len(chat)}]"] = path
+        for turned, places in _turned(message, path):
+            own = f"messages[{len(chat)}]"
+            names |= {own: path, **{f"{own}.content[{part}]": place for part, place in enumerate(places)}}
             chat.append(turned)
     return chat, names
 
 
-def _turned(message: Any, path: str) -> Iterator[Message]:
-    """One message as those of a chat: a tool's results have messages of their own."""
+def _turned(message: Any, path: str) -> Iterator[tuple[Message, list[str]]]:
+    """One message as those of a chat, and where each part of their contents comes from: a tool's results have messages
+    of their own."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{path}.role must be one of user, assistant, not {show(role)}", f"{path}.role")
     content, place = message.get("content"), f"{path}.content"
     if role == "assistant":
-        yield _assistant(_blocks(content, place), place)
+        yield _assistant(_blocks(content, place), place), []
     elif role == "system" or isinstance(content, str):
-        yield {"role": role, "content": _separate(content, place)}
+        separated, places = _separate(content, place)
+        yield {"role": role, "content": separated}, places
     else:
         yield from _user(_blocks(content, place), place)
 
 
-def _user(blocks: list[Any], path: str) -> Iterator[Message]:
-    texts: list[Any] = []
+def _user(blocks: list[Any], path: str) -> Iterator[tuple[Message, list[str]]]:
+    parts: dict[str, Any] = {}
     for index, block in enumerate(blocks):
         place = f"{path}[{index}]"
         if block["type"] != "tool_result":
-            texts.append(_text(block, place))
+            parts[place] = _part(block, place)
             continue
-        if texts:
-            yield {"role": "user", "content": _SEPARATOR.join(texts)}
-            texts = []
-        result = _separate(block.get("content") or "", f"{place}.content")
+        if parts:
+            yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
+            parts = {}
+        result, places = _separate(block.get("content") or "", f"{place}.content")
         failed = "error" if block.get("is_error") is True and not result else result
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed}
-    if texts or not blocks:
-        yield {"role": "user", "content": _SEPARATOR.join(texts)}
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed}, places
+    if parts or not blocks:
+        yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
 
 
 def _assistant(blocks: list[Any], path: str) -> Message:
@@ -197,12 +202,29 @@ def _assistant(blocks: list[Any], path: str) -> Message:
     return message | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {})
 
 
-def _separate(content: Any, path: str) -> Any:
-    """A text, or the blocks of one, as a list of parts where there are several: a header is a part of its own."""
+def _separate(content: Any, path: str) -> tuple[Any, list[str]]:
+    """A text, or its blocks as a list of parts, a header being one of its own; and where each part comes from."""
     if isinstance(content, str):
-        return content
-    texts = [_text(block, f"{path}[{index}]") for index, block in enumerate(_blocks(content, path))]
-    return [{"type": "text", "text": _SEPARATOR * bool(index) + text} for index, text in enumerate(texts)]
+        return content, []
+    parts = {f"{path}[{index}]": _part(block, f"{path}[{index}]") for index, block in enumerate(_blocks(content, path))}
+    return [part if part["type"] != "text" or not index else {**part, "text": _SEPARATOR + part["text"]}
+            for index, part in enumerate(parts.values())], [*parts]
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The text, where all parts are."""
+    if all(part["type"] == "text" for part in parts):
+        return _SEPARATOR.join(part["text"] for part in parts)
+    return parts
+
+
+def _part(block: Mapping[str, Any], path: str) -> Any:
+    """A block as a part of a chat."""
+    source = block.get("source")
+    if block["type"] != "image" or not isinstance(source, dict):
+        return {"type": "text", "text": _text(block, path)}
+    given = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": given if source.get("type") == "base64" else source.get("url")}}
 
 
 def _blocks(content: Any, path: str) -> list[Any]:

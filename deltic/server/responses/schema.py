@@ -216,7 +216,8 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
         if role not in ("user", "assistant", "system", "developer"):
             raise RequestError(f"{path}.role must be one of user, assistant, system, developer, not {show(role)}",
                                f"{path}.role")
-        return {"role": role, "content": _text(item.get("content"), f"{path}.content")}
+        content = item.get("content")
+        return {"role": role, "content": (_text if role == "assistant" else _parts)(content, f"{path}.content")}
     if kind == "reasoning":
         thoughts = _thoughts(item, path)
         return {"role": "assistant", "content": ""} | ({"reasoning_content": thoughts} if thoughts else {})
@@ -229,7 +230,7 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
             {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}]}
     if kind in ("function_call_output", "custom_tool_call_output"):
         return {"role": "tool", "tool_call_id": item.get("call_id"),
-                "content": _text(item.get("output"), f"{path}.output")}
+                "content": _parts(item.get("output"), f"{path}.output")}
     raise RequestError(f"{path} is of type {show(kind)}: items are messages, reasoning, function calls and their "
                        "outputs", f"{path}.type")
 
@@ -244,6 +245,18 @@ def _thoughts(item: Mapping[str, Any], path: str) -> str:
         except (binascii.Error, ValueError) as error:
             raise RequestError(f"{path}.encrypted_content is damaged", f"{path}.encrypted_content") from error
     return ""  # a summary is not what was thought
+
+
+def _parts(content: Any, path: str) -> str | list[Json]:
+    """As parts of a chat where there are pictures among them, else the text."""
+    if not isinstance(content, list) or all(not _is_image(part) for part in content):
+        return _text(content, path)
+    return [{"type": "image_url", "image_url": {"url": part.get("image_url")}} if _is_image(part)
+            else {"type": "text", "text": _text([part], path)} for part in content]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
 
 
 def _text(content: Any, path: str) -> str:

@@ -1,0 +1,177 @@
+"""Conversations with pictures: from Python and over all wires, with what is read and encoded counted."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from anthropic import Anthropic
+from PIL import Image
+from support import transformers_vision_model
+from test_server_harness import Served, serving
+from test_text_support import QWEN_LIKE
+
+import deltic
+from deltic import LLM
+from deltic.config import Limits
+from deltic.errors import RequestError
+from deltic.types import Prompt, SamplingParams
+
+TINY = Path(deltic.__file__).parent / "models" / "tiny"
+MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that sees, with the embedded one's words."""
+    place = tmp_path_factory.mktemp("sees")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, place)
+    tokens = json.loads((place / "tokenizer.json").read_text())
+    first = 1 + max(token["id"] for token in tokens["added_tokens"])
+    first = max(first, 1 + max(tokens["model"]["vocab"].values()))
+    tokens["added_tokens"] += [{"id": first + index, "content": mark, "single_word": False, "lstrip": False,
+                                "rstrip": False, "normalized": False, "special": True}
+                               for index, mark in enumerate(MARKS)]
+    (place / "tokenizer.json").write_text(json.dumps(tokens))
+    config = json.loads((place / "tokenizer_config.json").read_text())
+    (place / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": QWEN_LIKE}))
+    (place / "preprocessor_config.json").write_text(json.dumps({"size": {
+        "shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 60}, "patch_size": 4, "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5]}))
+    transformers_vision_model(place, vocabulary=first + 8, image_token_id=first + 2, video_token_id=first + 3)
+    return place
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(str(directory), dtype="float32", memory="64MiB", threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm) as running:
+        yield running
+        running.wait_idle()
+
+
+def drawing(seed: int, width: int = 40, height: int = 24) -> Image.Image:
+    random = np.random.default_rng(seed)
+    return Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def data_url(image: Image.Image) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+
+
+def shows(image: Any, text: str = "What is this?") -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}
+
+
+def test_a_conversation_about_a_picture(llm: LLM) -> None:
+    pictures = llm.engine.pictures
+    assert pictures
+    before = pictures.encoded
+    messages = [shows(drawing(1))]
+    job = llm.chat_processor.chat(messages, GREEDY)
+    assert isinstance(job.request.prompt, Prompt)
+    picture, = job.request.prompt.pictures
+    assert picture.count == 15 and len(job.request.prompt) > 15
+    assert all(boundary <= picture.start or boundary >= picture.end for boundary in job.request.boundaries)
+    first = llm.chat(messages, GREEDY)
+    assert pictures.encoded == before + 1
+    second = llm.chat([*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}],
+                      GREEDY)
+    assert pictures.encoded == before + 1
+    assert second.choices[0].usage.cached_tokens >= picture.end
+    other = llm.chat([shows(drawing(2))], GREEDY)
+    assert other.choices[0].usage.cached_tokens <= picture.start
+    assert pictures.encoded == before + 2
+
+
+def test_ways_to_give_a_picture(llm: LLM, tmp_path: Path) -> None:
+    image = drawing(3)
+    image.save(tmp_path / "it.png")
+    answers = {llm.chat([shows(given)], GREEDY).text for given in (
+        image, png(image), tmp_path / "it.png", data_url(image), {"url": data_url(image)})}
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize(("image", "message"), [
+    ("it.png", "as a data URL .*not as 'it.png'"), ("http://127.0.0.1/x.png", "not as 'http://"),
+    ("data:image/png;base64,?", "no valid base64"), ("data:image/png,x", "not in base64"), (5, "must be a picture"),
+    ("data:image/png;base64,AAAA", "no picture that can be read"), (b"", "no picture that can be read"),
+    (None, "has no picture"), (png(drawing(1))[:-60], "seems damaged"),
+    (Image.new("RGB", (1, 300)), "more than 200 times"), (Path("/nowhere/x.png"), "cannot be read"),
+])
+def test_pictures_that_cannot_be_read(llm: LLM, image: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.chat([shows(image)], GREEDY)
+
+
+def test_words_that_look_like_pictures(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 places for 1 pictures"):
+        llm.chat([shows(drawing(1), "<|image_pad|>")], GREEDY)
+    assert llm.chat([{"role": "user", "content": "<|image_pad|>"}], GREEDY).text is not None
+
+
+def test_too_many(llm: LLM, directory: Path) -> None:
+    with (LLM(str(directory), dtype="float32", memory="64MiB", threads=1, max_context=100) as small,
+          pytest.raises(RequestError, match="more than there is room for")):
+        small.chat([shows(drawing(seed, 80, 24)) for seed in range(9)], GREEDY)
+    with (LLM(str(directory), dtype="float32", memory="64MiB", threads=1, limits=Limits(max_pictures=3)) as few,
+          pytest.raises(RequestError, match=r"more than 3 pictures \(max_pictures\)")):
+        few.chat([shows(drawing(1))] * 4, GREEDY)
+
+
+def test_every_wire(served: Served, llm: LLM) -> None:
+    """A picture first, one in a tool's result, with the same words and the same tokens counted."""
+    one, two, name = drawing(5), drawing(6), llm.runtime.name.rsplit("/", 1)[-1]
+    more = {"ignore_eos": True, "enable_thinking": False}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    url = {"type": "image_url", "image_url": {"url": data_url(one)}}
+    result = {"type": "image_url", "image_url": {"url": data_url(two)}}
+    chat = served.client.chat.completions.create(
+        model=name, temperature=0, max_tokens=6, extra_body=more, messages=[
+            {"role": "user", "content": [url, {"type": "text", "text": "Look"}]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": [result]}])  # type: ignore[list-item]
+    assert chat.usage and chat.usage.prompt_tokens > 30
+    answer = served.client.responses.create(
+        model=name, temperature=0, max_output_tokens=6, extra_body=more, input=[
+            {"role": "user", "content": [{"type": "input_image", "image_url": data_url(one), "detail": "auto"},
+                                         {"type": "input_text", "text": "Look"}]},
+            {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": [
+                {"type": "input_image", "image_url": data_url(two)}]}])  # type: ignore[list-item]
+    assert answer.usage and answer.usage.input_tokens == chat.usage.prompt_tokens
+    assert answer.output_text == chat.choices[0].message.content
+
+    def block(image: Image.Image) -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png",
+                                            "data": base64.b64encode(png(image)).decode()}}
+
+    with Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        message = client.messages.create(
+            model=name, max_tokens=6, extra_body={"ignore_eos": True, "temperature": 0}, messages=[
+                {"role": "user", "content": [block(one), {"type": "text", "text": "Look"}]},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [block(two)]}]},
+            ])  # type: ignore[list-item]
+    assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == chat.usage.prompt_tokens
+    assert "".join(part.text for part in message.content if part.type == "text") == chat.choices[0].message.content
