@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.cli import options
 from deltic.cli.answer import Meter, Screen, call_json, read_answer, statistics_line
 from deltic.cli.models import timed_llm
-from deltic.cli.parser import MOST_BYTES, UsageError, json_file, text
+from deltic.cli.parser import MOST_BYTES, UsageError, existing_file, json_file, text
 from deltic.cli.signals import Terminated
 from deltic.errors import show
 
@@ -37,6 +37,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", type=text,
                         help="the prompt; - or none reads it from stdin, if that is no terminal")
     options.add_conversation(parser)
+    parser.add_argument("--image", action="append", type=existing_file, default=[], metavar="FILE",
+                        help="a picture to show beside the prompt, for models that see; may be repeated")
     parser.add_argument("--tools", type=json_file, metavar="FILE",
                         help="JSON list of tools in OpenAI's form; calls are printed as JSON lines")
     parser.add_argument("--schema", type=json_file, metavar="FILE",
@@ -80,7 +82,7 @@ def _answer(llm: LLM, args: argparse.Namespace, ask: Callable[[], Stream], load_
 
 def _check(args: argparse.Namespace) -> None:
     given = {"--system": args.system, "--tools": args.tools, "--think": args.think,
-             "--chat-template": args.chat_template, "--thinking-budget": args.thinking_budget}
+             "--chat-template": args.chat_template, "--thinking-budget": args.thinking_budget, "--image": args.image or None}
     useless = [name for name, value in given.items() if args.raw and value is not None]
     if useless:
         raise UsageError(f"--raw uses no chat template, so {useless[0]} has no meaning with it")
@@ -157,7 +159,9 @@ def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingPara
     if args.raw:
         return llm.generate_stream(prompt, sampling, **form)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    return llm.stream([*system, {"role": "user", "content": prompt}], sampling, tools=args.tools, thinking=args.think,
+    pictures = [{"type": "image", "image": path} for path in args.image]
+    content = [*pictures, {"type": "text", "text": prompt}] if pictures else prompt
+    return llm.stream([*system, {"role": "user", "content": content}], sampling, tools=args.tools, thinking=args.think,
                       **form)
 
 

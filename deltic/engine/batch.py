@@ -172,7 +172,7 @@ def _batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor, kept: 
 
 def decodes(plan: Plan) -> bool:
     """Whether every row takes one token whose logits are wanted, and nothing else: then the step has a bucket."""
-    return all(len(row.tokens) == 1 and row.logits == 1 and not row.emits and not row.append
+    return all(len(row.tokens) == 1 and row.logits == 1 and not row.emits and not (row.append or row.seen)
                and row.base in (None, row.done) for row in plan.rows)
 
 

@@ -140,6 +140,8 @@ class Prompts:
             ids=batch.ids, positions=batch.positions, embedding=decoder.embedding, frequencies=step._frequencies,
             axes=step._axes, residual=residual, turns=turns, hidden=step._hidden, rotary=rotary, tokens=tokens),
             overlap=False)
+        if batch.given is not None:
+            residual.index_copy_(0, batch.given.tokens, batch.given.rows)
         work = _Work(batch, plan, turns, step._begin(plan.singles, "many") if plan.singles else None)
         delta: Tensor | None = None
         for layer in decoder.layers:
