@@ -82,7 +82,8 @@ def _answer(llm: LLM, args: argparse.Namespace, ask: Callable[[], Stream], load_
 
 def _check(args: argparse.Namespace) -> None:
     given = {"--system": args.system, "--tools": args.tools, "--think": args.think,
-             "--chat-template": args.chat_template, "--thinking-budget": args.thinking_budget, "--image": args.image or None}
+             "--chat-template": args.chat_template, "--thinking-budget": args.thinking_budget,
+             "--image": args.image or None}
     useless = [name for name, value in given.items() if args.raw and value is not None]
     if useless:
         raise UsageError(f"--raw uses no chat template, so {useless[0]} has no meaning with it")

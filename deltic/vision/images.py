@@ -4,7 +4,8 @@ unchecked: what is too large is refused by its header."""
 from __future__ import annotations
 
 import io
-import warnings
+import operator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,8 @@ from deltic.errors import RequestError, show
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 100_000_000
-"""Pixels of a picture as it comes: decoding takes some bytes for each."""
+MAX_PIXELS = 89_478_485
+"""Pixels of a picture as it comes: decoding takes some bytes for each. Pillow warns of files that have more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """What is decoded: formats whose decoders are Pillow's own or its wheels'."""
 _DEEP = {"I;16": 1 / 257, "I;16L": 1 / 257, "I;16B": 1 / 257, "I": 1 / 257, "F": 1.0}
@@ -33,15 +34,13 @@ def read_image(source: bytes | str | Path | Image, name: str = "image") -> Image
     if not isinstance(source, bytes | str | Path):
         raise RequestError(f"{name} must be a picture, its bytes or its path, not {show(source)}", name)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd files; their size is checked below
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > MAX_PIXELS:
-                    raise RequestError(f"{name} has {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are "
-                                       "read: scale it down", name)
-                image.load()
-                return _plain(ImageOps.exif_transpose(image), name)
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise RequestError(f"{name} has {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are read: "
+                                   "scale it down", name)
+            image.load()
+            return _plain(ImageOps.exif_transpose(image), name)
     except UnidentifiedImageError as error:
         raise RequestError(f"{name} is no picture that can be read: use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
                            name) from error
@@ -58,7 +57,7 @@ def _plain(image: Image, name: str) -> Image:
     if not image.width or not image.height:
         raise RequestError(f"{name} has no pixels", name)
     if image.mode in _DEEP:
-        image = image.convert("F").point(lambda value: value * _DEEP[image.mode] + 0).convert("L")
+        image = image.convert("F").point(partial(operator.mul, _DEEP[image.mode])).convert("L")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         above = image.convert("RGBA")
         below = Image.new("RGBA", above.size, "white")
