@@ -18,9 +18,11 @@ from deltic.config.vision import PictureConfig, VisionConfig
 from deltic.errors import ModelError, RequestError
 from deltic.model.vision import Tower, build_tower
 from deltic.ops import backends
+from deltic.ops.qtensor import QTensor
 from deltic.vision.patches import patches_of, picture, target_size
 from deltic.vision.positions import rotary_positions
 from deltic.weights.files import read_json
+from deltic.weights.quant import quantize_tower
 from deltic.weights.vision import load_tower, plan_tower
 
 GRIDS = [(2, 2), (4, 6), (10, 2), (6, 14), (2, 8)]
@@ -210,3 +212,17 @@ def test_configs_that_cannot_be(models: dict[str, tuple[Any, Path]], change: dic
     with pytest.raises(ModelError, match=message):
         VisionConfig.from_hf({**mapping, "vision_config": {**mapping["vision_config"], **change}},
                              mapping["text_config"]["hidden_size"])
+
+
+def test_in_8_bits(tmp_path: Path) -> None:
+    transformers_vision_model(tmp_path, hidden_size=64, intermediate_size=96, patch_size=8)
+    mapping = read_json(tmp_path / "config.json")
+    config = VisionConfig.from_hf(mapping, mapping["text_config"]["hidden_size"])
+    assert config
+    weights = quantize_tower(load_tower(plan_tower(tmp_path, config), "float32", "cpu"))
+    packed = [name for name, weight in weights.items() if isinstance(weight, QTensor)]
+    assert len(packed) == 2 * 4 + 3 and "visual.patch_embed.proj.weight" in packed
+    tower, plain = build_tower(config, weights, backends()["cpu"], torch.float32), tower_of(tmp_path, "cpu")
+    patches = torch.randn(24, config.patch_values)
+    found, right = encode(tower, patches, [(4, 6)]), encode(plain, patches, [(4, 6)])
+    assert 0 < (found - right).norm() < 0.05 * right.norm()

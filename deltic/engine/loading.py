@@ -34,7 +34,7 @@ from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
 from deltic.weights.gguf.load import is_quantized, wants_packing
 from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.quant import quantize_tensors
+from deltic.weights.quant import quantize_tensors, quantize_tower
 from deltic.weights.random import random_head, random_tensors
 
 log = logging.getLogger("deltic")
@@ -165,6 +165,8 @@ def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> 
     if weights is None or files.vision is None:
         return None
     vision = files.vision
+    if options.quant != "none":
+        weights = {**quantize_tower({name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)})}
     tower = build_tower(vision.tower, weights, ops, getattr(torch, dtype))
 
     def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
