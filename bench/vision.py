@@ -67,13 +67,14 @@ def encode(tower: Tower, patches: torch.Tensor, grid: tuple[int, int]) -> torch.
 
 
 def transformers_tower(config: VisionConfig) -> Any:
-    from transformers import Qwen3_5VisionConfig  # type: ignore[attr-defined]
+    from transformers import Qwen3_5VisionConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
     torch.manual_seed(0)
     made = Qwen3_5VisionConfig(depth=config.depth, hidden_size=config.hidden_size, num_heads=config.num_heads,
                                intermediate_size=config.intermediate_size, out_hidden_size=config.out_hidden_size)
-    return Qwen3_5VisionModel(made).to(torch.bfloat16).eval()
+    model: Any = Qwen3_5VisionModel(made)
+    return model.to(torch.bfloat16).eval()
 
 
 @torch.inference_mode()
