@@ -99,6 +99,8 @@ QWEN_LIKE = """\
         {%- for part in content %}
             {%- if part.type == 'image' or 'image_url' in part %}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type == 'video' %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
             {%- elif 'text' in part %}
                 {{- part.text }}
             {%- else %}

@@ -22,7 +22,7 @@ from deltic.engine.loading import load
 from deltic.engine.runtime import Runtime
 from deltic.errors import RequestError
 from deltic.types import Prompt, Request, SamplingParams
-from deltic.vision.patches import Pixels, patches_of, picture
+from deltic.vision.patches import Film, Pixels, patches_of, picture
 from deltic.vision.prompts import with_pictures
 from deltic.weights.hub import open_model
 
@@ -127,6 +127,31 @@ def test_as_transformers(pair: Pair, runtime: Runtime, name: str) -> None:
     assert found.tokens == tokens
     ours = torch.tensor([event.logprobs.token for event in found.events if event.logprobs])
     assert torch.allclose(ours, logprobs, atol=1e-4)
+
+
+def test_films_as_transformers(pair: Pair, runtime: Runtime) -> None:
+    """A picture, and a film of three parts that share nothing but the film."""
+    vision, still = pair.vision, pair.pixels(17, 60, 2)
+    frames = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 40, 3), dtype=np.uint8))
+              for seed in range(6)]
+    film = Film(tuple(picture(frames[start:start + 2], PICTURES, vision, (24, 40)) for start in (0, 2, 4)),
+                ((11, 12), (13,), (14, 15, 16)))
+    ids = [3, 250, vision.video_token_id, 251, 9, 250, vision.image_token_id, 251, 5]
+    prompt, (place,) = with_pictures(ids, [film, still], vision, [5])
+    assert place == 4 + sum(map(len, film.stamps)) + sum(2 + part.tokens for part in film.parts)
+    kinds = [2 if token == vision.video_token_id else int(token == vision.image_token_id) for token in prompt.ids]
+    patches = [torch.from_numpy(patches_of(each, PICTURES, vision)) for each in (still, *film.parts)]
+    with torch.no_grad():
+        logits = pair.theirs(
+            torch.tensor([prompt.ids]), mm_token_type_ids=torch.tensor([kinds]), use_cache=False,
+            pixel_values=patches[0], image_grid_thw=torch.tensor([[1, *still.grid]]),
+            pixel_values_videos=torch.cat(patches[1:]), video_grid_thw=torch.tensor([[3, *film.parts[0].grid]])).logits
+    engine = Engine(runtime)
+    engine.add(ask(prompt, 1))
+    event = drain(engine)["a", 0].events[0]
+    best = int(logits[0, -1, :250].argmax())
+    assert event.token == best and event.logprobs
+    assert abs(event.logprobs.token - float(logits[0, -1].log_softmax(-1)[best])) < 1e-4
 
 
 @pytest.mark.parametrize("options", [{"token_budget": 7}, {"ops": ("ref",)}, {"speculate": "ngram"},

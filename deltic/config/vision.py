@@ -11,6 +11,7 @@ from deltic.config.reading import flag, integer, number
 from deltic.errors import ModelError, show
 
 _SQUARE = (0.5, 0.5, 0.5)
+_EDGES = ("shortest_edge", "longest_edge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +104,29 @@ class PictureConfig:
     """How pictures become patches (preprocessor_config.json of a checkpoint).
 
     min_pixels, max_pixels: a picture is scaled until it has so many. mean, std: each channel's, subtracted and divided
-    by, of values from 0 to 1.
+    by, of values from 0 to 1. film_pixels: least and most of all frames of a film together.
     """
 
     min_pixels: int = 256 * 256
     max_pixels: int = 4096 * 4096
+    film_pixels: tuple[int, int] = (128 * 32 * 32, 768 * 32 * 32)
     mean: tuple[float, ...] = _SQUARE
     std: tuple[float, ...] = _SQUARE
 
     @classmethod
-    def from_hf(cls, mapping: Mapping[str, Any]) -> PictureConfig:
-        """Read a preprocessor_config.json. Raises ModelError naming the key."""
-        size = mapping.get("size") or {}
-        if not isinstance(size, Mapping):
-            raise ModelError(f"size must be an object, not {show(size)}")
+    def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> PictureConfig:
+        """Read a preprocessor_config.json and a video_preprocessor_config.json. Raises ModelError naming the key."""
+        size = _size(mapping)
         for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if not flag(mapping, key, True):
                 raise ModelError(f"{key} false is not supported, only true")
-        least = mapping.get("min_pixels") or size.get("shortest_edge") or cls().min_pixels
-        most = mapping.get("max_pixels") or size.get("longest_edge") or cls().max_pixels
-        found = {"min_pixels": least, "max_pixels": most}
-        means, stds = (_channels(mapping, key) for key in ("image_mean", "image_std"))
-        return cls(integer(found, "min_pixels", 1, 1 << 30), integer(found, "max_pixels", 1, 1 << 30), means, stds)
+        plain, means, stds = cls(), *(_channels(mapping, key) for key in ("image_mean", "image_std"))
+        size = {"shortest_edge": mapping.get("min_pixels") or plain.min_pixels,
+                "longest_edge": mapping.get("max_pixels") or plain.max_pixels, **size}
+        film = dict(zip(_EDGES, plain.film_pixels, strict=True)) | _size(films)
+        least, most = (integer(size, edge, 1, 1 << 30) for edge in _EDGES)
+        shortest, longest = (integer(film, edge, 1, 1 << 31) for edge in _EDGES)
+        return cls(least, most, (shortest, longest), means, stds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,13 @@ class Vision:
 
     tower: VisionConfig
     pictures: PictureConfig
+
+
+def _size(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    size = mapping.get("size") or {}
+    if not isinstance(size, Mapping):
+        raise ModelError(f"size must be an object, not {show(size)}")
+    return dict(size)
 
 
 def _channels(mapping: Mapping[str, Any], key: str) -> tuple[float, ...]:

@@ -124,7 +124,8 @@ class ChatProcessor:
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(variables or {})
-        reader = PictureReader(self._vision, self._most_pictures, self._bound.tokens) if self._vision else None
+        reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens)
+                  if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
                                          see=reader)
         turn = self._turn(conversation, mode, opens)
@@ -135,8 +136,8 @@ class ChatProcessor:
             ThinkingBudget, tokenizer=self.tokenizer, closing=closing, tokens=budget)
         remember = partial(self._history.remember, turn, sampling.stop_token_ids) if opens == "turn" else None
         job = _job(turn.ids, sampling, router, turn.boundaries, remember, guide)
-        if reader and self._vision and reader.pixels:
-            prompt, places = with_pictures(turn.ids, reader.pixels, self._vision.tower, turn.boundaries)
+        if reader and self._vision and reader.found:
+            prompt, places = with_pictures(turn.ids, reader.found, self._vision.tower, turn.boundaries)
             self._bound.check(len(prompt))
             job = replace(job, request=replace(job.request, prompt=prompt, boundaries=places))
         grammar = self._grammar(conversation, answer)

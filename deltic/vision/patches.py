@@ -41,6 +41,37 @@ class Pixels:
         return blake2b(self.frames.tobytes(), digest_size=16, person=b"%d,%d" % self.grid).hexdigest()
 
 
+@dataclass(frozen=True)
+class Film:
+    """Frames in the order in which they are shown.
+
+    parts: those that share their patches, together. stamps: the token ids that say when each part is.
+    """
+
+    parts: tuple[Pixels, ...]
+    stamps: tuple[tuple[int, ...], ...]
+
+
+def film_size(count: int, height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
+    """Height and width that the frames of a film are scaled to (`smart_resize` of transformers' Qwen3VLVideoProcessor):
+    as `target_size`, with the pixels of all frames counted."""
+    unit, together = vision.patch_size * vision.merge_size, vision.temporal_patch_size
+    if height < unit or width < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
+    _check_aspect(height, width)
+    tall, wide = round(height / unit) * unit, round(width / unit) * unit
+    pixels, (least, most) = round(count / together) * together * tall * wide, config.film_pixels
+    if pixels > most:
+        scale = math.sqrt(count * height * width / most)
+        tall = max(unit, math.floor(height / scale / unit) * unit)
+        wide = max(unit, math.floor(width / scale / unit) * unit)
+    elif pixels < least:
+        scale = math.sqrt(least / (count * height * width))
+        tall, wide = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
+    return tall, wide
+
+
 def picture(images: Sequence[Image], config: PictureConfig, vision: VisionConfig,
             size: tuple[int, int] | None = None) -> Pixels:
     """One picture, or the frames of a film that share their patches, in mode RGB, scaled to what the model sees.
@@ -63,9 +94,7 @@ def picture(images: Sequence[Image], config: PictureConfig, vision: VisionConfig
 def target_size(height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
     """Height and width that a picture is scaled to: multiples of a token's side, as many pixels as the config allows,
     and the proportions kept as far as that goes (`smart_resize` of transformers)."""
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise RequestError(f"a picture of {width} x {height} pixels is more than {MAX_ASPECT} times as long as wide: "
-                           "cut it", "image")
+    _check_aspect(height, width)
     unit = vision.patch_size * vision.merge_size
     tall, wide = round(height / unit) * unit, round(width / unit) * unit
     if tall * wide > config.max_pixels:
@@ -76,6 +105,12 @@ def target_size(height: int, width: int, config: PictureConfig, vision: VisionCo
         scale = math.sqrt(config.min_pixels / (height * width))
         tall, wide = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
     return tall, wide
+
+
+def _check_aspect(height: int, width: int) -> None:
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise RequestError(f"a picture of {width} x {height} pixels is more than {MAX_ASPECT} times as long as wide: "
+                           "cut it", "image")
 
 
 def patches_of(given: Pixels, config: PictureConfig, vision: VisionConfig) -> NDArray[np.float32]:

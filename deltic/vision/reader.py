@@ -4,40 +4,75 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from deltic.config.vision import Vision
-from deltic.errors import RequestError
+from deltic.errors import RequestError, show
 from deltic.vision.images import read_image
-from deltic.vision.patches import Pixels, picture
+from deltic.vision.patches import Film, Pixels, film_size, picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _KEYS = ("image_url", "image", "url", "source")
+_FPS = 2.0
+"""Frames in a second of a film that does not say how many: so many are looked at."""
 
 
 class PictureReader:
-    """Reads the parts of messages that are pictures, in order; `pixels` are those so far.
+    """Reads the parts of messages that are pictures or films, in order; `found` are those so far.
 
-    most: pictures that a conversation may have. tokens: those that all of them together may become.
+    encode: gives the ids of a text. most: pictures that a conversation may have, frames among them. tokens: those that
+    all of them together may become.
     """
 
-    def __init__(self, vision: Vision, most: int, tokens: int) -> None:
-        self._vision, self._most, self._tokens = vision, most, tokens
-        self.pixels: list[Pixels] = []
+    def __init__(self, vision: Vision, encode: Callable[[str], Sequence[int]], most: int, tokens: int) -> None:
+        self._vision, self._encode, self._most, self._tokens = vision, encode, most, tokens
+        self.found: list[Pixels | Film] = []
 
     def __call__(self, part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
         """The part as chat templates know it. RequestError names what is wrong with it."""
-        if kind != "image":
-            raise RequestError(f"{field} is a {kind}, which is not supported: send pictures", field)
-        if len(self.pixels) == self._most:
-            raise RequestError(f"messages have more than {self._most} pictures (max_pictures)", "messages")
-        found = picture([read_image(_source(part, field), field)], self._vision.pictures, self._vision.tower)
-        self._tokens -= found.tokens
+        if kind == "video":
+            return {"type": kind, "digest": self._film(part, field)}
+        pixels = self._scaled([self._read(part, field)], field, None)
+        self.found.append(pixels)
+        return {"type": kind, "digest": pixels.digest}
+
+    def _film(self, part: Mapping[str, Any], field: str) -> list[str]:
+        """Reads a list of frames; gives their digests."""
+        given, fps = part.get("video"), part.get("fps", _FPS)
+        if not isinstance(given, list | tuple) or not given:
+            raise RequestError(f'{field} must be of the form {{"type": "video", "video": [frame, ...], "fps": 2}}, '
+                               "with pictures as frames", field)
+        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0.001 <= fps <= 1000:
+            raise RequestError(f"{field}.fps must be a number from 0.001 to 1000, not {show(fps)}", f"{field}.fps")
+        frames = [self._read({"image": frame}, f"{field}.video[{index}]") for index, frame in enumerate(given)]
+        together = self._vision.tower.temporal_patch_size
+        frames += [frames[-1]] * (-len(frames) % together)
+        size = film_size(len(frames), frames[0].height, frames[0].width, self._vision.pictures, self._vision.tower)
+        parts, stamps = list[Pixels](), list[tuple[int, ...]]()
+        for start in range(0, len(frames), together):
+            parts.append(self._scaled(frames[start:start + together], field, size))
+            # an added frame is shown when the last one is
+            ends = (min(index, len(given) - 1) / fps for index in (start, start + together - 1))
+            stamps.append(tuple(self._encode(f"<{sum(ends) / 2:.1f} seconds>")))
+        self.found.append(Film(tuple(parts), tuple(stamps)))
+        return [part.digest for part in parts]
+
+    def _read(self, part: Mapping[str, Any], field: str) -> Image:
+        self._most -= 1
+        if self._most < 0:
+            raise RequestError("messages have more pictures than max_pictures allows: send fewer", "messages")
+        return read_image(_source(part, field), field)
+
+    def _scaled(self, images: list[Image], field: str, size: tuple[int, int] | None) -> Pixels:
+        pixels = picture(images, self._vision.pictures, self._vision.tower, size)
+        self._tokens -= pixels.tokens
         if self._tokens < 0:
-            raise RequestError(f"{field} would be {found.tokens:,} tokens, more than there is room for beside the "
+            raise RequestError(f"{field} would be {pixels.tokens:,} tokens, more than there is room for beside the "
                                "pictures before it: send fewer, or smaller ones", field)
-        self.pixels.append(found)
-        return {"type": "image", "digest": found.digest}
+        return pixels
 
 
 def _source(part: Mapping[str, Any], field: str) -> Any:

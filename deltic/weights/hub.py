@@ -180,7 +180,9 @@ def _vision(directory: Path, mapping: Mapping[str, Any], config: ModelConfig) ->
         if tower is None or not plan_tower(directory, tower):
             return None
         path = directory / "preprocessor_config.json"
-        return Vision(tower, PictureConfig.from_hf(read_json(path, _MAX_CONFIG)) if path.is_file() else PictureConfig())
+        said = [read_json(each, _MAX_CONFIG) if each.is_file() else {} for each in (
+            path, directory / "video_preprocessor_config.json")]
+        return Vision(tower, PictureConfig.from_hf(*said))
     except ModelError as error:
         raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
 
