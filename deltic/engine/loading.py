@@ -28,7 +28,7 @@ from deltic.model.vision import build_tower
 from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.memory import memory_for
-from deltic.ops.records import Weight
+from deltic.ops.records import Block, Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
@@ -161,12 +161,11 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
 
 def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> Encode | None:
     """What makes rows of pictures, if the model sees and shall."""
-    weights = files.load_tower(dtype, options.device) if options.vision else None
-    if weights is None or files.vision is None:
+    tensors = files.load_tower(dtype, options.device) if options.vision else None
+    if tensors is None or files.vision is None:
         return None
     vision = files.vision
-    if options.quant != "none":
-        weights = {**quantize_tower({name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)})}
+    weights: dict[str, Block] = {**tensors} if options.quant == "none" else quantize_tower(tensors)
     tower = build_tower(vision.tower, weights, ops, getattr(torch, dtype))
 
     def encode(pixels: Pixels) -> Generator[None, None, Tensor]:

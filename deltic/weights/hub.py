@@ -88,12 +88,12 @@ class ModelFiles:
             return load_gguf_head(sources, self.config, kept, device, packed)
         return {**load_stored_head(self.stored_head(), self.config, kept, device)} or None
 
-    def load_tower(self, dtype: DType | Literal["auto"], device: str) -> dict[str, Weight] | None:
+    def load_tower(self, dtype: DType | Literal["auto"], device: str) -> dict[str, Tensor] | None:
         """The vision tower under our names (`vision.expected_tower`); None if there is none."""
         if self.vision is None:
             return None
         kept: DType = self.config.dtype if dtype == "auto" else dtype
-        return {**load_tower(plan_tower(self.path, self.vision.tower), kept, device)}
+        return load_tower(plan_tower(self.path, self.vision.tower), kept, device)
 
     def gguf_head(self) -> list[GgufSource]:
         """Sources of the head's tensors in a GGUF file; empty if there are none."""
