@@ -228,6 +228,7 @@ def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> No
         for _ in range(3):
             await asyncio.sleep(0)
         handle.take(TokenOut("r", 0, 5))
+        handle.wake()
         for _ in range(turns):
             await asyncio.sleep(0)
         cancelled = reader.cancel()

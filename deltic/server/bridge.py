@@ -25,6 +25,9 @@ log = logging.getLogger("deltic")
 STUCK_AFTER = 60.0
 """Seconds without a finished step after which the engine counts as stuck: the first big step may well be slow."""
 
+_REST = 8  # so many times as long as writing has taken, none is written
+_LONGEST_REST = 0.02  # seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -47,6 +50,49 @@ class Room:
     unread: int
 
 
+class _Rounds:
+    """Wakes the readers who have news, all in one round, after which it rests for some times as long as that took.
+
+    Where steps come faster than what they bring can be written, several tokens go out at once: the interpreter is the
+    engine's, too. Whoever has waited for a first token, or has the last one, is woken at once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[RequestHandle, None] = {}
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, handle: RequestHandle, urgent: bool) -> None:
+        """One with news."""
+        if urgent:
+            self._waiting.pop(handle, None)
+            handle.wake()
+        else:
+            self._waiting[handle] = None
+
+    def begin(self) -> None:
+        """Wake them, or see to it that they are when the rest is over."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting or self._timer:
+            return
+        if loop.time() < self._due:
+            self._timer = loop.call_at(self._due, self._wake)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        loop, waiting = asyncio.get_running_loop(), self._waiting
+        self._timer, self._waiting = None, {}
+        for handle in waiting:
+            handle.wake()
+        loop.call_soon(self._rest, loop.time())
+
+    def _rest(self, began: float) -> None:
+        """The readers have had their turn."""
+        now = asyncio.get_running_loop().time()
+        self._due = now + min(_REST * (now - began), _LONGEST_REST)
+
+
 class Bridge:
     """Brings a worker's events to an event loop. Its methods are for the loop that called `start`."""
 
@@ -54,7 +100,7 @@ class Bridge:
         self._worker, self._room, self._stuck_after = worker, room, stuck_after
         self._handles: dict[str, RequestHandle] = {}
         self._closed: str | None = "the engine has not been started"
-        self._draining, self._empty = False, asyncio.Event()
+        self._draining, self._empty, self._round = False, asyncio.Event(), _Rounds()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -163,9 +209,10 @@ class Bridge:
         for event in events:
             handle = self._handles.get(event.request)
             if handle is not None:
-                handle.take(event)
+                self._round.add(handle, urgent=handle.take(event))
                 if not handle.open:
                     self._forget(handle)
+        self._round.begin()
 
     def _forget(self, handle: RequestHandle) -> None:
         for request in handle.requests:

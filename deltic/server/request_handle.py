@@ -85,8 +85,10 @@ class RequestHandle:
         else:
             self.admitted.set_result(None)
 
-    def take(self, event: Event) -> None:
-        """One more event; an error or abort ends its request, whose other choices may not even have begun."""
+    def take(self, event: Event) -> bool:
+        """One more event; an error or abort ends its request, whose other choices may not even have begun. Returns
+        whether its reader should be woken at once: it is the first, or an end."""
+        first = self.first_token is None
         if self._cut and event.finish == "abort":
             assert isinstance(event, TokenOut)
             event = replace(event, finish="length")
@@ -100,6 +102,10 @@ class RequestHandle:
                 del self._left[event.request]
         if self._away and len(self._events) > self._most_unread:
             self._hold(True)
+        return first or event.finish is not None
+
+    def wake(self) -> None:
+        """Let the reader have what there is."""
         self._news.set()
 
     def cut_short(self) -> bool:

@@ -84,9 +84,9 @@ def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:
 
 
 async def _stream(run: Run, shape: Shape, envelope: Envelope, wants_usage: bool) -> AsyncIterator[bytes]:
-    wrap = partial(envelope.wrap, usage=None) if wants_usage else envelope.wrap
+    written = envelope.events(usage=None) if wants_usage else envelope.events()
     async for pieces in run.pieces():
-        if chunks := [event(wrap([choice])) for piece in pieces for choice in shape.pieces(piece)]:
+        if chunks := [written(choice) for piece in pieces for choice in shape.pieces(piece)]:
             yield b"".join(chunks)
     if wants_usage:
         yield event(envelope.wrap([], usage=usage_fields(run.usage)))

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from deltic import __version__
-from deltic.server.http import Problem, event, json_response, problem_of
+from deltic.server.http import Problem, dump, event, json_response, problem_of
 from deltic.text.answers import Choice, Piece, Score
 from deltic.text.deltas import AnswerCall, Delta, ToolDelta
 from deltic.types import Finish, TokenLogprobs, Usage
@@ -73,6 +73,11 @@ class Envelope:
     def wrap(self, choices: Iterable[Json], **more: Any) -> Json:
         return {"id": self.prefix + self.id, "object": self.kind, "created": self.created, "model": self.model,
                 "system_fingerprint": f"deltic-{__version__}", "choices": choices, **more}
+
+    def events(self, **more: Any) -> Callable[[Json], bytes]:
+        """Writes events with one choice each; all around it is written once."""
+        before, after = event(self.wrap((), **more)).split(b'"choices":[]')
+        return lambda choice: before + b'"choices":[' + dump(choice) + b"]" + after
 
 
 class ChatShape:
