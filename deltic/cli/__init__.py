@@ -21,6 +21,7 @@ COMMANDS = {
     "run": "answer one prompt",
     "chat": "hold a conversation in the terminal",
     "serve": "serve the model over HTTP",
+    "batch": "answer a file of requests",
     "bench": "measure the speed of this machine",
     "inspect": "show what a model is and how it would run here",
     "convert": "write the model as a GGUF file",

@@ -1,0 +1,217 @@
+"""`deltic batch`: every request has its answer once, whatever comes between."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from test_server_harness import serving, tiny
+
+from deltic.cli import main
+from deltic.cli.batch import BatchError, Results, _Batch
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+SHORT = ("--threads", "1", "--dtype", "float32", "--memory", "64MiB", "--max-context", "2048", "--max-batch", "8")
+
+
+def line(id: Any, url: str, method: str = "POST", **body: Any) -> dict[str, Any]:
+    return {"custom_id": id, "method": method, "url": url, "body": body}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+    return path
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """The answers by custom_id; each is there once."""
+    found = [json.loads(one) for one in path.read_text().splitlines()]
+    assert len({answer["custom_id"] for answer in found}) == len(found)
+    return {answer["custom_id"]: answer for answer in found}
+
+
+def said(body: dict[str, Any]) -> Any:
+    """What differs from one time to the next left out."""
+    if "output" in body:
+        return [item["content"] for item in body["output"]], body["usage"]["output_tokens"]
+    return body["choices"], body["usage"]["completion_tokens"]
+
+
+def asked(count: int) -> list[dict[str, Any]]:
+    question = "What is the capital of France?"
+    forms = [(CHAT, {"messages": [{"role": "user", "content": question}], "max_tokens": 12, "temperature": 0}),
+             (TEXT, {"prompt": question, "n": 2, "max_tokens": 12, "seed": 3, "temperature": 1}),
+             (RESPONSES, {"input": question, "max_output_tokens": 12, "temperature": 0})]
+    return [line(f"ä{number}", url, **body) for number in range(count) for url, body in (forms[number % 3],)]
+
+
+def test_answers_are_those_of_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = asked(9)
+    bad = [line("method", CHAT, "GET"), line("url", "/v1/embeddings", input="x"), line("stream", TEXT, stream=True),
+           line("body", TEXT, prompt=3), line("model", TEXT, prompt="x", model="other"),
+           {"custom_id": "none", "url": TEXT}]
+    source, target = write(tmp_path / "in.jsonl", *good, *bad, ""), tmp_path / "out.jsonl"
+    assert main(["batch", str(source), str(target), *SHORT]) == 1
+    found = read(target)
+    assert found.keys() == {one["custom_id"] for one in (*good, *bad)}
+    with serving(tiny()) as served:
+        for one in good:
+            answer, expected = found[one["custom_id"]], served.post(one["url"], **one["body"]).json()
+            assert answer["error"] is None and answer["response"]["status_code"] == 200
+            assert said(answer["response"]["body"]) == said(expected)
+            assert answer["response"]["body"].keys() == expected.keys()
+    for name, text in (("method", "POST"), ("url", "/v1/embeddings"), ("stream", "whole"), ("none", "object")):
+        assert found[name]["response"] is None and text in found[name]["error"]["message"]
+    assert found["body"]["response"]["status_code"] == 400 and "prompt" in found["body"]["error"]["message"]
+    assert found["model"]["response"]["status_code"] == 404
+    assert found["model"]["error"]["code"] == "model_not_found"
+    assert "15 answers" in capsys.readouterr().err
+
+
+def test_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = asked(6)
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    command = ["batch", str(source), str(target), *SHORT]
+    assert main(command) == 0
+    whole = target.read_bytes()
+    kept = whole.splitlines(keepends=True)[:3]
+    for torn in (whole[len(b"".join(kept)):][:40], b""):
+        target.write_bytes(b"".join(kept) + torn)
+        assert main(command) == 0
+        assert target.read_bytes().startswith(b"".join(kept))
+        assert read(target).keys() == {one["custom_id"] for one in lines}
+    capsys.readouterr()
+    whole = target.read_bytes()
+    assert main(command) == 0 and target.read_bytes() == whole
+    assert "tokens" not in capsys.readouterr().err, "the model ran although nothing was missing"
+
+
+@pytest.mark.parametrize(("lines", "text"), [
+    ([line("a", TEXT), line("b", TEXT), "", line("a", TEXT)], "line 4 of"), ([line("a", TEXT), "{"], "line 2 of"),
+    (["[]"], "no JSON object"), ([line(3, TEXT)], "custom_id"), ([{"url": TEXT}], "custom_id"),
+    (["[" * 100_000], "no JSON object")])
+def test_requests_that_cannot_be_told_apart_are_refused_at_once(
+        lines: list[Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    assert main(["batch", str(source), str(target)]) == 2
+    assert text in capsys.readouterr().err and not target.exists()
+
+
+def test_what_is_no_file_of_answers_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, other = write(tmp_path / "in.jsonl", *asked(1)), write(tmp_path / "other.txt", "notes")
+    held = write(tmp_path / "held.jsonl")
+    with held.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for target, text in ((source, "has the requests"), (other, "line 1"), (tmp_path, "no file"),
+                             (held, "another process"), (tmp_path / "no" / "out", "cannot be written")):
+            before = target.read_bytes() if target.is_file() else b""
+            assert main(["batch", str(source), str(target)]) == 2
+            assert text in capsys.readouterr().err
+            assert not before or target.read_bytes() == before
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    lines = asked(6)
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    command, plain, room = ["batch", str(source), str(target), *SHORT], os.write, [1500]
+
+    def write_some(file: int, data: bytes) -> int:
+        """As systems do: what fits first, then none."""
+        if not os.path.samestat(os.fstat(file), target.stat()):
+            return plain(file, data)
+        taken = min(len(data), room[0])
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room[0] -= taken
+        return plain(file, data[:taken])
+
+    monkeypatch.setattr(os, "write", write_some)
+    assert main(command) == 2
+    err = capsys.readouterr().err
+    assert "No space left" in err and "Traceback" not in err
+    kept = target.read_bytes()
+    assert 0 < len(read(target)) < 6 and kept.endswith(b"\n")
+    monkeypatch.undo()
+    assert main(command) == 0
+    assert target.read_bytes().startswith(kept) and read(target).keys() == {one["custom_id"] for one in lines}
+
+
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
+def test_a_signal_keeps_what_is_done(number: int, code: int, tmp_path: Path) -> None:
+    lines = [line("short", TEXT, prompt="x", max_tokens=2, ignore_eos=True),
+             *(line(str(index), TEXT, prompt="x", max_tokens=2000, ignore_eos=True, max_repeat=0)
+               for index in range(20))]
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    with subprocess.Popen([sys.executable, "-m", "deltic", "batch", str(source), str(target), *SHORT],
+                          stderr=subprocess.PIPE, text=True) as process:
+        for _ in range(3000):
+            if target.exists() and target.stat().st_size:
+                break
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == code and "goes on from here" in err and "Traceback" not in err, err
+    assert "short" in read(target) and len(read(target)) < 21
+
+
+def stub(answer: Any) -> Starlette:
+    async def endpoint(request: Request) -> Response:
+        found: Response = await answer(await request.json())
+        return found
+    return Starlette(routes=[Route(TEXT, endpoint, methods=["POST"])])
+
+
+def test_requests_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    taken, running, most = 0, 0, 0
+
+    async def answer(body: Any) -> Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, taken - len(results))
+        await asyncio.sleep(0.001 * (body["prompt"] % 3))
+        running -= 1
+        return JSONResponse({})
+
+    class Counted(Results):
+        def __len__(self) -> int:
+            return len((tmp_path / "out").read_bytes().splitlines())
+
+    def lines() -> Any:
+        nonlocal taken
+        for number in range(200):
+            taken += 1
+            yield line(str(number), TEXT, prompt=number)
+
+    with Counted(tmp_path / "out", tmp_path) as results:
+        asyncio.run(_Batch(stub(answer), results, 200).answer(lines(), 8))
+    assert len(read(tmp_path / "out")) == 200 and 4 < most <= 8 and not running
+
+
+def test_a_server_without_room_is_asked_again_and_one_that_ended_is_not(tmp_path: Path) -> None:
+    error = {"error": {"message": "the engine has stopped", "type": "server_error", "param": None, "code": None}}
+    turns = [JSONResponse(error, 503, {"retry-after": "0"}), JSONResponse({"id": "x"}), JSONResponse(error, 503)]
+
+    async def answer(_: Any) -> Response:
+        return turns.pop(0)
+
+    with Results(tmp_path / "out", tmp_path) as results:
+        asyncio.run(_Batch(stub(answer), results, 1).answer(iter([line("a", TEXT, prompt="x")]), 1))
+        with pytest.raises(ExceptionGroup) as found:
+            asyncio.run(_Batch(stub(answer), results, 1).answer(iter([line("b", TEXT, prompt="x")]), 1))
+    assert found.group_contains(BatchError, match="the engine has stopped") and read(tmp_path / "out").keys() == {"a"}
