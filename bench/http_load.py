@@ -24,7 +24,8 @@ SOURCE = ContextVar("SOURCE", default="127.0.0.1")
 
 @dataclass
 class Reply:
-    """One answer: status, when the first token came and the longest silence after it (seconds), and the body."""
+    """One answer: status, when the first token came and the longest silence after it (seconds), the body, why it is
+    not whole, and whether the client may come again."""
 
     status: int = 0
     first: float = 0.0
@@ -32,6 +33,7 @@ class Reply:
     total: float = 0.0
     body: bytes = b""
     broken: str = ""
+    retry: bool = False
 
     @property
     def text(self) -> str:
@@ -125,8 +127,12 @@ async def _read(reader: asyncio.StreamReader, reply: Reply, began: float) -> Non
             reply.first = reply.first or now - began
             last = now
         pieces.append(piece)
-    body = b"".join(pieces)
-    reply.body = _unchunked(body) if b"chunked" in header.lower() else body
+    body, chunked = b"".join(pieces), b"chunked" in header.lower()
+    length = re.search(rb"content-length: (\d+)", header.lower())
+    if not body.endswith(b"0\r\n\r\n") if chunked else length and len(body) < int(length[1]):
+        reply.broken = "torn"
+    reply.body = body if reply.broken or not chunked else _unchunked(body)
+    reply.retry = b"retry-after:" in header.lower()
 
 
 def _unchunked(body: bytes) -> bytes:
