@@ -207,7 +207,7 @@ def test_scraping_amid_16_streams_never_fails(served: Served) -> None:
 
 @pytest.mark.parametrize("name", ['a "quoted" name', "back\\slash\\n", "two\nlines", "ümläut, {braces}"])
 def test_names_of_models_are_escaped(name: str) -> None:
-    page = parse(exposition(snapshot(tiny().engine), name))
+    page = parse(exposition({name: snapshot(tiny().engine)}))
     assert {dict(labels)["model"] for _, labels in page.samples} == {name}
 
 
@@ -238,11 +238,11 @@ def test_a_prefix_that_came_back_from_host_memory() -> None:
     prompt = [*range(100, 150)]
     llm.generate([prompt], sampling)
     llm.worker.call(lambda engine: engine.runtime.cache.clear())
-    before = parse(exposition(snapshot(llm.engine), "tiny"))
+    before = parse(exposition({"tiny": snapshot(llm.engine)}))
     assert before.of("cache_checkpoints", tier="device") == 0 < before.of("cache_checkpoints", tier="host")
     assert 0 < before.of("cache_bytes", tier="host") <= before.of("cache_budget_bytes", tier="host") == 16 << 20
     llm.generate([[*prompt, 7]], sampling)
-    after = parse(exposition(snapshot(llm.engine), "tiny"))
+    after = parse(exposition({"tiny": snapshot(llm.engine)}))
     rose = gained(before, after)
     assert rose["prompt_tokens_reused_total"] == rose["cache_restored_tokens_total"] == 50
     assert after["cache_restored_prefixes_total"] == 1
@@ -251,7 +251,7 @@ def test_a_prefix_that_came_back_from_host_memory() -> None:
 def test_lower_tiers_have_samples_of_their_own() -> None:
     host = Tier("host", bytes=70, budget=1000, checkpoints=3, evictions=2, restored=5, restored_tokens=400)
     now = snapshot(tiny().engine)
-    page = parse(exposition(replace(now, tiers=(now.tiers[0], host)), "m"))
+    page = parse(exposition({"m": replace(now, tiers=(now.tiers[0], host))}))
     assert page.of("cache_bytes", tier="host") == 70 and page.of("cache_budget_bytes", tier="host") == 1000
     assert page.of("cache_checkpoints", tier="host") == 3 and page.of("cache_evictions_total", tier="host") == 2
     assert page["cache_restored_prefixes_total"] == 5 and page["cache_restored_tokens_total"] == 400
@@ -265,7 +265,7 @@ def test_a_histogram() -> None:
         histogram.observe(seconds)
     found = histogram.read()
     assert found.counts == (2, 1, 2) and found.sum == pytest.approx(62.15)
-    page = parse(exposition(replace(snapshot(tiny().engine), queued=found), "m"))
+    page = parse(exposition({"m": replace(snapshot(tiny().engine), queued=found)}))
     buckets = {dict(labels)["le"]: value for (name, labels), value in page.samples.items()
                if name == "deltic_queue_time_seconds_bucket"}
     assert buckets == {"0.1": 2, "1.0": 3, "+Inf": 5}

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from ssl import SSLContext
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from starlette.routing import Route
 from deltic.engine.llm import LLM
 from deltic.engine.metrics import snapshot
 from deltic.errors import ConfigError
-from deltic.server import models, openapi, page, requests
+from deltic.server import openapi, page, requests
 from deltic.server.anthropic import routes as anthropic
 from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
@@ -32,15 +32,18 @@ from deltic.server.http import Endpoint, Problem, answering, json_response, prob
 from deltic.server.keys import Keys
 from deltic.server.listen import Server, hosts_of, listen, listen_unix, tls_context, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
+from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, only
+from deltic.server.models import routes as model_routes
 from deltic.server.openai import routes as openai
 from deltic.server.openai.shapes import error_response
 from deltic.server.records import Recorder, Records
 from deltic.server.request_log import RequestLog
 from deltic.server.responses import routes as responses
 from deltic.server.responses.store import ResponseStore
-from deltic.server.served_model import ServedModel, public_name
+from deltic.server.served_model import ServedModel, names_of, public_name
 
-__all__ = ["AppOptions", "RequestLog", "create_app", "listen", "listen_unix", "serve", "tls_context"]
+__all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", "listen", "listen_unix", "serve",
+           "tls_context"]
 
 DRAIN_SECONDS: Final = 30.0
 """Seconds that running requests have when the server is asked to end."""
@@ -59,12 +62,12 @@ class AppOptions(TypedDict, total=False):
     request_log: RequestLog | None
 
 
-def create_app(llm: LLM, *, served_name: str | None = None, api_keys: Mapping[str, str] = _NO_KEYS,
+def create_app(llm: LLM | ModelSet, *, served_name: str | None = None, api_keys: Mapping[str, str] = _NO_KEYS,
                cors_origins: Sequence[str] = (), allowed_hosts: Sequence[str] = ("*",),
                stuck_after: float = STUCK_AFTER, lenient: bool = False,
                request_log: RequestLog | None = None) -> Starlette:
-    """An ASGI application that serves a model within its options' limits; the process may use it at the same time.
-    Limits of connections are kept by `serve`, not here.
+    """An ASGI application that serves a model within its options' limits; the process may use it at the same time. Or
+    several models, which are loaded when they are asked for. Limits of connections are kept by `serve`, not here.
 
     served_name: the model's name for clients. api_keys: what clients must send, if anything, and the names of those to
     whom the keys belong. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which it
@@ -72,26 +75,36 @@ def create_app(llm: LLM, *, served_name: str | None = None, api_keys: Mapping[st
     knows are ignored. request_log: gets a line for each request, and is closed at the end. ConfigError if they do not
     fit together.
     """
-    limits, memory = llm.runtime.options.limits, ThreadPoolExecutor(1, "deltic-memory")
+    models = llm if isinstance(llm, ModelSet) else only(llm, served_name or public_name(llm), names_of(llm))
+    limits = models.limits
     if limits.max_running_per_key is not None and not api_keys:
         raise ConfigError("max_running_per_key needs API keys: without them all clients are one", "max_running_per_key")
     records = Records(limits, request_log.write if request_log else None)
-    room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
-    bridge = Bridge(llm.worker, room, stuck_after)
-    served = ServedModel(llm, bridge, served_name or public_name(llm), Intake(limits, lenient), memory, records)
+
+    def served(llm: LLM, name: str) -> ServedModel:
+        room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
+        return ServedModel(llm, Bridge(llm.worker, room, stuck_after), name, ThreadPoolExecutor(1, "deltic-memory"),
+                           records)
+
+    intake = Intake(limits, lenient)
+    registry = ModelRegistry(models, served, intake, records)
+    app_state = {"models": registry, "intake": intake, "records": records}
+    store = ResponseStore(limits, None)
+    if not isinstance(llm, ModelSet):
+        app_state["bridge"], store = registry.keep(llm).bridge, ResponseStore(limits, llm.runtime.notes)
     check = Keys(api_keys).check if api_keys else _nothing
-    store = ResponseStore(limits, llm.runtime.notes)
-    routes = [*openai.routes(served, check), *responses.routes(served, store, check),
-              *anthropic.routes(served, check), *models.routes(served, check), *requests.routes(records, check),
-              Route("/metrics", answering(_metrics(served, request_log), check, error_response)),
-              Route("/health", _health(bridge)), Route("/ready", _ready(bridge)), *page.routes()]
+    routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
+              *anthropic.routes(registry, check), *model_routes(registry, check), *requests.routes(records, check),
+              Route("/metrics", answering(_metrics(registry, request_log), check, error_response)),
+              Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
     routes.append(openapi.route(routes, check))
     cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     middleware = [Middleware(Recorder, records), Middleware(Gate, allowed_hosts), *([cors] if cors_origins else [])]
-    app = Starlette(routes=routes, lifespan=_lifespan(bridge, memory, store, request_log),
+    app = Starlette(routes=routes, lifespan=_lifespan(registry, store, request_log),
                     exception_handlers={HTTPException: _on_error}, middleware=middleware)
     app.router.redirect_slashes = False
-    app.state.bridge, app.state.intake, app.state.records = bridge, served.intake, records
+    for name, value in app_state.items():
+        setattr(app.state, name, value)
     return app
 
 
@@ -103,10 +116,10 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: socket.socket | None = None,
+def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, listener: socket.socket | None = None,
           tls: SSLContext | None = None, drain_seconds: float = DRAIN_SECONDS, on_ready: Callable[[str], None] = _say,
           **options: Unpack[AppOptions]) -> None:
-    """Serve a model until Ctrl-C or SIGTERM; running requests then have `drain_seconds`.
+    """Serve a model, or several, until Ctrl-C or SIGTERM; running requests then have `drain_seconds`.
 
     listener: an address claimed before by `listen` or `listen_unix`, so that a taken one shows before the model is
     loaded. tls: from `tls_context`, for https. on_ready: called with a line that names the URL. allowed_hosts: as in
@@ -117,51 +130,53 @@ def serve(llm: LLM, host: str = "127.0.0.1", port: int = 8000, *, listener: sock
     options["allowed_hosts"] = hosts_of(listener, options.get("allowed_hosts", ()), host)
     app = create_app(llm, **options)
     url = url_of(listener, tls is not None)
-    name = options.get("served_name") or public_name(llm)
+    places = f"{url}/v1 (OpenAI), {url}/ (chat page), {url}/health, {url}/metrics"
     where = f" on the Unix socket {listener.getsockname()}" if listener.family == socket.AF_UNIX else ""
-    ready = (f"{name} is ready{where}: {url}/v1 (OpenAI), {url}/ (chat page), {url}/health, {url}/metrics. Context of "
-             f"{llm.engine.max_context:,} tokens. Ctrl-C ends.")
-    with llm.worker.hold():
-        llm.runtime.warm_up()
+    if isinstance(llm, ModelSet):
+        names, limits = ", ".join(source.name for source in llm.sources), llm.limits
+        ready = f"{names}: the server is ready{where}: {places}. Models are loaded when asked for. Ctrl-C ends."
+    else:
+        name, limits = options.get("served_name") or public_name(llm), llm.runtime.options.limits
+        ready = f"{name} is ready{where}: {places}. Context of {llm.engine.max_context:,} tokens. Ctrl-C ends."
+        llm.warm_up()
     gc.collect()  # what is garbage now would stay for as long as the server runs
     try:
-        Server(app, app.state.bridge, drain_seconds, lambda: on_ready(ready), llm.runtime.options.limits,
-               tls).run_on(listener)
+        Server(app, app.state.models, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)
     finally:
         listener.close()
-        llm.close()
+        if isinstance(llm, LLM):
+            llm.close()
         if log := options.get("request_log"):  # after a second signal nobody else did
             log.close()
 
 
-def _lifespan(bridge: Bridge, memory: Executor, store: ResponseStore,
+def _lifespan(models: ModelRegistry, store: ResponseStore,
               request_log: RequestLog | None) -> Callable[[Starlette], Any]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        bridge.start()
+        models.start()
         try:
             yield
         finally:
-            await bridge.stop()
-            await asyncio.to_thread(memory.shutdown)
+            await models.stop()
             await asyncio.to_thread(store.close)
             if request_log:
                 await asyncio.to_thread(request_log.close)
     return lifespan
 
 
-def _health(bridge: Bridge) -> Endpoint:
+def _health(models: ModelRegistry) -> Endpoint:
     async def health(_: Request) -> Response:
-        now = bridge.health()
+        now = models.health()
         if now.fault:
             return json_response({"status": "error", "reason": now.fault, "requests": now.requests}, 503)
         return json_response({"status": "ok", "requests": now.requests})
     return health
 
 
-def _ready(bridge: Bridge) -> Endpoint:
+def _ready(models: ModelRegistry) -> Endpoint:
     async def ready(_: Request) -> Response:
-        now = bridge.health()
+        now = models.health()
         reason = now.fault or ("the server is shutting down" if now.draining else None)
         if reason:
             return json_response({"status": "not ready", "reason": reason, "requests": now.requests}, 503)
@@ -169,10 +184,11 @@ def _ready(bridge: Bridge) -> Endpoint:
     return ready
 
 
-def _metrics(served: ServedModel, request_log: RequestLog | None) -> Endpoint:
+def _metrics(models: ModelRegistry, request_log: RequestLog | None) -> Endpoint:
     async def metrics(_: Request) -> Response:
+        found = {served.name: snapshot(served.llm.engine) for served in models.loaded}
         lost = request_log.lost if request_log else 0
-        return Response(exposition(snapshot(served.llm.engine), served.name, lost), media_type=CONTENT_TYPE)
+        return Response(exposition(found, lost), media_type=CONTENT_TYPE)
     return metrics
 
 

@@ -12,10 +12,11 @@ import difflib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
+from functools import partial
 from json import decoder, scanner
 from typing import Any, NoReturn, TypeVar, get_args
 
@@ -60,7 +61,9 @@ class Fields(BaseModel):
 
 
 Body = TypeVar("Body", bound=Fields)
+Chosen = TypeVar("Chosen")
 Prepared = TypeVar("Prepared")
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
@@ -83,26 +86,29 @@ class Intake:
         self._coming: dict[_Upload, None] = {}  # in the order in which they became large
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
-    async def read(self, request: Request, schema: type[Body],
-                   prepare: Callable[[Body], Prepared]) -> tuple[Body, Prepared]:
-        """The body and what `prepare` makes of it, in a thread: big prompts take a while to parse and encode.
+    async def read(self, request: Request, schema: type[Body], choose: Callable[[Body], Awaitable[Chosen]],
+                   prepare: Callable[[Chosen, Body], Prepared]) -> tuple[Chosen, Body, Prepared]:
+        """What is chosen by the body, the body, and what `prepare` makes of both, in a thread: big prompts take a while
+        to parse and encode.
 
         RequestError names what is wrong with it, and ProblemError has status 413 if it is too large; BusyError if there
         are too many at the same time. What had no effect is noted with the request, see `answering`.
         """
         record = record_of(request)
         async with self._received(request) as raw:
-            def work() -> tuple[Body, Prepared]:
-                body = parse(raw, schema, self._limits, self._lenient)
-                prepared = prepare(body)
-                record.ignored = tuple(dict.fromkeys(body.ignored))
-                self._tell(record.ignored)
-                return body, prepared
+            body = await self._done(len(raw), partial(parse, raw, schema, self._limits, self._lenient))
+            chosen = await choose(body)
+            prepared = await self._done(len(raw), partial(prepare, chosen, body))
+            record.ignored = tuple(dict.fromkeys(body.ignored))
+            self._tell(record.ignored)
+            return chosen, body, prepared
 
-            if len(raw) <= _LARGE:
-                return await asyncio.to_thread(work)
-            async with self._large:
-                return await asyncio.to_thread(work)
+    async def _done(self, size: int, work: Callable[[], Result]) -> Result:
+        """What some work with a body of this size gives, in a thread."""
+        if size <= _LARGE:
+            return await asyncio.to_thread(work)
+        async with self._large:
+            return await asyncio.to_thread(work)
 
     @asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:

@@ -19,13 +19,13 @@ from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
 from deltic.config import Limits
 from deltic.errors import ConfigError
-from deltic.server.bridge import Bridge
 from deltic.server.connections import Acceptor, Connection, Door
 from deltic.server.gate import LOCAL_NAMES
 
@@ -150,17 +150,27 @@ def hosts_of(listener: socket.socket, allowed: Sequence[str], host: str) -> Sequ
     return ("*",) if reachable and not allowed else (*allowed, *LOCAL_NAMES, host)
 
 
+class Draining(Protocol):
+    """What runs the requests of a server."""
+
+    async def drain(self, grace: float) -> None:
+        """Take no more, give the running ones `grace` seconds, then end them."""
+
+    async def stop(self) -> None:
+        """End them now."""
+
+
 class Server(uvicorn.Server):
     """uvicorn, which on a signal stops taking requests, gives the running ones `drain_seconds`, and returns. Meanwhile
     whoever connects is told so. A second signal ends them at once."""
 
-    def __init__(self, app: Starlette, bridge: Bridge, drain_seconds: float, on_ready: Callable[[], None],
+    def __init__(self, app: Starlette, models: Draining, drain_seconds: float, on_ready: Callable[[], None],
                  limits: Limits, tls: ssl.SSLContext | None = None) -> None:
         # error: what is wrong with a client's request is said to the client, and is no business of the log
         super().__init__(uvicorn.Config(
             app, lifespan="on", log_config=None, log_level="error", access_log=False, server_header=False,
             http="h11", timeout_graceful_shutdown=max(1, round(_FLUSH)), ws="none"))
-        self._bridge, self._drain_seconds, self._on_ready, self._tls = bridge, drain_seconds, on_ready, tls
+        self._models, self._drain_seconds, self._on_ready, self._tls = models, drain_seconds, on_ready, tls
         self.door = Door(limits, app.state.records.refuse)
         self._acceptors: list[Acceptor] = []
 
@@ -189,14 +199,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._bridge.drain(self._drain_seconds))
+        draining = asyncio.create_task(self._models.drain(self._drain_seconds))
         while not (draining.done() or self.force_exit):
             await asyncio.wait([draining], timeout=_LOOK)
         for acceptor in self._acceptors:
             acceptor.stop()
         if self.force_exit:
             draining.cancel()
-            await self._bridge.stop()
+            await self._models.stop()
         await super().shutdown(sockets)
         self._watching.cancel()
         await asyncio.gather(draining, self._watching, return_exceptions=True)

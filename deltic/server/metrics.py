@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,12 +24,16 @@ class _Family:
     samples: tuple[tuple[str, Labels, Number], ...]
 
 
-def exposition(now: Snapshot, model: str, lost_lines: int = 0) -> str:
-    """The page. model: what clients call the model; the label of every sample. lost_lines: of the request log."""
-    families = (*_requests(now), *_tokens(now), *_drafts(now), *_durations(now), *_pools(now), *_tiers(now.tiers),
-                _one("request_log_lost_total", "counter", "Lines of the request log that could not be written.",
-                     lost_lines))
-    return "".join(line + "\n" for family in families for line in _lines(family, model))
+def exposition(models: Mapping[str, Snapshot], lost_lines: int = 0) -> str:
+    """The page. models: by what clients call them, the label of their samples. lost_lines: of the request log."""
+    families: dict[str, list[tuple[_Family, Labels]]] = {}
+    for model, now in models.items():
+        for family in (*_requests(now), *_tokens(now), *_drafts(now), *_durations(now), *_pools(now),
+                       *_tiers(now.tiers)):
+            families.setdefault(family.name, []).append((family, {"model": model}))
+    lost = _one("request_log_lost_total", "counter", "Lines of the request log that could not be written.", lost_lines)
+    families[lost.name] = [(lost, {})]
+    return "".join(line + "\n" for found in families.values() for line in _lines(found))
 
 
 def _requests(now: Snapshot) -> Iterator[_Family]:
@@ -97,15 +101,16 @@ def _histogram(name: str, line: str, found: Distribution) -> _Family:
     return _Family(name, "histogram", line, (*buckets, ("_sum", {}, found.sum), ("_count", {}, counts[-1])))
 
 
-def _lines(family: _Family, model: str) -> Iterator[str]:
-    if not family.samples:
-        return
-    name = f"deltic_{family.name}"
-    yield f"# HELP {name} {family.help}"
-    yield f"# TYPE {name} {family.kind}"
-    for suffix, labels, value in family.samples:
-        shown = ",".join(f'{key}="{_escape(text)}"' for key, text in {"model": model, **labels}.items())
-        yield f"{name}{suffix}{{{shown}}} {value}"
+def _lines(found: Sequence[tuple[_Family, Labels]]) -> Iterator[str]:
+    """A family, with the samples of all models."""
+    family, name = found[0][0], f"deltic_{found[0][0].name}"
+    if any(one.samples for one, _ in found):
+        yield f"# HELP {name} {family.help}"
+        yield f"# TYPE {name} {family.kind}"
+    for one, common in found:
+        for suffix, labels, value in one.samples:
+            shown = ",".join(f'{key}="{_escape(text)}"' for key, text in {**common, **labels}.items())
+            yield f"{name}{suffix}" + (f"{{{shown}}} {value}" if shown else f" {value}")
 
 
 def _escape(text: str) -> str:

@@ -15,15 +15,16 @@ from deltic.errors import RequestError
 from deltic.server.anthropic import shapes as anthropic
 from deltic.server.body import Fields
 from deltic.server.http import Check, Endpoint, answering, json_response, written
+from deltic.server.model_registry import ModelEntry, ModelRegistry
 from deltic.server.openai.jobs import chat_job
 from deltic.server.openai.schema import ChatRequest
 from deltic.server.openai.shapes import error_response
 from deltic.server.served_model import ServedModel
 
 
-def routes(served: ServedModel, check: Check) -> list[Route]:
+def routes(models: ModelRegistry, check: Check) -> list[Route]:
     """/v1/models, /tokenize, /detokenize, /version."""
-    endpoints = _Endpoints(served)
+    endpoints = _Endpoints(models)
     tokens = (("/tokenize", endpoints.tokenize), ("/detokenize", endpoints.detokenize))
     return [Route("/v1/models", _either(endpoints.models, check)),
             Route("/v1/models/{model:path}", _either(endpoints.model, check)),
@@ -65,50 +66,50 @@ async def _version(_: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoints:
-    served: ServedModel
+    registry: ModelRegistry
 
     async def models(self, request: Request) -> Response:
-        model = self._model(request)
+        found = [self._model(request, entry) for entry in self.registry.entries()]
         if _is_anthropic(request):
-            return json_response({"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
-        return json_response({"object": "list", "data": [model]})
+            return json_response({"data": found, "has_more": False, "first_id": found[0]["id"],
+                                  "last_id": found[-1]["id"]})
+        return json_response({"object": "list", "data": found})
 
     async def model(self, request: Request) -> Response:
-        self.served.check_model(request.path_params["model"])
-        return json_response(self._model(request))
+        return json_response(self._model(request, self.registry.entry(request.path_params["model"])))
 
     async def tokenize(self, request: Request) -> Response:
-        body, ids = await self.served.read(request, TokenizeRequest, self._tokens)
-        shown = (self.served.token_bytes(id).decode("utf-8", "replace") for id in ids)
-        return await written({"count": len(ids), "max_model_len": self.served.llm.engine.max_context,
+        served, body, ids = await self.registry.read(request, TokenizeRequest, _tokens)
+        shown = (served.token_bytes(id).decode("utf-8", "replace") for id in ids)
+        return await written({"count": len(ids), "max_model_len": served.llm.engine.max_context,
                               "tokens": iter(ids), "token_strs": shown if body.return_token_strs else None}, len(ids))
 
     async def detokenize(self, request: Request) -> Response:
-        _, text = await self.served.read(request, DetokenizeRequest, self._text)
+        _, _, text = await self.registry.read(request, DetokenizeRequest, _text)
         return await written({"prompt": text}, len(text))
 
-    def _tokens(self, body: TokenizeRequest) -> tuple[int, ...]:
-        if (body.prompt is None) == (not body.messages):
-            raise RequestError("give either prompt or messages", "prompt")
-        if body.prompt is None:
-            return chat_job(self.served, body).request.ids
-        self.served.check_model(body.model)
-        return self.served.complete(body.prompt, body.sampling(self.served.limits)).request.ids
-
-    def _text(self, body: DetokenizeRequest) -> str:
-        self.served.check_model(body.model)
-        vocabulary = self.served.llm.runtime.config.vocab_size
-        wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise RequestError(f"tokens has {wrong}, and the model has tokens from 0 to {vocabulary - 1}", "tokens")
-        return self.served.text(body.tokens)
-
-    def _model(self, request: Request) -> dict[str, Any]:
-        served, longest = self.served, self.served.llm.engine.max_context
+    def _model(self, request: Request, entry: ModelEntry) -> dict[str, Any]:
         if _is_anthropic(request):
-            created = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            return {"id": served.name, "type": "model", "display_name": served.name, "created_at": created,
-                    "max_input_tokens": longest, "max_tokens": served.limits.max_answer_tokens or longest,
+            created = datetime.fromtimestamp(entry.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return {"id": entry.name, "type": "model", "display_name": entry.name, "created_at": created,
+                    "max_input_tokens": entry.context,
+                    "max_tokens": self.registry.limits.max_answer_tokens or entry.context,
                     "lifecycle": "active", "capabilities": None}
-        return {"id": served.name, "object": "model", "created": served.created, "owned_by": "deltic",
-                "max_model_len": longest}
+        return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "deltic",
+                "max_model_len": entry.context, "loaded": entry.loaded}
+
+
+def _tokens(served: ServedModel, body: TokenizeRequest) -> tuple[int, ...]:
+    if (body.prompt is None) == (not body.messages):
+        raise RequestError("give either prompt or messages", "prompt")
+    if body.prompt is None:
+        return chat_job(served, body).request.ids
+    return served.complete(body.prompt, body.sampling(served.limits)).request.ids
+
+
+def _text(served: ServedModel, body: DetokenizeRequest) -> str:
+    vocabulary = served.llm.runtime.config.vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise RequestError(f"tokens has {wrong}, and the model has tokens from 0 to {vocabulary - 1}", "tokens")
+    return served.text(body.tokens)

@@ -41,6 +41,7 @@ class RequestRecord:
     ignored: fields that had no effect.
     problem: param and code of the error that it was answered with.
     cancelled: whether its answers were cut short on demand.
+    release: called when it is over, for what it uses.
     """
 
     id: str
@@ -59,6 +60,7 @@ class RequestRecord:
     ignored: tuple[str, ...] = ()
     problem: Mapping[str, str | None] | None = None
     cancelled: bool = False
+    release: Callable[[], None] | None = None
 
     def age(self) -> float:
         """Seconds since it came."""
@@ -96,6 +98,8 @@ class Records:
     def end(self, record: RequestRecord) -> None:
         """It is over. Looks at health and files are not worth a line."""
         self._live.pop(record, None)
+        if record.release:
+            record.release()
         if self._log and (record.served or record.status is None or record.status >= 400):
             self._log(record.line())
 

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
-from typing import TypeVar
 
 from starlette.requests import Request
 
 from deltic.config import Limits
 from deltic.engine.llm import LLM
-from deltic.errors import RequestError, show
-from deltic.server.body import Fields, Intake
+from deltic.errors import RequestError
 from deltic.server.bridge import Bridge
 from deltic.server.collect import Run
-from deltic.server.http import Problem, ProblemError, while_connected
+from deltic.server.http import while_connected
 from deltic.server.records import Records, record_of
 from deltic.text.answers import Piece
 from deltic.text.chat_processor import Job, bare_job, prompt_bound
 from deltic.text.output_format import OutputFormat
 from deltic.types import SamplingParams
 
-Body = TypeVar("Body", bound=Fields)
-Prepared = TypeVar("Prepared")
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model behind HTTP.
 
-    name: what clients see and ask for; they may also say `default`.
+    name: what clients see and ask for.
     memory: one thread, in which answers are remembered in their order.
     records: all requests of the server, also for other models.
     """
@@ -41,32 +36,18 @@ class ServedModel:
     llm: LLM
     bridge: Bridge
     name: str
-    intake: Intake
     memory: Executor
     records: Records
-    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def limits(self) -> Limits:
         """What one client may ask for."""
         return self.llm.runtime.options.limits
 
-    def check_model(self, model: str | None) -> None:
-        """A problem with status 404 unless this model is meant."""
-        own = self.llm.runtime.name
-        if model not in (None, self.name, own, Path(own).name, "default"):
-            raise ProblemError(Problem(404, f"the model {show(model)} does not exist: this server has {self.name!r}",
-                                       "model", "model_not_found"))
-
-    async def read(self, request: Request, schema: type[Body],
-                   prepare: Callable[[Body], Prepared]) -> tuple[Body, Prepared]:
-        """The body and what `prepare` makes of it, in a thread; BusyError at once if no answer may wait any more."""
-        record = record_of(request)
-        self.records.take(record, 1)
-        self.bridge.check_room()
-        body, prepared = await self.intake.read(request, schema, prepare)
-        record.model, record.stream = self.name, bool(getattr(body, "stream", False))
-        return body, prepared
+    async def stop(self) -> None:
+        """End what runs, and wait until all answers are remembered."""
+        await self.bridge.stop()
+        await asyncio.to_thread(self.memory.shutdown)
 
     async def start(self, request: Request, jobs: Sequence[Job], prompt_field: str, whole: bool) -> Run:
         """Hand jobs to the engine, unless the client goes away meanwhile. prompt_field: where the prompts came from.
@@ -126,5 +107,15 @@ def _client_of(request: Request) -> str:
 
 def public_name(llm: LLM) -> str:
     """The name of a model as clients should see it: not where it lies on this machine's disk."""
-    path = Path(llm.runtime.name)
-    return path.resolve().name if path.is_absolute() or path.exists() else llm.runtime.name
+    return short_name(llm.runtime.name)
+
+
+def short_name(model: str) -> str:
+    """The same of one that is not loaded."""
+    path = Path(model)
+    return path.resolve().name if path.is_absolute() or path.exists() else model
+
+
+def names_of(llm: LLM) -> tuple[str, ...]:
+    """Other names by which clients may ask for it."""
+    return llm.runtime.name, Path(llm.runtime.name).name

@@ -24,45 +24,47 @@ from deltic.server.anthropic.shapes import (
 from deltic.server.body import renamed
 from deltic.server.collect import Run
 from deltic.server.http import Check, EventStream, answering, event, json_response, written
+from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.jobs import chat_job
 from deltic.server.served_model import ServedModel
 from deltic.text.chat_processor import Job
 from deltic.types import Usage
 
 
-def routes(served: ServedModel, check: Check) -> list[Route]:
+def routes(models: ModelRegistry, check: Check) -> list[Route]:
     """The paths under /v1/messages."""
-    endpoints = _Endpoints(served)
+    endpoints = _Endpoints(models)
     found = (("/v1/messages", endpoints.create), ("/v1/messages/count_tokens", endpoints.count))
     return [Route(path, answering(endpoint, check, error_response), methods=["POST"]) for path, endpoint in found]
 
 
 @dataclass(frozen=True, slots=True)
 class _Endpoints:
-    served: ServedModel
+    models: ModelRegistry
 
     async def create(self, request: Request) -> Response:
-        body, job = await self.served.read(request, MessagesRequest, self._job)
-        run = await self.served.start(request, [job], "messages", not body.stream)
+        served, body, job = await self.models.read(request, MessagesRequest, _job)
+        run = await served.start(request, [job], "messages", not body.stream)
         if body.stream:
             started = Usage(len(job.request.ids), 0, 0)
-            events = _stream(run, message(self.served.name, started), Blocks(body.shows_thinking))
+            events = _stream(run, message(served.name, started), Blocks(body.shows_thinking))
             return EventStream(events, error_event, run.close, PING)
-        done, = await self.served.wholes(request, run)
+        done, = await served.wholes(request, run)
         assert done.done
         content = blocks(done.done.said, body.shows_thinking)
-        return await written(message(self.served.name, run.usage, content, done.done), run.size)
+        return await written(message(served.name, run.usage, content, done.done), run.size)
 
     async def count(self, request: Request) -> Response:
-        _, job = await self.served.read(request, CountRequest, self._job)
+        _, _, job = await self.models.read(request, CountRequest, _job)
         return json_response({"input_tokens": len(job.request.ids)})
 
-    def _job(self, body: CountRequest) -> Job:
-        chat, names = body.chat()
-        with renamed(names):
-            job = chat_job(self.served, chat)
-        body.ignored.extend(names.get(name, name) for name in chat.ignored)
-        return job
+
+def _job(served: ServedModel, body: CountRequest) -> Job:
+    chat, names = body.chat()
+    with renamed(names):
+        job = chat_job(served, chat)
+    body.ignored.extend(names.get(name, name) for name in chat.ignored)
+    return job
 
 
 async def _stream(run: Run, first: dict[str, Any], content: Blocks) -> AsyncIterator[bytes]:

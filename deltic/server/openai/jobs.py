@@ -19,7 +19,6 @@ from deltic.types import SamplingParams
 def chat_job(served: ServedModel, body: ChatRequest) -> Job:
     """The next turn of a conversation. Renders and encodes it: for a thread. RequestError names the field that is
     wrong."""
-    served.check_model(body.model)
     body.refuse_unsupported()
     processor, tools = served.llm.chat_processor, body.shown_tools()
     job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
@@ -48,7 +47,6 @@ def _understood(body: ChatRequest, knows: Callable[[str], bool]) -> dict[str, An
 
 def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], Echo]:
     """A job for each prompt, and what stands before its answers."""
-    served.check_model(body.model)
     body.refuse_unsupported()
     sampling, prompts = body.sampling(served.limits), body.prompts()
     wanted = body.output_format()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +12,7 @@ from starlette.routing import Route
 
 from deltic.server.collect import Run
 from deltic.server.http import Check, EventStream, answering, event, written
+from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.jobs import chat_job, text_jobs
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.server.openai.shapes import (
@@ -32,9 +32,9 @@ _DONE = b"data: [DONE]\n\n"
 Shape = ChatShape | CompletionShape
 
 
-def routes(served: ServedModel, check: Check) -> list[Route]:
+def routes(models: ModelRegistry, check: Check) -> list[Route]:
     """The paths under /v1."""
-    endpoints = _Endpoints(served)
+    endpoints = _Endpoints(models)
     found = (("/chat/completions", endpoints.chat), ("/completions", endpoints.complete))
     return [Route(f"/v1{path}", answering(endpoint, check, error_response), methods=["POST"])
             for path, endpoint in found]
@@ -42,35 +42,36 @@ def routes(served: ServedModel, check: Check) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoints:
-    served: ServedModel
+    models: ModelRegistry
 
     async def chat(self, request: Request) -> Response:
-        body, job = await self.served.read(request, ChatRequest, partial(chat_job, self.served))
-        run = await self.served.start(request, [job], "messages", not body.stream)
-        shape = ChatShape(self.served.token_bytes, bool(body.logprobs), body.include_reasoning is not False)
-        return await self._answer(request, run, shape, body, job.request.ids)
+        served, body, job = await self.models.read(request, ChatRequest, chat_job)
+        run = await served.start(request, [job], "messages", not body.stream)
+        shape = ChatShape(served.token_bytes, bool(body.logprobs), body.include_reasoning is not False)
+        return await _answer(request, served, run, shape, body, job.request.ids)
 
     async def complete(self, request: Request) -> Response:
-        body, (jobs, echo) = await self.served.read(request, CompletionRequest, partial(text_jobs, self.served))
-        run = await self.served.start(request, jobs, "prompt", not body.stream)
-        shape = CompletionShape(self.served.token_bytes, body.logprobs is not None, echo)
-        return await self._answer(request, run, shape, body)
+        served, body, (jobs, echo) = await self.models.read(request, CompletionRequest, text_jobs)
+        run = await served.start(request, jobs, "prompt", not body.stream)
+        shape = CompletionShape(served.token_bytes, body.logprobs is not None, echo)
+        return await _answer(request, served, run, shape, body)
 
-    async def _answer(self, request: Request, run: Run, shape: Shape,
-                      body: ChatRequest | CompletionRequest, ids: Sequence[int] = ()) -> Response:
-        """ids: the prompt's, where a chat says them."""
-        if body.stream:
-            events = _stream(run, shape, Envelope(shape.piece_kind, self.served.name, shape.prefix), body.wants_usage)
-            return EventStream(events, error_event, run.close)
-        done = await self.served.wholes(request, run)
-        if isinstance(body, CompletionRequest) and body.best_of:
-            done = await asyncio.to_thread(_best, done, body.best_of, body.n or 1)
-        found = done[0].done.prompt_logprobs if ids and done[0].done else None
-        more = {} if found is None else {"prompt_logprobs": prompt_scores(ids, found, self.served.token_bytes)}
-        choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
-        answer = Envelope(shape.whole_kind, self.served.name, shape.prefix).wrap(
-            choices, usage=usage_fields(run.usage), **more)
-        return await written(answer, run.size)
+
+async def _answer(request: Request, served: ServedModel, run: Run, shape: Shape,
+                  body: ChatRequest | CompletionRequest, ids: Sequence[int] = ()) -> Response:
+    """ids: the prompt's, where a chat says them."""
+    if body.stream:
+        events = _stream(run, shape, Envelope(shape.piece_kind, served.name, shape.prefix), body.wants_usage)
+        return EventStream(events, error_event, run.close)
+    done = await served.wholes(request, run)
+    if isinstance(body, CompletionRequest) and body.best_of:
+        done = await asyncio.to_thread(_best, done, body.best_of, body.n or 1)
+    found = done[0].done.prompt_logprobs if ids and done[0].done else None
+    more = {} if found is None else {"prompt_logprobs": prompt_scores(ids, found, served.token_bytes)}
+    choices = (shape.whole(done.pop(0)) for _ in range(len(done)))
+    answer = Envelope(shape.whole_kind, served.name, shape.prefix).wrap(
+        choices, usage=usage_fields(run.usage), **more)
+    return await written(answer, run.size)
 
 
 def _best(pieces: list[Piece], made: int, wanted: int) -> list[Piece]:

@@ -31,6 +31,7 @@ from deltic.server.http import (
     problem_of,
     spliced,
 )
+from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.jobs import chat_job
 from deltic.server.openai.shapes import error_fields, error_response
 from deltic.server.responses.output import Json, Output, usage_fields
@@ -44,9 +45,9 @@ _MOST_LISTED, _LISTED = 100, 20
 _REASONS = {"length": "max_output_tokens"}
 
 
-def routes(served: ServedModel, store: ResponseStore, check: Check) -> list[Route]:
+def routes(models: ModelRegistry, store: ResponseStore, check: Check) -> list[Route]:
     """The paths under /v1/responses."""
-    endpoints, path = _Endpoints(served, store), "/v1/responses"
+    endpoints, path = _Endpoints(models, store), "/v1/responses"
     found = (("", endpoints.create, "POST"), ("/{id}", endpoints.get, "GET"), ("/{id}", endpoints.delete, "DELETE"),
              ("/{id}/cancel", endpoints.cancel, "POST"), ("/{id}/input_items", endpoints.input_items, "GET"))
     return [Route(path + rest, answering(endpoint, check, error_response), methods=[method])
@@ -93,19 +94,19 @@ class _Making:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoints:
-    served: ServedModel
+    models: ModelRegistry
     store: ResponseStore
     making: dict[str, _Making] = field(default_factory=dict)
 
     async def create(self, request: Request) -> Response:
-        body, (job, making) = await self.served.read(request, ResponsesRequest, self._prepared)
-        run = await self.served.start(request, [job], "input", not body.stream)
+        served, body, (job, making) = await self.models.read(request, ResponsesRequest, self._prepared)
+        run = await served.start(request, [job], "input", not body.stream)
         making.run = run
         self.making[making.id] = making
         if body.stream:
             return EventStream(self._stream(making, run), partial(self._failure, making), partial(self._end, making))
         try:
-            done, = await self.served.wholes(request, run)
+            done, = await served.wholes(request, run)
         except GenerationError as error:
             if not making.cancelled:
                 raise
@@ -157,8 +158,8 @@ class _Endpoints:
                          "first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""})
         return _json(await asyncio.to_thread(listed))
 
-    def _prepared(self, body: ResponsesRequest) -> tuple[Job, _Making]:
-        items, most = body.items(), self.served.limits.max_messages
+    def _prepared(self, served: ServedModel, body: ResponsesRequest) -> tuple[Job, _Making]:
+        items, most = body.items(), served.limits.max_messages
         before = self.store.items(body.previous_response_id, most)
         if before is None:
             raise ProblemError(Problem(400, f"the response {show(body.previous_response_id)} is not kept: send its "
@@ -168,10 +169,10 @@ class _Endpoints:
             raise RequestError(f"the conversation has {len(chat.messages)} messages, and may have at most {most} "
                                "(max_messages)", "input")
         with renamed(NAMES):
-            job = chat_job(self.served, chat)
+            job = chat_job(served, chat)
         body.ignored.extend(NAMES.get(name, name) for name in chat.ignored)
         id = "resp_" + uuid.uuid4().hex
-        head = {"id": id, "object": "response", "created_at": int(time.time()), "model": self.served.name}
+        head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(body.custom_tools(), body.seals)
         return job, _Making(id, output, dump(head | body.echo()), dump(items), body.store is not False)
 
