@@ -149,7 +149,7 @@ class Served:
 
     def __init__(self, url: str, server: Server, app: Starlette, thread: threading.Thread) -> None:
         self.url, self.server, self.app, self.thread = url, server, app, thread
-        self.bridge: Bridge = app.state.bridge
+        self.bridge: Bridge = getattr(app.state, "bridge", None)  # type: ignore[assignment]  # of an only model
         self.http = httpx.Client(base_url=url, timeout=30)
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
 
@@ -233,7 +233,7 @@ def serving(model: Any, drain_seconds: float = 0.2, *, listener: socket.socket |
             tls: SSLContext | None = None, **options: Any) -> Iterator[Served]:
     app = create_app(model, **options)
     listener, ready = listener or listen("127.0.0.1", 0), threading.Event()
-    server = Server(app, app.state.bridge, drain_seconds, ready.set, model.runtime.options.limits, tls)
+    server = Server(app, app.state.models, drain_seconds, ready.set, app.state.models.limits, tls)
     thread = threading.Thread(target=server.run_on, args=(listener,))
     thread.start()
     assert ready.wait(20)

@@ -7,10 +7,11 @@ import os
 import re
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltic.cli import options
+from deltic.cli import model_set, options
 from deltic.cli.models import check_source, open_llm
 from deltic.cli.parser import UsageError, existing_file, json_file, read_text, text, whole
 from deltic.errors import DelticError
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import socket
     from ssl import SSLContext
 
+    from deltic.engine.llm import LLM
+    from deltic.server.model_registry import ModelSet
     from deltic.server.request_log import RequestLog
 
 HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
@@ -63,6 +66,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pin-prompt", action="append", type=_opening, default=[], metavar="FILE",
                         help="a system prompt to read at start and to keep: text, or JSON with messages and tools as "
                              "clients send them; may be repeated")
+    model_set.add(parser)
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)
@@ -78,17 +82,26 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--max-running-per-key needs API keys: without them all clients are one")
     with _listener(args) as listener:
         log = _request_log(args)
-        llm = open_llm(args)
-        for path, opening in args.pin_prompt:
-            print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
-        with suppress(DelticError, ImportError):  # who asks for what cannot be had is told so
-            llm.chat_processor.grammars.warm()
+        prepare = partial(_prepare, args)
+        if model_set.wanted(args):
+            llm: LLM | ModelSet = model_set.model_set(args, prepare)
+        else:
+            llm = open_llm(args)
+            prepare(llm)
         from deltic.server.app import serve
 
         serve(llm, args.host or _HOST, listener=listener, tls=tls, drain_seconds=args.drain_seconds,
               served_name=args.served_name, cors_origins=args.cors_origin, allowed_hosts=args.allowed_host,
               lenient=args.lenient, api_keys=keys, request_log=log)
     return 0
+
+
+def _prepare(args: argparse.Namespace, llm: LLM) -> None:
+    """What the first request of a model should not have to wait for."""
+    for path, opening in args.pin_prompt:
+        print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
+    with suppress(DelticError, ImportError):  # who asks for what cannot be had is told so
+        llm.chat_processor.grammars.warm()
 
 
 def _listener(args: argparse.Namespace) -> socket.socket:

@@ -1,0 +1,120 @@
+"""Several models for one server, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deltic.cli.models import open_llm
+from deltic.cli.options import engine_options
+from deltic.cli.parser import UsageError, text
+from deltic.config import EngineConfig, parse_bytes
+
+if TYPE_CHECKING:
+    from deltic.engine.llm import LLM
+    from deltic.server.model_registry import ModelSet, ModelSource
+
+_SHARE = 0.9  # of the memory that is free, for all models
+_CACHES = 0.5  # of that, for their caches
+_LONGEST = 1e9
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several models", "They are loaded when a request asks for them by name. All "
+                                      "have the same options; --memory is for the cache of each.")
+    group.add_argument("--model", action="append", dest="models", type=_named, default=[], metavar="NAME=MODEL",
+                       help="one more model, and what clients call it; may be repeated. Requests that name none get "
+                            "the first, which is MODEL if that is given")
+    group.add_argument("--idle-unload", type=_seconds, metavar="SECONDS",
+                       help="unload a model that nobody has used for so long; the next request loads it again")
+    group.add_argument("--models-memory", type=_size, metavar="X",
+                       help="memory for the weights and caches of all models that are loaded, such as 16GiB; auto: "
+                            "nearly all that is free at start (default). For one that has no room those are unloaded "
+                            "that nobody uses, the least recently used first")
+
+
+def wanted(args: argparse.Namespace) -> bool:
+    """Whether models are to be loaded on demand, rather than the only one at start."""
+    return bool(args.models) or args.idle_unload is not None or args.models_memory is not None
+
+
+def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> ModelSet:
+    """The models that the arguments name; all of them are there, but none is loaded. prepare: for one that is."""
+    from deltic.engine.memory import free_memory
+    from deltic.server.model_registry import ModelSet
+    from deltic.server.served_model import short_name
+
+    given = engine_options(args)
+    config = EngineConfig(**given)
+    named: list[tuple[str, str | None]] = list(args.models)
+    aliases: tuple[str, ...] = ()
+    if args.model or not named:
+        aliases = (args.model or "tiny", Path(args.model or "tiny").name)
+        named.insert(0, (args.served_name or short_name(aliases[0]), args.model))
+    elif args.served_name:
+        raise UsageError("--served-name is the name of MODEL, which is not given: name models by --model NAME=MODEL")
+    asked = args.models_memory
+    memory = asked if isinstance(asked, int) else int(free_memory(config.device) * _SHARE)
+    cache = config.memory_bytes or int(memory * _CACHES) // len(named)
+    sources = [_source(args, name, model, cache, prepare) for name, model in named]
+    if aliases:
+        sources[0] = _with(sources[0], aliases)
+    return ModelSet(tuple(sources), config.limits, memory, args.idle_unload)
+
+
+def _source(args: argparse.Namespace, name: str, model: str | None, cache: int,
+            prepare: Callable[[LLM], None]) -> ModelSource:
+    from deltic.server.model_registry import ModelSource
+    from deltic.weights.hub import resolve
+
+    revision = args.revision if model == args.model else None
+    own = argparse.Namespace(**{**vars(args), "model": model, "revision": revision})
+    return ModelSource(name, partial(_load, own, cache, prepare), stored_bytes(resolve(model, revision)) + cache)
+
+
+def _with(source: ModelSource, aliases: tuple[str, ...]) -> ModelSource:
+    from dataclasses import replace
+
+    return replace(source, aliases=aliases)
+
+
+def _load(args: argparse.Namespace, cache: int, prepare: Callable[[LLM], None]) -> LLM:
+    llm = open_llm(args, memory=str(cache))
+    try:
+        prepare(llm)
+        llm.warm_up()
+    except BaseException:
+        llm.close()
+        raise
+    return llm
+
+
+def stored_bytes(path: Path) -> int:
+    """Of a model's weights on disk, which is about what they take in memory."""
+    files = path.glob("*.safetensors") if path.is_dir() else path.parent.glob(path.name.replace("-00001-of", "-*-of"))
+    return sum(file.stat().st_size for file in files)
+
+
+def _named(given: str) -> tuple[str, str]:
+    """An argument type: a name, and what it stands for."""
+    name, equals, model = text(given).partition("=")
+    if not (name and equals and model):
+        raise argparse.ArgumentTypeError(f"must be NAME=MODEL, not {given[:80]!r}")
+    return name, model
+
+
+def _seconds(given: str) -> float:
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {given[:40]!r}")
+    return seconds
+
+
+def _size(given: str) -> Any:
+    return given if given == "auto" else parse_bytes(given, "models_memory")
