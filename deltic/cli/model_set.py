@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deltic.cli.models import open_llm
 from deltic.cli.options import engine_options
 from deltic.cli.parser import UsageError, text
 from deltic.config import EngineConfig, parse_bytes
+from deltic.errors import ConfigError
 
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM
@@ -85,7 +86,8 @@ def _load(args: argparse.Namespace, cache: int, prepare: Callable[[LLM], None]) 
     llm = open_llm(args, memory=str(cache))
     try:
         prepare(llm)
-        llm.warm_up()
+        with llm.worker.hold():
+            llm.runtime.warm_up()
     except BaseException:
         llm.close()
         raise
@@ -116,5 +118,8 @@ def _seconds(given: str) -> float:
     return seconds
 
 
-def _size(given: str) -> Any:
-    return given if given == "auto" else parse_bytes(given, "models_memory")
+def _size(given: str) -> int | str:
+    try:
+        return given if given == "auto" else parse_bytes(given, "models_memory")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -326,11 +326,6 @@ class LLM:
                         len(prompt))
         return len(prompt)
 
-    def warm_up(self) -> None:
-        """Do now what the first request would otherwise wait for."""
-        with self.worker.hold():
-            self.runtime.warm_up()
-
     def close(self) -> None:
         """End what is running, and wait until everything that shall outlive the process is on disk; the model must not
         be used afterwards. It may be closed twice. The end of the process ends what is running, too."""

@@ -138,13 +138,14 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
     else:
         name, limits = options.get("served_name") or public_name(llm), llm.runtime.options.limits
         ready = f"{name} is ready{where}: {places}. Context of {llm.engine.max_context:,} tokens. Ctrl-C ends."
-        llm.warm_up()
+        with llm.worker.hold():
+            llm.runtime.warm_up()
     gc.collect()  # what is garbage now would stay for as long as the server runs
     try:
         Server(app, app.state.models, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)
     finally:
         listener.close()
-        if isinstance(llm, LLM):
+        if not isinstance(llm, ModelSet):
             llm.close()
         if log := options.get("request_log"):  # after a second signal nobody else did
             log.close()

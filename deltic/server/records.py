@@ -102,6 +102,7 @@ class Records:
             record.release()
         if self._log and (record.served or record.status is None or record.status >= 400):
             self._log(record.line())
+        record.run = record.release = None  # an idle connection keeps the record, and must not keep a model
 
     def refuse(self, status: int, client: str) -> None:
         """A connection was answered that had no request yet that could be read."""
