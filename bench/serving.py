@@ -221,7 +221,7 @@ class Client:
 
 def _request(path: str, body: Any) -> bytes:
     data = json.dumps(body).encode()
-    return (f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return (f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"content-length: {len(data)}\r\n\r\n").encode() + data
 
 

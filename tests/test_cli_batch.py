@@ -52,7 +52,7 @@ def said(body: dict[str, Any]) -> Any:
 
 
 def asked(count: int) -> list[dict[str, Any]]:
-    question = "What is the capital of France?"
+    question = "Which river flows through Oslo?"
     forms = [(CHAT, {"messages": [{"role": "user", "content": question}], "max_tokens": 12, "temperature": 0}),
              (TEXT, {"prompt": question, "n": 2, "max_tokens": 12, "seed": 3, "temperature": 1}),
              (RESPONSES, {"input": question, "max_output_tokens": 12, "temperature": 0})]
