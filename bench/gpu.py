@@ -3,6 +3,7 @@
     python bench/gpu.py decode --model qwen3.5-0.8b --batch 1 32 256
     python bench/gpu.py decode --no-graphs --ops torch     # the same without graphs, without kernels
     python bench/gpu.py prefill --tokens 2048 8192
+    python bench/gpu.py speculate --batch 1     # against the same weights without drafts, in turns
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from typing import Any
 
 import torch
 from common import record
+from speculation import DEPTH, Forced, plain_runtime, serve
 
 from deltic.cli.inspect import weight_bytes
 from deltic.config import EngineConfig, ModelConfig
+from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
+from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
+from deltic.engine.speculator import drafter_of
 from deltic.types import Request, SamplingParams
 from deltic.weights.names import expected_tensors
 
@@ -37,9 +42,9 @@ def main() -> None:
     for model in args.model:
         config = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(*args.batch, 1),
                               max_context=args.context, token_budget=args.budget, prefix_cache=False,
-                              ops=tuple(args.ops))
+                              ops=tuple(args.ops), speculate=f"mtp:{DEPTH}" if args.task == "speculate" else "off")
         started = time.perf_counter()
-        runtime = load(RandomModel(model), config)
+        runtime = load(RandomModel(model, head=args.task == "speculate"), config)
         if args.no_graphs:
             object.__setattr__(runtime, "graphs", None)
         torch.cuda.synchronize()
@@ -48,13 +53,15 @@ def main() -> None:
             _decode(runtime, args, batch, ready)
         for tokens in args.tokens if args.task == "prefill" else ():
             _prefill(runtime, args, tokens)
+        for batch in args.batch if args.task == "speculate" else ():
+            _speculate(runtime, args, batch)
         del runtime
         torch.cuda.empty_cache()
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("decode", "prefill"))
+    parser.add_argument("task", choices=("decode", "prefill", "speculate"))
     parser.add_argument("--model", nargs="+", default=["qwen3.5-0.8b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192])
@@ -64,6 +71,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=16384)
     parser.add_argument("--memory", default="40GiB")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--share", type=float, default=0.8, help="of the drafts that are made right")
+    parser.add_argument("--adaptive", action="store_true", help="decide by itself how many to make")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--ops", nargs="*", default=[])
     parser.add_argument("--no-graphs", action="store_true")
@@ -138,11 +147,15 @@ def _replays(runtime: Runtime, batch: int) -> float | None:
     captured = _captured(runtime, batch)
     if captured is None:
         return None
+    return _time(captured.graph)
+
+
+def _time(graph: Any) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    captured.graph.replay()
+    graph.replay()
     begin.record()
     for _ in range(50):
-        captured.graph.replay()
+        graph.replay()
     end.record()
     torch.cuda.synchronize()
     return float(round(begin.elapsed_time(end) * 20, 1))
@@ -150,15 +163,21 @@ def _replays(runtime: Runtime, batch: int) -> float | None:
 
 def _captured(runtime: Runtime, batch: int) -> Any:
     assert runtime.graphs
-    return next((found for (rows, _), found in reversed(runtime.graphs._captured.items()) if rows >= batch), None)
+    return next((found
+                 for (rows, _, tokens), found in reversed(runtime.graphs._captured.items())
+                 if rows >= batch and tokens is None), None)
 
 
 def _kernels(runtime: Runtime, batch: int) -> None:
     """Microseconds of each kernel in a replayed step: all together, how many, one. What waits for the kernel before it
     counts its waiting."""
+    _profile(_captured(runtime, batch).graph)
+
+
+def _profile(graph: Any) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    graph, found = _captured(runtime, batch).graph, defaultdict[str, list[float]](list)
+    found = defaultdict[str, list[float]](list)
     graph.replay()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -187,6 +206,48 @@ def _prefill(runtime: Runtime, args: argparse.Namespace, tokens: int) -> None:
     record("gpu", {"task": "prefill", "model": runtime.name, "tokens": tokens, "budget": args.budget, "ops": args.ops,
                    "first_token_ms": round(median(times[1:]) * 1e3, 2), "floor_ms": round(floor * 1e3, 2),
                    "over_floor": round(median(times[1:]) / floor, 2), "served": _served(runtime)})
+
+
+def _speculate(runtime: Runtime, args: argparse.Namespace, batch: int) -> None:
+    """The same requests with drafts, of which a share is made right, and without, in turns."""
+    plain, head = plain_runtime(runtime), drafter_of(runtime)
+    assert isinstance(head, MtpDrafter) and plain.mtp_runner is None
+    requests = [_request(index, args.prompt, args.new, runtime.config.vocab_size, args.temperature)
+                for index in range(batch)]
+    without = Engine(plain)
+    answers = serve(without, requests).answers
+    depth: Depth = AdaptiveDepth(DEPTH) if args.adaptive else FixedDepth(DEPTH)
+    drafting = Engine(runtime, Forced(head, args.share, {**answers}), depth)
+    runs, same, steps = defaultdict[str, list[float]](list), 0, 0
+    for run in range(args.repeat + 1):
+        for name, engine in (("off", without), ("on", drafting)):
+            found = serve(engine, requests)
+            if run:
+                runs[name].append(found.seconds)
+            if name == "on" and run:
+                same, steps = sum(found.answers[key] == answers[key] for key in answers), steps + found.steps
+    # each run has luck of its own with its drafts, so that all of them count
+    tokens, off, on = args.repeat * batch * (args.new - 1), sum(runs["off"]), sum(runs["on"])
+    record("gpu", {"task": "speculate", "model": runtime.name, "batch": batch, "prompt": args.prompt, "new": args.new,
+                   "temperature": args.temperature, "acceptance": args.share,
+                   "depth": "auto" if args.adaptive else DEPTH, "same_answers": same,
+                   "tokens_per_step": round(tokens / steps / batch, 3), "off_us": round(off / tokens * batch * 1e6, 1),
+                   "step_us": round(on / steps * 1e6, 1),
+                   "tokens_per_second": round(tokens / on, 1), "off_tokens_per_second": round(tokens / off, 1),
+                   "gain": round(off / on, 3), "replays_us": _all_replays(runtime)})
+    if args.kernels and runtime.graphs:
+        for bucket, captured in runtime.graphs._captured.items():
+            if bucket[2] == 4 * batch:
+                _profile(captured.graph)
+
+
+def _all_replays(runtime: Runtime) -> dict[str, float]:
+    """Microseconds of every graph of steps and drafts, replayed again and again."""
+    assert runtime.graphs and runtime.mtp_runner and runtime.mtp_runner._step
+    head: Any = runtime.mtp_runner._step.follow
+    known = {f"step {bucket}": found.graph for bucket, found in runtime.graphs._captured.items()}
+    known |= {f"drafts {bucket}": found.graph for bucket, found in head.__self__._known.items()}
+    return {name: _time(graph) for name, graph in known.items()}
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from deltic.config import EngineConfig
 from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
 from deltic.engine.drafters import MtpDrafter, Wants
 from deltic.engine.engine import Engine
+from deltic.engine.launch import InFlight
 from deltic.engine.loading import load
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
@@ -56,6 +57,9 @@ class Forced:
     def _draft(self, sequence: Running, count: int) -> list[int]:
         answer = self.answers[sequence.request.id][sequence.generated:sequence.generated + count]
         return [token if self._random.random() < self.share else token ^ 1 for token in answer]
+
+    def draft_ahead(self, flight: InFlight) -> None:
+        self.head.draft_ahead(flight)
 
     def forget(self, sequence: Running) -> None:
         pass
@@ -92,7 +96,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _plain(runtime: Runtime) -> Runtime:
+def plain_runtime(runtime: Runtime) -> Runtime:
     """The same weights and memory without a head."""
     return replace(runtime, mtp=None, options=replace(runtime.options, speculate="off"))
 
@@ -108,7 +112,7 @@ def _embedded(args: argparse.Namespace) -> None:
                                     variables={"enable_thinking": sample.thinking})
             for sample in heldout_set(1, 1)[:4 if args.quick else 24]]
     requests = [replace(job.request, id=str(index), matcher=None) for index, job in enumerate(jobs)]
-    with_head, without = llm.runtime, _plain(llm.runtime)
+    with_head, without = llm.runtime, plain_runtime(llm.runtime)
     runs: dict[str, list[Served]] = {"auto": [], "off": []}
     for pair in range(args.pairs + 1):
         turns = [("auto", with_head), ("off", without)]
@@ -126,7 +130,7 @@ def _embedded(args: argparse.Namespace) -> None:
 def _one_by_one(runtime: Runtime, requests: Sequence[Request]) -> Served:
     engine, runs = Engine(runtime), []
     for request in requests:
-        runs.append(_serve(engine, [request]))
+        runs.append(serve(engine, [request]))
     return Served(sum(run.seconds for run in runs), {name: answer for run in runs for name, answer in
                                                      run.answers.items()},
                   sum(run.steps for run in runs), sum(run.drafted for run in runs), sum(run.accepted for run in runs))
@@ -136,12 +140,12 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
     model = RandomModel("qwen3.5-0.8b", 4 if args.quick else None, head=True)
     runtime = load(model, EngineConfig(threads=args.threads, max_context=1024, max_batch=8, prefix_cache=False,
                                        memory="2GiB", **options))
-    plain = _plain(runtime)
+    plain = plain_runtime(runtime)
     head = drafter_of(runtime)
     assert isinstance(head, MtpDrafter)
     for batch in args.batch or (1, 8):
         requests = [_request(runtime, index, 24 if args.quick else 64 if batch == 1 else 32) for index in range(batch)]
-        answers: dict[str, Sequence[int]] = {**_serve(Engine(plain), requests).answers}
+        answers: dict[str, Sequence[int]] = {**serve(Engine(plain), requests).answers}
         cases = [(0.8, "auto"), (0.0, "auto")] if batch > 1 else [(0.8, "fixed"), (0.8, "auto"), (0.0, "auto")]
         for share, name in cases:
             depth: Depth = FixedDepth(DEPTH) if name == "fixed" else AdaptiveDepth(DEPTH)
@@ -149,7 +153,7 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
             turns = [(name, Engine(runtime, Forced(head, share, answers), depth)), ("off", Engine(plain))]
             for pair in range(args.pairs + 1):
                 for who, engine in turns if pair % 2 else reversed(turns):
-                    served = _serve(engine, requests)
+                    served = serve(engine, requests)
                     if pair:
                         runs[who].append(served)
             _record(args, runs, {"task": "forced", "weights": kind, "batch": batch, "acceptance": share,
@@ -163,7 +167,7 @@ def _request(runtime: Runtime, index: int, tokens: int) -> Request:
     return Request(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
 
 
-def _serve(engine: Engine, requests: Sequence[Request]) -> Served:
+def serve(engine: Engine, requests: Sequence[Request]) -> Served:
     for request in requests:
         engine.add(request)
     answers: dict[str, list[int]] = {request.id: [] for request in requests}

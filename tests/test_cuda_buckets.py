@@ -10,7 +10,20 @@ import torch
 from support import numbers
 
 from deltic.config import EngineConfig
-from deltic.engine.batch import PageTable, buckets, build, decodes, decoding, power_of_two, step_of
+from deltic.engine.batch import (
+    BatchMemory,
+    PageTable,
+    buckets,
+    build,
+    decodes,
+    decoding,
+    draft_buckets,
+    draft_pages,
+    power_of_two,
+    step_of,
+    verifies,
+    verifying,
+)
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
@@ -96,6 +109,34 @@ def test_what_has_no_bucket(change: dict[str, object]) -> None:
     row = Row((1,), 20, (0, 1), 0, 1)
     assert decodes(Plan((row,)))
     assert not decodes(Plan((row, replace(row, **change))))
+
+
+def test_what_a_bucket_of_drafts_holds() -> None:
+    """Rows of several tokens and of one, tokens and rows beyond the real ones, which have nothing."""
+    rows = (Row((5,), 20, (3, 4), 1, 1, base=18, ring=7), Row((6, 7, 8), 14, (5, 6), 2, 3, base=9, ring=8, append=True),
+            Row((9, 10), 30, (7, 8), 4, 2, base=30, ring=9, append=True, rotary=-2))
+    assert verifies(Plan(rows)) and not decodes(Plan(rows))
+    memory = BatchMemory()
+    for _ in range(2):
+        batch = verifying(Plan(rows), CPU, memory, hidden=True)
+    padded = batch.padded
+    assert padded and padded.bucket == (4, 16, 8) and batch.layout.chunks == (1, 3, 2) and batch.layout.logits == 6
+    assert batch.ids.tolist() == [5, 6, 7, 8, 9, 10] and batch.logit_tokens.tolist() == list(range(6))
+    assert batch.positions[0].tolist() == [20, 14, 15, 16, 28, 29] and batch.starts.tolist() == [0, 1, 4, 6]
+    assert batch.done.tolist() == [20, 14, 30] and batch.base.tolist() == [18, 9, 30]
+    assert batch.append.tolist() == [0, 1, 1]
+    assert batch.store.tolist() == [4 * PAGE + 4, 5 * PAGE + 14, 5 * PAGE + 15, 6 * PAGE, 9 * PAGE - 2, 9 * PAGE - 1]
+    whole = step_of(padded)
+    assert whole.count is not None and whole.count.tolist() == [3] and whole.layout.hidden and whole.layout.appends
+    assert whole.starts.tolist() == [0, 1, 4, 6, 6] and whole.ring.tolist() == [7, 8, 9, 9] and len(whole.ids) == 8
+    assert whole.pages.shape == (4, 16) and whole.base is not whole.done
+    for change in ({"logits": 1}, {"emits": ((15, 3),)}, {"append": False}):
+        assert not verifies(Plan((rows[0], replace(rows[1], **change))))
+
+
+def test_all_buckets_of_drafts() -> None:
+    assert list(draft_buckets(3, 600)) == [(rows, pages) for rows in (4, 2, 1) for pages in (64, 16)]
+    assert [draft_pages(pages) for pages in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, 256]
 
 
 def test_all_buckets() -> None:

@@ -43,7 +43,7 @@ def test_a_replayed_step_has_the_bits_of_the_step(runtime: Runtime, rows: int) -
     before = [tensor.clone() for tensor in _memory(runtime)]
     wanted = runtime._forward(step_of(batch.padded))[0][:rows].clone()
     after = [tensor.clone() for tensor in _memory(runtime)]
-    runtime.graphs.capture(batch.padded.rows, batch.padded.pages, batch.padded.numbers)
+    runtime.graphs.capture(batch.padded)
     for tensor, old in zip(_memory(runtime), before, strict=True):
         tensor.copy_(old)
     assert torch.equal(runtime.run(batch), wanted)

@@ -211,7 +211,7 @@ def test_steps(runtime: Runtime, case: str) -> None:
     assert runtime.step is not None
     served = runtime.step(replace(batch, memo={}))
     assert served is not None
-    assert error(served[0], wanted) < 4e-2
+    assert error(served[0], wanted) < 6e-2
     assert error(pools.recurrent, states) < 3e-2
     everything = replace(batch, layout=replace(batch.layout, hidden=True), memo={})
     fill()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, nvrtc, prompts
+from deltic.ops.cuda import arguments, draft, nvrtc, prompts, rings
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.sample import source
@@ -55,10 +56,15 @@ def members(struct: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["Product", "Gdn", "Attention", "Enter", "AddNorm", "Gate", "Choice", "PromptConv",
                                   "PromptRing", "CopySlot", "GatedNorm", "PromptHeads", "PromptGate", "DeltaTerms",
-                                  "DeltaScan"])
+                                  "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys", "Accept"])
 def test_structs_are_the_kernels(name: str) -> None:
     given: type[Arguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)
+
+
+def test_the_struct_of_rows_with_rings_begins_as_that_without() -> None:
+    found = [name for name, _ in arguments.Verify._fields_]
+    assert found == [*members("Gdn"), *members("Verify : Gdn")]
 
 
 @pytest.mark.parametrize("tokens", range(1, MOST + 1))
@@ -104,13 +110,18 @@ def test_importing_loads_no_driver() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS, "draws", *(f"{model} prompts" for model in MODELS)])
+@pytest.mark.parametrize("name", [
+    *MODELS, "draws", "folds", *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts"))])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model, for_prompts = name.removesuffix(" prompts"), name.endswith("prompts")
-    text = source() if name == "draws" else shapes_of(model).source()
-    if for_prompts:
-        text = prompts.source(shapes_of(model))
+    model, _, part = name.partition(" ")
+    for_prompts = part == "prompts"
+    if model in MODELS:
+        shapes = replace(shapes_of(model), rings=True)
+        text = {"": shapes.source, "prompts": lambda: prompts.source(shapes),
+                "drafts": lambda: draft.source(shapes)}[part]()
+    else:
+        text = {"draws": source, "folds": rings.fold_source}[name]()
     try:
         for architecture in ("sm_90a",) if for_prompts else ("sm_90a", "sm_80"):
             assert compile_source(text, architecture)[:4] == b"\x7fELF"

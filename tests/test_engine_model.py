@@ -45,6 +45,7 @@ class Successor:
     cache: HybridCache = field(default_factory=lambda: small_cache(odd_shape()))
     mtp_runner: MtpRunner | None = None
     draft: Model | None = None
+    verifies: bool = False
     steps: int = 0
 
     @property

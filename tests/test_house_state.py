@@ -20,6 +20,7 @@ CACHES = {
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/nvrtc.py _library": "a library without a state that we know of",
     "deltic/ops/cuda/prompts.py _module": "compiled code",
+    "deltic/ops/cuda/rings.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _module": "compiled code",
     "deltic/ops/cuda/step.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",

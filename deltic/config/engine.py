@@ -60,7 +60,7 @@ class EngineConfig:
     cpu_level: str = _option("auto", "instructions that the CPU kernels use; auto: the best that the processor has",
                              choices=_CPU_LEVELS)
     speculate: str = _option("auto", "draft tokens that the model verifies several at a time, which changes the speed "
-                             "alone: mtp[:N], ngram[:N], draft:MODEL[:N], off; auto: mtp, on a CPU, if there is a head")
+                             "alone: mtp[:N], ngram[:N], draft:MODEL[:N], off; auto: mtp, if there is a head")
     max_repeat: int = _option(0, "end an answer that goes round in circles: whose end is the same group of up to 128 "
                               "tokens N times in a row (8*N tokens for groups of fewer than 8); requests may say "
                               "otherwise (default: 0, never)")

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from deltic.engine.launch import InFlight, Share
 from deltic.engine.penalties import wanted
 from deltic.engine.scheduler import UNKNOWN, Plan, Row, Scheduler
 from deltic.engine.sequence import Sequence
 
 
-def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: bool) -> tuple[Plan, list[Sequence]] | None:
+def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool]
+               ) -> tuple[Plan, list[Sequence]] | None:
     """The step after the one in flight, whose processed tokens are committed; None where it has to wait for its draws.
 
     It can be launched if all that it needs of the next tokens is the tokens: every running sequence takes one, draws
     one, and is followed by nothing that the host decides. States are written to spare slots, and K/V lies past the
-    cursor, so that where a sequence turns out to be over nothing has happened to it. drafts: somebody drafts tokens.
+    cursor, so that where a sequence turns out to be over nothing has happened to it. drafts: whether there are to be
+    drafts in it, which is asked last.
     """
     shares = [share for share in flight.shares if share.live]
-    if len(shares) != len(scheduler.running) or not all(_is_plain(share, drafts) for share in shares):
+    if len(shares) != len(scheduler.running) or not all(map(_is_plain, shares)):
         return None
     going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
     if len(going) < len(shares) and scheduler.waiting:
         return None  # the place that becomes free is not to stay so for a step
     shares, cache, spares = going, scheduler.cache, scheduler.cache.accounts.spares
     short = [share.lease for share in shares if share.lease.done == share.lease.covered]
-    if not shares or len(shares) > len(spares) or len(short) > cache.pages.free or not scheduler.pass_over():
+    if (not shares or len(shares) > len(spares) or len(short) > cache.pages.free or drafts()
+            or not scheduler.pass_over()):
         return None
     for lease in short:
         cache.reserve(lease, 1)
@@ -34,9 +39,8 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: bool) -> tuple[Pl
     return Plan(rows, cache.take_operations()), [share.sequence for share in shares]
 
 
-def _is_plain(share: Share, drafts: bool) -> bool:
+def _is_plain(share: Share) -> bool:
     """Whether the sequence's next step but one needs nothing of the next one but the token."""
     row, sequence = share.row, share.sequence
     return (row is not None and len(row.tokens) == 1 and share.draw is not None and sequence.generated > 0
-            and not share.lease.behind and not (sequence.guide or sequence.constraint) and not wanted(sequence)
-            and not (drafts and sequence.request.speculate))
+            and not share.lease.behind and not (sequence.guide or sequence.constraint) and not wanted(sequence))

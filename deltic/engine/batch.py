@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from deltic.engine.scheduler import Plan, Row
-from deltic.ops.records import PAGE, Batch, Given, Layout, Padded
+from deltic.ops.records import PAGE, RING, Batch, Given, Layout, Padded
 
 RowsOf = Callable[[str], Tensor]
 """Gives the rows [tokens, H] float32 of a picture, by its digest, on the device."""
+
+_SHAPES = 64
+"""Of steps with drafts, whose memory is kept."""
 _FEWEST_PAGES = 16
 """Pages of the smallest bucket."""
 
@@ -64,6 +67,24 @@ class BatchMemory:
         self._shape: _Shape | None = None
         self._batch: Batch | None = None
         self._numbers, self._appends = array("q"), bytearray()
+        self._verified: dict[object, tuple[Tensor, Batch]] = {}
+
+    def verified(self, padded: Callable[[Tensor], Padded], host: Tensor, layout: Layout,
+                 device: torch.device) -> Batch:
+        """The batch of a bucket's numbers on the host. Its memory is that of the last one of this shape: of a step
+        whose draws the host has seen, which was copied long ago."""
+        key = len(host), layout
+        if key not in self._verified:
+            if len(self._verified) >= _SHAPES:
+                self._verified.clear()
+            pinned = host.pin_memory() if device.type == "cuda" else host.clone()
+            self._verified[key] = pinned, step_of(padded(torch.empty_like(host, device=device)), layout)
+        pinned, batch = self._verified[key]
+        assert batch.padded
+        pinned.copy_(host)
+        batch.padded.numbers.copy_(pinned, non_blocking=True)
+        batch.memo.clear()
+        return batch
 
     def batch(self, shape: _Shape, numbers: array[int], appends: List[bool], pages: Tensor) -> Batch:
         """The batch of these numbers, on the host; valid until the next call."""
@@ -86,17 +107,20 @@ class _Shape(NamedTuple):
 
 
 def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False,
-          drawn: Tensor | None = None, memory: BatchMemory | None = None, rows_of: RowsOf | None = None) -> Batch:
+          drawn: Tensor | None = None, memory: BatchMemory | None = None, rows_of: RowsOf | None = None,
+          verified: bool = False) -> Batch:
     """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
 
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
     int64, on the device: what the step in flight has drawn; then every row takes its token from there. memory: that of
     the steps before; on a CPU the batch is valid until the next one is built with it. rows_of: gives what stands in for
-    embeddings of pictures' tokens.
+    embeddings of pictures' tokens. verified: `Model.verifies`.
     """
     rows = plan.rows
-    if device.type == "cuda" and not hidden and decodes(plan):
-        return decoding(plan, device, drawn, memory)
+    if device.type == "cuda" and (verified or not hidden) and decodes(plan):
+        return decoding(plan, device, drawn, memory, hidden)
+    if device.type == "cuda" and verified and drawn is None and verifies(plan):
+        return verifying(plan, device, memory, hidden)
     shape, numbers = _numbers(rows, all_logits, hidden, exact=device.type != "cpu")
     appends = [row.append for row in rows]
     if device.type == "cpu" and memory:
@@ -149,7 +173,9 @@ def _numbers(rows: List[Row], all_logits: bool, hidden: bool, exact: bool) -> tu
     else:
         contexts = (PAGE * power_of_two(max(_FEWEST_PAGES, *[len(row.pages) for row in rows])),) * len(rows)
     singles = chunks.count(1)
-    layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any(row.append for row in rows), hidden)
+    replays = any(row.base not in (None, row.done) and len(row.tokens) > 1 for row in rows)
+    layout = Layout(chunks, contexts, singles, len(wanted), len(emits), any(row.append for row in rows), hidden,
+                    replays)
     numbers = array("q", ids)
     for values in (*_rotary(rows, positions), starts, done, base, store, slots, targets,
                    [row.ring for row in rows], wanted, *zip(*emits, strict=True)):
@@ -176,8 +202,9 @@ def decodes(plan: Plan) -> bool:
                and row.base in (None, row.done) for row in plan.rows)
 
 
-def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memory: BatchMemory | None = None) -> Batch:
-    """A plan that `decodes`, with its bucket: both are views of one upload. drawn, memory: as in `build`."""
+def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memory: BatchMemory | None = None,
+             hidden: bool = False) -> Batch:
+    """A plan that `decodes`, with its bucket: both are views of one upload. drawn, memory, hidden: as in `build`."""
     rows = [*plan.rows]
     real, pages = len(rows), power_of_two(max(_FEWEST_PAGES, *(len(row.pages) for row in rows)))
     rows += [rows[-1]] * (power_of_two(real) - real)
@@ -188,16 +215,66 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
     for values in ([_ids(row)[0] for row in rows], *_rotary(rows, done), range(len(rows) + 1), done,
                    [_flat(row, row.done) for row in rows], slots, targets):
         numbers.extend(values)
-    known = (memory.pages if memory else PageTable()).of(plan.rows, pages)[:, :pages]
-    numbers.extend((0,) * (len(rows) * pages))
-    host = torch.frombuffer(numbers, dtype=torch.int64)
-    below = host[-len(rows) * pages:].view(len(rows), pages)
-    below[:real], below[real:] = known, known[-1]
-    padded = Padded(on_device(host, device), len(rows), pages)
+    host = _with_pages(numbers, plan, len(rows), pages, memory)
+    padded = Padded(on_device(host, device), len(rows), pages, hidden=hidden)
     if drawn is not None:
         _take_drawn(padded.numbers[1:1 + len(rows)], drawn)
-    layout = Layout((1,) * real, tuple(row.done + 1 for row in plan.rows), real, real)
+    layout = Layout((1,) * real, tuple(row.done + 1 for row in plan.rows), real, real, hidden=hidden)
     return step_of(padded, layout, _span(slots[:real], targets[:real]))
+
+
+def verifies(plan: Plan) -> bool:
+    """Whether every row takes a few tokens whose logits are all wanted, drafts among them that go to a replay ring, or
+    one token; and nothing else."""
+    return all(row.logits == len(row.tokens) <= RING and not row.emits and (row.append or len(row.tokens) == 1)
+               for row in plan.rows)
+
+
+def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = None, hidden: bool = False) -> Batch:
+    """A plan that `verifies`, with its bucket: both are views of one upload. memory, hidden: as in `build`."""
+    rows, real = plan.rows, len(plan.rows)
+    tokens, count = [token for row in rows for token in row.tokens], power_of_two(real)
+    size, pages = power_of_two(max(len(tokens), count)), draft_pages(max(len(row.pages) for row in rows))
+    fill, starts, store = (0,) * (size - len(tokens)), [0], list[int]()
+    places = [place for row in rows for place in range(row.done, row.done + len(row.tokens))]
+    for row in rows:
+        starts.append(starts[-1] + len(row.tokens))
+        store += [_flat(row, row.done + index) for index in range(len(row.tokens))]
+    numbers = array("q", (real,))
+    for values in (tokens, *_rotary([*rows], places)):
+        numbers.extend(values)
+        numbers.extend(fill)
+    numbers.extend(starts)
+    numbers.extend((len(tokens),) * (count - real))
+    for column in ([row.done for row in rows], [row.slot for row in rows],
+                   [row.slot if row.target is None else row.target for row in rows],
+                   [row.done if row.base is None else row.base for row in rows], [row.ring for row in rows],
+                   [int(row.append) for row in rows]):
+        numbers.extend(column)
+        numbers.extend(column[-1:] * (count - real))
+    numbers.extend(store)
+    numbers.extend(fill)
+    numbers.extend(range(size))
+    chunks = tuple([len(row.tokens) for row in rows])
+    layout = Layout(chunks, (pages * PAGE,) * real, chunks.count(1), len(tokens), appends=True, hidden=hidden)
+    host = _with_pages(numbers, plan, count, pages, memory)
+
+    def padded(numbers: Tensor) -> Padded:
+        return Padded(numbers, count, pages, size, hidden)
+
+    if memory is None:
+        return step_of(padded(on_device(host, device)), layout)
+    return memory.verified(padded, host, layout, device)
+
+
+def _with_pages(numbers: array[int], plan: Plan, rows: int, pages: int, memory: BatchMemory | None) -> Tensor:
+    """The numbers of a bucket, on the host, after which come the rows' pages."""
+    real, known = len(plan.rows), (memory.pages if memory else PageTable()).of(plan.rows, pages)[:, :pages]
+    numbers.extend((0,) * (rows * pages))
+    host = torch.frombuffer(numbers, dtype=torch.int64)
+    below = host[-rows * pages:].view(rows, pages)
+    below[:real], below[real:] = known, known[-1]
+    return host
 
 
 def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
@@ -211,27 +288,50 @@ def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
         rows //= 2
 
 
+def draft_buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
+    """As `buckets`, of steps with drafts, which have fewer."""
+    rows, most = power_of_two(max_rows), draft_pages(-(-max_context // PAGE))
+    while rows:
+        pages = most
+        while pages >= _FEWEST_PAGES:
+            yield rows, pages
+            pages //= 4
+        rows //= 2
+
+
+def draft_pages(pages: int) -> int:
+    """Pages of the bucket of a step with drafts."""
+    size = _FEWEST_PAGES
+    while size < pages:
+        size *= 4
+    return size
+
+
 def step_of(padded: Padded, layout: Layout | None = None, span: tuple[int, int] | None = None) -> Batch:
     """The batch whose tensors are views of a bucket's numbers. layout: of the real rows alone, which then know their
     bucket; None: of all rows."""
-    whole = layout is None
-    rows, pages, numbers = padded.rows, padded.pages, padded.numbers
+    whole, rows, pages, numbers = layout is None, padded.rows, padded.pages, padded.numbers
+    size, extra = (rows, 0) if padded.tokens is None else (padded.tokens, rows)
     if layout is None:
-        layout = Layout((1,) * rows, (pages * PAGE,) * rows, rows, rows)
-    real = layout.rows
-    count, ids, positions, starts, done, store, source, target, table = numbers.split(
-        (1, rows, 3 * rows, rows + 1, rows, rows, rows, rows, rows * pages))
-    positions, table = positions.view(3, rows), table.view(rows, pages)
-    if real < rows:
-        positions, starts = positions[:, :real], starts[:real + 1]
-        ids, done, store, source, target, table = (
-            tensor[:real] for tensor in (ids, done, store, source, target, table))
-    none = numbers[:0]
+        chunks = (1,) * (rows - 1) + (size - rows + 1,)
+        layout = Layout(chunks, (pages * PAGE,) * rows, rows - (size > rows), size, appends=padded.tokens is not None,
+                        hidden=padded.hidden)
+    real, tokens = layout.rows, layout.tokens
+    if padded.tokens is None:
+        sizes = (1, rows, 3 * rows, rows + 1, rows, rows, rows, rows, rows * pages)
+        count, ids, positions, starts, done, store, source, target, table = numbers.split(sizes)
+        base, ring, append, wanted = done, done, _no_appends(rows, numbers.device), starts
+    else:
+        count, ids, positions, starts, done, source, target, base, ring, append, store, wanted, table = numbers.split(
+            (1, size, 3 * size, rows + 1, *(extra,) * 6, size, size, rows * pages))
+    none, positions, behind = numbers[:0], positions.view(3, size), base is not done
+    done = done[:real]
     return Batch(
-        layout=layout, ids=ids, positions=positions, starts=starts, done=done, pages=table, store=store, source=source,
-        target=target, base=done, ring=done, append=_no_appends(real, numbers.device), emit_row=none, emit_length=none,
-        emit_slot=none, logit_tokens=starts[:real], span=span, count=count if whole else None,
-        padded=None if whole else padded)
+        layout=layout, ids=ids[:tokens], positions=positions if whole else positions[:, :tokens],
+        starts=starts[:real + 1], done=done, pages=table.view(rows, pages)[:real], store=store[:tokens],
+        source=source[:real], target=target[:real], base=base[:real] if behind else done,
+        ring=ring[:real], append=append[:real], emit_row=none, emit_length=none, emit_slot=none,
+        logit_tokens=wanted[:tokens], span=span, count=count if whole else None, padded=None if whole else padded)
 
 
 def power_of_two(number: int) -> int:

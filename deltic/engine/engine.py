@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -85,7 +86,7 @@ class Engine:
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
         options = runtime.options
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
-                                   stall_of(options.max_stall_ms, options.token_budget))
+                                   stall_of(options.max_stall_ms, options.token_budget), not runtime.verifies)
         self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
         self.pictures = Pictures(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
@@ -186,13 +187,20 @@ class Engine:
                  if sequence.logits is not None and self._fits(sequence)]
         flight = self.launcher.launch(plan, sequences, known)
         flight.drafting = drafting
+        self.speculator.draft_ahead(flight)
         return flight if flight.shares or flight.error else None
 
     def _launch_ahead(self, flight: InFlight) -> InFlight | None:
         """The step after the one in flight; None where it has to wait for that one's tokens."""
-        ahead = plan_ahead(self.scheduler, flight, drafts=self.speculator.drafter is not None)
-        self.stats.ahead += ahead is not None
-        return self.launcher.launch(*ahead, before=flight) if ahead else None
+        live = [share.sequence for share in flight.shares if share.live]
+        drafted = any(share.draft_tokens for share in flight.shares)
+        ahead = None if drafted else plan_ahead(self.scheduler, flight, partial(self.speculator.drafts_next, live))
+        if ahead is None:
+            return None
+        self.stats.ahead += 1
+        following = self.launcher.launch(*ahead, before=flight)
+        following.drafting = ahead[1] if self.speculator.drafter else ()
+        return following
 
     def _commit(self, flight: InFlight) -> None:
         """Move the cursors over what the step has processed, but for drafts: all of it is known to be right by now."""
@@ -272,12 +280,14 @@ class Engine:
 
     def _follow(self, share: Share, chosen: Chosen, place: int) -> None:
         """Take the tokens that were chosen for a sequence, from `place` on, as far as its drafts are right."""
-        sequence, draft, right = share.sequence, share.draft_tokens, 0
+        sequence, draft, right, last = share.sequence, share.draft_tokens, 0, 0
         while True:
             if not chosen.healthy[place + right]:
                 return self._fail(sequence, _SICK)
             if draft:
-                self._commit_draft(share, right)
+                row, last = share.row, right
+                assert row is not None
+                self.runtime.cache.commit(share.lease, 1, base_after(row))
             forced = sequence.forced
             if forced is None and not chosen.possible[place + right]:
                 return self._fail(sequence, _NONE_LEFT)
@@ -295,6 +305,7 @@ class Engine:
             drafted = judged if finish else len(draft)
             sequence.drafted += drafted - judged
             self.speculator.learn(sequence, drafted, right)
+            self._settle(share, last, chosen.tokens[place:])
         if finish and sequence.generated:
             self._forget(sequence)
         elif finish:
@@ -312,13 +323,12 @@ class Engine:
             sibling.origin, sibling.prompt_keys = origin, sequence.prompt_keys
             self.scheduler.add(sibling)
 
-    def _commit_draft(self, share: Share, index: int) -> None:
-        """One more token of a step with drafts is known to be right: the first, or a draft that was."""
-        row, lease = share.row, share.lease
-        assert row is not None
-        self.runtime.cache.commit(lease, 1, base_after(row))
-        if self.runtime.mtp_runner:
-            self.runtime.mtp_runner.settle(lease.slot, share.start + index)
+    def _settle(self, share: Share, last: int, drawn: list[int]) -> None:
+        """Of a step with drafts the last token that was committed is this one of its row. drawn: after each of them."""
+        known = next((index for index, draft in enumerate(share.draft_tokens) if draft != drawn[index]),
+                     len(share.draft_tokens))
+        if self.runtime.mtp_runner and not (share.ahead and known == last):
+            self.runtime.mtp_runner.settle(share.lease.slot, share.start + last)
 
     def _take(self, sequence: Sequence, token: int, chosen: Chosen, row: int) -> Finish | None:
         """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""

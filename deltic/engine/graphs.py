@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltic.engine.batch import step_of
+from deltic.ops.cuda.record import record
 from deltic.ops.records import Batch, Padded
 
 
@@ -40,12 +40,12 @@ class Graphs:
     def __init__(self, forward: Callable[[Batch], Tensor]) -> None:
         """forward: a step to its logits [L, V]; must launch the same for all steps of a bucket."""
         self._forward = forward
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int, int | None], _Captured] = {}
         self._pool: Any = None
 
     @property
-    def buckets(self) -> tuple[tuple[int, int], ...]:
-        """What was recorded so far: rows and pages."""
+    def buckets(self) -> tuple[tuple[int, int, int | None], ...]:
+        """What was recorded so far: rows, pages and tokens, as in `Padded`."""
         return tuple(self._captured)
 
     def run(self, batch: Batch) -> Tensor | None:
@@ -57,28 +57,20 @@ class Graphs:
             return self._run(padded)[:batch.layout.logits]
 
     def _run(self, padded: Padded) -> Tensor:
-        captured = self._captured.get((padded.rows, padded.pages))
+        captured = self._captured.get(padded.bucket)
         if captured is None:
             logits = self._forward(step_of(padded)).clone()
-            self.capture(padded.rows, padded.pages, padded.numbers)
+            self.capture(padded)
             return logits
         captured.numbers.copy_(padded.numbers)
         captured.graph.replay()
         return captured.logits
 
-    def capture(self, rows: int, pages: int, numbers: Tensor) -> None:
-        """Record a bucket. numbers: of any step of it."""
-        numbers = numbers.clone()
-        static, graph = step_of(Padded(numbers, rows, pages)), torch.cuda.CUDAGraph()
-        # other threads may copy to and from the card meanwhile, but nobody may collect an old graph as garbage
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = self._forward(static)
-        finally:
-            if collects:
-                gc.enable()
+    def capture(self, padded: Padded) -> None:
+        """Record the bucket of this step."""
+        numbers = padded.numbers.clone()
+        static = step_of(replace(padded, numbers=numbers))
+        graph, logits = record(lambda: self._forward(static), self._pool)
         self._pool = self._pool or graph.pool()
         borrowed = torch.as_tensor(_Borrowed(logits), device=numbers.device)
-        self._captured[rows, pages] = _Captured(graph, numbers, borrowed)
+        self._captured[padded.bucket] = _Captured(graph, numbers, borrowed)

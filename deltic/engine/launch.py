@@ -17,7 +17,7 @@ from deltic.engine.pictures import Pictures
 from deltic.engine.sampler import Draw, SamplingTable, Scores, logprobs_of, scores_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
-from deltic.ops.records import Sampled
+from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import TokenLogprobs
 
 
@@ -32,6 +32,8 @@ class Share:
     error: what its constraint raised.
     vector: which of the step's is its own.
     scores: of tokens of its prompt.
+    ahead: what follows its drafts is drafted already, as far as the model has drawn them, and the slot has the hidden
+        state of the last one that it has.
     """
 
     sequence: Sequence
@@ -43,6 +45,7 @@ class Share:
     error: Exception | None = None
     vector: int | None = None
     scores: Scores | None = None
+    ahead: bool = False
 
     @property
     def live(self) -> bool:
@@ -72,6 +75,8 @@ class InFlight:
     sampled: the same.
     vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as `arrived`.
     raw [L, V]: the model's logits, where the probability of another token than the drawn one may be reported.
+    batch: its rows, on the device.
+    sampling: how it has drawn.
     error: what launching raised.
     """
 
@@ -84,6 +89,8 @@ class InFlight:
     vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
+    batch: Batch | None = None
+    sampling: Sampling | None = None
     error: Exception | None = None
 
     @property
@@ -171,7 +178,8 @@ class Launcher:
         runtime, wanting = self._runtime, [share for share in flight.shares if share.row and share.row.hidden]
         batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
                       drawn=before.drawn if before else None, memory=self._memory,
-                      rows_of=self._pictures.rows if self._pictures else None)
+                      rows_of=self._pictures.rows if self._pictures else None, verified=runtime.verifies)
+        flight.batch = batch
         began = time.perf_counter()
         if wanting:
             found, hidden = runtime.run_hidden(batch)
@@ -192,7 +200,8 @@ class Launcher:
                 share.end = logits[share.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
             flight.raw = logits.clone()
-        sampled = self._runtime.sample(logits, self._params.of(draws, logits.device, logits.shape[1]))
+        flight.sampling = self._params.of(draws, logits.device, logits.shape[1])
+        sampled = self._runtime.sample(logits, flight.sampling)
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if not sampled.tokens.is_cuda:
             flight.chosen = _chosen(sampled, flight.raw)

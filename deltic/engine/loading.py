@@ -27,6 +27,7 @@ from deltic.model.mtp import build_head
 from deltic.model.vision import build_tower
 from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_torch_threads
+from deltic.ops.cuda import serves_drafts
 from deltic.ops.memory import memory_for
 from deltic.ops.records import Block, Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
@@ -194,8 +195,9 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     speculation = options.speculation
     if not isinstance(speculation, Auto | Mtp):
         return None
-    if isinstance(speculation, Auto) and options.device != "cpu":
-        return None  # replay rings have no fast kernel there
+    if isinstance(speculation, Auto) and options.device != "cpu" and not (
+            serves_drafts(torch.device(options.device), dtype) and options.quant == "none" and not tiled):
+        return None  # there torch would verify them, one op at a time
     found: dict[str, Weight] | None
     if isinstance(model, RandomModel):
         found = {**random_head(config, dtype, model.seed, device=options.device)} if model.head else None

@@ -28,6 +28,8 @@ class Model(Protocol):
     mtp_runner: the draft head over this cache, if it is used.
     draft: the model that drafts for this one, if another does.
     encode: makes rows of pictures, if it sees.
+    verifies: steps with drafts have buckets, as those that only decode (`engine.batch`); then drafts and prompts are
+        not to be in one step.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Model(Protocol):
     mtp_runner: MtpRunner | None
     draft: Model | None
     encode: Encode | None
+    verifies: bool
 
     @property
     def device(self) -> torch.device:

@@ -9,6 +9,14 @@ from torch import Tensor
 from deltic.model.mtp import Mtp
 from deltic.ops.records import Batch, CacheViews, Sampling
 
+DRAFT_ROWS = 16
+"""Sequences that drafts are made for at once, beside a device that computes on its own."""
+
+
+def draft_sizes(limit: int) -> list[int]:
+    """How many drafts are made at once there, if so many are made at most."""
+    return sorted({min(limit, size) for size in (1, 2, 3, 4, 6, 8, limit)})
+
 
 class MtpRunner:
     """A multi-token-prediction head over one cache.
@@ -29,6 +37,7 @@ class MtpRunner:
         appended rows are committed is told by `settle`."""
         self._last = hidden
         if self._step:
+            self._last = hidden if self._step.last is None else self._step.last
             return self._step.follow(batch, hidden)
         before = hidden.roll(1, 0)
         firsts, ends = batch.starts[:-1], batch.starts[1:] - 1
@@ -46,10 +55,27 @@ class MtpRunner:
         """The last committed token of a slot is this one of the last step's batch."""
         self._slots[slot] = self._last[token]
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the drafts that follow a step can be made before the host has seen what it has drawn."""
+        return self._step is not None and self._step.draft_ahead is not None
+
+    def record(self, rows: int, pages: int, most: int) -> None:
+        """Make ready for drafts of a bucket, as `MtpStep.record` says."""
+        if self._step and self._step.record:
+            self._step.record(rows, pages, most)
+
+    def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor
+                    ) -> tuple[Tensor, Tensor]:
+        """As `MtpStep.draft_ahead`."""
+        assert self._step and self._step.draft_ahead
+        return self._step.draft_ahead(batch, most, chosen, keys, temperature)
+
     def draft_all(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor | None:
         """All drafts of single-token rows at once, as `MtpStep.draft` says; None where they have to be made one after
         another, with `draft`."""
-        return self._step.draft(batch, counts, sampling) if self._step and sampling.adjust is None else None
+        plain = self.ahead or sampling.adjust is None
+        return self._step.draft(batch, counts, sampling) if self._step and plain else None
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draft from single-token rows. hidden [R, H]: what the last draft gave; None: start from the model's own.

@@ -17,16 +17,17 @@ from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
-from deltic.engine.batch import buckets, decoding
+from deltic.engine.batch import buckets, build, draft_buckets
 from deltic.engine.graphs import Graphs
 from deltic.engine.model import Model
-from deltic.engine.mtp import MtpRunner
+from deltic.engine.mtp import DRAFT_ROWS, MtpRunner, draft_sizes
 from deltic.engine.pictures import Encode
 from deltic.engine.scheduler import Plan, Row
 from deltic.model.decoder import Decoder, Observer
-from deltic.model.mtp import Mtp
+from deltic.model.mtp import Mtp as MtpHead
 from deltic.ops.cpu import use_torch_threads
 from deltic.ops.records import Batch, CacheViews, Sampled, Sampling
+from deltic.types import Auto, Mtp
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 
 log = logging.getLogger("deltic")
@@ -63,6 +64,7 @@ class Runtime:
     step: runs a batch in one call, where the ops have that.
     mtp_runner: the draft head over this cache.
     graphs: replays decode steps, on a GPU.
+    verifies: as in `Model`.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Runtime:
     threads: int
     tokenizer: TokenizerTexts | None = None
     notes: DiskNotes | LateNotes | None = None
-    mtp: Mtp | None = None
+    mtp: MtpHead | None = None
     encode: Encode | None = None
     vision: Vision | None = None
     draft: Model | None = None
@@ -85,6 +87,7 @@ class Runtime:
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)
     mtp_runner: MtpRunner | None = field(init=False)
     graphs: Graphs | None = field(init=False)
+    verifies: bool = field(init=False)
 
     def __post_init__(self) -> None:
         pools, ops = self.pools, self.decoder.ops
@@ -92,10 +95,15 @@ class Runtime:
         self.step = ops.step(ops, self.decoder.weights, self.views)
         self.mtp_runner = (MtpRunner(self.mtp, self.views, pools.hidden)
                      if self.mtp is not None and pools.hidden is not None else None)
-        self.graphs = (Graphs(lambda batch: self._forward(batch)[0])
+        self.graphs = (Graphs(lambda batch: self._follow(batch)[0])
                        if self.options.device.startswith("cuda") and not self.options.debug_layers
                        # torch's mixture of experts asks the device which experts there are
                        and (self.config.experts is None or self.step is not None) else None)
+        fast = self.graphs is not None and self.step is not None and (self.mtp_runner is None or self.mtp_runner.ahead)
+        if isinstance(self.options.speculation, Auto) and self.options.device != "cpu" and not fast:
+            self.mtp_runner = None  # torch would serve it, one op at a time
+        # where kernels of our own serve steps with drafts, and the head if there is one
+        self.verifies = fast and pools.rings is not None
 
     @property
     def pools(self) -> CachePools:
@@ -120,6 +128,10 @@ class Runtime:
         logits = self.graphs.run(batch) if self.graphs else None
         if logits is not None:
             return logits, None
+        return self._follow(batch)
+
+    def _follow(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """A step, and the draft head after it."""
         logits, hidden = self._forward(batch)
         hidden = None if hidden is None else hidden.float()
         if self.mtp_runner is not None:
@@ -129,17 +141,43 @@ class Runtime:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """On a GPU: record the graphs of all steps that only decode, and load what draws; nothing is left to be
-        compiled for them afterwards. Writes to page 0 and slot 0, so that nobody may have taken those yet."""
-        if self.graphs is None or self.mtp_runner is not None:
+        """On a GPU: record the graphs of all steps that only decode, with drafts and without, and load what draws;
+        nothing is left to be compiled for them afterwards. Writes to page 0, slot 0 and replay ring 0, so that nobody
+        may have taken those yet."""
+        if self.graphs is None or (self.mtp_runner is not None and not self.verifies):
             return
+        head = self.mtp_runner is not None
         for rows, pages in buckets(self.memory.max_batch, self.memory.max_context):
             row = Row((0,), 0, (0,) * pages, 0, 1)
-            logits = self.run(decoding(Plan((row,) * rows), self.device))
+            logits = self.run(build(Plan((row,) * rows), self.device, hidden=head, verified=self.verifies))
+        if self.verifies and self._drafts:
+            self._warm_up_drafts()
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)
         log.info("recorded %d graphs of steps that decode", len(self.graphs.buckets))
+
+    @property
+    def _drafts(self) -> int:
+        """The most drafts of a step."""
+        speculation = self.options.speculation
+        if isinstance(speculation, Auto):
+            return Mtp().tokens if self.mtp_runner else 0
+        return speculation.tokens if speculation else 0
+
+    def _warm_up_drafts(self) -> None:
+        most, head = self._drafts, self.mtp_runner
+        for rows, pages in draft_buckets(min(self.memory.max_batch, DRAFT_ROWS), self.memory.max_context):
+            each = 1
+            while each < 2 * (most + 1):
+                # as if one token had been left in the ring before, or as many were appended
+                row = Row((0,) * min(each, most + 1), int(each == 1), (0,) * pages, 0, min(each, most + 1), base=0,
+                          append=each > 1)
+                self.run(build(Plan((row,) * rows), self.device, hidden=head is not None, verified=True))
+                each *= 2
+            for drafts in draft_sizes(most):
+                if head:
+                    head.record(rows, pages, drafts)
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
         """Choose from logits [L, V] float32, which may be changed."""

@@ -143,13 +143,15 @@ def _tuples(value: Any) -> Any:
 class Scheduler:
     """Queues of waiting and running sequences over a cache that grants them pages and slots."""
 
-    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, stall: Stall | None = None) -> None:
-        """stall: how long a step may take in which answers wait for prompts; None: as long as it takes."""
+    def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, stall: Stall | None = None,
+                 mixes: bool = True) -> None:
+        """stall: how long a step may take in which answers wait for prompts; None: as long as it takes. mixes: prompts
+        and drafts may be in one step."""
         self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, stall or Stall(None)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
-        self.preemptions = self.turns = self._step = 0
+        self.mixes, self.preemptions, self.turns, self._step = mixes, 0, 0, 0
         self._hurried = False
 
     def add(self, sequence: Sequence) -> None:
@@ -163,6 +165,9 @@ class Scheduler:
         awaited = self._admit()
         shares: list[tuple[Sequence, int]] = []
         prompts: list[Sequence] = []
+        if not self.mixes and any(sequence.pending > 1 or sequence.reading for sequence in self.running):
+            for sequence in self.running:
+                sequence.draft_tokens = ()
         for sequence in list(self.running):
             if sequence.pending > 1 or sequence.reading:
                 prompts.append(sequence)

@@ -188,6 +188,8 @@ class Session:
         cache, lease, scratch, start = self.runtime.cache, self._lease, self._scratch, self.position
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
+        if len(tokens) > 1 and lease.behind and self.runtime.verifies:
+            cache.settle(lease)  # which kernels for prompts take for granted
         parts, size = [], self.runtime.options.token_budget
         row = Row((), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
         for offset in range(0, len(tokens), size):
@@ -202,7 +204,8 @@ class Session:
 
     def _batch(self, row: Row, all_logits: bool = False) -> Batch:
         self.runtime.cache.flush()
-        return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None)
+        return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
+                     verified=self.runtime.verifies)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         if not isinstance(snapshot, Snapshot):

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
 from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import Drafter, MtpDrafter, NgramDrafter
+from deltic.engine.drafters import Drafter, DraftsAhead, MtpDrafter, NgramDrafter
+from deltic.engine.launch import InFlight
 from deltic.engine.model import Model
+from deltic.engine.mtp import DRAFT_ROWS
 from deltic.engine.scheduler import Plan, Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.types import MAX_DRAFTS, Draft, Mtp, Ngram
@@ -58,6 +60,8 @@ class Speculator:
         self.stats = SpeculationStats()
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)
+        self._next: int | None = None
+        self._most_rows = DRAFT_ROWS if runtime.verifies else 1 << 30
 
     def draft(self) -> list[Sequence]:
         """Give the sequences that are about to answer their drafts for the next step; returns these sequences, none
@@ -77,6 +81,29 @@ class Speculator:
         for (sequence, _), tokens in zip(granted, checked, strict=True):
             sequence.draft_tokens = _fitting(sequence, tokens)
         return ready
+
+    def drafts_next(self, sequences: List[Sequence]) -> bool:
+        """Whether drafts are wanted for the next step of these sequences, which are all that run; asked once for each
+        step that could be launched without."""
+        if not self._drafts_for(len(sequences)):
+            return False
+        wants = [sequence for sequence in sequences if sequence.request.speculate]
+        known = [self._acceptance(sequence) for sequence in wants]
+        self._next = (self.depth.choose(known, len(sequences)) if wants else 0) or None
+        return self._next is not None
+
+    def _drafts_for(self, rows: int) -> bool:
+        """Whether drafts may be made while so many sequences run."""
+        return self.drafter is not None and rows <= self._most_rows
+
+    def draft_ahead(self, flight: InFlight) -> None:
+        """Have what follows a step drafted that was just launched, where nobody has to see before what it has drawn."""
+        if not isinstance(self.drafter, DraftsAhead):
+            return
+        try:
+            self.drafter.draft_ahead(flight)
+        except Exception:
+            self._switch_off()
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
         """Of so many drafts that were verified so many were right."""
@@ -104,12 +131,16 @@ class Speculator:
 
     def _grants(self, ready: List[Sequence]) -> list[tuple[Sequence, int]]:
         """Who may have drafts, and how many there is room for."""
+        if not self._drafts_for(len(ready)):
+            return []
         wants = [(sequence, room) for sequence in ready if (room := _room(sequence)) > 0]
-        depth = self.depth.choose([self._acceptance(sequence) for sequence, _ in wants], len(ready)) if wants else 0
+        depth, self._next = self._next, None
+        if depth is None:
+            depth = self.depth.choose([self._acceptance(sequence) for sequence, _ in wants], len(ready)) if wants else 0
         left = max(self._scheduler.token_budget - len(ready), 0)
         if self._scheduler.waiting or len(ready) < len(self._scheduler.running):
             left //= 2  # prompts are not to wait for drafts
-        granted = []
+        granted = list[tuple[Sequence, int]]()
         for sequence, room in wants:
             if count := self._grant(sequence, min(depth, room, left)):
                 granted.append((sequence, count))
@@ -121,7 +152,9 @@ class Speculator:
         cache, lease = self._runtime.cache, sequence.lease
         if not count or lease is None or not cache.take_ring(lease):
             return 0
-        return max(cache.reserve(lease, count + 1) - 1, 0)
+        # and for what is drafted next before this is seen, if there is any
+        more = count if self._runtime.verifies else 0
+        return min(max(cache.reserve(lease, count + 1 + more) - 1, 0), count)
 
     def _checked(self, drafts: List[int]) -> tuple[int, ...]:
         if not all(0 <= draft < self._runtime.config.vocab_size for draft in drafts):

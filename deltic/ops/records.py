@@ -32,6 +32,7 @@ class Layout:
     logits: number of tokens whose logits are wanted. emits: number of states to emit.
     appends: some row of the batch appends to its replay ring instead of writing its state.
     hidden: the hidden states of all tokens after the final norm are wanted, besides the logits.
+    replays: some row of several tokens has tokens in its replay ring.
     """
 
     chunks: tuple[int, ...]
@@ -41,6 +42,7 @@ class Layout:
     emits: int = 0
     appends: bool = False
     hidden: bool = False
+    replays: bool = False
 
     @property
     def rows(self) -> int:
@@ -54,12 +56,25 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class Padded:
     """The integers of a step that only decodes, filled up to the shape of a bucket: steps of one bucket differ in
-    nothing but these numbers. numbers: int64, on the device, laid out as `engine.batch` says; what is beyond the real
-    rows repeats the last one, which does no harm, as it writes the same. rows, pages: of the bucket."""
+    nothing but these numbers.
+
+    numbers: int64, on the device, laid out as `engine.batch` says; what is beyond the real rows repeats the last one,
+        which does no harm, as it writes the same.
+    rows, pages: of the bucket.
+    tokens: of all rows together, which may have several, with drafts among them, and tokens in replay rings; rows
+        beyond the real ones have none. None: one of each row, and nothing in rings.
+    hidden: as in `Layout`.
+    """
 
     numbers: Tensor
     rows: int
     pages: int
+    tokens: int | None = None
+    hidden: bool = False
+
+    @property
+    def bucket(self) -> tuple[int, int, int | None]:
+        return self.rows, self.pages, self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +102,11 @@ class Batch:
         zero state and reads nothing from its source. base <= done <= base + RING.
     ring [R]: the row's replay ring unit, which has the entries of positions base .. done - 1 and belongs to no other
         row; any number where base = done and the row does not append.
-    append [R] bool: append the chunk's entries to the ring and leave the slot alone, as long as base .. done + chunk -
-        1 fit; else the slot is first brought to `done`, and the ring then holds the chunk alone. Only with source =
-        target, chunk <= RING. Rows without it bring the target to done + chunk and leave the ring alone.
-        `ref.next_base` says what the slot is as of afterwards. To reject tokens, come back with a smaller `done`.
+    append [R] bool (of a bucket int64): append the chunk's entries to the ring and leave the slot alone, as long as
+        base .. done + chunk - 1 fit; else the slot is first brought to `done`, and the ring then holds the chunk alone.
+        Only with source = target, chunk <= RING. Rows without it bring the target to done + chunk and leave the ring
+        alone. `ref.next_base` says what the slot is as of afterwards. To reject tokens, come back with a smaller
+        `done`.
     emit_row, emit_length, emit_slot [E]: write the row's state after `emit_length` tokens of its sequence (done <
         emit_length <= done + chunk) to this slot.
     logit_tokens [L]: batch indices of the tokens whose logits are wanted, ascending.
@@ -370,10 +386,23 @@ class MtpStep:
         head's K/V of all tokens; the slots' hidden states are those of the last tokens, where rows do not append.
     draft(batch, counts [R] int64, sampling) -> tokens [R, most] int64: what follows the tokens of a batch of
         single-token rows, counts[r] <= most of them. sampling: of R * most rows, which changes no logits.
+
+    Where a device computes beside the host:
+
+    draft_ahead(batch, most, chosen [T] int64, keys [R, n] int64, temperature [T] float32) -> (tokens [R, most],
+        accepted [R, 2]) int64: drafts of what follows a step that was just launched, in which `chosen` was drawn after
+        each token, as far as its drafts are right. keys: of the draws after a row's first token and those that follow,
+        n >= most + the tokens of a row. accepted: the token that a row's drafts follow, and its position. The slots'
+        hidden states become those of the last right tokens. Valid until the next drafts.
+    record(rows, pages, most): make ready for drafts of so many rows at once, for which as many pages are laid out.
+    last [N, H] float32: the hidden states of the last step's tokens, of at most N.
     """
 
     follow: Callable[[Batch, Tensor], None]
     draft: Callable[[Batch, Tensor, Sampling], Tensor]
+    draft_ahead: Callable[[Batch, int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    record: Callable[[int, int, int], None] | None = None
+    last: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

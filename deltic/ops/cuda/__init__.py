@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deltic.ops import Ops
+from deltic.ops.cuda.draft import mtp_step
+from deltic.ops.cuda.rings import fold_ring
 from deltic.ops.cuda.sample import sample
 from deltic.ops.cuda.step import left_to_torch as left_to_torch
+from deltic.ops.cuda.step import serves_drafts as serves_drafts
 from deltic.ops.cuda.step import step
 from deltic.ops.torch import OPS as TORCH_OPS
 
 
 def overlay() -> Ops:
     """The torch ops with whole decode steps, and draws, by kernels of our own where they can be used."""
-    return replace(TORCH_OPS, step=step, sample=sample)
+    return replace(TORCH_OPS, step=step, sample=sample, fold_ring=fold_ring, mtp_step=mtp_step)

@@ -14,6 +14,36 @@ class Gdn(Arguments):
                       "key_heads value_heads stride tiled heads")
 
 
+class Verify(Arguments):
+    _fields_ = (*Gdn._fields_, *fields("base unit append inputs keys updates decays new_inputs new_keys new_decays "
+                                       "core ended", "", ""))
+
+
+class Append(Arguments):
+    _fields_ = fields("new_inputs new_keys new_decays inputs keys decays count starts done unit append", "",
+                      "channels key_size value_heads tokens units")
+
+
+class Fold(Arguments):
+    _fields_ = fields("source_state source_conv state conv inputs keys updates decays", "",
+                      "key_heads value_heads key_dim value_dim channels tiled base done")
+
+
+class HeadEnter(Arguments):
+    _fields_ = fields("ids positions embedding norm_embedding norm_hidden hidden norm slots frequencies axes count "
+                      "starts done source x turns last", "eps", "size rotary tokens")
+
+
+class HeadKeys(Arguments):
+    _fields_ = fields("proj key_norm turns last slots keys values count starts done target append pages", "eps",
+                      "kv_heads stride rotary width size")
+
+
+class Accept(Arguments):
+    _fields_ = fields("count ids starts done positions source pages chosen keys temperature last slots next accepted",
+                      "", "tokens rows drafts width size key_width")
+
+
 class Attention(Arguments):
     _fields_ = fields("proj query_norm key_norm turns keys values mixed mass y ended count starts done pages", "eps",
                       "heads kv_heads stride rotary width parts")
@@ -24,7 +54,7 @@ class Enter(Arguments):
 
 
 class AddNorm(Arguments):
-    _fields_ = fields("residual delta scale y", "eps", "hidden")
+    _fields_ = fields("residual delta scale y wide", "eps", "hidden")
 
 
 class Gate(Arguments):

@@ -110,10 +110,11 @@ def plan_of(batch: Batch) -> Plan:
 
 def _singles(batch: Batch) -> Batch:
     """The rows of one token, which come first, with the shape of a bucket."""
-    count, layout = batch.layout.singles, batch.layout
+    count, layout, done = batch.layout.singles, batch.layout, batch.done[:batch.layout.singles]
     return replace(
         batch, layout=Layout((1,) * count, layout.contexts[:count], count, count), ids=batch.ids[:count],
-        positions=batch.positions[:, :count].contiguous(), starts=batch.starts[:count + 1], done=batch.done[:count],
+        positions=batch.positions[:, :count].contiguous(), starts=batch.starts[:count + 1], done=done,
+        base=done if batch.base is batch.done else batch.base[:count], ring=batch.ring[:count],
         pages=batch.pages[:count], store=batch.store[:count], source=batch.source[:count],
         target=batch.target[:count], count=torch.full((1,), count, device=batch.done.device), memo={})
 
@@ -127,9 +128,8 @@ class Prompts:
         self._attend = Attend(shapes.attention, device) if shapes.attention else None
 
     def serves(self, batch: Batch) -> bool:
-        layout, step = batch.layout, self._step
-        rings = any(state.ring is not None for state in step._views.states)
-        return not layout.appends and (batch.base is batch.done or not rings) and layout.tokens <= MOST_TOKENS
+        layout = batch.layout
+        return not layout.appends and not layout.replays and layout.tokens <= MOST_TOKENS
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         step, decoder, plan = self._step, self._step._decoder, plan_of(batch)
@@ -170,12 +170,7 @@ class Prompts:
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16."""
-        y = torch.empty_like(residual, dtype=torch.bfloat16)
-        if len(y):
-            self._step._module.launch("k_add_norm", (len(y),), 256, args.AddNorm(
-                residual=residual, delta=delta, scale=scale, y=y, eps=self._step._decoder.eps,
-                hidden=residual.shape[1]))
-        return y
+        return self._step.normed(residual, delta, scale) if len(residual) else residual.bfloat16()
 
     def _single_rows(self, layer: Layer, proj: Tensor, y: Tensor, work: Work | None) -> None:
         """The rows of one token, by the kernels of decode steps."""

@@ -48,6 +48,19 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     return Sampled(tokens, healthy, healthy)
 
 
+def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor) -> None:
+    """Launch what draws from logits [R, V] float32, without filters and penalties. temperature [R] float32, keys [R]
+    int64. chosen [2, R] int64: tokens, then whether the logits are sound."""
+    module, (rows, vocabulary) = _module(logits.device), logits.shape
+    assert module is not None, "the kernels that draw cannot be compiled"
+    parts = _parts(rows)
+    scratch = torch.empty(3, rows * parts, dtype=torch.int64, device=logits.device)
+    given = Choice(logits=logits, temperature=temperature, key=keys, score=scratch[0], bounds=scratch[1],
+                   token=scratch[2], chosen=chosen, vocabulary=vocabulary, parts=parts, rows=rows)
+    module.launch("k_choose_part", (parts, rows), 256, given, overlap=False)
+    module.launch("k_choose", (rows,), 32, given, overlap=False)
+
+
 @cache
 def _drawer(module: Module, rows: int, vocabulary: int, thread: int) -> Callable[[Tensor, Sampling], Tensor]:
     """Draws from so many rows: tokens, then whether they are sound [2 * rows] int64, until the thread's next call."""

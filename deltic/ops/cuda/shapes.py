@@ -25,6 +25,9 @@ _ALONE = 84 << 10
 """Of which only two blocks fit on a multiprocessor: see kernels/common.cuh."""
 _INPUT = 132 << 10
 """Bytes of input that a block keeps in shared memory at most."""
+_ON_THEIR_WAY = 60 << 10
+"""Bytes of weights for which there must be room in a block that has several tokens; else it takes that of the next
+kernel's, too."""
 _SUMS = 8 << 10
 """Bytes of a group's sums."""
 _NORMALISED, _PLAIN = 4096, 12288
@@ -70,7 +73,8 @@ class Multiply:
         """Segments that are on their way to a block or wait there."""
         slot, fixed = self._slot, self._fixed(tokens) + sums
         beside = (HALF - fixed) // slot
-        return max(2, min(beside if beside >= 3 else (WHOLE - fixed) // slot, 24 if self.columns < SEGMENT else 12))
+        enough = beside >= 3 and (tokens == 1 or beside * slot >= _ON_THEIR_WAY)
+        return max(2, min(beside if enough else (WHOLE - fixed) // slot, 24 if self.columns < SEGMENT else 12))
 
     def shared(self, tokens: int, group: int, units: int) -> tuple[int, int]:
         """Slots, and bytes of shared memory, of a block with so many units."""
@@ -94,11 +98,12 @@ def unit_of(rows: int, out: int, blocks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """All kernels of a model: products, and the specs of its layers."""
+    """All kernels of a model: products, and the specs of its layers. rings: states have replay rings beside them."""
 
     products: tuple[Multiply, ...]
     gdn: GdnSpec | None
     attention: AttentionSpec | None
+    rings: bool = False
 
     @property
     def shared(self) -> int:
@@ -107,7 +112,7 @@ class Shapes:
                    for product in self.products for tokens in range(1, product.most + 1))
 
     def source(self) -> str:
-        text = [headers("product", "gdn", "attention", "small")]
+        text = [headers("product", "gdn", "attention", "small", *(["verify"] if self.rings else []))]
         text += {product.source(tokens): None for product in self.products for tokens in range(1, product.most + 1)}
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
@@ -118,9 +123,13 @@ class Shapes:
                 if name == "few":
                     text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
                 text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
+                if self.rings:
+                    text.append(entry(f"gdn_verify_{name}", "Verify", "128, 4", f"gdn_verify<{shape}>"))
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
                 text.append(entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
+        if self.gdn and self.rings:
+            text.append(entry("append", "Append", "256", "append"))
         return "".join(text)
 
 
@@ -175,7 +184,8 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
             products[heads_product(mixer.spec, unit_of(outer.shape[0], ADD, blocks))] = None
     assert isinstance(decoder.head, Tensor)
     products[Multiply(decoder.head.shape[1], True, STORE)] = None
-    shapes = Shapes(tuple(products), gdn, attention)
+    rings = any(state.ring is not None for state in views.states)
+    shapes = Shapes(tuple(products), gdn, attention, rings)
     return shapes if _known(shapes) and _stored(views) else None
 
 

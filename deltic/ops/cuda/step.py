@@ -17,6 +17,7 @@ from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import prompts
 from deltic.ops.cuda.driver import Module, architecture, shared_memory
 from deltic.ops.cuda.nvrtc import CompileError, compile_source
+from deltic.ops.cuda.rings import Fresh, Rings
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.shapes import (
     ADD,
@@ -79,6 +80,12 @@ def left_to_torch(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[
     return {name: f"torch ({why})" for name, why in found.items() if why}
 
 
+def serves_drafts(device: torch.device, dtype: str) -> bool:
+    """Whether steps with drafts are served, of models that the kernels know, as far as that can be said before one is
+    loaded."""
+    return dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _reads_prompts(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -93,7 +100,7 @@ def _own(ops: Ops) -> bool:
 class _Work:
     """One step's memory. residual [T, H], turns [T, rotary] float32; y: what mixers give, [T, values or queries] bf16;
     core [T, values] float32: what heads in slices give, neither normed nor gated. mixed, mass: parts of the attention.
-    kind: of the projections: few (float32) or many (bf16)."""
+    kind: of the projections: few (float32) or many (bf16). fresh: where rows have tokens in replay rings."""
 
     batch: Batch
     kind: str
@@ -104,12 +111,14 @@ class _Work:
     core: Tensor
     mixed: Tensor
     mass: Tensor
+    fresh: Fresh | None
 
 
 class Step:
     """A batch to its logits; None for batches that are not a bucket of rows that decode."""
 
-    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes) -> None:
+    def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True) -> None:
+        """reads: steps with prompts, too."""
         self._decoder, self._views, self._shapes = decoder, views, shapes
         assert isinstance(decoder.embedding, Tensor)
         self._device, self._hidden = decoder.embedding.device, decoder.embedding.shape[1]
@@ -118,38 +127,57 @@ class Step:
         heads = shapes.attention.kv_heads if shapes.attention else 1
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
         self._frequencies, self._axes = _frequencies(decoder.rope, self._device)
-        self._prompts = prompts.Prompts(self, shapes, self._device) if _reads_prompts(self._device) else None
+        self._rings = (Rings(self._module, views, shapes.gdn, _MOST_ROWS) if shapes.gdn and shapes.rings else None)
+        reads = reads and _reads_prompts(self._device)
+        self._prompts = prompts.Prompts(self, shapes, self._device) if reads else None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
         if batch.count is None:
             return self._prompts(batch) if self._prompts and self._prompts.serves(batch) else None
-        if batch.layout.hidden or batch.layout.rows > _MOST_ROWS:
+        if batch.layout.tokens > _MOST_ROWS:
             return None
-        return (self._few if batch.layout.tokens <= MOST else self._many)(batch), None
+        return (self._few if batch.layout.tokens <= MOST else self._many)(batch)
 
-    def _begin(self, batch: Batch, kind: str) -> _Work:
+    def work(self, batch: Batch, kind: str, residual: Tensor | None = None) -> _Work:
+        """A step's memory. residual [T, H] float32: what its layers begin with, if it is there."""
         tokens, attention, gdn = batch.layout.tokens, self._shapes.attention, self._shapes.gdn
         heads, size = (attention.heads, attention.head_dim) if attention else (1, 1)
         fill = 512 // (tokens * (attention.kv_heads if attention else 1))
-        parts = _PARTS if kind == "few" else max(1, min(8, 1 << max(fill, 1).bit_length() - 1))
+        # of a row's tokens, those before them have a page in another part
+        parts = _PARTS if kind == "few" else max(1 + batch.layout.appends, min(8, 1 << max(fill, 1).bit_length() - 1))
+        behind = self._rings is not None and batch.base is not batch.done
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
 
         rotary = self._decoder.rope.rotary_dim
-        work = _Work(batch, kind, parts, empty(tokens, self._hidden), empty(tokens, rotary),
+        return _Work(batch, kind, parts, empty(tokens, self._hidden) if residual is None else residual,
+                     empty(tokens, rotary),
                      empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
                      empty(min(tokens, SPREAD), gdn.values if gdn else 1), empty(tokens, heads, parts, size),
-                     empty(tokens, heads, parts, 2))
+                     empty(tokens, heads, parts, 2), self._rings.begin(tokens) if behind and self._rings else None)
+
+    def _begin(self, batch: Batch, kind: str) -> _Work:
+        work, tokens, rotary = self.work(batch, kind), batch.layout.tokens, self._decoder.rope.rotary_dim
         self._module.launch("k_enter", (self._blocks,), 256, args.Enter(
             ids=batch.ids, positions=batch.positions, embedding=self._decoder.embedding, frequencies=self._frequencies,
             axes=self._axes, residual=work.residual, turns=work.turns, hidden=self._hidden, rotary=rotary,
             tokens=tokens), overlap=False)
         return work
 
-    def _few(self, batch: Batch) -> Tensor:
-        decoder, work = self._decoder, self._begin(batch, "few")
-        tokens = batch.layout.tokens
+    def _few(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        work = self._begin(batch, "few")
+        logits = self.layers(work)
+        self._end(work)
+        if not batch.layout.hidden:
+            return logits, None
+        hidden = torch.empty_like(work.residual)
+        self.normed(work.residual, None, self._decoder.norm, hidden)
+        return logits, hidden
+
+    def layers(self, work: _Work) -> Tensor:
+        """From the residual of few tokens to their logits."""
+        decoder, tokens = self._decoder, work.batch.layout.tokens
         assert isinstance(decoder.head, Tensor)
         logits = work.residual.new_empty(tokens, len(decoder.head))
         width = max(max(_rows(_inner(layer)), 1) for layer in decoder.layers)
@@ -163,6 +191,10 @@ class Step:
             self._multiply(layer.dense.down, gated, None, work.residual, ADD)
         self._multiply(decoder.head, work.residual, decoder.norm, logits, STORE)
         return logits
+
+    def _end(self, work: _Work) -> None:
+        if work.fresh and self._rings:
+            self._rings.end(work.batch, work.fresh)
 
     def _project(self, layer: Layer, work: _Work, proj: Tensor) -> None:
         """From what the mixer gave to the residual."""
@@ -195,7 +227,9 @@ class Step:
     def _mix(self, layer: Layer, work: _Work, proj: Tensor, stride: int) -> None:
         """From the projections to `work.y`, or `work.core`."""
         mixer, batch = layer.mixer, work.batch
-        if isinstance(mixer, GdnWeights):
+        if isinstance(mixer, GdnWeights) and work.fresh and self._rings:
+            self._rings.mix(mixer, layer.store, batch, proj, stride, work.y, work.fresh)
+        elif isinstance(mixer, GdnWeights):
             spec, state = mixer.spec, self._views.states[layer.store]
             slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
             spread = self._spreads(spec, work)
@@ -211,13 +245,15 @@ class Step:
             self._attend(layer, mixer, work, proj, stride)
 
     def _spreads(self, spec: GdnSpec, work: _Work) -> bool:
-        """Whether each slice of a head is a block of its own: what they give is not normed yet."""
+        """Whether each slice of a head is a block of its own, and what they give is not normed yet."""
+        if work.fresh:
+            return False
         slices = spec.value_heads * spec.value_dim // gdn_slice(spec, "few")
         return work.kind == "few" and len(work.residual) <= SPREAD and slices * len(work.residual) <= 2 * self._blocks
 
     def _attend(self, layer: Layer, mixer: AttentionWeights, work: _Work, proj: Tensor, stride: int) -> None:
         spec, kv, batch = mixer.spec, self._views.kv[layer.store], work.batch
-        blocks = work.parts * spec.kv_heads * batch.layout.rows
+        blocks = work.parts * spec.kv_heads * batch.layout.tokens
         self._module.launch(f"k_attention_{work.kind}", (blocks,), 256, args.Attention(
             proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, keys=kv.keys,
             values=kv.values, mixed=work.mixed, mass=work.mass, y=work.y, ended=self._ended, count=batch.count,
@@ -225,27 +261,31 @@ class Step:
             kv_heads=spec.kv_heads, stride=stride, rotary=spec.rotary_dim, width=batch.pages.shape[1],
             parts=work.parts))
 
-    def _many(self, batch: Batch) -> Tensor:
+    def _many(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         decoder, work = self._decoder, self._begin(batch, "many")
         delta: Tensor | None = None
         for layer in decoder.layers:
-            proj = _linear(self._norm(work, delta, layer.input_norm), _inner(layer))
+            proj = _linear(self.normed(work.residual, delta, layer.input_norm), _inner(layer))
             self._mix(layer, work, proj, proj.shape[1])
             outer = _outer(layer)
             delta = _linear(work.y.view(-1)[:len(proj) * _columns(outer)].view(len(proj), -1), outer)
-            both = _linear(self._norm(work, delta, layer.post_norm), layer.dense.gate_up)
+            both = _linear(self.normed(work.residual, delta, layer.post_norm), layer.dense.gate_up)
             width = both.shape[1] // 2
             gated = both.new_empty(len(both), width)
             self._module.launch("k_gate", (-(-width // 2048), len(both)), 256, args.Gate(x=both, y=gated, width=width))
             delta = _linear(gated, layer.dense.down)
+        self._end(work)
         assert isinstance(decoder.head, Tensor)
-        return torch.mm(self._norm(work, delta, decoder.norm), decoder.head.t(), out_dtype=torch.float32)
+        hidden = torch.empty_like(work.residual) if batch.layout.hidden else None
+        last = self.normed(work.residual, delta, decoder.norm, hidden)
+        return torch.mm(last, decoder.head.t(), out_dtype=torch.float32), hidden
 
-    def _norm(self, work: _Work, delta: Tensor | None, scale: Tensor) -> Tensor:
-        """Adds delta to the residual; its norm [T, H] bf16."""
-        y = torch.empty_like(work.residual, dtype=torch.bfloat16)
+    def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
+        """Adds delta to the residual; its norm [T, H] bf16, which goes to `wide` in float32, too."""
+        y = torch.empty_like(residual, dtype=torch.bfloat16)
         self._module.launch("k_add_norm", (len(y),), 256, args.AddNorm(
-            residual=work.residual, delta=delta, scale=scale, y=y, eps=self._decoder.eps, hidden=self._hidden))
+            residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self._decoder.eps,
+            hidden=self._hidden))
         return y
 
 

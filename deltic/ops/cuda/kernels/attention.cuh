@@ -1,5 +1,6 @@
 // Gated attention over paged K/V for rows that decode. Page p of a row belongs to part p mod parts, whatever the row's
-// length, and the block that is the last to end a row's parts joins them in their order: a token's sums have one order.
+// length, and the block that is the last to end a token's parts joins them in their order: a token's sums have one order.
+// Of a row of several tokens each has blocks of its own, which make the keys and values of those before it themselves.
 
 struct Attention {
     const void *proj;    // [T, stride]: per head query and gate, then keys, then values
@@ -9,10 +10,11 @@ struct Attention {
     float *mixed;        // [T, heads, parts, D]: not divided by the part's mass
     float *mass;         // [T, heads, parts, 2]: the part's highest score, its mass
     u16 *y;              // [T, heads * D]
-    int *ended;          // [rows, kv_heads]: parts that have ended; zero before and after
+    int *ended;          // [T, kv_heads]: parts that have ended; zero before and after
     const i64 *count, *starts, *done, *pages;
     float eps;
-    int heads, kv_heads, stride, rotary, width, parts;  // width: pages of a row in the table; parts: a power of 2
+    int heads, kv_heads, stride, rotary, width, parts;  // width: pages of a row in the table; parts: a power
+                                                         // of 2; not 1 if rows have several tokens, at most 16
 };
 
 // A head's vector, normalised and rotated: lane has elements lane * D / 32 ... buffer: D floats of the warp's own. The
@@ -47,6 +49,10 @@ template <int D, class In> DEVICE void turn(float (&v)[D / 32], const In *from, 
 template <int N> struct Vector {
     u32 w[N / 2];
     DEVICE void read(const u16 *p) { load_words<N>(w, p); }
+    DEVICE void take(const u32 *p) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) w[i] = p[i];
+    }
     DEVICE void clear() {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) w[i] = 0;
@@ -57,64 +63,84 @@ template <int N> struct Vector {
 template <int D, int SHARE, class In> struct Attend {
     static constexpr int WARPS = 8, N = D / 32;
     struct Shared {
-        float query[SHARE][D], buffers[WARPS][SHARE][D], top[WARPS][SHARE], weight[WARPS][SHARE];
+        float query[SHARE][D], buffers[WARPS][SHARE < 3 ? 3 : SHARE][D], top[WARPS][SHARE], weight[WARPS][SHARE];
         float share[SHARE][64];
         int last;
     };
     const Attention &a;
     Shared &m;
-    int part, kv, row, start, tokens, done, all, tid, warp, lane;  // all: parts that the row has
+    int part, kv, token, start, done, position, all, tid, warp, lane;  // all: parts that the token has
+    bool active;
     const i64 *table;
 
     DEVICE Attend(const Attention &args, Shared &shared, int item) : a(args), m(shared) {
         tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
         part = item & (a.parts - 1);
-        const int rest = item / a.parts;
-        row = rest / a.kv_heads, kv = rest - row * a.kv_heads;
-        start = int(a.starts[row]), tokens = int(a.starts[row + 1]) - start, done = int(a.done[row]);
+        const int rest = item / a.parts, rows = int(*a.count);
+        token = rest / a.kv_heads, kv = rest - token * a.kv_heads;
+        const int found = row_of(a.starts, rows, token), row = min(found, rows - 1);
+        start = int(a.starts[row]), done = int(a.done[row]), position = done + token - start;
         table = a.pages + i64(row) * a.width;
-        if (row >= *a.count || part * PAGE >= done + tokens) tokens = 0;
-        all = min(a.parts, (done + tokens - 1) / PAGE + 1);
+        active = found < rows && part * PAGE <= position;
+        all = min(a.parts, position / PAGE + 1);
     }
     DEVICE i64 place(int position) const {
         return ((table[position / PAGE] * PAGE + position % PAGE) * a.kv_heads + kv) * D + lane * N;
     }
-    // The queries of a token, and its key and value if this part has them: a warp for each.
-    DEVICE void prepare(int token) {
-        const int position = done + token;
-        const bool mine = (position / PAGE & (a.parts - 1)) == part;
-        const In *from = (const In *)a.proj + i64(start + token) * a.stride;
-        const float *turns = a.turns + (start + token) * a.rotary;
-        for (int job = warp; job < SHARE + (mine ? 2 : 0); job += WARPS) {
-            float v[N];
-            if (job < SHARE) {
-                turn<D>(v, from + (kv * SHARE + job) * 2 * D, a.query_norm, turns, a.rotary, a.eps, m.buffers[warp][0]);
+    DEVICE const In *input(int token) const { return (const In *)a.proj + i64(token) * a.stride; }
+    // The last page that this part has of the token's, and a warp's two positions of a page.
+    DEVICE int last_page() const { return position / PAGE - ((position / PAGE - part) & (a.parts - 1)); }
+    DEVICE int first_of(int page) const { return page * PAGE + warp * 2; }
+    DEVICE bool is_new(int p) const { return p >= done && p <= position; }
+    // The warp's own room for two new keys and values, where its sums will be.
+    DEVICE u32 *fresh(int h, int value) const { return (u32 *)m.buffers[warp][1] + ((h * 2 + value) * 32 + lane) * (N / 2); }
+    DEVICE void keep(int h, int value, const float (&v)[N], u16 *pool) {
+        u32 *const to = fresh(h, value);
 #pragma unroll
-                for (int i = 0; i < N; ++i) m.query[job][lane * N + i] = v[i] * rsqrtf(float(D));
-                continue;
-            }
-            const In *raw = from + a.heads * 2 * D + kv * D;
-            u16 *to = (job == SHARE ? a.keys : a.values) + place(position);
-            if (job == SHARE) turn<D>(v, raw, a.key_norm, turns, a.rotary, a.eps, m.buffers[warp][0]);
-            else load_all<N>(v, raw + a.kv_heads * D + lane * N);
-            store_all<N>(to, v);
+        for (int i = 0; i < N; i += 2) to[i / 2] = narrow2(v[i], v[i + 1]);
+        if (pool) store_all<N>(pool, v);
+    }
+    // The token's queries, a warp for each, and the new keys and values of this part, a warp for two. The token's own are
+    // stored.
+    DEVICE void prepare() {
+        const int own = position % PAGE / 2;
+        for (int job = (warp - own - 1) & (WARPS - 1); job < SHARE; job += WARPS) {
+            float v[N];
+            turn<D>(v, input(token) + (kv * SHARE + job) * 2 * D, a.query_norm, a.turns + token * a.rotary, a.rotary, a.eps,
+                    m.buffers[warp][0]);
+#pragma unroll
+            for (int i = 0; i < N; ++i) m.query[job][lane * N + i] = v[i] * rsqrtf(float(D));
+        }
+#pragma unroll 1
+        for (int h = 0; h < 2; ++h) {
+            const int p = first_of(last_page()) + h, other = start + p - done;
+            if (!is_new(p)) continue;
+            const In *raw = input(other) + a.heads * 2 * D + kv * D;
+            const i64 at = p == position ? place(p) : -1;
+            float v[N];
+            turn<D>(v, raw, a.key_norm, a.turns + other * a.rotary, a.rotary, a.eps, m.buffers[warp][0]);
+            keep(h, 0, v, at < 0 ? nullptr : a.keys + at);
+            load_all<N>(v, raw + a.kv_heads * D + lane * N);
+            keep(h, 1, v, at < 0 ? nullptr : a.values + at);
         }
     }
-    // A warp's two keys and values of a page, those of positions from ... to - 1; zeros for others, if from is 0.
-    DEVICE void fetch(int page, int from, int to, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
-        const int first = page * PAGE + warp * 2;
-        const i64 at = first < to ? place(first) : 0;
+    // A warp's two keys and values of a page that earlier steps have stored; zeros for others.
+    DEVICE void fetch(int page, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
+        const int first = first_of(page);
+        const i64 at = first < done ? place(first) : 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (first + h >= from && first + h < to)
-                key[h].read(a.keys + at + h * a.kv_heads * D), value[h].read(a.values + at + h * a.kv_heads * D);
-            else if (from == 0)
-                key[h].clear(), value[h].clear();
+            if (first + h < done) key[h].read(a.keys + at + h * a.kv_heads * D), value[h].read(a.values + at + h * a.kv_heads * D);
+            else key[h].clear(), value[h].clear();
         }
     }
+    DEVICE void fetch_new(int page, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            if (is_new(first_of(page) + h)) key[h].take(fresh(h, 0)), value[h].take(fresh(h, 1));
+    }
     // This part's share of one token's attention.
-    DEVICE void attend(int token, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
-        const int position = done + token;
+    DEVICE void attend(Vector<N> (&key)[2], Vector<N> (&value)[2]) {
         float acc[SHARE][N], best[SHARE], mass[SHARE];
 #pragma unroll
         for (int g = 0; g < SHARE; ++g) {
@@ -122,11 +148,11 @@ template <int D, int SHARE, class In> struct Attend {
 #pragma unroll
             for (int i = 0; i < N; ++i) acc[g][i] = 0;
         }
-        fetch(part, token ? 0 : done, position + 1, key, value);
         for (int page = part; page * PAGE <= position; page += a.parts) {
-            const int first = page * PAGE + warp * 2;
+            const int first = first_of(page);
             Vector<N> next_key[2], next_value[2];
-            fetch(page + a.parts, 0, position + 1, next_key, next_value);
+            fetch(page + a.parts, next_key, next_value);
+            if (page + a.parts > position / PAGE) fetch_new(page, key, value);
             if (first <= position) {
 #pragma unroll
                 for (int g = 0; g < SHARE; ++g) {
@@ -166,96 +192,90 @@ template <int D, int SHARE, class In> struct Attend {
                 sum += share * m.buffers[w][g][d], total += share * m.weight[w][g];
             }
             if (all == 1) {
-                finish(start + token, g, d, sum * (1.f / total));
+                finish(g, d, sum * (1.f / total));
                 continue;
             }
-            const i64 at = (i64(start + token) * a.heads + kv * SHARE + g) * a.parts + part;
+            const i64 at = (i64(token) * a.heads + kv * SHARE + g) * a.parts + part;
             a.mixed[at * D + d] = sum;
             if (d == 0) a.mass[at * 2] = high, a.mass[at * 2 + 1] = total;
         }
     }
-    DEVICE void finish(int token, int g, int d, float sum) {
+    DEVICE void finish(int g, int d, float sum) {
         const int head = kv * SHARE + g;
-        const float gate = load((const In *)a.proj + i64(token) * a.stride + head * 2 * D + D + d);
+        const float gate = load(input(token) + head * 2 * D + D + d);
         a.y[i64(token) * (a.heads * D) + head * D + d] = narrow(sum * sigmoid(gate));
     }
-    // The last block of a row's K/V head joins what all have found.
+    // The last block of a token's K/V head joins what all have found.
     DEVICE void join() {
         __syncthreads();
+        int *const ended = a.ended + token * a.kv_heads + kv;
         if (tid == 0) {
             __threadfence();
-            m.last = atomicAdd(a.ended + row * a.kv_heads + kv, 1) == all - 1;
+            m.last = atomicAdd(ended, 1) == all - 1;
             __threadfence();
         }
         __syncthreads();
         if (!m.last) return;
-        if (tid == 0) a.ended[row * a.kv_heads + kv] = 0;
-        for (int token = start; token < start + tokens; ++token) {
-            const int parts = min(a.parts, (done + token - start) / PAGE + 1);
-            const i64 at = (i64(token) * a.heads + kv * SHARE) * a.parts;
-            constexpr int SPLIT = WARPS * 32 / D, EACH = (SHARE + SPLIT - 1) / SPLIT, AHEAD = 8;
-            const int d = tid % D, sub = tid / D;
-            float found[AHEAD][EACH], sum[EACH];
-            const auto read = [&](int from) {  // so many parts at once
+        if (tid == 0) *ended = 0;
+        const i64 at = (i64(token) * a.heads + kv * SHARE) * a.parts;
+        constexpr int SPLIT = WARPS * 32 / D, EACH = (SHARE + SPLIT - 1) / SPLIT, AHEAD = 8;
+        const int d = tid % D, sub = tid / D;
+        float found[AHEAD][EACH], sum[EACH];
+        const auto read = [&](int from) {  // so many parts at once
 #pragma unroll
-                for (int p = 0; p < AHEAD; ++p)
+            for (int p = 0; p < AHEAD; ++p)
 #pragma unroll
-                    for (int k = 0; k < EACH; ++k)
-                        found[p][k] = sub + k * SPLIT < SHARE && from + p < parts
-                            ? load(a.mixed + (at + (sub + k * SPLIT) * a.parts + from + p) * D + d) : 0.f;
-            };
-            read(0);
-            for (int g = warp; g < SHARE; g += WARPS) {  // what each part counts for
-                const float *mass = a.mass + (at + g * a.parts) * 2;
-                float top[2], own[2], high = -1e30f;
+                for (int k = 0; k < EACH; ++k)
+                    found[p][k] = sub + k * SPLIT < SHARE && from + p < all
+                        ? load(a.mixed + (at + (sub + k * SPLIT) * a.parts + from + p) * D + d) : 0.f;
+        };
+        read(0);
+        for (int g = warp; g < SHARE; g += WARPS) {  // what each part counts for
+            const float *mass = a.mass + (at + g * a.parts) * 2;
+            float top[2], own[2], high = -1e30f;
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int p = lane + 32 * i;
-                    const float2 m = p < parts ? __ldcg((const float2 *)mass + p) : make_float2(-1e30f, 0);
-                    top[i] = m.x, own[i] = m.y, high = fmaxf(high, m.x);
-                }
-#pragma unroll
-                for (int i = 16; i; i >>= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, i));
-#pragma unroll
-                for (int i = 0; i < 2; ++i) top[i] = __expf(top[i] - high);
-                const float whole = 1.f / warp_sum(top[0] * own[0] + top[1] * own[1]);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) m.share[g][lane + 32 * i] = top[i] * whole;
-            }
-            __syncthreads();
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) sum[k] = 0;
-            for (int from = 0; from < parts; from += AHEAD) {
-                if (from) read(from);
-#pragma unroll
-                for (int p = 0; p < AHEAD; ++p)
-#pragma unroll
-                    for (int k = 0; k < EACH; ++k)
-                        if (sub + k * SPLIT < SHARE) sum[k] += m.share[sub + k * SPLIT][from + p] * found[p][k];
+            for (int i = 0; i < 2; ++i) {
+                const int p = lane + 32 * i;
+                const float2 m = p < all ? __ldcg((const float2 *)mass + p) : make_float2(-1e30f, 0);
+                top[i] = m.x, own[i] = m.y, high = fmaxf(high, m.x);
             }
 #pragma unroll
-            for (int k = 0; k < EACH; ++k)
-                if (sub + k * SPLIT < SHARE) finish(token, sub + k * SPLIT, d, sum[k]);
-            __syncthreads();
+            for (int i = 16; i; i >>= 1) high = fmaxf(high, __shfl_xor_sync(~0u, high, i));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) top[i] = __expf(top[i] - high);
+            const float whole = 1.f / warp_sum(top[0] * own[0] + top[1] * own[1]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) m.share[g][lane + 32 * i] = top[i] * whole;
         }
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) sum[k] = 0;
+        for (int from = 0; from < all; from += AHEAD) {
+            if (from) read(from);
+#pragma unroll
+            for (int p = 0; p < AHEAD; ++p)
+#pragma unroll
+                for (int k = 0; k < EACH; ++k)
+                    if (sub + k * SPLIT < SHARE) sum[k] += m.share[sub + k * SPLIT][from + p] * found[p][k];
+        }
+#pragma unroll
+        for (int k = 0; k < EACH; ++k)
+            if (sub + k * SPLIT < SHARE) finish(sub + k * SPLIT, d, sum[k]);
     }
     DEVICE void run() {
         Vector<N> key[2], value[2];
-        if (tokens) fetch(part, 0, done, key, value);  // what earlier steps have stored can be read at once
+        if (active) fetch(part, key, value);  // what earlier steps have stored can be read at once
         if (tid * 32 < D) prefetch(a.query_norm + tid * 32), prefetch(a.key_norm + tid * 32);
         wait();
-        for (int token = 0; token < tokens; ++token) {
-            if (part * PAGE > done + token) continue;
-            __syncthreads();
-            prepare(token);
-            __syncthreads();
-            attend(token, key, value);
-        }
-        if (tokens && all > 1) join();
+        if (!active) return;
+        prepare();
+        __syncthreads();
+        attend(key, value);
+        if (all > 1) join();
     }
 };
 
-// Grid [parts * K/V heads * rows], 256 threads.
+// Grid [parts * K/V heads * T], 256 threads.
 template <int D, int SHARE, class In> DEVICE void attention(const Attention &a) {
     __shared__ typename Attend<D, SHARE, In>::Shared shared;
     launch_dependents();

@@ -91,6 +91,13 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void *from) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// The row that a token belongs to, found by a whole warp; no less than `rows` for tokens that only fill a bucket up.
+DEVICE int row_of(const i64 *starts, int rows, int token) {
+    int row = 0, before = 32;
+    for (int i = threadIdx.x & 31; before == 32; i += 32)
+        row += before = __popc(__ballot_sync(~0u, i < rows && int(starts[i + 1]) <= token));
+    return row;
+}
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 // Barriers in shared memory that copies report to.
 #if __CUDA_ARCH__ >= 900

@@ -34,6 +34,14 @@ struct Gates {
     float beta, steep, gate, rate, bias, scale;
 };
 
+// What a token's query and key are multiplied with, and their product; what it keeps of a state, and takes of its value.
+struct Factors {
+    float query, key, dot;
+};
+struct Rates {
+    float keep, beta;
+};
+
 // V slices of a head, by 128 V threads. NORMS: all of it, so that they can be normed.
 template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta {
     static constexpr int THREADS = 128 * V, WARPS = 4, SLICES = DV / BV, COLUMNS = BV / 4,
@@ -79,6 +87,12 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
                 history[i][p] = mixes(i) && done - 3 + p >= 0 ? load(ring + ((done - 3 + p) & 3) * channels + channel(i)) : 0.f;
         }
     }
+    // A thread's i-th channel after the convolution.
+    DEVICE float mix(int i, u16 raw) const {
+        return silu(__fmaf_rn(low(taps[i].x), history[i][0], __fmaf_rn(high(taps[i].x), history[i][1],
+                    __fmaf_rn(low(taps[i].y), history[i][2], __fmul_rn(high(taps[i].y), wide(raw))))));
+    }
+    DEVICE void shift(int i, u16 raw) { history[i][0] = history[i][1], history[i][1] = history[i][2], history[i][2] = wide(raw); }
     // The convolution of one token, into `mixed`; sums of squares of each 32 channels into `red`. ring: where the input is
     // to be kept, null: nowhere; older: with the three before it.
     template <class Input> DEVICE void convolve(Input input, u16 *ring, bool older, int position) {
@@ -90,8 +104,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
             float x = 0;
             if (mixes(i)) {
                 const u16 raw = narrow(raws[i]);
-                x = silu(__fmaf_rn(low(taps[i].x), history[i][0], __fmaf_rn(high(taps[i].x), history[i][1],
-                         __fmaf_rn(low(taps[i].y), history[i][2], __fmul_rn(high(taps[i].y), wide(raw))))));
+                x = mix(i, raw);
                 if (ring && writes(i)) {
                     u16 *const to = ring + channel(i);
                     to[(position & 3) * channels] = raw;
@@ -99,7 +112,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
                     for (int p = 0; p < 3; ++p)
                         if (older) to[((position + 1 + p) & 3) * channels] = narrow(history[i][p]);
                 }
-                history[i][0] = history[i][1], history[i][1] = history[i][2], history[i][2] = wide(raw);
+                shift(i, raw);
                 m.mixed[local(i)] = x;
             }
             const float square = warp_sum(__fmul_rn(x, x));
@@ -107,23 +120,28 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         }
         __syncthreads();
     }
-    // One token, whose inputs are convolved. last: where the state is to be stored.
-    DEVICE void advance(int token, const Gates &of, float *last) {
-        const u64 policy = read_once();
-        const float *query = m.mixed, *key = m.mixed + DK, *value = m.mixed + 2 * DK + part * BV;
-        const int column = tid % COLUMNS, group = tid / COLUMNS;
+    // What a token's query and key are multiplied with, and their product. mixed, red: of the token.
+    DEVICE Factors factors(const float *mixed, const float *red) const {
         float query_square = 0, key_square = 0, dot = 0;
 #pragma unroll
         for (int i = 0; i < DK / 32; ++i) {
-            query_square += m.red[i], key_square += m.red[DK / 32 + i];
-            dot = __fmaf_rn(query[lane + 32 * i], key[lane + 32 * i], dot);
+            query_square += red[i], key_square += red[DK / 32 + i];
+            dot = __fmaf_rn(mixed[lane + 32 * i], mixed[DK + lane + 32 * i], dot);
         }
-        const float query_factor = rsqrtf(query_square + 1e-6f) * rsqrtf(float(DK)), key_factor = rsqrtf(key_square + 1e-6f);
-        dot = warp_sum(dot) * query_factor * key_factor;
+        const float query = rsqrtf(query_square + 1e-6f) * rsqrtf(float(DK)), key = rsqrtf(key_square + 1e-6f);
+        return {query, key, warp_sum(dot) * query * key};
+    }
+    static DEVICE Rates rates(const Gates &of) {
+        const float steep = of.steep + of.bias, soft = steep > 20.f ? steep : log1pf(__expf(steep));
+        return {__expf(of.rate * soft), sigmoid(of.beta)};
+    }
+    // The products of the warp's rows of the state with a token's key and query.
+    DEVICE void project(const float *mixed, const Factors &f, float (&parts)[WARPS][2][BV]) const {
+        const int group = tid / COLUMNS;
         float k4[4] = {}, q4[4] = {};
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const float k = key[group + i * GROUPS] * key_factor, q = query[group + i * GROUPS] * query_factor;
+            const float k = mixed[DK + group + i * GROUPS] * f.key, q = mixed[group + i * GROUPS] * f.query;
             const float row[4] = {s[i].x, s[i].y, s[i].z, s[i].w};
 #pragma unroll
             for (int c = 0; c < 4; ++c) k4[c] = __fmaf_rn(k, row[c], k4[c]), q4[c] = __fmaf_rn(q, row[c], q4[c]);
@@ -136,47 +154,65 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
                 q4[c] += __shfl_xor_sync(~0u, q4[c], other);
             }
         if (lane < COLUMNS) {
-            *(float4 *)&m.parts[part][warp][0][lane * 4] = make_float4(k4[0], k4[1], k4[2], k4[3]);
-            *(float4 *)&m.parts[part][warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
+            *(float4 *)&parts[warp][0][lane * 4] = make_float4(k4[0], k4[1], k4[2], k4[3]);
+            *(float4 *)&parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
         }
-        __syncthreads();
-        const float steep = of.steep + of.bias, soft = steep > 20.f ? steep : log1pf(__expf(steep));
-        const float keep = __expf(of.rate * soft), beta = sigmoid(of.beta);
-        float output = 0;
-        if (tid < BV) {
-            float from_key = 0, from_query = 0;
+    }
+    // What the first BV threads put out: column tid. update: its u.
+    DEVICE float output(const float *value, const Factors &f, const Rates &r, const float (&parts)[WARPS][2][BV], float &update) const {
+        float from_key = 0, from_query = 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) from_key += m.parts[part][w][0][tid], from_query += m.parts[part][w][1][tid];
-            const float u = beta * __fmaf_rn(-keep, from_key, value[tid]);
-            output = __fmaf_rn(dot, u, keep * from_query);
-        }
-        const i64 at = i64(start + token) * (a.value_heads * DV) + head * DV + slice * BV + tid;
-        if (!NORMS && tid < BV) ((float *)a.y)[at] = output;
-        if (NORMS && warp == 0) {
-            const float square = warp_sum(__fmul_rn(output, output));
-            if (lane == 0) m.squares[token & 1][slice] = square;
-        }
-        float sum[4] = {};
+        for (int w = 0; w < WARPS; ++w) from_key += parts[w][0][tid], from_query += parts[w][1][tid];
+        update = r.beta * __fmaf_rn(-r.keep, from_key, value[tid]);
+        return __fmaf_rn(f.dot, update, __fmul_rn(r.keep, from_query));
+    }
+    // A row of the state after a token with this key.
+    static DEVICE float4 follow(float4 s, float k, const float (&u)[4], float keep) {
+        return make_float4(__fmaf_rn(k, u[0], __fmul_rn(keep, s.x)), __fmaf_rn(k, u[1], __fmul_rn(keep, s.y)),
+                           __fmaf_rn(k, u[2], __fmul_rn(keep, s.z)), __fmaf_rn(k, u[3], __fmul_rn(keep, s.w)));
+    }
+    // The state after a token. last: where it is to be stored.
+    DEVICE void update(const float *mixed, const float *value, const Factors &f, const Rates &r,
+                       const float (&parts)[WARPS][2][BV], float *last) {
+        const u64 policy = read_once();
+        const int column = tid % COLUMNS, group = tid / COLUMNS;
+        float sum[4] = {}, u[4];
 #pragma unroll
         for (int w = 0; w < WARPS; ++w)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) sum[c] += m.parts[part][w][0][column * 4 + c];
-        float u[4];
+            for (int c = 0; c < 4; ++c) sum[c] += parts[w][0][column * 4 + c];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) u[c] = beta * __fmaf_rn(-keep, sum[c], value[column * 4 + c]);
+        for (int c = 0; c < 4; ++c) u[c] = r.beta * __fmaf_rn(-r.keep, sum[c], value[column * 4 + c]);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const float k = key[group + i * GROUPS] * key_factor;
-            s[i] = make_float4(__fmaf_rn(k, u[0], keep * s[i].x), __fmaf_rn(k, u[1], keep * s[i].y),
-                               __fmaf_rn(k, u[2], keep * s[i].z), __fmaf_rn(k, u[3], keep * s[i].w));
+            s[i] = follow(s[i], mixed[DK + group + i * GROUPS] * f.key, u, r.keep);
             if (last) store4_once(last + place() + i * GROUPS * DV, s[i], policy);
         }
+    }
+    DEVICE i64 output_place(int token) const {
+        return i64(start + token) * (a.value_heads * DV) + head * DV + slice * BV + tid;
+    }
+    // One token, whose inputs are convolved. last: where the state is to be stored.
+    DEVICE void advance(int token, const Gates &of, float *last) {
+        const float *value = m.mixed + 2 * DK + part * BV;
+        const Factors f = factors(m.mixed, m.red);
+        project(m.mixed, f, m.parts[part]);
+        __syncthreads();
+        const Rates r = rates(of);
+        float u, found = tid < BV ? output(value, f, r, m.parts[part], u) : 0.f;
+        const i64 at = output_place(token);
+        if (!NORMS && tid < BV) ((float *)a.y)[at] = found;
+        if (NORMS && warp == 0) {
+            const float square = warp_sum(__fmul_rn(found, found));
+            if (lane == 0) m.squares[token & 1][slice] = square;
+        }
+        update(m.mixed, value, f, r, m.parts[part], last);
         __syncthreads();
         if (NORMS && tid < BV) {
             float mean = 0;
 #pragma unroll
             for (int i = 0; i < SLICES; ++i) mean += m.squares[token & 1][i];
-            ((u16 *)a.y)[at] = narrow(output * rsqrtf(mean / DV + a.eps) * of.scale * silu(of.gate));
+            ((u16 *)a.y)[at] = narrow(found * rsqrtf(mean / DV + a.eps) * of.scale * silu(of.gate));
         }
     }
     DEVICE const In *inputs(int token) const { return (const In *)a.proj + i64(start + token) * a.stride; }

@@ -29,7 +29,8 @@ struct AddNorm {
     float *residual;     // [T, H], added to
     const u16 *delta;    // [T, H]; null: nothing to add
     const float *scale;  // [H]
-    u16 *y;              // [T, H]
+    u16 *y;              // [T, H]; null: not wanted
+    float *wide;         // [T, H]: the same in float32; null: not wanted
     float eps;
     int hidden;
 };
@@ -57,8 +58,10 @@ DEVICE void add_norm(const AddNorm &a) {
     const float factor = rsqrtf(sum / a.hidden + a.eps);
     for (int i = threadIdx.x * 4; i < a.hidden; i += 1024) {
         const float4 v = load4(row + i), s = __ldg((const float4 *)(a.scale + i));
-        *(uint2 *)(a.y + i64(blockIdx.x) * a.hidden + i) = make_uint2(
-            narrow2(v.x * factor * s.x, v.y * factor * s.y), narrow2(v.z * factor * s.z, v.w * factor * s.w));
+        const float4 x = make_float4(v.x * factor * s.x, v.y * factor * s.y, v.z * factor * s.z, v.w * factor * s.w);
+        const i64 at = i64(blockIdx.x) * a.hidden + i;
+        if (a.y) *(uint2 *)(a.y + at) = make_uint2(narrow2(x.x, x.y), narrow2(x.z, x.w));
+        if (a.wide) *(float4 *)(a.wide + at) = x;
     }
 }
 

@@ -1,0 +1,162 @@
+// A draft head (multi-token prediction): what lies between the products of its layer, and how its drafts go on from what
+// the model has drawn.
+
+struct HeadEnter {
+    const i64 *ids, *positions;   // [T], [3, T]
+    const u16 *embedding;         // [V, H]
+    const float *norm_embedding, *norm_hidden;
+    const float *hidden;          // [T, H]: what the model gave for the tokens, or the head for those before
+    const float *norm;            // [H]: the hidden states are yet to be normed with it; null: they are
+    const float *slots;           // [S, H]: what the model gave for the token before a row; null: `hidden` is of those before
+    const float *frequencies;     // [rotary / 2]
+    const i64 *axes;              // [rotary / 2]
+    const i64 *count, *starts, *done, *source;
+    u16 *x;                       // [T, 2 H]: the embedding, then the hidden state before it, normed each
+    float *turns;                 // [T, rotary]
+    float *last;                  // [T, H]: where `hidden` is kept; null: nowhere
+    float eps;
+    int size, rotary, tokens;     // size: H
+};
+
+// The sum of a block of 256 threads. red: 8 floats.
+DEVICE float block_sum(float v, float *red) {
+    v = warp_sum(v);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) red[threadIdx.x >> 5] = v;
+    __syncthreads();
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += red[i];
+    return sum;
+}
+DEVICE float square(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+DEVICE float4 scaled(float4 v, float factor, const float *norm) {
+    const float4 n = __ldg((const float4 *)norm);
+    return make_float4(v.x * factor * n.x, v.y * factor * n.y, v.z * factor * n.z, v.w * factor * n.w);
+}
+
+// A block of 256 threads for each token; sizes up to 4,096.
+DEVICE void head_enter(const HeadEnter &a) {
+    __shared__ float red[8];
+    launch_dependents();
+    const int token = blockIdx.x, rows = int(*a.count), found = row_of(a.starts, rows, token), row = min(found, rows - 1);
+    const bool first = a.slots && token == int(a.starts[row]), fresh = first && a.done[row] == 0;
+    wait();
+    if (found >= rows) return;
+    const u16 *word = a.embedding + a.ids[token] * a.size;
+    const float *before = first ? a.slots + a.source[row] * a.size : a.hidden + i64(a.slots ? token - 1 : token) * a.size;
+    float4 e[4], h[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const int i = p * 1024 + threadIdx.x * 4;
+        const uint2 w = i < a.size ? __ldg((const uint2 *)(word + i)) : make_uint2(0, 0);
+        e[p] = make_float4(low(w.x), high(w.x), low(w.y), high(w.y));
+        h[p] = i < a.size && !fresh ? load4(before + i) : make_float4(0, 0, 0, 0);
+        if (a.last && i < a.size) *(float4 *)(a.last + i64(token) * a.size + i) = load4(a.hidden + i64(token) * a.size + i);
+    }
+    float sum_e = 0, sum_h = 0;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) sum_e += square(e[p]), sum_h += square(h[p]);
+    if (a.norm) {
+        const float factor = rsqrtf(block_sum(sum_h, red) / a.size + a.eps);
+        sum_h = 0;
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+            const int i = p * 1024 + threadIdx.x * 4;
+            if (i < a.size) h[p] = scaled(h[p], factor, a.norm + i);
+            sum_h += square(h[p]);
+        }
+    }
+    const float of_e = rsqrtf(block_sum(sum_e, red) / a.size + a.eps), of_h = rsqrtf(block_sum(sum_h, red) / a.size + a.eps);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const int i = p * 1024 + threadIdx.x * 4;
+        if (i >= a.size) continue;
+        const float4 x = scaled(e[p], of_e, a.norm_embedding + i), y = scaled(h[p], of_h, a.norm_hidden + i);
+        u16 *to = a.x + i64(token) * 2 * a.size + i;
+        *(uint2 *)to = make_uint2(narrow2(x.x, x.y), narrow2(x.z, x.w));
+        *(uint2 *)(to + a.size) = make_uint2(narrow2(y.x, y.y), narrow2(y.z, y.w));
+    }
+    const int half = a.rotary / 2;
+    for (int i = threadIdx.x; i < half; i += 256) {
+        const float angle = float(a.positions[a.axes[i] * a.tokens + token]) * a.frequencies[i];
+        a.turns[token * a.rotary + i] = cosf(angle);
+        a.turns[token * a.rotary + half + i] = sinf(angle);
+    }
+}
+
+struct HeadKeys {
+    const void *proj;       // [T, stride]: keys, then values
+    const float *key_norm;
+    const float *turns;     // [T, rotary]
+    const float *last;      // [T, H]
+    float *slots;           // [S, H]: get the hidden states of the rows' last tokens, but for rows that append
+    u16 *keys, *values;     // [pages, PAGE, kv_heads, D]
+    const i64 *count, *starts, *done, *target, *append, *pages;
+    float eps;
+    int kv_heads, stride, rotary, width, size;
+};
+// Keys and values of all tokens. A block of 256 threads for each.
+template <int D, class In> DEVICE void head_keys(const HeadKeys &a) {
+    constexpr int N = D / 32;
+    __shared__ float buffers[8][D];
+    launch_dependents();
+    const int token = blockIdx.x, rows = int(*a.count), found = row_of(a.starts, rows, token), row = min(found, rows - 1);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, position = int(a.done[row]) + token - int(a.starts[row]);
+    const bool ends = token + 1 == int(a.starts[row + 1]) && !(a.append && a.append[row]);
+    wait();
+    if (found >= rows) return;
+    const In *from = (const In *)a.proj + i64(token) * a.stride;
+    const i64 place = a.pages[i64(row) * a.width + position / PAGE] * PAGE + position % PAGE;
+    for (int job = warp; job < 2 * a.kv_heads; job += 8) {
+        float v[N];
+        const int head = job % a.kv_heads;
+        if (job < a.kv_heads) turn<D>(v, from + head * D, a.key_norm, a.turns + token * a.rotary, a.rotary, a.eps, buffers[warp]);
+        else load_all<N>(v, from + (a.kv_heads + head) * D + lane * N);
+        store_all<N>((job < a.kv_heads ? a.keys : a.values) + (place * a.kv_heads + head) * D + lane * N, v);
+    }
+    for (int i = threadIdx.x; ends && i < a.size; i += 256) a.slots[a.target[row] * a.size + i] = __ldcg(a.last + i64(token) * a.size + i);
+}
+
+struct Accept {
+    const i64 *count, *ids, *starts, *done, *positions, *source, *pages;  // of the step
+    const i64 *chosen;         // [T]: what the model has drawn after each of its tokens; null: drafts follow the rows' tokens
+    const i64 *keys;           // [R, key_width]: of the draws after the row's first token and those that follow
+    const float *temperature;  // [T]; if nothing was chosen [R, key_width]
+    const float *last;         // [T, H]
+    float *slots;              // [S, H]
+    i64 *next;                 // the numbers of the drafts that follow, as `HeadStep` lays them out
+    i64 *accepted;             // [rows, 2]: the next token, and the cursor before it
+    int tokens, rows, drafts, width, size, key_width;  // tokens, rows: of the step's bucket, which the drafts share
+};
+// Which drafts the model itself has drawn; what comes after the last of them is drafted next. A block for each row.
+DEVICE void accept(const Accept &a) {
+    const int row = blockIdx.x, rows = int(*a.count), real = min(row, rows - 1);
+    const int start = int(a.starts[real]), chunk = int(a.starts[real + 1]) - start;
+    int right = a.chosen ? 0 : -1;
+    while (a.chosen && right + 1 < chunk && a.chosen[start + right] == a.ids[start + right + 1]) ++right;
+    const i64 done = a.done[real] + right + 1, slot = a.source[real];
+    const i64 token = a.chosen ? a.chosen[start + right] : a.ids[start];
+    // count, ids, starts, source, then for each draft positions, done, keys; temperature, pages
+    i64 *ids = a.next + 1, *starts = ids + a.rows, *source = starts + a.rows + 1, *each = source + a.rows;
+    const int step = 5 * a.rows;
+    float *temperature = (float *)(each + i64(a.drafts) * step);
+    i64 *pages = each + i64(a.drafts) * step + a.rows;
+    if (threadIdx.x == 0) {
+        if (row == 0) a.next[0] = rows, starts[0] = 0;
+        ids[row] = token, starts[row + 1] = row + 1, source[row] = slot;
+        a.accepted[2 * row] = token, a.accepted[2 * row + 1] = done;
+        temperature[row] = a.temperature[a.chosen ? start : real * a.key_width];
+        for (int d = 0; d < a.drafts; ++d) {
+            i64 *to = each + i64(d) * step;
+            for (int axis = 0; axis < 3; ++axis)
+                to[axis * a.rows + row] = a.positions[axis * a.tokens + start] + right + 1 + d;
+            to[3 * a.rows + row] = done + d;
+            to[4 * a.rows + row] = a.keys[real * a.key_width + right + 1 + d];
+        }
+    }
+    for (int i = threadIdx.x; i < a.width; i += 256) pages[i64(row) * a.width + i] = a.pages[i64(real) * a.width + i];
+    if (row < rows && a.chosen)
+        for (int i = threadIdx.x; i < a.size; i += 256)
+            a.slots[slot * a.size + i] = a.last[i64(start + right) * a.size + i];
+}

@@ -1,0 +1,296 @@
+// The core of a Gated DeltaNet layer for rows of several tokens, of which the last ones are drafts, and for rows that have
+// left tokens in a replay ring: `gdn.cuh` with a state that stays where it was. What the tokens since then would do to it
+// lies in the row's ring: it is replayed on the state in registers, in the order of operations of `GatedDelta::update`, so
+// that not a bit differs. Four warps have BV columns of a value head of a row, all of the row's tokens; the last block of a
+// head norms and gates it. What rows append goes to scratch memory first, and to the ring when no block reads it any more.
+
+#define RING 16
+
+struct Verify : Gdn {      // y: [T, Hv * DV] bf16
+    const i64 *base, *unit, *append;
+    const u16 *inputs;     // [units, RING, C]
+    const float *keys;     // [units, RING, Hk, DK]
+    float *updates;        // [units, RING, Hv, DV]
+    const float *decays;   // [units, RING, Hv]
+    u16 *new_inputs;       // [T, C]
+    float *new_keys;       // [T, Hk, DK]
+    float *new_decays;     // [T, Hv]
+    float *core;           // [T, Hv * DV], neither normed nor gated
+    int *ended;            // [rows, Hv]: slices that have ended; zero before and after
+};
+
+template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK, DV, BV, 1, false, In> {
+    using Base = GatedDelta<DK, DV, BV, 1, false, In>;
+    using Base::start, Base::done, Base::tokens, Base::source, Base::target, Base::head, Base::from, Base::slice;
+    using Base::tid, Base::lane, Base::warp, Base::channels, Base::s, Base::history, Base::taps, Base::leads;
+    static constexpr int PASS = 4, EACH = Base::EACH, ROWS = Base::ROWS, GROUPS = Base::GROUPS, COLUMNS = Base::COLUMNS,
+                         CHANNELS = Base::CHANNELS, WARPS = Base::WARPS, SLICES = Base::SLICES;
+    struct alignas(16) Room : Base::Shared {
+        float more_parts[WARPS][2][BV], channels[PASS][CHANNELS], sums[PASS][EACH * WARPS];
+        Factors factors[PASS];
+        Rates rates[PASS];
+        float squares[PASS][128 / BV];
+        int last;
+    };
+    const Verify &v;
+    Room &room;
+    int row, base, append;
+    i64 unit;
+
+    DEVICE VerifiedSlice(const Verify &args, Room &shared, int first, const Place &place)
+        : Base(args, shared, first, place), v(args), room(shared), row(place.row) {
+        base = int(v.base[row]), append = v.append && v.append[row], unit = v.unit[row];
+    }
+    DEVICE i64 entry(int position) const { return unit * RING + (position & (RING - 1)); }
+    // The slot's state, and what the ring's entries do to it; the three inputs before the first token.
+    DEVICE void load_state() {
+        const float *old = this->state(source) + this->place();
+        const u64 policy = read_once();
+        const int column = tid % COLUMNS, group = tid / COLUMNS;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            s[i] = base ? load4_once(old + i * GROUPS * DV, policy) : make_float4(0, 0, 0, 0);
+        const u16 *ring = v.ring + i64(source) * 4 * channels;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            taps[i] = this->mixes(i) ? __ldg((const uint2 *)v.conv + this->channel(i)) : make_uint2(0, 0);
+#pragma unroll
+            for (int p = 0; p < 3; ++p) {
+                const int position = done - 3 + p;
+                const u16 *at = position >= base ? v.inputs + entry(position) * channels : ring + (position & 3) * channels;
+                history[i][p] = this->mixes(i) && position >= 0 ? load(at + this->channel(i)) : 0.f;
+            }
+        }
+        for (int position = base; position < done; position += 4) {
+            float k[4][ROWS], keep[4];
+            float4 u[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (position + j >= done) continue;
+                const i64 place = entry(position + j);
+                keep[j] = __ldcg(v.decays + place * v.value_heads + head);
+                u[j] = load4(v.updates + (place * v.value_heads + head) * DV + slice * BV + column * 4);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+                    k[j][i] = __ldcg(v.keys + (place * v.key_heads + from) * DK + group + i * GROUPS);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (position + j >= done) continue;
+                const float taken[4] = {u[j].x, u[j].y, u[j].z, u[j].w};
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) s[i] = Base::follow(s[i], k[j][i], taken, keep[j]);
+            }
+        }
+    }
+    // The last three inputs before `end` to the target's ring, but for those that are there.
+    DEVICE void store_history(int end) {
+        u16 *const to = this->ring();
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+#pragma unroll
+            for (int p = 0; p < 3; ++p) {
+                const int position = end - 3 + p;
+                if (this->writes(i) && position >= 0 && (position >= base || source != target))
+                    to[(position & 3) * channels + this->channel(i)] = narrow(history[i][p]);
+            }
+    }
+    // The state as of the cursor, where the ring has no room for the row's tokens beside those that are in it.
+    DEVICE void fold() {
+        if (!append || done + tokens - base <= RING) return;
+        const u64 policy = read_once();
+        float *const to = this->state(target) + this->place();
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) store4_once(to + i * GROUPS * DV, s[i], policy);
+        store_history(done);
+    }
+    // The convolution of the tokens from `first` on, so many; their gates by a warp for each.
+    DEVICE void convolve(int first, int count) {
+        float raws[PASS][EACH];
+        Gates of{0, 0, 0, __ldg(v.decay + head), __ldg(v.dt_bias + head), 0};
+#pragma unroll
+        for (int t = 0; t < PASS; ++t)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                raws[t][i] = t < count && this->mixes(i) ? load(this->inputs(first + t) + this->channel(i)) : 0.f;
+        if (warp < count) {
+            const In *gates = this->gates(first + warp);
+            of.beta = load(gates + head), of.steep = load(gates + v.value_heads + head);
+        }
+#pragma unroll
+        for (int t = 0; t < PASS; ++t) {
+            if (t >= count) continue;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                float x = 0;
+                if (this->mixes(i)) {
+                    const u16 raw = narrow(raws[t][i]);
+                    x = this->mix(i, raw);
+                    this->shift(i, raw);
+                    room.channels[t][this->local(i)] = x;
+                    if (append && this->writes(i)) v.new_inputs[i64(start + first + t) * channels + this->channel(i)] = raw;
+                }
+                const float square = warp_sum(__fmul_rn(x, x));
+                if (lane == 0) room.sums[t][this->local(i) / 32] = square;
+            }
+        }
+        __syncthreads();
+        if (warp < count) {
+            const Factors f = this->factors(room.channels[warp], room.sums[warp]);
+            const Rates r = Base::rates(of);
+            if (lane == 0) room.factors[warp] = f, room.rates[warp] = r;
+        }
+        __syncthreads();
+    }
+    // What the row's tokens leave, after the first so many.
+    DEVICE void append_entries(int first, int count) {
+        for (int t = 0; t < count; ++t) {
+            const i64 token = start + first + t;
+            if (leads && tid < DK)
+                v.new_keys[(token * v.key_heads + from) * DK + tid] = __fmul_rn(room.channels[t][DK + tid], room.factors[t].key);
+            if (slice == 0 && tid == 0) v.new_decays[token * v.value_heads + head] = room.rates[t].keep;
+        }
+    }
+    DEVICE void run() {
+        for (int first = 0; first < tokens; first += PASS) {
+            const int count = min(PASS, tokens - first);
+            convolve(first, count);
+            for (int t = 0; t < count; ++t) {
+                const int token = first + t;
+                const float *mixed = room.channels[t], *value = mixed + 2 * DK;
+                const Factors f = room.factors[t];
+                const Rates r = room.rates[t];
+                // two, by turns, so that no warp writes what another one still reads
+                float (&parts)[WARPS][2][BV] = token & 1 ? room.more_parts : room.parts[0];
+                this->project(mixed, f, parts);
+                __syncthreads();
+                if (tid < BV) {
+                    float u;
+                    v.core[this->output_place(token)] = this->output(value, f, r, parts, u);
+                    if (append) v.updates[(entry(done + token) * v.value_heads + head) * DV + slice * BV + tid] = u;
+                }
+                this->update(mixed, value, f, r, parts,
+                             !append && token + 1 == tokens ? this->state(target) : nullptr);
+            }
+            if (append) append_entries(first, count);
+            __syncthreads();
+        }
+        if (!append) store_history(done + tokens);
+    }
+    // The last block of a head norms and gates all of the row's tokens, as `GatedDelta` does.
+    DEVICE void finish() {
+        int *const ended = v.ended + row * v.value_heads + head;
+        if (tid == 0) {
+            __threadfence();
+            room.last = atomicAdd(ended, 1) == SLICES - 1;
+            __threadfence();
+        }
+        __syncthreads();
+        if (!room.last) return;
+        if (tid == 0) *ended = 0;
+        constexpr int SIDE = 128 / DV;  // tokens at once
+        const int column = tid % DV, side = tid / DV;
+        const float scale = __ldg(v.norm + column);
+        for (int first = 0; first < tokens; first += PASS * SIDE) {
+            float found[PASS], gate[PASS];
+#pragma unroll
+            for (int j = 0; j < PASS; ++j) {
+                const int token = first + j * SIDE + side;
+                found[j] = token < tokens ? load(v.core + i64(start + token) * (v.value_heads * DV) + head * DV + column) : 0.f;
+                gate[j] = token < tokens ? load(this->inputs(token) + channels + head * DV + column) : 0.f;
+            }
+#pragma unroll
+            for (int j = 0; j < PASS; ++j) {
+                float square = __fmul_rn(found[j], found[j]);
+#pragma unroll
+                for (int other = BV / 2; other; other >>= 1) square += __shfl_xor_sync(~0u, square, other);
+                if (tid % BV == 0) room.squares[j][tid / BV] = square;
+            }
+            __syncthreads();
+#pragma unroll
+            for (int j = 0; j < PASS; ++j) {
+                const int token = first + j * SIDE + side;
+                float mean = 0;
+#pragma unroll
+                for (int i = 0; i < SLICES; ++i) mean += room.squares[j][side * SLICES + i];
+                if (token < tokens)
+                    ((u16 *)v.y)[i64(start + token) * (v.value_heads * DV) + head * DV + column] =
+                        narrow(found[j] * rsqrtf(mean / DV + v.eps) * scale * silu(gate[j]));
+            }
+            __syncthreads();
+        }
+    }
+};
+
+// Grid [DV / BV * heads of all rows], blocks of 128 threads.
+template <int DK, int DV, int BV, class In> DEVICE void gdn_verify(const Verify &a) {
+    using Slice = VerifiedSlice<DK, DV, BV, In>;
+    __shared__ typename Slice::Room room;
+    launch_dependents();
+    const int item = blockIdx.x / Slice::SLICES;
+    if (item / a.value_heads >= *a.count) return wait();
+    Slice g(a, room, blockIdx.x % Slice::SLICES, Place::of(a, item));
+    g.load_state();
+    g.fold();
+    wait();
+    g.run();
+    g.finish();
+}
+
+struct Append {
+    const u16 *new_inputs;                // [layers, T, C]
+    const float *new_keys, *new_decays;   // [layers, T, keys], [layers, T, Hv]
+    u16 *inputs;                          // [layers, units, RING, C]
+    float *keys, *decays;                 // [layers, units, RING, keys], [layers, units, RING, Hv]
+    const i64 *count, *starts, *done, *unit, *append;
+    int channels, key_size, value_heads, tokens, units;
+};
+// What the rows of a step have appended, to their rings. Grid [T, layers].
+DEVICE void append(const Append &a) {
+    launch_dependents();
+    const int token = blockIdx.x, rows = int(*a.count), row = row_of(a.starts, rows, token);
+    wait();
+    if (row >= rows || !a.append[row]) return;
+    const int place = int(a.done[row] + token - a.starts[row]) & (RING - 1);
+    const i64 from = i64(blockIdx.y) * a.tokens + token, to = (i64(blockIdx.y) * a.units + a.unit[row]) * RING + place;
+    const auto copy = [&](auto *target, const auto *source, int count) {
+        for (int i = threadIdx.x; i < count; i += blockDim.x) target[to * count + i] = __ldcg(source + from * count + i);
+    };
+    copy((u32 *)a.inputs, (const u32 *)a.new_inputs, a.channels / 2);
+    copy((float4 *)a.keys, (const float4 *)a.new_keys, a.key_size / 4);
+    copy(a.decays, a.new_decays, a.value_heads);
+}
+
+struct Fold {
+    const float *source_state;  // [Hv, DK, DV]
+    const u16 *source_conv;     // [4, C]
+    float *state;
+    u16 *conv;
+    const u16 *inputs;          // [RING, C], and so on: those of the unit
+    const float *keys, *updates, *decays;
+    int key_heads, value_heads, key_dim, value_dim, channels, tiled, base, done;
+};
+// A slot's state brought forward by entries base .. done - 1 of a ring, to a slot that may be the same. Grid [Hv, parts],
+// blocks of 256 threads.
+DEVICE void fold(const Fold &a) {
+    const int head = blockIdx.x, from = a.tiled ? head % a.key_heads : head / (a.value_heads / a.key_heads);
+    const int size = a.key_dim * a.value_dim, part = size / gridDim.y;
+    for (int i = blockIdx.y * part + threadIdx.x; i < int(blockIdx.y + 1) * part; i += 256) {
+        float s = a.base ? a.source_state[i64(head) * size + i] : 0.f;
+        for (int position = a.base; position < a.done; ++position) {
+            const int place = position & (RING - 1);
+            s = __fmaf_rn(a.keys[(place * a.key_heads + from) * a.key_dim + i / a.value_dim],
+                          a.updates[(place * a.value_heads + head) * a.value_dim + i % a.value_dim],
+                          __fmul_rn(a.decays[place * a.value_heads + head], s));
+        }
+        a.state[i64(head) * size + i] = s;
+    }
+    for (int c = (blockIdx.y * gridDim.x + head) * 256 + threadIdx.x; c < a.channels; c += gridDim.x * gridDim.y * 256)
+        for (int p = 0; p < 4; ++p) {
+            const int position = a.done - 4 + p;
+            if (position >= a.base && position >= 0)
+                a.conv[(position & 3) * a.channels + c] = a.inputs[(position & (RING - 1)) * a.channels + c];
+            else if (position >= 0)
+                a.conv[(position & 3) * a.channels + c] = a.source_conv[(position & 3) * a.channels + c];
+        }
+}

@@ -1,0 +1,317 @@
+"""On a GPU: rows with drafts over replay rings give the bits of the same tokens one by one, and the draft head drafts
+on from what the model has drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from support import Answers, drain, greedy, numbers, serve, take
+from test_cuda_kernels import error, randn
+
+from deltic.config import EngineConfig
+from deltic.engine.batch import build, step_of, verifying
+from deltic.engine.depth import FixedDepth
+from deltic.engine.drafters import MtpDrafter
+from deltic.engine.engine import Engine
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
+from deltic.engine.scheduler import Plan, Row
+from deltic.engine.session import Session
+from deltic.ops import ref
+from deltic.ops.cuda.step import Step
+from deltic.ops.records import GdnWeights, RingView, StateView
+from deltic.types import SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+SIZES = {"tiny": None, "0.8b": RandomModel("qwen3.5-0.8b", 4, initializer_range=0.05, head=True),
+         "4b": RandomModel("qwen3.5-4b", 4, initializer_range=0.05, head=True)}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    loaded = load(SIZES[request.param], EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=16,
+                                                     max_context=2048, speculate="mtp:4"))
+    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    yield loaded
+    torch.cuda.empty_cache()
+
+
+# The delta rule over rings
+
+CASES = {
+    "one": [(20, 20, 4)], "behind": [(20, 17, 4)], "full": [(27, 15, 4)], "folds": [(30, 16, 4)],
+    "long": [(40, 37, 13)], "folds long": [(40, 36, 13)], "from nothing": [(5, 0, 3)], "single": [(30, 17, 1)],
+    "single in time": [(31, 31, 1)], "many": [(20, 17, 4), (33, 33, 1), (50, 36, 3), (5, 2, 1)],
+    "very many": [(20 + row, 16 + row % 5, 1 + row % 4) for row in range(12)],
+}
+"""Cursor, tokens that the slot stands for, tokens of each row."""
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_rings(runtime: Runtime, case: str) -> None:
+    step, layer, pools = runtime.step, runtime.decoder.weights.layers[0], runtime.pools
+    assert isinstance(step, Step) and isinstance(layer.mixer, GdnWeights) and step._rings
+    for seed, tensor in enumerate((pools.recurrent, pools.conv, *(pools.rings or ()))):
+        tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
+    state, spec = runtime.views.states[0], layer.mixer.spec
+    assert state.ring
+    state.ring.decays.uniform_(0.5, 1)
+    rows = tuple(Row((7,) * count, done, tuple(range(1 + 4 * index, 5 + 4 * index)), 2 * index, count, base=base,
+                     ring=index + 1, append=count > 1 or index % 2 == 1) for index, (done, base, count)
+                 in enumerate(CASES[case]))
+    padded = verifying(Plan(rows), pools.device).padded
+    assert padded
+    batch = step_of(padded)
+    kind = "few" if batch.layout.tokens <= 16 else "many"
+    proj = randn(batch.layout.tokens, spec.channels + spec.values + 2 * spec.value_heads, seed=9,
+                 dtype=torch.float32 if kind == "few" else torch.bfloat16)
+    slow = StateView(state.recurrent.double(), state.conv.double(), RingView(
+        state.ring.inputs.double(), *(getattr(state.ring, name).double() for name in ("keys", "updates", "decays")),
+        state.ring.tiled))
+    work = step._begin(batch, kind)
+    work.y.fill_(float("nan"))
+    step._mix(layer, work, proj, proj.shape[1])
+    step._end(work)
+    wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()
+                                   for name in ("conv", "decay", "dt_bias", "norm")})
+    wanted = proj.double()
+    wanted[:, :spec.channels] = wanted[:, :spec.channels].bfloat16().double()
+    real = verifying(Plan(rows), pools.device)
+    real = replace(real, append=real.append.bool(), padded=None)
+    output = ref.gdn_core(wanted[:real.layout.tokens], wide, slow, real)
+    found = work.y.view(-1)[:output.numel()].view(output.shape)
+    assert error(found, output) < 5e-3
+    assert error(state.recurrent, slow.recurrent) < 2e-5
+    for row, (done, base, count) in zip(rows, CASES[case], strict=True):
+        after = ref.next_base(base, done, count, row.append)
+        if after > base:
+            for position in range(max(after - 3, 0), after):
+                assert torch.equal(state.conv[row.slot, position % 4].double(), slow.conv[row.slot, position % 4])
+    for name in ("inputs", "keys", "updates", "decays"):
+        assert error(getattr(state.ring, name), getattr(slow.ring, name)) < 2e-5, name
+
+
+@torch.inference_mode()
+def test_folding_has_the_bits_of_replaying(runtime: Runtime) -> None:
+    """What a row of one token finds after the ring was folded into its slot, and over the ring itself."""
+    pools, ops = runtime.pools, runtime.decoder.ops
+    for seed, tensor in enumerate((pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.rings or ()))):
+        tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
+    before = [tensor.clone() for tensor in (pools.recurrent, pools.conv)]
+    row = Row((7,), 30, (1, 2, 3), 3, 1, base=19, ring=1)
+    batch = verifying(Plan((row,)), pools.device).padded
+    assert batch and runtime.step
+    over = runtime.step(step_of(batch))
+    over_state = pools.recurrent[:, 3].clone()
+    for tensor, old in zip((pools.recurrent, pools.conv), before, strict=True):
+        tensor.copy_(old)
+    ops.fold_ring(runtime.views.states, 3, 1, 19, 30, 5)
+    batch = verifying(Plan((replace(row, slot=5, base=30),)), pools.device).padded
+    assert batch and over
+    folded = runtime.step(step_of(batch))
+    assert folded and torch.equal(over[0], folded[0]) and torch.equal(over_state, pools.recurrent[:, 5])
+    assert torch.equal(pools.recurrent[:, 3], before[0][:, 3])
+
+
+@torch.inference_mode()
+def test_prompts_beside_rows_that_are_behind(runtime: Runtime) -> None:
+    """Against the torch ops: rows of one token, with and without tokens in their rings, and a prompt."""
+    pools = runtime.pools
+    tensors = (pools.recurrent, pools.conv, pools.keys, pools.values, *(pools.rings or ()))
+    rows = (Row((7,), 30, (1, 2, 3), 1, 1, base=19, ring=1), Row((9,), 20, (4, 5), 2, 1, base=20),
+            Row(tuple(range(40)), 0, (6, 7, 8), 3, 1))
+    batch = build(Plan(rows), pools.device, hidden=True, verified=True)
+    found = []
+    for serve_step in (runtime.step, lambda given: (runtime.decoder.forward(given, runtime.views), None)):
+        for seed, tensor in enumerate(tensors):
+            tensor.copy_(randn(*tensor.shape[1:], seed=seed) * 0.3)
+        assert pools.rings and serve_step
+        pools.rings[3].uniform_(0.9, 1, generator=torch.Generator("cuda").manual_seed(1))
+        given = serve_step(replace(batch, memo={}))
+        assert given is not None, "the kernels do not serve this step"
+        hidden = given[0] if given[1] is None else given[1]
+        found.append((hidden, pools.recurrent[:, 1:4].clone()))
+    (mine, my_states), (theirs, their_states) = found
+    assert error(mine, theirs) < 3e-2 and error(my_states, their_states) < 2e-2
+
+
+# The same bits as one by one
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_verified_tokens_have_the_bits_of_single_ones(model: str) -> None:
+    options = {"dtype": "bfloat16", "device": "cuda", "memory": "1GiB", "max_context": 1024, "speculate": "off"}
+    size = SIZES[model]
+    one, many = (Session(size and replace(size, head=False), **options) for _ in range(2))
+    assert many.runtime.verifies
+    prompt, tokens, rng = numbers(1, 20, one.vocab_size), numbers(2, 90, one.vocab_size), random.Random(3)
+    for session in (one, many):
+        session.prefill(prompt)
+    wanted, place = [one.step(token) for token in tokens], 0
+    while place < len(tokens) - 13:
+        count = rng.choice([1, 2, 3, 4, 4, 4, 5, 8, 13])
+        right = rng.randint(1, count)
+        drafts = [*tokens[place:place + right], *numbers(place, count - right, one.vocab_size)]
+        logits = many.verify(drafts)
+        for index in range(right):
+            assert torch.equal(logits[index], wanted[place + index]), (place, index, count)
+        many.accept(right)
+        place += right
+        if rng.random() < 0.3:  # with what is in the ring
+            assert torch.equal(many.step(tokens[place]), wanted[place]), place
+            place += 1
+
+
+class Known:
+    """Drafts from known answers, now and then wrong ones."""
+
+    limit = 4
+
+    def __init__(self, answers: dict[str, list[int]], share: float = 0.7) -> None:
+        self.answers, self.share, self.random = answers, share, random.Random(1)
+
+    def draft(self, wants: list) -> list[list[int]]:  # type: ignore[type-arg]
+        return [[token if self.random.random() < self.share else token ^ 1
+                 for token in self.answers[sequence.request.id][sequence.generated:sequence.generated + count]]
+                for sequence, count in wants]
+
+    def forget(self, sequence: object) -> None:
+        pass
+
+
+PATTERNS = {"right": 1.0, "wrong": 0.0, "now and then": 0.6}
+PARAMS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temperature=1.0),
+          "filters": SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.02),
+          "penalties": SamplingParams(temperature=0.8, presence_penalty=0.7, repetition_penalty=1.3,
+                                      logit_bias={7: 4.0})}
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("pattern", [*PATTERNS, "head"])
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_same_answers_whatever_is_drafted(embedded: Runtime, pattern: str, depth: int, params: str) -> None:
+    """To the bit, with up to 16 tokens in a step; one who does not want drafts; twice."""
+    requests = [replace(greedy(numbers(seed, 30 + seed, 500), 40, str(seed)), speculate=seed != 1, output=replace(
+        PARAMS[params], seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(16 // (depth + 1))]
+    wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(embedded), requests).items()}
+    head = embedded.mtp_runner
+    assert head
+    drafter = (MtpDrafter(embedded, head, depth) if pattern == "head"
+               else Known(wanted, PATTERNS[pattern]))
+    drafter.limit = depth
+    engine = Engine(embedded, drafter, FixedDepth(depth))
+    for _ in range(2):
+        for request in requests:
+            engine.add(request)
+        answers: Answers = {}
+        while engine.has_work:
+            take(answers, engine.step())
+            engine.check()
+        assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
+    assert sum(engine.speculator.stats.drafted_at) > 0 and engine.speculator.drafter is drafter
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Runtime:
+    return load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", max_batch=8, max_context=512,
+                                   speculate="mtp:7", prefix_cache=False))
+
+
+def plain_of(runtime: Runtime) -> Runtime:
+    return replace(runtime, mtp=None, options=replace(runtime.options, speculate="off"))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_same_answers_with_drafts(runtime: Runtime, rows: int) -> None:
+    """To the bit, with up to 16 tokens in a step."""
+    requests = [replace(greedy(numbers(seed, 30 + seed, runtime.config.vocab_size), 60, str(seed)),
+                        output=SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=60, ignore_eos=True))
+                for seed in range(rows)]
+    wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(runtime), requests).items()}
+    for drafter in (Known(wanted), None):
+        engine = Engine(runtime, drafter, FixedDepth(4))
+        for request in requests:
+            engine.add(request)
+        answers = drain(engine)
+        assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
+        stats = engine.speculator.stats
+        assert engine.speculator.drafter and sum(stats.drafted_at) > 50
+        if drafter:
+            assert sum(stats.accepted_at) > 0.3 * sum(stats.drafted_at)
+
+
+# The draft head
+
+
+@torch.inference_mode()
+def test_drafts_are_those_of_the_torch_ops(runtime: Runtime) -> None:
+    """One by one from the same hidden states and K/V."""
+    head, pools = runtime.mtp_runner, runtime.pools
+    assert head and head._step and pools.hidden is not None
+    for seed, tensor in enumerate((pools.keys, pools.values, pools.hidden)):
+        tensor.copy_(randn(*tensor.shape[1:], seed=seed))
+    rows = tuple(Row((7 + row,), 20 + 9 * row, tuple(range(1 + 8 * row, 9 + 8 * row)), row, 1) for row in range(3))
+    batch = verifying(Plan(rows), pools.device)
+    views, mtp, layer = runtime.views, head._mtp, runtime.views.kv[-1]
+    kept = layer.keys.clone(), layer.values.clone()
+    slow, hidden = batch, pools.hidden[0][batch.source]
+    wanted, logits_of = [], []
+    for depth in range(4):
+        hidden, logits = mtp.draft(slow.ids, hidden, slow, views)
+        wanted.append(logits.argmax(-1))
+        logits_of.append(logits)
+        moved = tuple(replace(row, tokens=(int(wanted[-1][index]),), done=row.done + depth + 1)
+                      for index, row in enumerate(rows))
+        slow = verifying(Plan(moved), pools.device)
+    layer.keys.copy_(kept[0])
+    layer.values.copy_(kept[1])
+    from deltic.ops.records import Sampling
+
+    zeros = torch.zeros(12, device="cuda")
+    found = head._step.draft(batch, torch.full((3,), 4), Sampling(zeros, zeros.long(), zeros + 1, zeros, zeros.long()))
+    for row in range(3):
+        for depth in range(4):
+            mine, theirs = int(found[row, depth]), int(wanted[depth][row])
+            if mine != theirs:  # a near tie; what follows has nothing in common
+                top = logits_of[depth][row]
+                assert float(top[theirs] - top[mine]) < 0.05 * float(top.std()), (row, depth)
+                break
+
+
+def test_the_embedded_models_head_is_often_right() -> None:
+    """As often as on a CPU, ahead of the host and after it."""
+    runtimes = {device: load(None, EngineConfig(device=device, dtype="bfloat16", memory="256MiB", max_context=512,
+                                                speculate="mtp:3")) for device in ("cpu", "cuda")}
+    shares = {}
+    for temperature in (0.0, 0.7):
+        for name, device, ahead in (("cpu", "cpu", False), ("after", "cuda", False), ("ahead", "cuda", True)):
+            loaded = runtimes[device]
+            assert loaded.mtp_runner
+            drafter = MtpDrafter(loaded, loaded.mtp_runner, 3)
+            engine = Engine(loaded, drafter, FixedDepth(3))
+            if not ahead:
+                engine.speculator.draft_ahead = lambda flight: None  # type: ignore[method-assign]
+            for seed in range(6):
+                engine.add(replace(greedy(numbers(seed, 40, 500), 100, str(seed)), output=SamplingParams(
+                    temperature=temperature, seed=seed, max_tokens=100, ignore_eos=True)))
+                drain(engine)
+            stats = engine.speculator.stats
+            shares[name] = sum(stats.accepted_at) / sum(stats.drafted_at)
+        assert abs(shares["after"] - shares["cpu"]) < 0.12 and abs(shares["ahead"] - shares["after"]) < 0.06, shares
+
+
+@torch.inference_mode()
+def test_warm_up_records_what_steps_with_drafts_need() -> None:
+    loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_batch=4, max_context=600,
+                                     speculate="mtp:3"))
+    loaded.warm_up()
+    assert loaded.graphs and loaded.mtp_runner and loaded.mtp_runner._step
+    head = loaded.mtp_runner._step.follow.__self__  # type: ignore[attr-defined]
+    recorded = loaded.graphs.buckets, tuple(head._known)
+    answers = serve(loaded, [greedy(numbers(seed, 20 + 9 * seed, 500), 50, str(seed)) for seed in range(4)])
+    assert len(answers) == 4 and (loaded.graphs.buckets, tuple(head._known)) == recorded

@@ -1,0 +1,74 @@
+"""Drafts that a device makes before the host has seen what a step has drawn: when they are taken, and when not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deltic.engine.drafters import _Ahead, _has_room, _keys
+from deltic.engine.launch import Share
+from deltic.engine.scheduler import Row
+from deltic.ops.noise import sample_key
+from deltic.types import SamplingParams
+
+
+@dataclass(eq=False)
+class Running:
+    """What is asked of a sequence."""
+
+    tokens: list[int]
+    done: int
+    lease: Any = field(default_factory=object)
+    seed: int = 7
+    choice: int = 0
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7))
+
+
+def ahead_of(*rows: list[int]) -> tuple[Any, list[Any]]:
+    """Each row: the token that its drafts follow, its position, the drafts; and sequences that this is true of."""
+    sequences = [Running([1, row[0]], row[1]) for row in rows]
+    places: Any = {sequence: (sequence.lease, place) for place, sequence in enumerate(sequences)}
+    arrived: Any = SimpleNamespace(synchronize=lambda: None)
+    return _Ahead(places, torch.tensor(rows), arrived), sequences
+
+
+def test_drafts_are_taken_as_far_as_they_are_wanted() -> None:
+    ahead, (first, second) = ahead_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    assert ahead.drafts([(first, 3), (second, 1)]) == [[6, 7, 8], [1]]
+    assert ahead.drafts([(second, 5)]) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("change", [{"tokens": [1, 6]}, {"done": 21}, {"lease": object()}])
+def test_drafts_of_other_tokens_are_not_taken(change: dict[str, Any]) -> None:
+    """A stop, a guide or a constraint has cut what was drawn, or the sequence was preempted."""
+    ahead, (first, second) = ahead_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    for name, value in change.items():
+        setattr(first, name, value)
+    assert ahead.drafts([(first, 3), (second, 3)]) is None
+    assert ahead.drafts([(second, 3)]) == [[1, 2, 3]]
+    assert ahead.drafts([(Running([5], 20), 3)]) is None
+
+
+def share_of(row: Row, covered: int) -> Share:
+    sequence: Any = Running(list(row.tokens), row.done)
+    lease: Any = SimpleNamespace(covered=covered)
+    return Share(sequence, lease, row)
+
+
+def test_nothing_is_drafted_past_the_granted_pages() -> None:
+    """Of three drafts that are all right, the last of three more lies six places after the row's first token."""
+    row = Row((1, 2, 3, 4), 25, (0, 1), 0, 4, drafts=3)
+    assert _has_room(share_of(row, 32)) and not _has_room(share_of(row, 31))
+    assert not _has_room(share_of(replace(row, tokens=(1,), drafts=0), 99)), "it has no drafts"
+
+
+def test_drafts_are_drawn_with_the_keys_of_their_places() -> None:
+    share = share_of(Row((1, 2, 3, 4), 25, (0, 1), 0, 4, drafts=3), 32)
+    assert _keys(share, 7) == [sample_key(7, 0, position) for position in range(26, 33)]
+    sequence: Any = share.sequence
+    sequence.sampling = SamplingParams(temperature=0.0)
+    assert _keys(share, 7) == [0] * 7
