@@ -20,7 +20,6 @@ import torch
 from common import record
 from speculation import DEPTH, Forced, plain_runtime, serve
 
-from deltic.cli.inspect import weight_bytes
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
 from deltic.engine.drafters import MtpDrafter
@@ -42,7 +41,8 @@ def main() -> None:
     for model in args.model:
         config = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(*args.batch, 1),
                               max_context=args.context, token_budget=args.budget, prefix_cache=False,
-                              ops=tuple(args.ops), speculate=f"mtp:{DEPTH}" if args.task == "speculate" else "off")
+                              ops=tuple(args.ops), quant=args.quant,
+                              speculate=f"mtp:{DEPTH}" if args.task == "speculate" else "off")
         started = time.perf_counter()
         runtime = load(RandomModel(model, head=args.task == "speculate"), config)
         if args.no_graphs:
@@ -75,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--adaptive", action="store_true", help="decide by itself how many to make")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--ops", nargs="*", default=[])
+    parser.add_argument("--quant", default="none", help="as of deltic serve")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="the time of each kernel of a replayed step")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes")
@@ -112,12 +113,12 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
     if profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(22)
     step = median(times)
-    weights = weight_bytes(runtime.config, "bfloat16")
+    weights = runtime.decoder.weight_bytes()
     state = 2 * batch * runtime.pools.recurrent[:, 0].nbytes
     keys = 2 * batch * (args.prompt + args.new // 2) * runtime.pools.keys[:, 0, 0].nbytes
     floor = (weights + state + keys) / BANDWIDTH
     record("gpu", {"task": "decode", "model": runtime.name, "served": _served(runtime), "batch": batch,
-                   "prompt": args.prompt, "new": args.new, "temperature": args.temperature,
+                   "quant": args.quant, "prompt": args.prompt, "new": args.new, "temperature": args.temperature,
                    "graphs": runtime.graphs is not None, "ops": args.ops, "step_us": round(step * 1e6, 1),
                    "tokens_per_second": round(batch / step, 1),
                    "host_us": round(median(forwards) * 1e6, 1), "floor_us": round(floor * 1e6, 1),
@@ -204,6 +205,7 @@ def _prefill(runtime: Runtime, args: argparse.Namespace, tokens: int) -> None:
         times.append(time.perf_counter() - began)
     floor = prompt_operations(runtime.config, tokens) / ARITHMETIC
     record("gpu", {"task": "prefill", "model": runtime.name, "tokens": tokens, "budget": args.budget, "ops": args.ops,
+                   "quant": args.quant,
                    "first_token_ms": round(median(times[1:]) * 1e3, 2), "floor_ms": round(floor * 1e3, 2),
                    "over_floor": round(median(times[1:]) / floor, 2), "served": _served(runtime)})
 

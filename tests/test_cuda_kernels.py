@@ -151,11 +151,12 @@ def test_products_of_heads(products: Module, spec: GdnSpec, tokens: int) -> None
 # Mixers
 
 
-@pytest.fixture(scope="module", params=["tiny", "qwen3.5-0.8b", "qwen3.5-4b"])
+@pytest.fixture(scope="module", params=["tiny", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-0.8b q4_k"])
 def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    model = None if request.param == "tiny" else RandomModel(request.param, 4, initializer_range=0.05)
+    name, _, quant = request.param.partition(" ")
+    model = None if name == "tiny" else RandomModel(name, 4, initializer_range=0.05)
     yield load(model, EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=64, max_context=4096,
-                                   speculate="off"))
+                                   speculate="off", quant=quant or "none"))
     torch.cuda.empty_cache()
 
 

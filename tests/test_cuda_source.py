@@ -19,6 +19,7 @@ from deltic.ops import explain, select
 from deltic.ops.cuda import arguments, draft, nvrtc, prompts, rings
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
+from deltic.ops.cuda.packed import PackedMultiply
 from deltic.ops.cuda.sample import source
 from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes, heads_product
 from deltic.ops.records import AttentionSpec, CacheViews, GdnSpec
@@ -45,18 +46,33 @@ def shapes_of(name: str) -> Shapes:
     return Shapes(tuple(products), gdn, attention)
 
 
+def packed_shapes(name: str) -> Shapes:
+    """Of a model whose file is Q4_K_M."""
+    hidden, ffn, gdn, attention = MODELS[name]
+    few, more = frozenset({"Q4_K"}), frozenset({"Q4_K", "Q6_K"})
+    products = (PackedMultiply(hidden, True, STORE, few), PackedMultiply(hidden, True, STORE, more, 2, 2),
+                PackedMultiply(gdn.values, False, ADD, few), PackedMultiply(hidden, True, GATE, few, 2, 2),
+                PackedMultiply(ffn, False, ADD, few), PackedMultiply(ffn, False, ADD, more - few),
+                PackedMultiply(hidden, True, STORE, more - few, 1, 2),
+                PackedMultiply(hidden, False, STORE, more - few, 1, 2),
+                PackedMultiply(gdn.values, False, ADD, few, 1, 2, gdn.value_dim, 16))
+    return Shapes(products, gdn, attention, more)
+
+
 def members(struct: str) -> list[str]:
     """The members of a struct of the kernels, in order."""
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh")))
     found = re.search(rf"struct {struct} {{(.*?)\n}};", text, re.DOTALL)
     assert found, struct
     lines = re.sub(r"//.*", "", found[1])
-    return [re.findall(r"\w+", name)[-1] for line in lines.split(";") for name in line.split(",") if name.strip()]
+    names = [name for line in lines.split(";") for name in line.split(",") if name.strip()]
+    return [re.findall(r"[A-Za-z_]\w*", name)[-1] for name in names]
 
 
-@pytest.mark.parametrize("name", ["Product", "Gdn", "Attention", "Enter", "AddNorm", "Gate", "Choice", "PromptConv",
-                                  "PromptRing", "CopySlot", "GatedNorm", "PromptHeads", "PromptGate", "DeltaTerms",
-                                  "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys", "Accept"])
+@pytest.mark.parametrize("name", ["Product", "Packed", "Unpack", "Gdn", "Attention", "Enter", "AddNorm", "Gate",
+                                  "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
+                                  "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
+                                  "Accept"])
 def test_structs_are_the_kernels(name: str) -> None:
     given: type[Arguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)
@@ -77,6 +93,22 @@ def test_products_fit(name: str, tokens: int) -> None:
             assert 2 <= slots <= 32 and MULTIPROCESSOR // 3 < shared <= BLOCK
             if tokens == 1:
                 assert 2 * shared + 18 * 1024 <= MULTIPROCESSOR, "the next kernel has no room beside it"
+
+
+@pytest.mark.parametrize("name", ["0.8B", "4B", "9B"])
+def test_products_of_tiles_fit(name: str) -> None:
+    shapes = packed_shapes(name)
+    assert shapes.shared <= BLOCK
+    for product in shapes.products:
+        assert isinstance(product, PackedMultiply)
+        sources = {product.name(tokens): product.source(tokens) for tokens in range(1, product.most + 1)}
+        assert len(sources) == len({*sources.values()}) and all(text in shapes.source() for text in sources.values())
+        for mine in (1, 2, 3, 240):
+            plan = product.plan(1, (mine,) * product.parts)
+            assert plan.slots >= 2 and plan.round * plan.rounds >= mine
+            assert MULTIPROCESSOR // 3 < plan.shared <= BLOCK
+            if mine == 1 and "Q6_K" not in product.kinds:
+                assert 2 * plan.shared + 39 * 1024 <= MULTIPROCESSOR, "the attention has no room beside it"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -111,14 +143,15 @@ def test_importing_loads_no_driver() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    *MODELS, "draws", "folds", *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts"))])
+    *MODELS, "draws", "folds", *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
+    *(f"{model} packed" for model in ("0.8B", "4B", "9B"))])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, _, part = name.partition(" ")
     for_prompts = part == "prompts"
     if model in MODELS:
-        shapes = replace(shapes_of(model), rings=True)
-        text = {"": shapes.source, "prompts": lambda: prompts.source(shapes),
+        shapes = replace((packed_shapes if part == "packed" else shapes_of)(model), rings=True)
+        text = {"": shapes.source, "packed": shapes.source, "prompts": lambda: prompts.source(shapes),
                 "drafts": lambda: draft.source(shapes)}[part]()
     else:
         text = {"draws": source, "folds": rings.fold_source}[name]()

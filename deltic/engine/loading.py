@@ -27,8 +27,9 @@ from deltic.model.mtp import build_head
 from deltic.model.vision import build_tower
 from deltic.ops import Ops, select
 from deltic.ops.cpu import missing, use_torch_threads
-from deltic.ops.cuda import serves_drafts
+from deltic.ops.cuda import serves_drafts, tiles
 from deltic.ops.memory import memory_for
+from deltic.ops.qtensor import Form, host_form
 from deltic.ops.records import Block, Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.vision.patches import Pixels, patches_of
@@ -142,14 +143,14 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         files = open_model(model, revision, progress=progress is not None)
         name, config, generation = str(model or "tiny"), files.config, files.generation
         ops, dtype, threads = _prepare(config, options)
-        tiled = _keeps_packed(files, options)
+        tiled = _keeps_packed(files, options, dtype)
         marks = _marks(files, options)
         tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress)
     weights: dict[str, Weight]
     if options.quant != "none" and not (drafts and tiled):
-        weights = _quantize(tensors, options, config, tiled)
+        weights = _quantize(tensors, options, config, dtype, tiled)
     else:
-        weights = files.load_packed(progress) if files and tiled else {**dict(tensors)}
+        weights = files.load_packed(progress, _form(options)) if files and tiled else {**dict(tensors)}
     head = _head_weights(model, files, config, dtype, tiled, options)
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
@@ -166,7 +167,8 @@ def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> 
     if tensors is None or files.vision is None:
         return None
     vision = files.vision
-    weights: dict[str, Block] = {**tensors} if options.quant == "none" else quantize_tower(tensors)
+    plain = options.quant == "none" or options.device != "cpu"  # a GPU's torch ops want plain numbers
+    weights: dict[str, Block] = {**tensors} if plain else quantize_tower(tensors)
     tower = build_tower(vision.tower, weights, ops, getattr(torch, dtype))
 
     def encode(pixels: Pixels) -> Generator[None, None, Tensor]:
@@ -204,7 +206,7 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     else:
         assert files is not None
         try:
-            found = files.load_head(dtype, options.device, tiled)
+            found = files.load_head(dtype, options.device, tiled and options.device == "cpu")
         except ModelError as error:
             if isinstance(speculation, Mtp):
                 raise
@@ -226,23 +228,38 @@ def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType, in
     return ops, config.dtype if options.dtype == "auto" else cast(DType, options.dtype), threads
 
 
-def _quantize(tensors: Iterator[tuple[str, Tensor]], options: EngineConfig, config: ModelConfig, tiled: bool
-              ) -> dict[str, Weight]:
+def _form(options: EngineConfig) -> Form:
+    return host_form() if options.device == "cpu" else tiles.form(options.device)
+
+
+def _not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
+    """Why matrices cannot stay quantized. On a GPU torch's ops would make plain numbers of them in every step."""
+    if options.device == "cpu":
+        return missing().get("step")
+    if dtype != "bfloat16":
+        return f"on a GPU only with dtype bfloat16, not {dtype}"
+    if options.ops or config.architecture != "qwen3_5" or torch.cuda.get_device_capability(options.device) < (9, 0):
+        return "on a GPU only deltic's kernels, for Qwen3.5 and compute capability 9.0 or later, know quantized weights"
+    return None
+
+
+def _quantize(tensors: Iterator[tuple[str, Tensor]], options: EngineConfig, config: ModelConfig, dtype: DType,
+              tiled: bool) -> dict[str, Weight]:
     """The weights in the quantized form that `options.quant` asks for. They come one after another, so that memory
     stays near what they take then."""
-    reason = "not on a GPU" if options.device != "cpu" else missing().get("step")
+    reason = _not_packed(options, config, dtype)
     if tiled:
         reason = "the weights are quantized already; leave it out, or load the unquantized model"
     if reason:
         raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
-    return quantize_tensors(tensors, options.quant, config)
+    return quantize_tensors(tensors, options.quant, config, _form(options))
 
 
-def _keeps_packed(files: ModelFiles, options: EngineConfig) -> bool:
+def _keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool:
     """Whether the weights stay in the form of a GGUF file."""
     if files.gguf is None or options.packed_weights == "off":
         return False
-    reason = "on a GPU" if options.device != "cpu" else missing().get("step")
+    reason = _not_packed(options, files.config, dtype)
     if reason is None and options.quant != "none":  # only what is quantized already cannot be quantized
         return options.packed_weights == "on" or is_quantized(files.gguf)
     if reason is None:

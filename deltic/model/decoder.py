@@ -205,9 +205,13 @@ class Taker:
         plain = [block for block in blocks if isinstance(block, Tensor)]
         if len(plain) == len(blocks):
             return self.ops.pack(plain[0] if len(plain) == 1 else torch.cat(plain), False)
-        packed = tuple(self.ops.pack(block, False) if isinstance(block, Tensor) else block
-                       for weight in blocks for block in _blocks(weight))
-        return packed[0] if len(packed) == 1 else packed
+        packed = list[Block]()
+        for block in (block for weight in blocks for block in _blocks(weight)):
+            block = self.ops.pack(block, False) if isinstance(block, Tensor) else block
+            before = packed[-1] if packed else None
+            joined = before.joined(block) if isinstance(before, QTensor) and isinstance(block, QTensor) else None
+            packed[len(packed) - (joined is not None):] = [block if joined is None else joined]
+        return packed[0] if len(packed) == 1 else tuple(packed)
 
 
 def _gdn(config: ModelConfig, take: Taker, tiled: bool) -> GdnWeights:

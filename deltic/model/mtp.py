@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -152,9 +152,7 @@ def _cut(block: Block, rows: int, ops: Ops) -> Block:
         return block
     if isinstance(block, Tensor):
         return ops.pack(block.to_dense()[:rows].clone(), False) if block.is_mkldnn else block[:rows]
-    panels, whole = rows // PANEL, -(-len(block) // PANEL)
-    matrix = type(block.matrix)(block.matrix.type, rows, block.columns, block.matrix.data)
-    return replace(block, rows=rows, data=block.data[:block.nbytes // whole * panels], matrix=matrix)
+    return block.first(rows)
 
 
 def _blocks(weight: Weight) -> tuple[Block, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import byref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,16 @@ class QTensor:
     def nbytes(self) -> int:
         return self.data.numel()
 
+    def first(self, rows: int) -> QTensor:
+        """The first rows, without a copy. rows: a multiple of PANEL, fewer than there are."""
+        panels, whole = rows // PANEL, -(-self.rows // PANEL)
+        matrix = self.matrix.__class__(self.matrix.type, rows, self.columns, self.matrix.data)
+        return replace(self, rows=rows, data=self.data[:self.nbytes // whole * panels], matrix=matrix)
+
+    def joined(self, other: QTensor) -> QTensor | None:
+        """One matrix of the rows of both, where that is worth a copy."""
+        return None
+
     def lookup(self, ids: Tensor) -> Tensor:
         """The rows `ids` [N] int64 as float32 [N, columns]."""
         from deltic.ops.cpu.library import library
@@ -58,6 +69,27 @@ class QTensor:
     def dequantize(self) -> Tensor:
         """The whole matrix in float32."""
         return self.lookup(torch.arange(self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a device has quantized matrices.
+
+    pack: of (type, its number, rows, columns, bytes of a row, read) makes the matrix, as `pack_rows` does.
+    serves(type, columns): whether such a matrix can stay packed.
+    dtype: of what cannot, and of convolutions.
+    device: where all tensors lie.
+    """
+
+    pack: Callable[[str, int, int, int, int, Callable[[int, int], Any]], QTensor]
+    serves: Callable[[str, int], bool]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def host_form() -> Form:
+    """Of the CPU's compiled kernels; matrices of one form lie beside each other."""
+    return Form(partial(pack_rows, arena=Arena()), lambda type, columns: True, torch.float32, torch.device("cpu"))
 
 
 def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],

@@ -20,6 +20,7 @@ from torch import Tensor
 from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.config.vision import PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, show
+from deltic.ops.qtensor import Form
 from deltic.ops.records import Weight
 from deltic.weights.checksums import check_files
 from deltic.weights.files import Source, find_tensors, read_json
@@ -70,10 +71,10 @@ class ModelFiles:
             return read_file(self.gguf, self.config, dtype, device, progress)
         return read_directory(self.path, self.config, dtype, device, progress)
 
-    def load_packed(self, progress: Progress | None) -> dict[str, Weight]:
+    def load_packed(self, progress: Progress | None, form: Form | None = None) -> dict[str, Weight]:
         """The weights of a GGUF file under our names, as they are in it (`gguf.load.load_packed`)."""
         assert self.gguf is not None
-        return load_packed(self.gguf, self.config, progress)
+        return load_packed(self.gguf, self.config, progress, form)
 
     def load_head(self, dtype: DType | Literal["auto"], device: str, packed: bool = False) -> dict[str, Weight] | None:
         """The multi-token-prediction head under our names (`names.expected_head`, and what there is of

@@ -10,8 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
-from deltic.ops.memory import Arena
-from deltic.ops.qtensor import QTensor, pack_rows
+from deltic.ops.qtensor import Form, QTensor, host_form
 from deltic.ops.records import Weight
 from deltic.weights.gguf.blocks import BY_NAME, BlockType
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
@@ -26,8 +25,8 @@ _PLAIN: Final = ("F32", "F16", "BF16")
 
 def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfig,
                      progress: Progress | None = None) -> dict[str, Weight]:
-    """The model's weights, which must be on the CPU, with matrices quantized as SCHEMES says; all else as it was, and
-    so are matrices whose rows fit no blocks. Value heads keep our order. Needs the compiled kernels.
+    """The model's weights with matrices quantized as SCHEMES says, for the CPU's compiled kernels; all else as it was,
+    and so are matrices whose rows fit no blocks. Value heads keep our order.
 
     Tensors are taken out of `weights` one after another, so that memory stays near the larger of both sizes.
     `progress(done, total)` counts bytes of what was there. Raises ModelError naming a tensor with values that its type
@@ -46,15 +45,18 @@ def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfi
     return quantize_tensors(popped(), scheme, config)
 
 
-def quantize_tensors(tensors: Iterator[tuple[str, Tensor]], scheme: str, config: ModelConfig) -> dict[str, Weight]:
-    """As `quantize_weights`, of tensors that come one after another, of which one is here at a time."""
+def quantize_tensors(tensors: Iterator[tuple[str, Tensor]], scheme: str, config: ModelConfig,
+                     form: Form | None = None) -> dict[str, Weight]:
+    """As `quantize_weights`, of tensors that come one after another, of which one is here at a time, in `form`. What it
+    does not serve stays as it was."""
     kind = FILE_TYPES[SCHEMES[scheme]]
-    result, arena = dict[str, Weight](), Arena()
+    result, kept = dict[str, Weight](), form or host_form()
     with ThreadPoolExecutor(available_cores()) as pool:
         while (item := next(tensors, None)) is not None:
             name, tensor = item
             type = target_of(name, tuple(tensor.shape), config, kind).type
-            result[name] = tensor if type.name in _PLAIN else _packed(name, tensor, type, pool, arena)
+            plain = type.name in _PLAIN or not kept.serves(type.name, tensor.shape[-1])
+            result[name] = tensor if plain else _packed(name, tensor, type, pool, kept)
             del item, tensor  # no name here keeps a tensor beyond its turn
     return {name: result[name] for name in expected_tensors(config) if name in result} | result
 
@@ -62,21 +64,21 @@ def quantize_tensors(tensors: Iterator[tuple[str, Tensor]], scheme: str, config:
 def quantize_tower(weights: dict[str, Tensor]) -> dict[str, Tensor | QTensor]:
     """A vision tower's weights, on the CPU, with matrices in 8 bits (Q8_0) where their rows fit its blocks: they are
     few, and pictures suffer from fewer bits more than words do."""
-    type, arena = BY_NAME["Q8_0"], Arena()
+    type, form = BY_NAME["Q8_0"], host_form()
     with ThreadPoolExecutor(available_cores()) as pool:
-        return {name: _packed_matrix(name, matrix, type, pool, arena)
+        return {name: _packed_matrix(name, matrix, type, pool, form)
                 if name.endswith(".weight") and tensor.dim() > 1 and "pos_embed" not in name
                 and (matrix := tensor.flatten(1)).shape[1] % type.weights == 0 else tensor
                 for name, tensor in weights.items()}
 
 
-def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, arena: Arena) -> Weight:
+def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, form: Form) -> Weight:
     if tensor.dim() == 2:
-        return _packed_matrix(name, tensor, type, pool, arena)
-    return tuple(_packed_matrix(name, matrix, type, pool, arena) for matrix in tensor)
+        return _packed_matrix(name, tensor.cpu(), type, pool, form)
+    return tuple(_packed_matrix(name, matrix.cpu(), type, pool, form) for matrix in tensor)
 
 
-def _packed_matrix(name: str, matrix: Tensor, type: BlockType, pool: Executor, arena: Arena) -> QTensor:
+def _packed_matrix(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: Form) -> QTensor:
     rows, columns = matrix.shape
     row_bytes = type.size(columns)
 
@@ -84,4 +86,4 @@ def _packed_matrix(name: str, matrix: Tensor, type: BlockType, pool: Executor, a
         first = start // row_bytes
         return np.concatenate([*quantize_in_pieces(name, matrix[first:first + count // row_bytes], type, pool)])
 
-    return pack_rows(type.name, type.id, rows, columns, row_bytes, read, arena)
+    return form.pack(type.name, type.id, rows, columns, row_bytes, read)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from ctypes import c_int, c_void_p
+from typing import ClassVar
+
 from deltic.ops.cuda.driver import Arguments, fields
 
 
 class Product(Arguments):
     _fields_ = fields("weight x scale gate y", "eps", "tokens rows whole rest group inverse slots stride")
+
+
+class Packed(Arguments):
+    _fields_: ClassVar = [
+        ("data", c_void_p * 4),
+        *fields("x scale gate y", "eps", "tokens total stride inverse slots slot parts rounds round sums"),
+        *((name, c_int * 4) for name in ("kind", "row", "rows", "whole", "rest", "shift"))]
+
+
+class Unpack(Arguments):
+    _fields_ = fields("data y", "", "rows columns")
 
 
 class Gdn(Arguments):

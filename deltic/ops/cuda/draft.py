@@ -13,10 +13,11 @@ from torch import Tensor
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, architecture
+from deltic.ops.cuda.layout import MOST
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.cuda.record import record
 from deltic.ops.cuda.sample import choose
-from deltic.ops.cuda.shapes import MOST, STORE, Multiply, Shapes, entry, shapes_of
+from deltic.ops.cuda.shapes import STORE, Multiply, Shapes, entry, shapes_of
 from deltic.ops.cuda.step import Step, why_not
 from deltic.ops.records import (
     AttentionWeights,

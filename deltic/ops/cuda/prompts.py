@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
@@ -136,10 +135,7 @@ class Prompts:
         tokens, rotary = batch.layout.tokens, decoder.rope.rotary_dim
         residual = torch.empty(tokens, step._hidden, device=self._device)
         turns = torch.empty(tokens, rotary, device=self._device)
-        step._module.launch("k_enter", (4 * step._blocks,), 256, args.Enter(
-            ids=batch.ids, positions=batch.positions, embedding=decoder.embedding, frequencies=step._frequencies,
-            axes=step._axes, residual=residual, turns=turns, hidden=step._hidden, rotary=rotary, tokens=tokens),
-            overlap=False)
+        step._enter(batch, residual, turns, 4 * step._blocks)
         if batch.given is not None:
             residual.index_copy_(0, batch.given.tokens, batch.given.rows)
         work = _Work(batch, plan, turns, step._begin(plan.singles, "many") if plan.singles else None)
@@ -148,25 +144,25 @@ class Prompts:
             delta = self._layer(layer, residual, delta, work)
         if batch.layout.hidden:
             hidden = self._norm(residual, delta, decoder.norm)
-            return _logits(hidden[batch.logit_tokens], decoder.head), hidden.float()
+            return step.head(hidden[batch.logit_tokens]), hidden.float()
         wanted = batch.logit_tokens
         last = None if delta is None else delta[wanted]
-        return _logits(self._norm(residual[wanted], last, decoder.norm), decoder.head), None
+        return step.head(self._norm(residual[wanted], last, decoder.norm)), None
 
     def _layer(self, layer: Layer, residual: Tensor, delta: Tensor | None, work: _Work) -> Tensor:
         x = self._norm(residual, delta, layer.input_norm)
         if isinstance(layer.mixer, GdnWeights):
-            delta = _product(self._gdn(layer, layer.mixer, _product(x, layer.mixer.in_proj), work),
+            delta = self._step.linear(self._gdn(layer, layer.mixer, self._step.linear(x, layer.mixer.in_proj), work),
                              layer.mixer.out_proj)
         else:
-            delta = _product(self._attention(layer, layer.mixer, _product(x, layer.mixer.qkv), work),
+            delta = self._step.linear(self._attention(layer, layer.mixer, self._step.linear(x, layer.mixer.qkv), work),
                              layer.mixer.o_proj)
-        both = _product(self._norm(residual, delta, layer.post_norm), layer.dense.gate_up)
+        both = self._step.linear(self._norm(residual, delta, layer.post_norm), layer.dense.gate_up)
         width = both.shape[1] // 2
         gated = both.new_empty(len(both), width)
         self._step._module.launch("k_gate", (-(-width // 2048), len(both)), 256,
                                   args.Gate(x=both, y=gated, width=width))
-        return _product(gated, layer.dense.down)
+        return self._step.linear(gated, layer.dense.down)
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16."""
@@ -247,13 +243,3 @@ class Prompts:
 def _module(text: str, device: torch.device) -> Module:
     """Loaded once, however many copies of a model are made."""
     return Module(text, device)
-
-
-def _product(x: Tensor, weight: object) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return F.linear(x, weight)
-
-
-def _logits(x: Tensor, weight: object) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)

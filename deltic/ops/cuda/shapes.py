@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda.layout import ALONE, FEW, HALF, INPUT, MOST, SPREAD, WARPS, WHOLE
 from deltic.ops.cuda.nvrtc import headers
+from deltic.ops.cuda.packed import PackedMultiply, kinds_entries, parts_of, product_of
+from deltic.ops.cuda.tiles import Tiles
 from deltic.ops.records import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, MoeWeights, Weight
 
-FEW, MOST = 8, 16
-"""Tokens of a step that the products take at once: one or two rows of eight."""
-SPREAD = 2
-"""Tokens of a step whose heads are spread over the card in slices, if that many find room."""
-WARPS = 8
-"""Of a block that multiply; one more copies."""
 SEGMENT = 1024
 """Columns that are copied at once."""
-HALF, WHOLE = 105 << 10, 226 << 10
-"""Bytes of shared memory of a block that leave room for the next kernel's block, and for a small one, beside it; of one
-that stays alone."""
-_ALONE = 84 << 10
-"""Of which only two blocks fit on a multiprocessor: see kernels/common.cuh."""
-_INPUT = 132 << 10
-"""Bytes of input that a block keeps in shared memory at most."""
 _ON_THEIR_WAY = 60 << 10
 """Bytes of weights for which there must be room in a block that has several tokens; else it takes that of the next
 kernel's, too."""
@@ -51,7 +42,7 @@ class Multiply:
     @property
     def most(self) -> int:
         """Tokens whose input fits in a block's shared memory, and that it is used for."""
-        return min(SPREAD if self.head else MOST, _INPUT // (self.columns * 2))
+        return min(SPREAD if self.head else MOST, INPUT // (self.columns * 2))
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -80,7 +71,7 @@ class Multiply:
         """Slots, and bytes of shared memory, of a block with so many units."""
         sums = (1 if group >= units else 2) * group * WARPS * 8 * tokens * 4
         slots = max(2, min(self.slots(tokens, sums), units * -(-self.columns // SEGMENT)))
-        return slots, max(_ALONE, self._fixed(tokens) + sums + slots * self._slot)
+        return slots, max(ALONE, self._fixed(tokens) + sums + slots * self._slot)
 
     @property
     def _slot(self) -> int:
@@ -98,24 +89,34 @@ def unit_of(rows: int, out: int, blocks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """All kernels of a model: products, and the specs of its layers. rings: states have replay rings beside them."""
+    """All kernels of a model: products, and the specs of its layers.
 
-    products: tuple[Multiply, ...]
+    kinds: of tiles that have to be turned into plain numbers.
+    parts: by the id of a weight that is quantized, its tiles.
+    rings: states have replay rings beside them.
+    """
+
+    products: tuple[Multiply | PackedMultiply, ...]
     gdn: GdnSpec | None
     attention: AttentionSpec | None
+    kinds: frozenset[str] = frozenset()
+    parts: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict, compare=False)
     rings: bool = False
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the largest block takes."""
-        return max(product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1]
-                   for product in self.products for tokens in range(1, product.most + 1))
+        return max(product.shared if isinstance(product, PackedMultiply) else
+                   max(product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1]
+                       for tokens in range(1, product.most + 1)) for product in self.products)
 
     def source(self) -> str:
-        text = [headers("product", "gdn", "attention", "small", *(["verify"] if self.rings else []))]
+        text = [headers("input", "product", "gdn", "attention", "small", *["verify"] * self.rings,
+                        *["packed"] * bool(self.kinds))]
         text += {product.source(tokens): None for product in self.products for tokens in range(1, product.most + 1)}
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
+        text += [entry(*row) for row in kinds_entries(self.kinds)]
         for kind, name in (("float", "few"), ("u16", "many")):
             if gdn := self.gdn:
                 size = gdn_slice(gdn, name)
@@ -151,42 +152,65 @@ def heads_product(spec: GdnSpec, unit: int) -> Multiply:
 
 
 def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
-    """None where the kernels do not know the model: another dtype, packed weights, experts, unusual sizes."""
-    assert isinstance(decoder.embedding, Tensor)
-    if not decoder.embedding.is_cuda or any(isinstance(layer.mlp, MoeWeights) for layer in decoder.layers):
+    """None where the kernels do not know the model: another dtype, experts, unusual sizes or forms of weights."""
+    if not decoder.norm.is_cuda or any(isinstance(layer.mlp, MoeWeights) for layer in decoder.layers):
         return None
-    products: dict[Multiply, None] = {}
-    blocks = blocks_of(decoder.embedding.device)
+    found = _Found(blocks_of(decoder.norm.device))
     gdn: GdnSpec | None = None
     attention: AttentionSpec | None = None
-    weights: list[Weight] = [decoder.embedding, decoder.head]
     for layer in decoder.layers:
         mixer = layer.mixer
-        inner, outer = ((mixer.in_proj, mixer.out_proj) if isinstance(mixer, GdnWeights)
-                        else (mixer.qkv, mixer.o_proj))
         if isinstance(mixer, GdnWeights):
             if mixer.spec != (gdn or mixer.spec) or mixer.conv.dtype != torch.bfloat16:
                 return None
             gdn = mixer.spec
+            inner, outer = mixer.in_proj, mixer.out_proj
         else:
             if mixer.spec != (attention or mixer.spec) or mixer.q_norm is None or mixer.bias is not None:
                 return None
             attention = mixer.spec
-        weights += [inner, outer, layer.dense.gate_up, layer.dense.down]
-        if not all(map(_plain, weights)):
-            return None
-        for weight, norm, out in ((inner, True, STORE), (outer, False, ADD), (layer.dense.gate_up, True, GATE),
-                                  (layer.dense.down, False, ADD)):
-            assert isinstance(weight, Tensor)
-            products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, blocks))] = None
-        if isinstance(mixer, GdnWeights):
-            assert isinstance(outer, Tensor)
-            products[heads_product(mixer.spec, unit_of(outer.shape[0], ADD, blocks))] = None
-    assert isinstance(decoder.head, Tensor)
-    products[Multiply(decoder.head.shape[1], True, STORE)] = None
+            inner, outer = mixer.qkv, mixer.o_proj
+        found.add(inner, True, STORE)
+        found.add(outer, False, ADD, gdn if isinstance(mixer, GdnWeights) else None)
+        found.add(layer.dense.gate_up, True, GATE)
+        found.add(layer.dense.down, False, ADD)
+    found.add(decoder.head, True, STORE)
+    if isinstance(decoder.head, Tiles):
+        found.add(decoder.head, False, STORE)
+    if isinstance(decoder.embedding, Tiles):
+        found.kinds.add(decoder.embedding.type)
+    elif not _plain(decoder.embedding):
+        return None
     rings = any(state.ring is not None for state in views.states)
-    shapes = Shapes(tuple(products), gdn, attention, rings)
-    return shapes if _known(shapes) and _stored(views) else None
+    shapes = Shapes(tuple(found.products), gdn, attention, frozenset(found.kinds), found.parts, rings)
+    return shapes if found.all_known and _known(shapes) and _stored(views) else None
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a model's weights ask for, collected. blocks: of a product."""
+
+    blocks: int
+    products: dict[Multiply | PackedMultiply, None] = field(default_factory=dict)
+    parts: dict[int, tuple[Tiles, ...]] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    all_known: bool = True
+
+    def add(self, weight: Weight, norm: bool, out: int, heads: GdnSpec | None = None) -> None:
+        """heads: the weight may be given outputs of heads in slices."""
+        if isinstance(weight, Tensor) and _plain(weight):
+            self.products[Multiply(weight.shape[1], norm, out, unit_of(weight.shape[0], out, self.blocks))] = None
+            if heads:
+                self.products[heads_product(heads, unit_of(weight.shape[0], ADD, self.blocks))] = None
+        elif parts := self.parts.get(id(weight)) or parts_of(weight, out == GATE):
+            self.parts[id(weight)] = parts
+            self.kinds.update(part.type for part in parts)
+            self.products[product_of(parts, norm, out, self.blocks)] = None
+            if heads:
+                product = product_of(parts, norm, out, self.blocks, heads.value_dim, gdn_slice(heads, "few"))
+                self.products[product] = None
+        else:
+            self.all_known = False
 
 
 def blocks_of(device: torch.device) -> int:

@@ -14,18 +14,16 @@ from torch import Tensor
 
 from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda import prompts
+from deltic.ops.cuda import packed, prompts
 from deltic.ops.cuda.driver import Module, architecture, shared_memory
+from deltic.ops.cuda.layout import MOST, SPREAD, WARPS
 from deltic.ops.cuda.nvrtc import CompileError, compile_source
 from deltic.ops.cuda.rings import Fresh, Rings
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.shapes import (
     ADD,
     GATE,
-    MOST,
-    SPREAD,
     STORE,
-    WARPS,
     Multiply,
     Shapes,
     blocks_of,
@@ -43,6 +41,8 @@ log = logging.getLogger("deltic")
 _PARTS = 32
 """Parts of a context: a power of two, at most 64; fewer where many rows fill the card."""
 _MOST_ROWS = 1024
+_MOST_PASSES = 4
+"""Over a quantized head, each for 16 rows, before a plain copy of it is the faster way."""
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
@@ -62,8 +62,7 @@ def why_not(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> str | None:
         return "some of its operations are of another backend"
     if shapes is None:
         return "the kernels do not know its dtype, its sizes or its experts"
-    assert isinstance(decoder.embedding, Tensor)
-    device = decoder.embedding.device
+    device = decoder.norm.device
     if shapes.shared > shared_memory(device):
         return "the card has too little shared memory for the kernels"
     try:
@@ -120,8 +119,7 @@ class Step:
     def __init__(self, decoder: DecoderWeights, views: CacheViews, shapes: Shapes, reads: bool = True) -> None:
         """reads: steps with prompts, too."""
         self._decoder, self._views, self._shapes = decoder, views, shapes
-        assert isinstance(decoder.embedding, Tensor)
-        self._device, self._hidden = decoder.embedding.device, decoder.embedding.shape[1]
+        self._device, self._hidden = decoder.norm.device, decoder.embedding.shape[1]
         self._module = _module(shapes.source(), self._device)
         self._blocks = blocks_of(self._device)
         heads = shapes.attention.kv_heads if shapes.attention else 1
@@ -158,12 +156,18 @@ class Step:
                      empty(tokens, heads, parts, 2), self._rings.begin(tokens) if behind and self._rings else None)
 
     def _begin(self, batch: Batch, kind: str) -> _Work:
-        work, tokens, rotary = self.work(batch, kind), batch.layout.tokens, self._decoder.rope.rotary_dim
-        self._module.launch("k_enter", (self._blocks,), 256, args.Enter(
-            ids=batch.ids, positions=batch.positions, embedding=self._decoder.embedding, frequencies=self._frequencies,
-            axes=self._axes, residual=work.residual, turns=work.turns, hidden=self._hidden, rotary=rotary,
-            tokens=tokens), overlap=False)
+        work = self.work(batch, kind)
+        self._enter(batch, work.residual, work.turns, self._blocks)
         return work
+
+    def _enter(self, batch: Batch, residual: Tensor, turns: Tensor, blocks: int) -> None:
+        embedding = self._decoder.embedding
+        name, table = (("k_enter", embedding) if isinstance(embedding, Tensor)
+                       else (f"k_enter_{embedding.type.lower()}", embedding.data))
+        self._module.launch(name, (blocks,), 256, args.Enter(
+            ids=batch.ids, positions=batch.positions, embedding=table, frequencies=self._frequencies, axes=self._axes,
+            residual=residual, turns=turns, hidden=self._hidden, rotary=turns.shape[1], tokens=len(residual)),
+            overlap=False)
 
     def _few(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         work = self._begin(batch, "few")
@@ -178,8 +182,7 @@ class Step:
     def layers(self, work: _Work) -> Tensor:
         """From the residual of few tokens to their logits."""
         decoder, tokens = self._decoder, work.batch.layout.tokens
-        assert isinstance(decoder.head, Tensor)
-        logits = work.residual.new_empty(tokens, len(decoder.head))
+        logits = work.residual.new_empty(tokens, _rows(decoder.head))
         width = max(max(_rows(_inner(layer)), 1) for layer in decoder.layers)
         proj = work.residual.new_empty(tokens * width)
         gated = work.y.new_empty(tokens, max(_columns(layer.dense.down) for layer in decoder.layers))
@@ -202,19 +205,25 @@ class Step:
         if not isinstance(mixer, GdnWeights) or not self._spreads(mixer.spec, work):
             return self._multiply(weight, work.y, None, work.residual, ADD)
         spec, blocks = mixer.spec, self._blocks
-        product = heads_product(spec, unit_of(_rows(weight), ADD, blocks))
+        parts = self._shapes.parts.get(id(weight))
+        product = (packed.product_of(parts, False, ADD, blocks, spec.value_dim, gdn_slice(spec, "few")) if parts
+                   else heads_product(spec, unit_of(_rows(weight), ADD, blocks)))
         self._launch(product, weight, len(work.residual), x=work.core, scale=mixer.norm, gate=proj[spec.channels:],
                      y=work.residual, eps=spec.eps, stride=_rows(mixer.in_proj))
 
     def _multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
-        product = Multiply(_columns(weight), scale is not None, out, unit_of(_rows(weight), out, self._blocks))
+        parts = self._shapes.parts.get(id(weight))
+        product = (packed.product_of(parts, scale is not None, out, self._blocks) if parts
+                   else Multiply(_columns(weight), scale is not None, out, unit_of(_rows(weight), out, self._blocks)))
         if len(x) > product.most:  # their input would not fit
             half = len(x) // 2
             self._multiply(weight, x[:half], scale, y[:half], out)
             return self._multiply(weight, x[half:], scale, y[half:], out)
         self._launch(product, weight, len(x), x=x, scale=scale, gate=None, y=y, eps=self._decoder.eps, stride=0)
 
-    def _launch(self, product: Multiply, weight: object, tokens: int, **values: Any) -> None:
+    def _launch(self, product: Multiply | packed.PackedMultiply, weight: object, tokens: int, **values: Any) -> None:
+        if isinstance(product, packed.PackedMultiply):
+            return packed.launch(self._module, product, self._shapes.parts[id(weight)], tokens, self._blocks, **values)
         rows, blocks = _rows(weight), self._blocks
         units = -(-rows // product.unit)
         mine = -(-units // blocks)
@@ -265,20 +274,40 @@ class Step:
         decoder, work = self._decoder, self._begin(batch, "many")
         delta: Tensor | None = None
         for layer in decoder.layers:
-            proj = _linear(self.normed(work.residual, delta, layer.input_norm), _inner(layer))
+            proj = self.linear(self.normed(work.residual, delta, layer.input_norm), _inner(layer))
             self._mix(layer, work, proj, proj.shape[1])
             outer = _outer(layer)
-            delta = _linear(work.y.view(-1)[:len(proj) * _columns(outer)].view(len(proj), -1), outer)
-            both = _linear(self.normed(work.residual, delta, layer.post_norm), layer.dense.gate_up)
+            delta = self.linear(work.y.view(-1)[:len(proj) * _columns(outer)].view(len(proj), -1), outer)
+            both = self.linear(self.normed(work.residual, delta, layer.post_norm), layer.dense.gate_up)
             width = both.shape[1] // 2
             gated = both.new_empty(len(both), width)
             self._module.launch("k_gate", (-(-width // 2048), len(both)), 256, args.Gate(x=both, y=gated, width=width))
-            delta = _linear(gated, layer.dense.down)
+            delta = self.linear(gated, layer.dense.down)
         self._end(work)
-        assert isinstance(decoder.head, Tensor)
         hidden = torch.empty_like(work.residual) if batch.layout.hidden else None
-        last = self.normed(work.residual, delta, decoder.norm, hidden)
-        return torch.mm(last, decoder.head.t(), out_dtype=torch.float32), hidden
+        return self.head(self.normed(work.residual, delta, decoder.norm, hidden)), hidden
+
+    def linear(self, x: Tensor, weight: object) -> Tensor:
+        """By cuBLAS, of a quantized weight with a plain copy that is gone afterwards."""
+        parts = self._shapes.parts.get(id(weight))
+        if parts:
+            return F.linear(x, packed.unpack(self._module, parts))
+        assert isinstance(weight, Tensor)
+        return F.linear(x, weight)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Normed hidden states [L, H] bf16 -> logits [L, V] float32."""
+        weight = self._decoder.head
+        if not isinstance(weight, Tensor):
+            parts = self._shapes.parts[id(weight)]
+            if len(x) > _MOST_PASSES * MOST:
+                weight = packed.unpack(self._module, parts)
+            else:
+                logits = torch.empty(len(x), _rows(weight), device=self._device)
+                if len(x):
+                    self._multiply(weight, x, None, logits, STORE)
+                return logits
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16, which goes to `wide` in float32, too."""
@@ -303,19 +332,12 @@ def _outer(layer: Layer) -> object:
     return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
 
 
-def _rows(weight: object) -> int:
-    assert isinstance(weight, Tensor)
-    return weight.shape[0]
+def _rows(weight: Any) -> int:
+    return sum(map(len, weight)) if isinstance(weight, tuple) else int(weight.shape[0])
 
 
-def _columns(weight: object) -> int:
-    assert isinstance(weight, Tensor)
-    return weight.shape[1]
-
-
-def _linear(x: Tensor, weight: object) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return F.linear(x, weight)
+def _columns(weight: Any) -> int:
+    return int((weight[0] if isinstance(weight, tuple) else weight).shape[1])
 
 
 def _frequencies(rope: RopeSpec, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ import torch
 
 from deltic.config import DType, ModelConfig, available_cores
 from deltic.errors import ModelError
-from deltic.ops.memory import Arena
-from deltic.ops.qtensor import pack_rows
+from deltic.ops.qtensor import Form, host_form
 from deltic.ops.records import Block, Weight
 from deltic.weights.gguf.blocks import Bytes, fill
 from deltic.weights.gguf.file import GgufFile
@@ -89,21 +89,24 @@ def read_file(
             progress(done, total)
 
 
-def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None) -> dict[str, Weight]:
-    """Load the text model with its matrices in their quantized form, stacks of experts as one matrix for each; needs
-    the compiled kernels.
+def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None,
+                form: Form | None = None) -> dict[str, Weight]:
+    """Load the text model with its matrices in their quantized form, stacks of experts as one matrix for each, as
+    `form` has it; without one, for the CPU's compiled kernels.
 
-    Everything else, the convolutions included, is float32. Value heads stay in the file's order (`GdnSpec.tiled`),
-    because reordering the columns of a matrix would cut its blocks. Memory stays near the size of the result.
+    Convolutions, and matrices of types that the form does not serve, are of its dtype, all else float32. Value heads
+    stay in the file's order (`GdnSpec.tiled`), because reordering the columns of a matrix would cut its blocks. Memory
+    stays near the size of the result.
     `progress` and errors as `load_gguf`.
     """
     sources = list(plan_gguf(source, config))
     _check_complete(source, config, expected_tensors(config), sources)
-    total, done, arena = sum(part.stored.nbytes for part in sources), 0, Arena()
+    total, done, kept = sum(part.stored.nbytes for part in sources), 0, form or host_form()
     tensors: dict[str, Weight] = {}
+    _report_plain(sources, kept)
 
     def read(part: GgufSource) -> dict[str, Weight]:
-        return dict(_pack(part, config, arena) if _is_matrix(part) else _floats(part, config))
+        return dict(_pack(part, config, kept) if _is_matrix(part) else _floats(part, config, kept))
 
     with ThreadPoolExecutor(available_cores()) as pool:
         for part, found in zip(sources, pool.map(read, sources), strict=True):
@@ -119,10 +122,10 @@ def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType,
     """The tensors of a multi-token-prediction head from `plan_gguf_head`: matrices dequantized to `dtype`, on `device`,
     or with `packed` as they are, as `load_packed` keeps the trunk's. Logs a warning where they have few bits."""
     _warn_few_bits(sources)
-    tensors, arena = dict[str, Weight](), Arena()
+    tensors, form = dict[str, Weight](), host_form()
     for part in sources:
         if packed:
-            tensors |= _pack(part, config, arena) if _is_matrix(part) else _floats(part, config)
+            tensors |= _pack(part, config, form) if _is_matrix(part) else _floats(part, config, form)
         else:
             tensors |= {name: tensor.contiguous().to(device) for name, tensor in read_gguf(part, config, dtype)}
     return tensors
@@ -162,15 +165,33 @@ def _is_matrix(part: GgufSource) -> bool:
     return all(len(shape) > 1 for shape in part.shapes) and not part.place.form.changes
 
 
-def _pack(part: GgufSource, config: ModelConfig, arena: Arena) -> Iterator[tuple[str, Weight]]:
+def _report_plain(sources: list[GgufSource], form: Form) -> None:
+    """One line about the matrices that do not stay quantized."""
+    counts = Counter(part.stored.type.name for part in sources if _is_matrix(part)
+                     and part.stored.type.weights > 1 and not form.serves(part.stored.type.name, part.stored.shape[-1]))
+    if counts:
+        logger.warning("%d quantized matrices have no kernel on %s and become plain numbers: %s", counts.total(),
+                       form.device, ", ".join(f"{name} ({count})" for name, count in counts.items()))
+
+
+def _pack(part: GgufSource, config: ModelConfig, form: Form) -> Iterator[tuple[str, Weight]]:
     stored = part.stored
     row_bytes, columns = stored.type.size(stored.shape[-1]), stored.shape[-1]
     found: dict[str, list[Block]] = {name: [] for name in part.place.names}
     for first, name, rows in _matrices(part):
         read = _reader(stored, first * row_bytes, row_bytes, part.place.form.rows(rows, config))
-        found[name].append(pack_rows(stored.type.name, stored.type.id, rows, columns, row_bytes, read, arena))
+        found[name].append(_packed(stored, rows, columns, row_bytes, read, form))
     for name, shape in zip(part.place.names, part.shapes, strict=True):
         yield name, found[name][0] if len(shape) == 2 else tuple(found[name])
+
+
+def _packed(stored: GgufTensor, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Bytes],
+            form: Form) -> Block:
+    if form.serves(stored.type.name, columns):
+        return form.pack(stored.type.name, stored.type.id, rows, columns, row_bytes, read)
+    plain = torch.empty(rows, columns, dtype=form.dtype)
+    fill(plain, stored.type, read)
+    return plain.to(form.device)
 
 
 def _matrices(part: GgufSource) -> Iterator[tuple[int, str, int]]:
@@ -190,11 +211,13 @@ def _reader(stored: GgufTensor, start: int, row_bytes: int, order: torch.Tensor 
     return lambda offset, count: rows[offset:offset + count]
 
 
-def _floats(part: GgufSource, config: ModelConfig) -> Iterator[tuple[str, Weight]]:
+def _floats(part: GgufSource, config: ModelConfig, form: Form) -> Iterator[tuple[str, Weight]]:
     tensor = torch.empty(part.stored.shape)
     fill(tensor, part.stored.type, part.stored.read)
     try:
-        yield part.place.names[0], part.place.form.decode(tensor, config)
+        name, ours = part.place.names[0], part.place.form.decode(tensor, config)
+        kept = form.dtype if tensor_dtype(name, "bfloat16") == "bfloat16" else torch.float32
+        yield name, ours.to(form.device, kept)
     except ModelError as error:
         raise ModelError(f"{part.stored.path}: tensor {part.stored.name!r}: {error}") from error
 

@@ -83,6 +83,23 @@ DEVICE uint4 load_shared(u32 p) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
     return v;
 }
+DEVICE uint2 load_shared2(u32 p) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+    return v;
+}
+DEVICE u32 load_shared1(u32 p) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+    return v;
+}
+DEVICE u32 load_shared_half(u32 p) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p) : "memory");
+    return v;
+}
+// Of the warps that multiply.
+DEVICE void meet_eight_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 // A copy to shared memory that nobody waits for before `await_copies`.
 template <int BYTES> DEVICE void copy_async(u32 to, const void *from) {
     if constexpr (BYTES == 16)  // past the first-level cache
@@ -132,6 +149,38 @@ DEVICE void bulk_copy(u32, const void *, int, u32, u64) {}
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// The same with eight rows of the first matrix; the other eight are whatever lies in registers, and so are their products.
+DEVICE void multiply_eight(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+    asm("{ .reg .b32 p, q; mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,p,%5,q}, {%6,%7}, {%0,%1,%2,%3}; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a2), "r"(b0), "r"(b1));
+}
+// Both without what was there.
+DEVICE void multiply_first(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
+}
+DEVICE void multiply_first(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+    asm("{ .reg .b32 p, q; mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,p,%5,q}, {%6,%7}, {%8,%8,%8,%8}; }"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
+}
+// x & mask | bits in one instruction.
+DEVICE u32 select(u32 x, u32 mask, u32 bits) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
+    return r;
+}
+// Two bfloat16 numbers and two others, where the sums need no rounding.
+DEVICE u32 add_pairs(u32 x, u32 y) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x3f803f80u), "r"(y));
+    return r;
+}
+DEVICE float half_of(u32 x) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(u16(x)));
+    return r;
 }
 // N consecutive numbers at once: N is 2, 4 or 8.
 template <int N> DEVICE void load_all(float (&v)[N], const float *p) {

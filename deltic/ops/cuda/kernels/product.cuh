@@ -20,11 +20,13 @@ struct Product {
     int slots;         // of the ring, at least 2
     int stride;
 };
-enum { kStore, kAdd, kGate };
 
 // HEAD: columns of a value head, whose outputs are normed and gated first as in gdn.cuh, squares by slices of SLICE; 0: not.
-template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> struct Multiplier {
-    static constexpr int WARPS = 8, HALVES = MANY ? 2 : 1, PIECES = K / 64, WIDEST = 1024;
+template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE>
+struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, false> {
+    using Base = Input<Product, K, NORM, HEAD, SLICE, false>;
+    using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
+    static constexpr int HALVES = MANY ? 2 : 1, PIECES = K / 64, WIDEST = 1024;
     static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
                          LOADS = SEGMENT > 512 ? 4 : 2;
     // a unit that is one segment is copied at once; other rows lie 64 bytes further apart than they are long, so that two
@@ -32,18 +34,15 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> s
     static constexpr bool JOINED = SEGMENTS == 1;
     static constexpr int LINE = SEGMENT * 2 + (JOINED ? 0 : 64), SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
     static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // of a segment
-    const Product &a;
-    int warp, lane, tid, count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x
+    int count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x
     u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
-    char *ring, *xs;          // [slots, ROWS, LINE]; [K / 32, T, 64 bytes]
-    float *squares, *partial; // [WARPS, 16]; [2, group, WARPS, T, 8]
+    char *ring;               // [slots, ROWS, LINE]
+    float *partial;           // [2, group, WARPS, T, 8]
     float old = 0;
     bool odd;
 
-    DEVICE Multiplier(const Product &args, char *shared) : a(args) {
-        tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+    DEVICE Multiplier(const Product &args, char *shared) : Base(args, (float *)(shared + 512)) {
         count = a.whole + (blockIdx.x < a.rest);
-        squares = (float *)(shared + 512);
         ring = shared + 1024;
         xs = ring + a.slots * SLOT;
         partial = (float *)(xs + K * 2 * a.tokens);
@@ -90,86 +89,6 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> s
             else segment = 0, from += step - (SEGMENTS - 1) * (SEGMENT * 2);
         }
         if (first == total) __syncthreads();
-    }
-    static DEVICE void meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-    DEVICE char *place(int column, int token) const {
-        return xs + (column / 32 * a.tokens + token) * 64 + column % 32 * 2;
-    }
-    // x into shared memory; with a norm, times its scale: what is the same for a whole token is multiplied at the end.
-    template <int N> DEVICE void stage_normalised(int token) {
-        constexpr int PASSES = (K + 1023) / 1024;
-        float4 v[PASSES][N];
-#pragma unroll
-        for (int p = 0; p < PASSES; ++p)
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const int k = p * 1024 + tid * 4;
-                v[p][n] = k < K && token + n < a.tokens ? load4((const float *)a.x + i64(token + n) * K + k)
-                                                        : make_float4(0, 0, 0, 0);
-            }
-        float sum[N];
-#pragma unroll
-        for (int p = 0; p < PASSES; ++p) {
-            const int k = p * 1024 + tid * 4;
-            const float4 s = k < K ? __ldg((const float4 *)(a.scale + k)) : make_float4(0, 0, 0, 0);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const float4 f = v[p][n];
-                sum[n] = __fmaf_rn(f.x, f.x, __fmaf_rn(f.y, f.y, __fmaf_rn(f.z, f.z, __fmaf_rn(f.w, f.w, p ? sum[n] : 0.f))));
-                if (k < K && token + n < a.tokens)
-                    *(uint2 *)place(k, token + n) = make_uint2(narrow2(f.x * s.x, f.y * s.y), narrow2(f.z * s.z, f.w * s.w));
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const float all = warp_sum(sum[n]);
-            if (lane == 0 && token + n < a.tokens) squares[warp * 16 + token + n] = all;
-        }
-    }
-    // Eight columns of a thread, which have their squares from the threads that have the head's others.
-    DEVICE void stage_heads(int token) {
-        for (int first = 0; first < K; first += 2048) {
-            const int k = first + tid * 8, place_k = min(k, K - 8);
-            float v[8], z[8], scale[8], square[8], mean = 0;
-            load_all<8>(v, (const float *)a.x + i64(token) * K + place_k);
-            load_all<8>(z, a.gate + i64(token) * a.stride + place_k);
-            load_all<8>(scale, a.scale + place_k % HEAD);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) square[j] = __fmul_rn(v[j], v[j]);
-#pragma unroll
-            for (int other = SLICE / 16; other; other >>= 1)
-#pragma unroll
-                for (int j = 0; j < 8; ++j) square[j] += __shfl_xor_sync(~0u, square[j], other);
-#pragma unroll
-            for (int other = 4; other; other >>= 1)
-#pragma unroll
-                for (int j = 0; j < other; ++j) square[j] += square[j + other];
-#pragma unroll
-            for (int i = 0; i < HEAD / SLICE; ++i) mean += __shfl_sync(~0u, square[0], i * (SLICE / 8), HEAD / 8);
-            const float factor = rsqrtf(mean / HEAD + a.eps);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = v[j] * factor * scale[j] * silu(z[j]);
-            if (k < K)
-                *(uint4 *)place(k, token) = make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]),
-                                                       narrow2(v[6], v[7]));
-        }
-    }
-    DEVICE void stage() {
-        if constexpr (HEAD > 0) {
-            for (int token = 0; token < a.tokens; ++token) stage_heads(token);
-        } else if constexpr (NORM) {
-            constexpr int N = K > 2048 ? 2 : 4;
-            if (a.tokens == 1) stage_normalised<1>(0);
-            else
-                for (int token = 0; token < a.tokens; token += N) stage_normalised<N>(token);
-        } else {
-#pragma unroll 4
-            for (int e = tid; e < a.tokens * (K / 8); e += 256) {
-                const int token = e / (K / 8);
-                *(uint4 *)place((e - token * (K / 8)) * 8, token) = load8((const u16 *)a.x + i64(e) * 8);
-            }
-        }
-        meet();
     }
     // Whether a lane's load j of a segment exists: pieces of 64 columns go round the warps, each is two loads.
     DEVICE bool exists(int segment, int j) const {
@@ -262,12 +181,6 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> s
             }
         }
     }
-    DEVICE float factor(int token) const {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) sum += squares[i * 16 + token];
-        return rsqrtf(sum / K + a.eps);
-    }
     DEVICE float sum(const float *from, int token, int n) const {
         float v = 0;
 #pragma unroll
@@ -288,7 +201,7 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> s
             const float *part = from + slot * (WARPS * 8) * a.tokens;
             if (OUT == kAdd && (i || o != tid) && column < a.rows)
                 old = load((const float *)a.y + i64(token) * a.rows + column);
-            const float f = NORM ? factor(token) : 1.f, v = sum(part, token, n) * f;
+            const float f = NORM ? this->factor(token) : 1.f, v = sum(part, token, n) * f;
             if constexpr (OUT == kGate)
                 ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(v) * (sum(part, token, n + WIDTH) * f));
             else if (column < a.rows)
@@ -303,7 +216,7 @@ template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> s
             const int units = min(a.group, count - i);
             float *to = partial + turn * a.group * each;
             multiply_units(units, to, held);
-            meet();
+            this->meet();
             finish(i, units, to);
         }
     }

@@ -8,20 +8,24 @@ struct Enter {
     float *residual, *turns;     // [T, H], [T, rotary]
     int hidden, rotary, tokens;
 };
+// A token's rotary table.
+DEVICE void turn(const Enter &a, int token) {
+    const int half = a.rotary / 2;
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        const float angle = float(a.positions[a.axes[i] * a.tokens + token]) * a.frequencies[i];
+        a.turns[token * a.rotary + i] = cosf(angle);
+        a.turns[token * a.rotary + half + i] = sinf(angle);
+    }
+}
 // Embeddings and rotary tables.
 DEVICE void enter(const Enter &a) {
     launch_dependents();
     wait();
-    const int half = a.rotary / 2;
     for (int token = blockIdx.x; token < a.tokens; token += gridDim.x) {
         const u16 *from = a.embedding + a.ids[token] * a.hidden;
         for (int i = threadIdx.x; i < a.hidden; i += blockDim.x)
             a.residual[i64(token) * a.hidden + i] = wide(__ldg(from + i));
-        for (int i = threadIdx.x; i < half; i += blockDim.x) {
-            const float angle = float(a.positions[a.axes[i] * a.tokens + token]) * a.frequencies[i];
-            a.turns[token * a.rotary + i] = cosf(angle);
-            a.turns[token * a.rotary + half + i] = sinf(angle);
-        }
+        turn(a, token);
     }
 }
 

@@ -1,0 +1,286 @@
+"""Quantized matrices as the GPU's kernels read them: tiles of 8 rows and 256 columns, made of GGUF blocks on any
+device.
+
+Nothing is rounded: a tile has the codes and scales of its blocks, in another order (kernels/packed.cuh). A warp reads
+it so that lane l has of row l // 4, and of each 16 columns, the four from l % 4 * 4 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from deltic.ops.qtensor import Form, QTensor
+
+ROWS, COLUMNS = 8, 256
+"""Of a tile."""
+_PIECE: Final = 1 << 24
+"""Weights that are packed at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A form of tiles: its number and the bytes of a tile, as in kernels/packed.cuh."""
+
+    number: int
+    nbytes: int
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "Q8_0": Kind(0, 2176), "Q4_K": Kind(1, 1184), "Q6_K": Kind(2, 1680), "Q5_K": Kind(3, 1696), "BF16": Kind(4, 4096)}
+_AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
+"""Types that are Q8_0 with smaller codes."""
+_IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def form(device: str | torch.device) -> Form:
+    """Of models on that GPU."""
+    return Form(partial(pack_tiles, device=device), serves, torch.bfloat16, torch.device(device))
+
+
+def serves(type: str, columns: int) -> bool:
+    """Whether a matrix of this GGUF type and with rows of so many columns can stay packed."""
+    return columns % COLUMNS == 0 and (type in KINDS or type in _AS_BYTES) and type != "BF16"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles(QTensor):
+    """A matrix on a GPU (or, for tests, elsewhere). type: a name in KINDS. data: [units of 8 rows, bytes]; rows that
+    fill the last unit up are zeros. matrix: None."""
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.type]
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return _numbers(self.type, self.data[ids // ROWS], self.columns)[torch.arange(len(ids)), ids % ROWS]
+
+    def dequantize(self) -> Tensor:
+        return _numbers(self.type, self.data, self.columns).flatten(0, 1)[:self.rows]
+
+    def first(self, rows: int) -> Tiles:
+        return replace(self, rows=rows, data=self.data[:-(-rows // ROWS)])
+
+    def halves(self) -> tuple[Tiles, Tiles]:
+        """The rows of both, where they fill units."""
+        one, other = self.data.chunk(2)
+        return replace(self, rows=self.rows // 2, data=one), replace(self, rows=self.rows // 2, data=other)
+
+    def joined(self, other: QTensor) -> QTensor | None:
+        if not isinstance(other, Tiles) or self.type != other.type or self.rows % ROWS:
+            return None
+        return replace(self, rows=self.rows + other.rows, data=torch.cat((self.data, other.data)))
+
+
+def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],
+               device: str | torch.device) -> Tiles:
+    """As `qtensor.pack_rows`, on `device`; the type is one that is served, or BF16."""
+    del number
+    kept = "Q8_0" if type in _AS_BYTES else type
+    units = -(-rows // ROWS)
+    data = torch.empty(units, columns // COLUMNS * KINDS[kept].nbytes, dtype=torch.uint8, device=device)
+    step = max(ROWS, _PIECE // columns // ROWS * ROWS)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        raw = torch.as_tensor(read(first * row_bytes, count * row_bytes)).to(device).view(count, row_bytes)
+        if count % ROWS:
+            raw = torch.cat((raw, raw.new_zeros(-count % ROWS, row_bytes)))
+        tiles = _PACK[kept](_as_bytes(type, raw) if type in _AS_BYTES else raw)
+        data[first // ROWS:first // ROWS + len(tiles)] = tiles
+    return Tiles(kept, rows, columns, data, None)
+
+
+def tiles_of(weight: Tensor) -> Tiles:
+    """Of a bfloat16 matrix."""
+    raw = weight.contiguous().view(torch.uint8)
+    rows, width = raw.shape
+    return pack_tiles("BF16", 0, rows, width // 2, width, lambda start, count: raw.view(-1)[start:start + count],
+                      weight.device)
+
+
+def _lanes(codes: Tensor) -> Tensor:
+    """[rows, columns] -> [units, tiles, 8 rows, 8 groups of 32, 2 halves, 4 lanes, 4 columns]."""
+    return codes.view(-1, ROWS, codes.shape[1] // COLUMNS, 8, 2, 4, 4).transpose(1, 2)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    """Parts of tiles [units, tiles, ...] of any type -> bytes [units, tiles * bytes]."""
+    return torch.cat([part.contiguous().view(torch.uint8).flatten(2) for part in parts], 2).flatten(1)
+
+
+def _scales(values: Tensor) -> Tensor:
+    """[rows, tiles, n] -> [units, tiles, 8, n]."""
+    return values.view(-1, ROWS, *values.shape[1:]).transpose(1, 2)
+
+
+def _words(words: Tensor) -> Tensor:
+    """Words of the lanes [units, tiles, rows, 4 lanes, n] -> in the order in which lanes read four of them."""
+    found: Tensor = words.unflatten(-1, (-1, 4)).permute(0, 1, 4, 2, 3, 5)
+    return found
+
+
+def _unwords(data: Tensor, count: int) -> Tensor:
+    """The inverse: bytes [units, tiles, bytes] -> int32 [units, tiles, 8, 4, count]."""
+    words = data[..., :128 * count].contiguous().view(torch.int32)
+    found: Tensor = words.unflatten(-1, (count // 4, ROWS, 4, 4)).permute(0, 1, 3, 4, 2, 5).flatten(4)
+    return found
+
+
+# Q8_0
+
+_BYTE_ORDER: Final = [0, 2, 1, 3]
+"""Of four columns: so two and two of them lie 16 bits apart."""
+
+
+def _as_bytes(type: str, raw: Tensor) -> Tensor:
+    """Blocks of Q4_0, Q5_0 or IQ4_NL [rows, bytes] as blocks of Q8_0."""
+    blocks = raw.unflatten(1, (-1, 22 if type == "Q5_0" else 18))
+    low, high = blocks[..., -16:] & 15, blocks[..., -16:] >> 4
+    codes = torch.cat((low, high), -1).to(torch.int16)
+    if type == "IQ4_NL":
+        codes = torch.tensor(_IQ4_NL, dtype=torch.int16, device=raw.device)[codes.long()]
+    elif type == "Q4_0":
+        codes = codes - 8
+    else:
+        bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=raw.device) & 1
+        codes = (codes | bits.flatten(-2).to(torch.int16) << 4) - 16
+    return torch.cat((blocks[..., :2], codes.to(torch.int8).view(torch.uint8)), -1).flatten(1)
+
+
+def _pack_q8_0(raw: Tensor) -> Tensor:
+    blocks = raw.unflatten(1, (-1, 34))
+    lanes = _lanes(blocks[..., 2:].reshape(len(raw), -1))[..., _BYTE_ORDER]
+    words = lanes.permute(0, 1, 2, 5, 3, 4, 6).contiguous().view(torch.int32).flatten(4)
+    return _join([_words(words), _scales(blocks[..., :2].reshape(len(raw), -1, 16))])
+
+
+def _q8_0(data: Tensor) -> Tensor:
+    words = _unwords(data, 16).contiguous().view(torch.int8).unflatten(-1, (8, 2, 4))[..., _BYTE_ORDER]
+    return _scaled(words.permute(0, 1, 2, 4, 5, 3, 6), _halves(data[..., 2048:]).view(*data.shape[:2], ROWS, 8))
+
+
+# Types of 256
+
+
+def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and minima out of 12 bytes, as `weights.gguf.blocks` says."""
+    scales, minima, low = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    return (torch.cat((scales & 63, low & 15 | scales >> 6 << 4), -1),
+            torch.cat((minima & 63, low >> 4 | minima >> 6 << 4), -1))
+
+
+def _fields(packed: Tensor, bits: int, run: int) -> Tensor:
+    """Fields of 1, 2 or 4 bits [..., bytes] -> [..., bytes * 8 / bits]; of every `run` bytes the lowest come first."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
+    found: Tensor = (packed.unflatten(-1, (-1, 1, run)) >> shifts & (1 << bits) - 1).flatten(-3)
+    return found
+
+
+def _affine(blocks: Tensor) -> list[Tensor]:
+    """The scales of tiles of Q4_K and Q5_K."""
+    scales, minima = _six_bits(blocks[..., 4:16])
+    return [_scales(scales), _scales(minima), _scales(blocks[..., :4])]
+
+
+def _pack_q4_k(raw: Tensor) -> Tensor:
+    blocks = raw.unflatten(1, (-1, 144))
+    lanes = _lanes(_fields(blocks[..., 16:], 4, 32).flatten(1)).to(torch.int32)
+    words = (lanes << _shifts(raw.device)).sum((4, 6), dtype=torch.int32).transpose(3, 4)
+    return _join([_words(words << 3 | words >> 29 & 7), *_affine(blocks)])
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """Of the codes of a word of Q4_K, [2 halves, 1, 4 columns]: neighbours lie 16 bits apart."""
+    return torch.tensor([[0, 16, 4, 20], [8, 24, 12, 28]], dtype=torch.int32, device=device)[:, None]
+
+
+def _q4_k(data: Tensor) -> Tensor:
+    words = _unwords(data, 8)
+    words = words << 29 | words >> 3 & 0x1fffffff
+    return _affinely(words.transpose(3, 4)[..., None, :, None] >> _shifts(data.device) & 15, data[..., 1024:])
+
+
+def _six_bit_words(codes: Tensor) -> Tensor:
+    """Codes of up to six bits [rows, columns] in three words for 16 of a lane's."""
+    lanes = _lanes(codes).to(torch.int32).unflatten(3, (4, 2)).unflatten(-1, (2, 2))
+    # [units, tiles, rows, lanes, 4 chunks, 8 pairs, 2 in a pair]
+    pairs = lanes.permute(0, 1, 2, 6, 3, 4, 5, 7, 8).flatten(5, 7)
+    p = [pairs[..., i, :] for i in range(8)]
+    halves = torch.stack((p[0] | p[1] << 6 | (p[6] & 15) << 12, p[2] | p[3] << 6 | (p[7] & 15) << 12,
+                          p[4] | p[5] << 6 | p[6] >> 4 << 12 | p[7] >> 4 << 14), -2)
+    return _words((halves[..., 0] | halves[..., 1] << 16).flatten(4))
+
+
+def _six_bit_codes(data: Tensor) -> Tensor:
+    """The inverse: [units, tiles, rows, 8 groups, 2 halves, 4 lanes, 4 columns]."""
+    x, y, z = (word[..., None] >> torch.tensor([0, 16], dtype=torch.int32, device=data.device) & 0xffff
+               for word in _unwords(data, 12).unflatten(-1, (4, 3)).unbind(-1))
+    pairs = torch.stack((x & 63, x >> 6 & 63, y & 63, y >> 6 & 63, z & 63, z >> 6 & 63,
+                         x >> 12 | z >> 8 & 48, y >> 12 | z >> 10 & 48), -2)
+    found: Tensor = pairs.unflatten(-2, (2, 2, 2)).permute(0, 1, 2, 4, 5, 6, 3, 7, 8).flatten(-2).flatten(3, 4)
+    return found
+
+
+def _pack_q5_k(raw: Tensor) -> Tensor:
+    blocks = raw.unflatten(1, (-1, 176))
+    codes = _fields(blocks[..., 48:], 4, 32) | _fields(blocks[..., 16:48], 1, 32) << 4
+    return _join([_six_bit_words(codes.flatten(1)), *_affine(blocks)])
+
+
+def _q5_k(data: Tensor) -> Tensor:
+    return _affinely(_six_bit_codes(data), data[..., 1536:])
+
+
+def _pack_q6_k(raw: Tensor) -> Tensor:
+    blocks = raw.unflatten(1, (-1, 210))
+    codes = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
+    return _join([_six_bit_words(codes.flatten(1)), _scales(blocks[..., 192:208] ^ 128), _scales(blocks[..., 208:])])
+
+
+def _q6_k(data: Tensor) -> Tensor:
+    scales = (data[..., 1536:1664].float() - 128).unflatten(-1, (ROWS, 16)) * _halves(data[..., 1664:])[..., None]
+    return _scaled((_six_bit_codes(data) - 32).flatten(3, 4), scales, 16)
+
+
+def _pack_bf16(raw: Tensor) -> Tensor:
+    return _join([_lanes(raw.view(torch.int16)).permute(0, 1, 3, 2, 5, 4, 6)])
+
+
+def _bf16(data: Tensor) -> Tensor:
+    lanes = data.contiguous().view(torch.bfloat16).unflatten(-1, (8, ROWS, 4, 2, 4))
+    found: Tensor = lanes.permute(0, 1, 3, 2, 5, 4, 6).float()
+    return found
+
+
+def _halves(data: Tensor) -> Tensor:
+    return data.contiguous().view(torch.float16).float()
+
+
+def _scaled(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:
+    """codes [units, tiles, rows, ...], scales [units, tiles, rows, 256 / group]."""
+    found: Tensor = codes.float().flatten(3).unflatten(3, (-1, group)) * scales[..., None]
+    return found
+
+
+def _affinely(codes: Tensor, scales: Tensor) -> Tensor:
+    factor, minimum = (scales[..., at:at + 64].float().unflatten(-1, (ROWS, 8)) for at in (0, 64))
+    units = _halves(scales[..., 128:]).unflatten(-1, (ROWS, 2))
+    found: Tensor = _scaled(codes, factor * units[..., :1]) - (minimum * units[..., 1:])[..., None]
+    return found
+
+
+def _numbers(type: str, data: Tensor, columns: int) -> Tensor:
+    """Units [n, bytes] -> float32 [n, 8, columns]."""
+    tiles = _UNPACK[type](data.unflatten(1, (columns // COLUMNS, -1)))
+    return tiles.flatten(3).transpose(1, 2).flatten(2)
+
+
+_PACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "Q8_0": _pack_q8_0, "Q4_K": _pack_q4_k, "Q6_K": _pack_q6_k, "Q5_K": _pack_q5_k, "BF16": _pack_bf16}
+_UNPACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "Q5_K": _q5_k, "BF16": _bf16}

@@ -1,0 +1,211 @@
+"""Quantized weights on the GPU: products against the numbers that the blocks stand for, in float64; steps and whole
+engines against those that have the same weights as plain numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import numbers, odd_shape
+from test_cuda_kernels import HEADS, NAN, error, normed, randn
+from test_cuda_tiles import packed
+from torch import Tensor
+
+import deltic
+from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, RopeConfig
+from deltic.engine.engine import Engine
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
+from deltic.errors import ConfigError
+from deltic.ops.cuda.arguments import Enter
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.packed import PackedMultiply, launch, product_of, unpack
+from deltic.ops.cuda.shapes import ADD, GATE, STORE, Shapes
+from deltic.ops.cuda.step import Step
+from deltic.ops.cuda.tiles import KINDS, Tiles, tiles_of
+from deltic.ops.records import GdnSpec
+from deltic.text.files import read_tokenizer_files
+from deltic.types import Request, SamplingParams
+from deltic.weights.gguf.convert import convert
+from deltic.weights.gguf.tokenizer import TokenizerTexts
+from deltic.weights.hub import ModelFiles
+from deltic.weights.random import random_weights
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+BLOCKS = 24
+"""Few, so that every one has several rounds of units."""
+COLUMNS = (256, 1024, 2560, 9216)
+MIXED = (("Q6_K", 343), ("Q4_K", 200), ("Q8_0", 5), ("Q5_K", 40))
+
+
+def weight_of(parts: tuple[tuple[str, int], ...], columns: int) -> tuple[tuple[Tiles, ...], Tensor]:
+    found = [packed(kind, rows, columns, seed, "cuda") if kind != "BF16" else _plain(rows, columns)
+             for seed, (kind, rows) in enumerate(parts)]
+    return tuple(tiles for tiles, _ in found), torch.cat([numbers.cuda() for _, numbers in found])
+
+
+def _plain(rows: int, columns: int) -> tuple[Tiles, Tensor]:
+    weight = randn(rows, columns, dtype=torch.bfloat16) * 0.02
+    return tiles_of(weight), weight.double()
+
+
+def known() -> list[PackedMultiply]:
+    """All products of these tests."""
+    kinds = [(kind, columns, high) for kind in KINDS for columns in COLUMNS for high in (1, 2)
+             if kind in ("Q4_K", "Q6_K") or (columns, high) == (1024, 2)]
+    found = [PackedMultiply(columns, norm, out, frozenset({kind}), 1, high) for kind, columns, high in kinds
+             for norm, out in ((True, STORE), (False, ADD)) if columns <= 4096 or not norm]
+    found += [PackedMultiply(columns, True, GATE, frozenset({"Q4_K"}), 2, 2) for columns in COLUMNS if columns <= 4096]
+    found += [PackedMultiply(columns, True, STORE, frozenset(kind for kind, _ in MIXED), 4, 2)
+              for columns in (1024, 2560)]
+    return found + [PackedMultiply(spec.values, False, ADD, frozenset({"Q4_K"}), 1, 2, spec.value_dim, 16)
+                    for spec in HEADS[1:]]
+
+
+@pytest.fixture(scope="module")
+def products() -> Module:
+    return Module(Shapes(tuple(known()), None, None, frozenset(KINDS)).source(), torch.device("cuda"))
+
+
+def multiply(module: Module, parts: tuple[Tiles, ...], x: Tensor, scale: Tensor | None, y: Tensor, out: int,
+             gate: Tensor | None = None, spec: GdnSpec | None = None) -> None:
+    heads = (spec.value_dim, 16) if spec else (0, 0)
+    product = product_of(parts, scale is not None and not spec, out, BLOCKS, *heads)
+    assert len(x) <= product.most
+    launch(module, product, parts, len(x), BLOCKS, x=x, scale=scale, y=y, eps=1e-6,
+           gate=None if gate is None else gate.data_ptr(), stride=0 if gate is None else gate.stride(0))
+    torch.cuda.synchronize()
+
+
+def tokens_of(columns: int) -> list[int]:
+    return [tokens for tokens in (1, 2, 3, 7, 8, 9, 15, 16) if tokens * columns * 2 <= 132 << 10]
+
+
+def check_store(products: Module, parts: tuple[Tiles, ...], weight: Tensor) -> None:
+    """A token's sums are the numbers' and depend on nothing else."""
+    rows, columns = weight.shape
+    x, scale = randn(16, columns, seed=1) * 3, randn(columns, seed=2) * 0.1 + 1
+    alone = torch.full((16, rows), NAN, device="cuda")
+    for token in range(16):
+        multiply(products, parts, x[token:token + 1], scale, alone[token:token + 1], STORE)
+    wanted = ((x * scale).bfloat16().double() * (x.double().square().mean(-1, True) + 1e-6).rsqrt()) @ weight.t()
+    assert error(alone, wanted) < 2e-5
+    for tokens in tokens_of(columns):
+        y = torch.full((tokens, rows), NAN, device="cuda")
+        multiply(products, parts, x[:tokens], scale, y, STORE)
+        assert torch.equal(y, alone[:tokens]), tokens
+
+
+@pytest.mark.parametrize("rows", [1003, 150])
+@pytest.mark.parametrize(("kind", "columns"), [(kind, columns) for kind in KINDS for columns in COLUMNS
+                                               if kind in ("Q4_K", "Q6_K") or columns == 1024])
+def test_products(products: Module, kind: str, columns: int, rows: int) -> None:
+    if rows < 8 * BLOCKS and kind not in ("Q4_K", "Q6_K"):
+        rows = 8 * BLOCKS + 13  # so that one unit is alone
+    parts, weight = weight_of(((kind, rows),), columns)
+    if columns <= 4096:
+        check_store(products, parts, weight)
+    for tokens in tokens_of(columns):
+        x, old = randn(tokens, columns, seed=4, dtype=torch.bfloat16), randn(tokens, rows, seed=5)
+        y = old.clone()
+        multiply(products, parts, x, None, y, ADD)
+        assert error(y, old.double() + x.double() @ weight.t()) < 2e-5
+    assert torch.equal(unpack(products, parts), weight.float().bfloat16())
+
+
+@pytest.mark.parametrize("columns", [1024, 2560])
+def test_parts_of_several_kinds(products: Module, columns: int) -> None:
+    check_store(products, *weight_of(MIXED, columns))
+
+
+@pytest.mark.parametrize("columns", [256, 1024, 2560])
+def test_gated_products(products: Module, columns: int) -> None:
+    parts, weight = weight_of((("Q4_K", 600), ("Q4_K", 600)), columns)
+    for tokens in (1, 5, 16):
+        x, scale = randn(tokens, columns, seed=1), randn(columns, seed=2) * 0.1 + 1
+        y = torch.full((tokens, 600), NAN, device="cuda", dtype=torch.bfloat16)
+        multiply(products, parts, x, scale, y, GATE)
+        normalised = x.double() * (x.double().square().mean(-1, True) + 1e-6).rsqrt() * scale.double()
+        gate, up = (normalised @ weight.t()).chunk(2, -1)
+        assert error(y, gate * gate.sigmoid() * up) < 5e-3
+
+
+@pytest.mark.parametrize("spec", HEADS[1:], ids=lambda spec: str(spec.values))
+def test_products_of_heads(products: Module, spec: GdnSpec) -> None:
+    parts, weight = weight_of((("Q4_K", 1003),), spec.values)
+    core, gates = randn(2, spec.values, seed=1), randn(2, spec.values + 60, seed=2)[:, 8:8 + spec.values]
+    norm, old = randn(spec.value_dim, seed=3) * 0.1 + 1, randn(2, 1003, seed=5)
+    y = old.clone()
+    multiply(products, parts, core, norm, y, ADD, gates, spec)
+    assert error(y, old.double() + normed(core.double(), gates.double(), spec, norm.double()) @ weight.t()) < 4e-3
+    multiply(products, parts, core[:1], norm, old[:1], ADD, gates, spec)
+    assert torch.equal(old[0], y[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings(products: Module, kind: str) -> None:
+    (tiles,), weight = weight_of(((kind, 1003),), 512)
+    ids = torch.tensor([1002, 0, 77], device="cuda")
+    residual, turns = torch.full((3, 512), NAN, device="cuda"), torch.zeros(3, 8, device="cuda")
+    products.launch(f"k_enter_{kind.lower()}", (BLOCKS,), 256, Enter(
+        ids=ids, positions=torch.zeros(3, 3, dtype=torch.int64, device="cuda"), embedding=tiles.data,
+        frequencies=torch.ones(4, device="cuda"), axes=torch.zeros(4, dtype=torch.int64, device="cuda"),
+        residual=residual, turns=turns, hidden=512, rotary=8, tokens=3))
+    assert error(residual, weight[ids]) < 1e-6
+    assert torch.equal(tiles.lookup(ids).double(), residual.double()) or error(tiles.lookup(ids), residual) < 1e-6
+
+
+# Whole engines
+
+SHAPE = odd_shape(vocab_size=3072, hidden_size=256, intermediate_size=768, num_attention_heads=4, head_dim=64,
+                  num_hidden_layers=4, linear=LinearConfig(4, 8, 32, 32, 4), rope=RopeConfig(1e4, 16, (3, 3, 2)),
+                  layer_types=("linear_attention", "full_attention", "linear_attention", "linear_attention"),
+                  dtype="bfloat16")
+
+
+def options(**changes: object) -> EngineConfig:
+    return EngineConfig(**{"device": "cuda", "dtype": "bfloat16", "memory": "64MiB", "max_batch": 20,  # type: ignore
+                           "max_context": 512, "speculate": "off", **changes})
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place, tiny = tmp_path_factory.mktemp("gguf"), Path(deltic.__file__).parent / "models" / "tiny"
+    save_file(random_weights(SHAPE, "float32", initializer_range=0.08), place / "model.safetensors")
+    texts = read_tokenizer_files(tiny)
+    convert(ModelFiles(place, SHAPE, GenerationDefaults(eos_token_ids=(3065,))),
+            TokenizerTexts(texts.tokenizer, texts.special_tokens, texts.templates), "small", place / "m.gguf", "Q4_K_M")
+    return place / "m.gguf"
+
+
+def answers(runtime: Runtime, count: int) -> list[list[int]]:
+    engine = Engine(runtime)
+    found: dict[str, list[int]] = {str(index): [] for index in range(count)}
+    for index in range(count):
+        engine.add(Request(str(index), numbers(index, 40 + index, 3000), SamplingParams(
+            temperature=0.0, max_tokens=24, ignore_eos=True)))
+    while engine.has_work:
+        for event in engine.step():
+            found[event.request] += [] if event.token is None else [event.token]
+    return list(found.values())
+
+
+def test_a_file_stays_quantized(file: Path) -> None:
+    packed, plain = load(str(file), options()), load(str(file), options(packed_weights="off"))
+    assert isinstance(packed.step, Step) and isinstance(plain.step, Step)
+    kinds = packed.decoder.weight_kinds()
+    assert {"Q4_K", "Q6_K"} <= {*kinds} and packed.decoder.weight_bytes() < 0.4 * plain.decoder.weight_bytes()
+    alone = answers(packed, 1)[0]
+    together = answers(packed, 16)
+    assert together[0] == alone, "an answer depends on its neighbours"
+    same = [one == other for found, wanted in zip(together, answers(plain, 16), strict=True)
+            for one, other in zip(found[:4], wanted[:4], strict=True)]
+    assert sum(same) > 0.7 * len(same)
+    assert all(len(found) == 24 for found in answers(packed, 20))  # 17 rows and more: plain copies
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="bfloat16"):
+        load(RandomModel(shape=SHAPE), options(quant="q4_k", dtype="float32"))
