@@ -18,6 +18,7 @@ from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner
+from deltic.engine.pictures import Encode
 from deltic.ops import backends
 from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import PAGE
@@ -45,6 +46,7 @@ class Successor:
     cache: HybridCache = field(default_factory=lambda: small_cache(odd_shape()))
     mtp_runner: MtpRunner | None = None
     draft: Model | None = None
+    encode: Encode | None = None
     verifies: bool = False
     steps: int = 0
 
