@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 8
+#define DELTIC_ABI 9
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
@@ -270,6 +270,30 @@ int deltic_mtp_follow(deltic_pool *pool, const deltic_mtp *head, const deltic_ba
 int deltic_mtp_draft(deltic_pool *pool, const deltic_mtp *head, const deltic_batch *batch,
                       const int64_t *counts, int64_t most, const float *slots, const deltic_drawing *drawing,
                       int64_t *tokens);
+
+/* ---- An encoder: layers in which all tokens of a sequence see each other, with norms behind the sums (BERT). */
+
+typedef struct {
+    const float *scale, *shift; /* [hidden] */
+} deltic_layer_norm;
+
+typedef struct {
+    deltic_weight qkv, out, up, down;                             /* rows of qkv: q, k, v of all heads each */
+    const float *qkv_bias, *out_bias, *up_bias, *down_bias;       /* as many as there are rows */
+    deltic_layer_norm attention_norm, output_norm;
+} deltic_encoder_layer;
+
+typedef struct {
+    int64_t hidden, heads, layers;
+    const deltic_encoder_layer *layer;
+    deltic_layer_norm norm;     /* of the embeddings */
+    float eps;
+} deltic_encoder;
+
+/* x [tokens, hidden]: the sum of each token's embeddings before their norm; becomes the last layer's output. Sequence i
+ * has the tokens from starts[i] to starts[i + 1]; starts [sequences + 1] begins with 0 and ascends. What a sequence gets
+ * does not depend on the others. */
+int deltic_encode(deltic_pool *pool, const deltic_encoder *model, const int64_t *starts, int64_t sequences, float *x);
 
 #ifdef __cplusplus
 }

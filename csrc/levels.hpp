@@ -34,7 +34,12 @@ struct Product {
              const float *temperatures, float *values, int64_t *ids, double *log_totals, uint8_t *healthy);            \
     void adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset);        \
     void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,      \
-                  const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);
+                  const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);                      \
+    void full_attention(deltic_pool *pool, const float *qkv, const float *bias, const int64_t *starts,                 \
+                        int64_t sequences, int64_t heads, int64_t head_dim, float *out);                               \
+    void layer_norm(deltic_pool *pool, const float *residual, const float *delta, const float *bias,                   \
+                    const float *scale, const float *shift, float *out, int64_t tokens, int64_t width, float eps);     \
+    void gelu(deltic_pool *pool, float *x, const float *bias, int64_t tokens, int64_t width);
 
 #define DELTIC_DECLARE(level)                                                                                          \
     namespace level {                                                                                                  \
@@ -60,6 +65,9 @@ struct Kernels {
     decltype(&portable::top) top;
     decltype(&portable::adjust) adjust;
     decltype(&portable::draw_any) draw_any;
+    decltype(&portable::full_attention) full_attention;
+    decltype(&portable::layer_norm) layer_norm;
+    decltype(&portable::gelu) gelu;
 };
 
 // Of a level; null if the processor or the build lacks it.

@@ -35,9 +35,14 @@ def overlay(level: str = "auto", threads: int = 1) -> Ops:
 
     level: one of `LEVELS`, or auto, the best. ConfigError if this processor does not have its instructions.
     """
-    absent, pool = missing(), Pool(_number(level), threads)
+    absent, pool = missing(), pool_of(level, threads)
     return replace(TORCH_OPS, **{name: MethodType(kernel, pool) for name, kernel in _KERNELS.items()
                                  if name not in absent})
+
+
+def pool_of(level: str = "auto", threads: int = 1) -> Pool:
+    """Threads at a level of `LEVELS`, or auto, the best. ConfigError if this processor lacks its instructions."""
+    return Pool(_number(level), threads)
 
 
 def _number(level: str) -> int:
@@ -57,6 +62,10 @@ def use_torch_threads(ops: Ops, count: int) -> None:
     """Have torch compute with so many threads beside these ops, or with one where the kernels serve whole steps. (Two
     pools of threads that take turns would spin in each other's way.) Torch keeps such a count for each thread that
     calls it, and takes the last one for threads that have none yet: said before every step, it is this model's."""
-    wanted = 1 if getattr(ops.step, "__func__", None) is step else count
+    torch_threads(1 if getattr(ops.step, "__func__", None) is step else count)
+
+
+def torch_threads(wanted: int) -> None:
+    """Have torch compute with so many threads where this thread calls it."""
     if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)

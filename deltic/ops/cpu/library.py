@@ -22,7 +22,7 @@ from deltic.ops.records import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 8, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 9, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """What the library must say of itself, so that both sides mean the same bytes."""
 _NO_MEMORY = -1
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
@@ -161,6 +161,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
     "deltic_mtp_follow": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _P]),
+    "deltic_encode": (c_int, [_P, _P, _P, _I, _P]),
     "deltic_mtp_draft": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
 }
 
