@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DelticError", "RandomModel", "SamplingParams", "Session", "__version__"]
+__all__ = ["LLM", "DelticError", "Encoder", "RandomModel", "SamplingParams", "Session", "__version__"]
 
 if TYPE_CHECKING:
+    from deltic.encoders.encoder import Encoder
     from deltic.engine.llm import LLM
     from deltic.engine.loading import RandomModel
     from deltic.engine.session import Session
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from deltic.types import SamplingParams
 
 _HOMES = {"LLM": "deltic.engine.llm", "RandomModel": "deltic.engine.loading", "Session": "deltic.engine.session",
-          "DelticError": "deltic.errors", "SamplingParams": "deltic.types"}
+          "DelticError": "deltic.errors", "Encoder": "deltic.encoders.encoder", "SamplingParams": "deltic.types"}
 
 
 def __getattr__(name: str) -> Any:

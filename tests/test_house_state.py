@@ -48,7 +48,7 @@ MADE = {
 SETTINGS = {
     "deltic/cli/doctor/installation.py simplefilter": "until the check is over, in a process of its own",
     "deltic/engine/heap.py mallopt": "where freed memory goes: no results depend on it",
-    "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step sets its own model's",
+    "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step or batch sets its model's",
     "deltic/server/connections.py setrlimit": "a server is a process of its own",
     "deltic/server/listen.py setswitchinterval": "a server is a process of its own, and takes it back",
     "deltic/weights/fingerprint.py setpriority": "of the calling thread alone",

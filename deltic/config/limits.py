@@ -38,6 +38,7 @@ class Limits:
     max_choices: int = _limit(128, "answers that one request may ask for: its prompts times its n")
     max_messages: int = _limit(4096, "messages of a conversation")
     max_pictures: int = _limit(256, "pictures of a conversation", 0)
+    max_texts: int = _limit(10_000, "texts of a request for vectors or scores")
     max_tools: int = _limit(512, "tools of a request")
     max_schema_kib: int = _limit(1024, "KiB of JSON that the tools and schemas of a request may take")
     schema_seconds: float = _limit(5.0, "seconds that a schema or grammar may take to compile", 0.01)

@@ -87,9 +87,10 @@ class Form:
     device: torch.device
 
 
-def host_form() -> Form:
-    """Of the CPU's compiled kernels; matrices of one form lie beside each other."""
-    return Form(partial(pack_rows, arena=Arena()), lambda type, columns: True, torch.float32, torch.device("cpu"))
+def host_form(arena: Arena | None = None) -> Form:
+    """Of the CPU's compiled kernels; matrices of one form lie beside each other, in the arena if one is given."""
+    return Form(partial(pack_rows, arena=arena or Arena()), lambda type, columns: True, torch.float32,
+                torch.device("cpu"))
 
 
 def pack_rows(type: str, number: int, rows: int, columns: int, row_bytes: int, read: Callable[[int, int], Any],

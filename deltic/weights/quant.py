@@ -66,7 +66,7 @@ def quantize_tower(weights: dict[str, Tensor]) -> dict[str, Tensor | QTensor]:
     few, and pictures suffer from fewer bits more than words do."""
     type, form = BY_NAME["Q8_0"], host_form()
     with ThreadPoolExecutor(available_cores()) as pool:
-        return {name: _packed_matrix(name, matrix, type, pool, form)
+        return {name: quantized(name, matrix, type, pool, form)
                 if name.endswith(".weight") and tensor.dim() > 1 and "pos_embed" not in name
                 and (matrix := tensor.flatten(1)).shape[1] % type.weights == 0 else tensor
                 for name, tensor in weights.items()}
@@ -74,11 +74,13 @@ def quantize_tower(weights: dict[str, Tensor]) -> dict[str, Tensor | QTensor]:
 
 def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, form: Form) -> Weight:
     if tensor.dim() == 2:
-        return _packed_matrix(name, tensor.cpu(), type, pool, form)
-    return tuple(_packed_matrix(name, matrix.cpu(), type, pool, form) for matrix in tensor)
+        return quantized(name, tensor.cpu(), type, pool, form)
+    return tuple(quantized(name, matrix.cpu(), type, pool, form) for matrix in tensor)
 
 
-def _packed_matrix(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: Form) -> QTensor:
+def quantized(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: Form) -> QTensor:
+    """A matrix of any float type in blocks of this type. ModelError names it if it has values that these cannot hold.
+    """
     rows, columns = matrix.shape
     row_bytes = type.size(columns)
 

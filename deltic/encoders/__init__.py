@@ -1,0 +1,1 @@
+"""Texts to vectors and scores: encoders of the BERT family, and decoders that embed or judge."""

@@ -1,0 +1,149 @@
+"""One thread that runs a model for many callers: what they ask for at the same time shares batches.
+
+Batches are filled item by item from all that wait, in turn, so that whoever asks for ten thousand texts holds up nobody
+who asks for one by more than the batch that is running.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from deltic.encoders.items import Item, Output, TextModel, Vectors
+from deltic.errors import BusyError, DelticError, UnavailableError
+
+log = logging.getLogger("deltic")
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """Items of one caller, and what came of them. future: done when all are; whoever cancels it wants no more.
+    on_item: called in the batcher's thread for each item that is done."""
+
+    items: Sequence[Item]
+    wanted: frozenset[Output]
+    on_item: Callable[[int], None] | None = None
+    future: Future[list[Vectors]] = field(default_factory=Future)
+    found: list[Vectors | None] = field(default_factory=list)
+    taken: int = 0
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.found, self.left = [None] * len(self.items), len(self.items)
+
+    def put(self, index: int, vectors: Vectors) -> None:
+        self.found[index] = vectors
+        self.left -= 1
+        if self.on_item is not None:
+            self.on_item(1)
+        if not self.left:
+            with suppress(InvalidStateError):  # nobody wants it any more
+                self.future.set_result([each for each in self.found if each is not None])
+
+
+class Batcher:
+    """Runs a model in a thread of its own, which starts with the first job. max_tokens: of all items that wait."""
+
+    def __init__(self, model: TextModel, max_tokens: int) -> None:
+        self._model, self._most = model, max_tokens
+        self._jobs: deque[Job] = deque()
+        self._waiting, self._closed = 0, False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.texts = self.tokens = self.batches = 0
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that are not done."""
+        return self._waiting
+
+    def submit(self, job: Job) -> Job:
+        """Have a job done. BusyError if too much waits already; UnavailableError after `close`."""
+        size = sum(map(len, job.items))
+        with self._changed:
+            if self._closed:
+                raise UnavailableError("the model has been closed: load it anew")
+            if self._waiting and self._waiting + size > self._most:
+                raise BusyError(f"the texts that wait have more than {self._most} tokens (max_live_tokens): try again "
+                                "later")
+            if not job.items:
+                job.future.set_result([])
+                return job
+            self._waiting += size
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="deltic-texts", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return job
+
+    def close(self) -> None:
+        """End the thread after the batch that is running; what waits fails."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while batch := self._next():
+            by_output: dict[frozenset[Output], list[tuple[Job, int]]] = {}
+            for job, index in batch:
+                by_output.setdefault(job.wanted, []).append((job, index))
+            for wanted, places in by_output.items():
+                self._run(places, wanted)
+        for job in self._jobs:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(UnavailableError("the model has been closed"))
+
+    def _run(self, places: Sequence[tuple[Job, int]], wanted: frozenset[Output]) -> None:
+        items = [job.items[index] for job, index in places]
+        try:
+            found = self._model.run(items, wanted)
+        except Exception as error:  # a batch that fails, fails those in it, and nobody else
+            if not isinstance(error, DelticError | MemoryError):
+                log.error("a batch of texts failed", exc_info=error)
+            found = [Vectors(error=str(error) or type(error).__name__)] * len(items)
+        with self._changed:
+            self._waiting -= sum(map(len, items))
+            self.texts, self.tokens, self.batches = (
+                self.texts + len(items), self.tokens + sum(map(len, items)), self.batches + 1)
+        for (job, index), vectors in zip(places, found, strict=True):
+            job.put(index, vectors)
+
+    def _next(self) -> list[tuple[Job, int]]:
+        """The items of the next batch; none when it is over."""
+        with self._changed:
+            while True:
+                if self._closed:
+                    return []
+                batch = self._take()
+                if batch:
+                    return batch
+                self._changed.wait()
+
+    def _take(self) -> list[tuple[Job, int]]:
+        """One item of each job in turn, as many as fit the budget, at least one."""
+        batch: list[tuple[Job, int]] = []
+        tokens = 0
+        while self._jobs:
+            job = self._jobs[0]
+            if job.future.cancelled():
+                self._waiting -= sum(map(len, job.items[job.taken:]))
+                self._jobs.popleft()
+                continue
+            size = len(job.items[job.taken])
+            if batch and tokens + size > self._model.budget:
+                break
+            batch.append((job, job.taken))
+            tokens += size
+            job.taken += 1
+            self._jobs.popleft()
+            if job.taken < len(job.items):
+                self._jobs.append(job)
+        return batch

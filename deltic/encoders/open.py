@@ -1,0 +1,73 @@
+"""From what a user calls a model of texts to one that is loaded, with its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from deltic.config import EngineConfig
+from deltic.encoders.bert import load_bert
+from deltic.encoders.config import family_of
+from deltic.encoders.decoder import decoder_texts, load_decoder, reranker_pairs
+from deltic.encoders.items import Item, TextModel
+from deltic.encoders.texts import Texts
+from deltic.errors import ConfigError, ModelError
+from deltic.weights.files import read_json
+from deltic.weights.hub import resolve
+from deltic.weights.safetensors import Progress
+
+Task = Literal["auto", "embed", "rerank"]
+Pairs = Callable[[str, Sequence[str], bool], list[Item]]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """pairs: makes the items of a query and documents, the last argument being whether to cut long ones."""
+
+    model: TextModel
+    texts: Texts
+    pairs: Pairs
+
+
+def is_encoder(directory: Path) -> bool:
+    """Whether a model's directory holds an encoder of the BERT family, or says how vectors are made of its states."""
+    config = directory / "config.json"
+    if not config.is_file():
+        return False
+    return family_of(read_json(config)) is not None or (directory / "modules.json").is_file()
+
+
+def open_texts(model: str | Path, task: Task, options: EngineConfig, revision: str | None = None,
+               progress: Progress | None = None, max_length: int | None = None, instruction: str | None = None
+               ) -> Opened:
+    """Load a model of vectors or scores. ModelError names the file that cannot be used; ConfigError the option."""
+    place = resolve(model, revision, progress=progress is not None)
+    if place.is_dir() and (place / "config.json").is_file() and family_of(read_json(place / "config.json")):
+        return _encoder(str(model), place, task, options, progress, max_length)
+    decoder = load_decoder(str(model), place, task, options, revision, progress)
+    longest = _longest(max_length, decoder.max_length)
+    texts = decoder_texts(decoder, longest)
+    return Opened(decoder, texts, reranker_pairs(texts, instruction))
+
+
+def _encoder(name: str, place: Path, task: Task, options: EngineConfig, progress: Progress | None,
+             max_length: int | None) -> Opened:
+    loaded = load_bert(name, place, options, progress)
+    needed = {"embed": "dense", "rerank": "score"}.get(task)
+    if needed is not None and needed not in loaded.outputs:
+        raise ConfigError(f"task={task}: {name} gives {', '.join(sorted(loaded.outputs))}", "task")
+    texts = Texts.read(place / "tokenizer.json", _longest(max_length, loaded.max_length), loaded.recipe.lower)
+    if texts.vocab_size > loaded.config.vocab_size:
+        raise ModelError(f"{place}: tokenizer.json has {texts.vocab_size} tokens, the model only "
+                         f"{loaded.config.vocab_size}; take the files of one revision")
+    return Opened(loaded, texts, texts.pairs)
+
+
+def _longest(wanted: int | None, most: int) -> int:
+    if wanted is None:
+        return most
+    if not 1 <= wanted <= most:
+        raise ConfigError(f"max_length must be from 1 to {most}, which the model reads, not {wanted}", "max_length")
+    return wanted

@@ -1,0 +1,296 @@
+"""Encoders of the BERT family against transformers: padding-free batches, pooling, prompts, scores, BGE-M3."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from encoder_models import TEXTS, encoded, padded_hidden, save_encoder, save_m3, save_recipe, tokenizer, write
+
+from deltic import Encoder
+from deltic.encoders.items import Item
+from deltic.errors import ConfigError, GenerationError, LongPromptError, ModelError, RequestError, UnavailableError
+
+WAYS: dict[str, dict[str, Any]] = {"kernels": {"threads": 2}, "portable": {"cpu_level": "portable"},
+                                   "torch": {"ops": ("torch",)}}
+FAMILIES = ("bert", "xlm-roberta")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("encoders")
+
+
+@pytest.fixture(scope="module")
+def plain(place: Path) -> dict[str, tuple[Path, Any]]:
+    """Directories and transformers' models by family."""
+    return {family: (place / family, save_encoder(place / family, family)) for family in FAMILIES}
+
+
+def mean(states: list[torch.Tensor]) -> np.ndarray:
+    return torch.nn.functional.normalize(torch.stack([state.mean(0) for state in states])).numpy()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vectors_are_those_of_a_padded_batch(plain: dict[str, Any], family: str, way: str) -> None:
+    directory, model = plain[family]
+    with Encoder(directory, **WAYS[way]) as encoder:
+        found = encoder.encode(TEXTS)
+        assert encoder.max_length == (61 if family == "bert" else 71)
+    wanted = mean(padded_hidden(model, encoded(family, tuple(TEXTS))))
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    assert np.abs(np.linalg.norm(found, axis=1) - 1).max() < 1e-6 and found.dtype == np.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_vector_does_not_depend_on_the_batch_by_a_bit(plain: dict[str, Any], family: str) -> None:
+    with Encoder(plain[family][0], threads=2, token_budget=64) as encoder:
+        together = encoder.encode(TEXTS * 3)
+        for index, text in enumerate(TEXTS):
+            assert (encoder.encode(text) == together[index::len(TEXTS)]).all()
+
+
+@pytest.mark.parametrize("heads, hidden, lengths", [(1, 17, (1, 2, 3)), (2, 64, (11, 12, 13, 40)),
+                                                     (3, 144, (5, 31, 16)), (4, 32, (60, 1, 17))])
+def test_kernels_at_odd_shapes(tmp_path: Path, heads: int, hidden: int, lengths: tuple[int, ...]) -> None:
+    """Heads of 17, 32, 48 and 8 numbers, at every level that this processor has."""
+    model = save_encoder(tmp_path, "bert", hidden_size=hidden, num_attention_heads=heads,
+                         intermediate_size=3 * hidden + 1)
+    rows = [[(7 * place + length) % 171 for place in range(length)] for length in lengths]
+    wanted = mean(padded_hidden(model, rows))
+    for level in ("portable", "avx2", "avx512", "vnni", "bf16"):
+        try:
+            encoder = Encoder(tmp_path, cpu_level=level, threads=2)
+        except ConfigError:
+            continue
+        with encoder:
+            job = encoder.submit([Item(row) for row in rows])
+            np.testing.assert_allclose(np.stack([each.dense for each in job.future.result()]), wanted, atol=3e-6)
+
+
+@pytest.mark.parametrize("quant, least", [("q8_0", 0.998), ("none", 0.999)])
+def test_fewer_bits(tmp_path: Path, quant: str, least: float) -> None:
+    model = save_encoder(tmp_path, "bert", hidden_size=64, num_attention_heads=2, intermediate_size=256)
+    with Encoder(tmp_path, quant=quant, dtype="float32" if quant != "none" else "bfloat16") as encoder:
+        found = encoder.encode(TEXTS)
+        assert (encoder.encode(TEXTS[3]) == found[3]).all()
+    assert (found * mean(padded_hidden(model, encoded("bert", tuple(TEXTS))))).sum(1).min() > least
+
+
+POOLED = {"cls_token": lambda state: state[0], "mean_tokens": lambda state: state.mean(0),
+          "max_tokens": lambda state: state.max(0).values, "lasttoken": lambda state: state[-1],
+          "mean_sqrt_len_tokens": lambda state: state.sum(0) / len(state)**0.5,
+          "weightedmean_tokens": lambda state: (state * torch.arange(1, len(state) + 1)[:, None]).sum(0)
+          / (len(state) * (len(state) + 1) / 2)}
+
+
+@pytest.mark.parametrize("pooling", POOLED)
+def test_the_files_say_how_vectors_are_made(plain: dict[str, Any], tmp_path: Path, pooling: str) -> None:
+    directory, model = plain["bert"]
+    for file in directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    save_recipe(tmp_path, pooling, normalize=False, max_seq_length=19)
+    with Encoder(tmp_path) as encoder:
+        found, asked = encoder.encode(TEXTS), encoder.encode(TEXTS[:2], kind="query")
+        assert (encoder.encode(TEXTS[:1], kind="passage") == encoder.encode(["w11 w1"])).all()
+        assert encoder.max_length == 19 and (encoder.encode(TEXTS[1], prompt="w9 w10 ") == asked[1]).all()
+    rows = [row if len(row) <= 19 else [*row[:18], row[-1]] for row in encoded("bert", tuple(TEXTS))]
+    states = padded_hidden(model, [*rows, *encoded("bert", tuple("w9 w10 " + text for text in TEXTS[:2]))])
+    wanted = torch.stack([POOLED[pooling](state) for state in states]).numpy()
+    np.testing.assert_allclose(np.concatenate([found, asked]), wanted, atol=1e-5)
+
+
+def test_layers_behind_the_pooling(plain: dict[str, Any], tmp_path: Path) -> None:
+    directory, model = plain["bert"]
+    for file in directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    save_recipe(tmp_path, "mean_tokens", normalize=False)
+    write(tmp_path / "modules.json", [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in (
+        ("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Normalize", "3"))])
+    write(tmp_path / "2_Dense" / "config.json", {"activation_function": "torch.nn.modules.activation.Tanh"})
+    layer = torch.nn.Linear(40, 24)
+    torch.save({f"linear.{name}": tensor for name, tensor in layer.state_dict().items()},
+               tmp_path / "2_Dense" / "pytorch_model.bin")
+    pooled = torch.stack([state.mean(0) for state in padded_hidden(model, encoded("bert", tuple(TEXTS)))])
+    with Encoder(tmp_path) as encoder:
+        assert encoder.dimension == 24
+        wanted = torch.nn.functional.normalize(torch.tanh(layer(pooled))).detach().numpy()
+        np.testing.assert_allclose(encoder.encode(TEXTS), wanted, atol=3e-6)
+
+
+def test_fewer_dimensions_are_of_length_1(plain: dict[str, Any]) -> None:
+    with Encoder(plain["bert"][0]) as encoder:
+        whole, part = encoder.encode(TEXTS), encoder.encode(TEXTS, dimensions=8)
+        np.testing.assert_allclose(part, whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=1e-6)
+        for wrong in (0, 41, "8"):
+            with pytest.raises(RequestError, match="dimensions must be an integer from 1 to 40"):
+                encoder.encode(TEXTS, dimensions=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reranker_scores_pairs(tmp_path: Path, family: str, way: str) -> None:
+    model = save_encoder(tmp_path, family, labels=1)
+    documents = ["w3", " ".join(f"w{number}" for number in range(80)), "w1 w2", ""]
+    with Encoder(tmp_path, **WAYS[way]) as encoder:
+        found, ranked = encoder.score("w1 w5 w6", documents), encoder.rank("w1 w5 w6", documents, top_n=2)
+        assert encoder.dimension == 0 and encoder.scores
+        with pytest.raises(RequestError, match="gives score, and no dense"):
+            encoder.encode("w1")
+    pairs = tokenizer(family)
+    pairs.no_padding()
+    pairs.enable_truncation(encoder.max_length)
+    for document, score in zip(documents, found, strict=True):
+        encoding = pairs.encode("w1 w5 w6", document)
+        extra = {"token_type_ids": torch.tensor([encoding.type_ids])} if family == "bert" else {}
+        with torch.no_grad():
+            wanted = torch.sigmoid(model(input_ids=torch.tensor([encoding.ids]), **extra).logits[0, 0]).item()
+        assert score == pytest.approx(wanted, abs=3e-6)
+    order = sorted(range(4), key=lambda index: -found[index])[:2]
+    assert [each.index for each in ranked] == order and ranked[0].score == found[order[0]]
+
+
+@pytest.mark.parametrize("first, second", [(1, 80), (80, 1), (80, 80), (30, 31), (31, 30), (29, 29), (28, 29)])
+def test_long_pairs_are_cut_as_tokenizers_does(plain: dict[str, Any], first: int, second: int) -> None:
+    texts = [" ".join(f"w{number}" for number in range(count)) for count in (first, second)]
+    wanted = tokenizer("bert")
+    wanted.no_padding()
+    wanted.enable_truncation(61)
+    with Encoder(plain["bert"][0]) as encoder:
+        item, = encoder.texts.pairs(texts[0], [texts[1]])
+    encoding = wanted.encode(*texts)
+    assert list(item.ids) == encoding.ids and list(item.kinds) == encoding.type_ids
+
+
+def test_a_model_of_vectors_ranks_by_their_cosine(plain: dict[str, Any]) -> None:
+    with Encoder(plain["bert"][0]) as encoder:
+        ranked = encoder.rank("w1", ["w2 w3", "w1", "w9"])
+        assert ranked[0].index == 1 and ranked[0].score == pytest.approx(1)
+        assert encoder.rank("w1", []) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bge_m3_has_three_outputs(tmp_path: Path, way: str) -> None:
+    model, sparse, colbert = save_m3(tmp_path)
+    with Encoder(tmp_path, **WAYS[way]) as encoder:
+        found = encoder.encode_all(TEXTS)
+    rows = encoded("xlm-roberta", tuple(TEXTS))
+    for vectors, ids, state in zip(found, rows, padded_hidden(model, rows), strict=True):
+        with torch.no_grad():
+            weights = torch.relu(sparse(state))[:, 0].tolist()
+            tokens = torch.nn.functional.normalize(colbert(state[1:]), dim=-1)
+        np.testing.assert_allclose(vectors.dense, torch.nn.functional.normalize(state[0], dim=0), atol=2e-6)
+        np.testing.assert_allclose(vectors.colbert, tokens, atol=3e-6)
+        wanted = {}
+        for id, weight in zip(ids, weights, strict=True):
+            if id not in (0, 1, 2, 3):  # special tokens say nothing of a text
+                wanted[id] = max(wanted.get(id, 0.0), weight)
+        assert vectors.sparse == pytest.approx({id: weight for id, weight in wanted.items() if weight > 0}, abs=3e-6)
+
+
+def test_the_shape_of_bge_m3(tmp_path: Path) -> None:
+    """A1.11: 1024 numbers, of length 1."""
+    save_m3(tmp_path, hidden_size=1024, num_attention_heads=16, intermediate_size=96, max_position_embeddings=8194)
+    with Encoder(tmp_path) as encoder:
+        found = encoder.encode(["w1 w2", "w3"])
+        assert found.shape == (2, 1024) and encoder.max_length == 8192
+        assert np.abs(np.linalg.norm(found.astype(np.float64), axis=1) - 1).max() < 1e-6
+
+
+def test_weights_in_a_pickle(tmp_path: Path, plain: dict[str, Any]) -> None:
+    """The same vectors; what is more than tensors is not opened."""
+    save_encoder(tmp_path, "bert", safe=False)
+    with Encoder(tmp_path) as encoder, Encoder(plain["bert"][0]) as other:
+        assert (encoder.encode(TEXTS) == other.encode(TEXTS)).all()
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return exec, ("raise SystemExit('opened')",)
+
+    torch.save({"weight": Bomb()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="without running code"):
+        Encoder(tmp_path)
+
+
+def test_nan_fails_the_text_that_meets_it(tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, "bert")
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[6 + 20] = float("nan")  # w20
+    model.save_pretrained(tmp_path)
+    with Encoder(tmp_path) as encoder:
+        with pytest.raises(GenerationError, match="text 1: the model gave no numbers"):
+            encoder.encode(["w1", "w20 w3", "w4"])
+        assert np.isfinite(encoder.encode(["w1", "w4"])).all()
+
+
+def test_long_texts_are_cut_or_refused(plain: dict[str, Any]) -> None:
+    with Encoder(plain["bert"][0], max_length=10) as encoder:
+        long = "w1 " * 100_000
+        assert (encoder.encode(long) == encoder.encode("w1 " * 8)).all()
+        with pytest.raises(LongPromptError, match=r"input\[1\] has \d+ tokens or more, and the model reads 10"):
+            encoder.encode(["w1", long], truncate=False)
+        with pytest.raises(RequestError, match=r"input\[0\] has a lone surrogate"):
+            encoder.encode("\ud800")
+        with pytest.raises(RequestError, match=r"input\[0\] must be a text, not 3"):
+            encoder.encode([3])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="max_length must be from 1 to 61"):
+        Encoder(plain["bert"][0], max_length=62)
+
+
+def test_many_threads_at_once_and_the_end(plain: dict[str, Any]) -> None:
+    with Encoder(plain["bert"][0], token_budget=64) as encoder:
+        wanted, found = encoder.encode(TEXTS), list[Any]()
+        threads = [threading.Thread(target=lambda: found.append(encoder.encode(TEXTS))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8 and all((each == wanted).all() for each in found)
+    with pytest.raises(UnavailableError, match="closed"):
+        encoder.encode("w1")
+
+
+def test_one_text_does_not_wait_for_ten_thousand(plain: dict[str, Any]) -> None:
+    with Encoder(plain["bert"][0], token_budget=32) as encoder:
+        many = encoder.submit([Item((2, 6, 3))] * 10_000)
+        one = encoder.submit([Item((2, 7, 3))])
+        one.future.result()
+        assert many.left > 5000
+        many.future.cancel()
+        encoder.encode("w1")
+        assert many.left > 1000, "what nobody wants is not run"
+
+
+BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activation": ("config.json", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+    "positions": ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    "layers": ("config.json", {"num_hidden_layers": 4}, "tensors are missing"),
+    "fewer layers": ("config.json", {"num_hidden_layers": 2}, "is unknown"),
+    "shape": ("config.json", {"intermediate_size": 50}, "has shape"),
+    "heads": ("config.json", {"num_attention_heads": 7}, "must divide hidden_size"),
+    "module": ("modules.json", {"type": "x.LSTM", "path": "0"}, "the module 'LSTM' is not supported"),
+    "path": ("modules.json", {"type": "x.Transformer", "path": "../.."}, "not beside it"),
+    "length": ("sentence_bert_config.json", {"max_seq_length": "many"}, "max_seq_length must be an integer"),
+    "prompts": ("config_sentence_transformers.json", {"prompts": {"query": 1}}, "prompts must be texts"),
+    "default": ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "none of the prompts"),
+    "tokenizer": ("tokenizer.json", {}, "not a valid tokenizer")}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_wrong_with_a_directory(plain: dict[str, Any], tmp_path: Path, case: str) -> None:
+    import json
+
+    name, changes, message = BROKEN[case]
+    for file in plain["bert"][0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    save_recipe(tmp_path)
+    before = json.loads((tmp_path / name).read_text())
+    (tmp_path / name).unlink()
+    write(tmp_path / name, [changes] if isinstance(before, list) else {**before, **changes} if changes else {})
+    with pytest.raises(ModelError, match=message):
+        Encoder(tmp_path)

@@ -1,0 +1,93 @@
+"""Decoders that embed or judge, through the engine, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from encoder_models import WORDS, save_recipe
+from support import transformers_model
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from deltic import Encoder
+from deltic.encoders.decoder import _AFTER, _BEFORE, _INSTRUCTION
+from deltic.errors import ModelError
+
+TEXTS = ["w1", "w2 w3 w4 w5 w6", " ".join(WORDS[:60]), "w7 w8"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Tokenizer]:
+    directory = tmp_path_factory.mktemp("qwen3")
+    model = transformers_model(directory, family="qwen3")
+    pieces = ["<unk>", "<|endoftext|>", "yes", "no", "<Instruct>:", "<Query>:", "<Document>:", *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({piece: id for id, piece in enumerate(pieces)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.post_processor = processors.TemplateProcessing("$A <|endoftext|>", None, [("<|endoftext|>", 1)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory, model, tokenizer
+
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "memory": "8MiB", "threads": 1, "max_batch": 4}
+
+
+@torch.no_grad()
+def test_vectors_are_the_last_tokens_states(saved: tuple[Path, Any, Tokenizer]) -> None:
+    directory, model, tokenizer = saved
+    save_recipe(directory, "lasttoken")
+    with Encoder(directory, **OPTIONS) as encoder:
+        found, asked = encoder.encode(TEXTS), encoder.encode(TEXTS, kind="query")
+        short = encoder.encode(TEXTS, dimensions=16)
+        assert encoder.dimension == 40
+    for vectors, prompt in ((found, ""), (asked, "w9 w10 ")):
+        for vector, text in zip(vectors, TEXTS, strict=True):
+            ids = torch.tensor([tokenizer.encode(prompt + text).ids])
+            wanted = torch.nn.functional.normalize(model.model(ids).last_hidden_state[0, -1], dim=0)
+            np.testing.assert_allclose(vector, wanted, atol=1e-5)
+    assert np.abs(np.linalg.norm(short, axis=1) - 1).max() < 1e-6
+
+
+def test_an_instruction_is_read_once(saved: tuple[Path, Any, Tokenizer]) -> None:
+    directory, _, _ = saved
+    with Encoder(directory, **OPTIONS) as encoder:
+        instruction = " ".join(WORDS[100:140]) + " "
+        encoder.encode("w1", prompt=instruction)
+        engine = encoder.model._worker.engine  # type: ignore[attr-defined]
+        before = engine.stats.prompt_tokens
+        encoder.encode(TEXTS[:2], prompt=instruction)
+        assert engine.stats.prompt_tokens - before < 20
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("instruction", [None, "w90 w91"])
+def test_a_reranker_says_yes_or_no(saved: tuple[Path, Any, Tokenizer], instruction: str | None) -> None:
+    directory, model, tokenizer = saved
+    documents = ["w1 w2", "w3", " ".join(WORDS[:100])]
+    with Encoder(directory, task="rerank", max_length=90, instruction=instruction, **OPTIONS) as encoder:
+        found = encoder.score("w5 w6", documents)
+        assert encoder.scores and [each.index for each in encoder.rank("w5 w6", documents)] == sorted(
+            range(3), key=lambda index: -found[index])
+    before, after = (tokenizer.encode(text, add_special_tokens=False).ids for text in (_BEFORE, _AFTER))
+    for document, score in zip(documents, found, strict=True):
+        text = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: w5 w6\n<Document>: {document}"
+        ids = tokenizer.encode(text, add_special_tokens=False).ids[:90 - len(before) - len(after)]
+        logits = model(torch.tensor([[*before, *ids, *after]])).logits[0, -1]
+        assert score == pytest.approx(logits[[3, 2]].softmax(0)[1].item(), abs=1e-5)
+
+
+def test_other_poolings_of_decoders_are_refused(saved: tuple[Path, Any, Tokenizer], tmp_path: Path) -> None:
+    for file in saved[0].iterdir():
+        if file.is_file():
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "modules.json").unlink(missing_ok=True)
+    (tmp_path / "sentence_bert_config.json").unlink(missing_ok=True)
+    (tmp_path / "config_sentence_transformers.json").unlink(missing_ok=True)
+    save_recipe(tmp_path, "mean_tokens")
+    with pytest.raises(ModelError, match="decoders give the state of the last token"):
+        Encoder(tmp_path, **OPTIONS)
+    assert json.loads((saved[0] / "modules.json").read_text())
