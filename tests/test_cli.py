@@ -252,7 +252,7 @@ def test_serve_hands_over(monkeypatch):
     monkeypatch.setenv("DELTIC_API_KEY", "secret")
     argv = ["serve", "tiny", "--port", "0", "--served-name", "demo", "--cors-origin", "*", "--lenient"]
     assert main(argv) == main([*argv, "--api-key", "mine", "--drain-seconds", "5"]) == 0
-    given = {"served_name": "demo", "cors_origins": ["*"], "lenient": True, "tls": None,
+    given = {"served_name": "demo", "encoders": [], "cors_origins": ["*"], "lenient": True, "tls": None,
              "api_keys": {"secret": "key-1"},
              "allowed_hosts": [], "drain_seconds": 30, "request_log": None}
     own = {**given, "api_keys": {"mine": "key-1"}, "drain_seconds": 5}

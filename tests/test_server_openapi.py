@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from encoder_models import save_encoder, save_recipe
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from starlette.routing import Route
 from test_server_harness import USER, Scripted, Served, limited, serving, tiny
 
+from deltic import Encoder
+from deltic.server.embeddings.service import EmbeddingService
 from deltic.server.openapi import BODIES
 
 WITH_BODY, OTHERS = 350, 30
 """Cases for each operation and mode: with a body, and without."""
 
 
-def test_the_document_has_every_route() -> None:
-    with serving(Scripted("x").model(), api_keys={"secret": "me"}) as served:
+@pytest.fixture
+def encoders(tmp_path: Path) -> Iterator[list[EmbeddingService]]:
+    save_encoder(tmp_path / "bert", "bert")
+    save_recipe(tmp_path / "bert", "mean_tokens")
+    save_encoder(tmp_path / "judge", "xlm-roberta", labels=1)
+    with Encoder(tmp_path / "bert") as vectors, Encoder(tmp_path / "judge") as judge:
+        yield [EmbeddingService("vectors", vectors), EmbeddingService("judge", judge)]
+
+
+def test_the_document_has_every_route(encoders: list[EmbeddingService]) -> None:
+    with serving(Scripted("x").model(), api_keys={"secret": "me"}, encoders=encoders) as served:
         assert served.http.get("/openapi.json").status_code == 401
         served.http.headers["x-api-key"] = "secret"
         document = served.http.get("/openapi.json").json()
@@ -37,13 +51,16 @@ def test_the_document_has_every_route() -> None:
                 assert known == ("security" in operation)
 
 
-def test_the_documents_schemas_take_what_the_server_takes() -> None:
+def test_the_documents_schemas_take_what_the_server_takes(encoders: list[EmbeddingService]) -> None:
     bodies = {"/v1/chat/completions": {"messages": USER, "n": 2}, "/v1/completions": {"prompt": ["a", "b"]},
               "/v1/responses": {"input": "x"}, "/v1/messages": {"messages": USER, "max_tokens": 5},
               "/v1/messages/count_tokens": {"messages": USER}, "/tokenize": {"prompt": "x"},
-              "/detokenize": {"tokens": [5]}}
+              "/detokenize": {"tokens": [5]}, "/v1/embeddings": {"input": ["w1"]}}
+    ranked = {"model": "judge", "query": "w1", "documents": ["w2", {"text": "w3"}]}
+    scored = {"model": "judge", "text_1": "w1", "text_2": ["w2", "w3"]}
+    bodies |= {"/v1/rerank": ranked, "/v2/rerank": ranked, "/rerank": ranked, "/v1/score": scored, "/score": scored}
     assert bodies.keys() == BODIES.keys()
-    with serving(Scripted("x").model()) as served:
+    with serving(Scripted("x").model(), encoders=encoders) as served:
         document = served.http.get("/openapi.json").json()
         for path, body in bodies.items():
             schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]

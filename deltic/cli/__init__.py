@@ -22,6 +22,8 @@ COMMANDS = {
     "chat": "hold a conversation in the terminal",
     "serve": "serve the model over HTTP",
     "batch": "answer a file of requests",
+    "embed": "vectors of the texts in a file",
+    "rerank": "put texts in order of how well they fit a query",
     "bench": "measure the speed of this machine",
     "inspect": "show what a model is and how it would run here",
     "convert": "write the model as a GGUF file",

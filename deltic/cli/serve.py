@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.cli import model_set, options
 from deltic.cli.models import check_source, open_llm
 from deltic.cli.parser import UsageError, existing_file, json_file, read_text, text, whole
+from deltic.cli.terminal import loading_bar
 from deltic.errors import DelticError
 
 if TYPE_CHECKING:
@@ -21,12 +23,15 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from deltic.engine.llm import LLM
+    from deltic.server.embeddings.service import EmbeddingService
     from deltic.server.model_registry import ModelSet
     from deltic.server.request_log import RequestLog
 
 HELP = "Serve the model over HTTP. Ctrl-C ends, after running answers had a moment."
 
 _KEY_VARIABLE = "DELTIC_API_KEY"
+_SHARED = ("device", "threads", "cpu_level", "limits")
+"""Options that models beside the first one have too."""
 _HOST, _PORT = "127.0.0.1", 8000
 _LONGEST = 1_000_000
 
@@ -66,6 +71,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pin-prompt", action="append", type=_opening, default=[], metavar="FILE",
                         help="a system prompt to read at start and to keep: text, or JSON with messages and tools as "
                              "clients send them; may be repeated")
+    parser.add_argument("--task", choices=("auto", "chat", "embed", "rerank"), default="auto",
+                        help="what the model is served for; auto: an encoder for its vectors or scores, others for "
+                             "chat (default)")
+    parser.add_argument("--embedding-model", action="append", type=text, default=[], metavar="MODEL",
+                        help="a model of vectors or scores to serve beside it; may be repeated")
     model_set.add(parser)
     options.add_template(parser)
     options.add_engine(parser)
@@ -81,19 +91,45 @@ def run(args: argparse.Namespace) -> int:
     if limits and limits.max_running_per_key and not keys:
         raise UsageError("--max-running-per-key needs API keys: without them all clients are one")
     with _listener(args) as listener:
-        log = _request_log(args)
-        prepare = partial(_prepare, args)
-        if model_set.wanted(args):
-            llm: LLM | ModelSet = model_set.model_set(args, prepare)
-        else:
-            llm = open_llm(args)
-            prepare(llm)
-        from deltic.server.app import serve
+        door = {"listener": listener, "tls": tls, "drain_seconds": args.drain_seconds, "lenient": args.lenient,
+                "cors_origins": args.cors_origin, "allowed_hosts": args.allowed_host, "api_keys": keys,
+                "request_log": _request_log(args)}
+        chats = _chats(args)
+        with _encoders(args, chats) as encoders:
+            if not chats:
+                return _serve_encoders(args, encoders, door)
+            from deltic.server.app import serve
 
-        serve(llm, args.host or _HOST, listener=listener, tls=tls, drain_seconds=args.drain_seconds,
-              served_name=args.served_name, cors_origins=args.cors_origin, allowed_hosts=args.allowed_host,
-              lenient=args.lenient, api_keys=keys, request_log=log)
+            serve(_chat_models(args), args.host or _HOST, served_name=args.served_name, encoders=encoders, **door)
     return 0
+
+
+def _chats(args: argparse.Namespace) -> bool:
+    """Whether the model is served for chat."""
+    several = model_set.wanted(args)
+    if args.task != "auto" or args.random or not args.model:
+        chats = args.task in ("auto", "chat")
+        if not chats and (several or not args.model):
+            raise UsageError(f"--task {args.task} serves one MODEL: name it, and no --model, --idle-unload or "
+                             "--models-memory, which are for chat")
+        return chats
+    from deltic.encoders.open import is_encoder
+    from deltic.weights.hub import resolve
+
+    encodes = is_encoder(resolve(args.model, args.revision))
+    if encodes and several:
+        raise UsageError(f"{args.model} is an encoder, and --model, --idle-unload and --models-memory are for chat: "
+                         f"give it as --embedding-model {args.model}")
+    return not encodes
+
+
+def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:
+    prepare = partial(_prepare, args)
+    if model_set.wanted(args):
+        return model_set.model_set(args, prepare)
+    llm = open_llm(args)
+    prepare(llm)
+    return llm
 
 
 def _prepare(args: argparse.Namespace, llm: LLM) -> None:
@@ -102,6 +138,45 @@ def _prepare(args: argparse.Namespace, llm: LLM) -> None:
         print(f"pinned {llm.pin(**opening):,} tokens of {path}", file=sys.stderr)
     with suppress(DelticError, ImportError):  # who asks for what cannot be had is told so
         llm.chat_processor.grammars.warm()
+
+
+@contextmanager
+def _encoders(args: argparse.Namespace, chats: bool) -> Iterator[list[EmbeddingService]]:
+    """The models of vectors and scores, loaded: those beside a chat model, or MODEL itself and those beside it."""
+    given = options.engine_options(args)
+    shared = {name: value for name, value in given.items() if name in _SHARED}
+    with ExitStack() as stack:
+        services = [] if chats else [stack.enter_context(
+            _encoder(args.model, args.served_name, task=args.task, revision=args.revision, **given))]
+        services += [stack.enter_context(_encoder(model, None, **shared)) for model in args.embedding_model]
+        names = [service.name for service in services]
+        if len(set(names)) < len(names):
+            raise UsageError(f"two models have one name ({', '.join(names)}): give --served-name, or rename a "
+                             "directory")
+        yield services
+
+
+@contextmanager
+def _encoder(model: str, name: str | None, **settings: Any) -> Iterator[EmbeddingService]:
+    from deltic.encoders.encoder import Encoder
+    from deltic.server.embeddings.service import EmbeddingService
+
+    bar, path = loading_bar(), Path(model)
+    try:
+        encoder = Encoder(model, progress=bar.update, **settings)
+    finally:
+        bar.close()
+    with encoder:
+        yield EmbeddingService(name or (path.resolve().name if path.exists() else model), encoder)
+
+
+def _serve_encoders(args: argparse.Namespace, services: list[EmbeddingService], door: dict[str, Any]) -> int:
+    from deltic.config import Limits
+    from deltic.server.embeddings.app import serve_encoders
+
+    limits = options.engine_options(args).get("limits", Limits())
+    serve_encoders(services, limits, args.host or _HOST, on_ready=lambda line: print(line, flush=True), **door)
+    return 0
 
 
 def _listener(args: argparse.Namespace) -> socket.socket:

@@ -27,8 +27,10 @@ from deltic.server import openapi, page, requests
 from deltic.server.anthropic import routes as anthropic
 from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
+from deltic.server.embeddings import routes as embeddings
+from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.gate import Gate, refusal
-from deltic.server.http import Endpoint, Problem, answering, json_response, problem_of
+from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
 from deltic.server.keys import Keys
 from deltic.server.listen import Server, hosts_of, listen, listen_unix, tls_context, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
@@ -47,7 +49,6 @@ __all__ = ["AppOptions", "ModelSet", "ModelSource", "RequestLog", "create_app", 
 
 DRAIN_SECONDS: Final = 30.0
 """Seconds that running requests have when the server is asked to end."""
-_NO_KEYS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class AppOptions(TypedDict, total=False):
@@ -60,22 +61,29 @@ class AppOptions(TypedDict, total=False):
     stuck_after: float
     lenient: bool
     request_log: RequestLog | None
+    encoders: Sequence[EmbeddingService]
 
 
-def create_app(llm: LLM | ModelSet, *, served_name: str | None = None, api_keys: Mapping[str, str] = _NO_KEYS,
-               cors_origins: Sequence[str] = (), allowed_hosts: Sequence[str] = ("*",),
-               stuck_after: float = STUCK_AFTER, lenient: bool = False,
-               request_log: RequestLog | None = None) -> Starlette:
+_DEFAULTS: Final[AppOptions] = {
+    "served_name": None, "api_keys": MappingProxyType({}), "cors_origins": (), "allowed_hosts": ("*",),
+    "stuck_after": STUCK_AFTER, "lenient": False, "request_log": None, "encoders": ()}
+
+
+def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     """An ASGI application that serves a model within its options' limits; the process may use it at the same time. Or
     several models, which are loaded when they are asked for. Limits of connections are kept by `serve`, not here.
 
     served_name: the model's name for clients. api_keys: what clients must send, if anything, and the names of those to
     whom the keys belong. cors_origins: web pages that may use the server ("*": all). allowed_hosts: names by which it
     may be asked ("*": all). stuck_after: seconds without progress that make /health fail. lenient: fields that nobody
-    knows are ignored. request_log: gets a line for each request, and is closed at the end. ConfigError if they do not
-    fit together.
+    knows are ignored. request_log: gets a line for each request, and is closed at the end. encoders: models of vectors
+    and scores beside it. ConfigError if they do not fit together.
     """
-    models = llm if isinstance(llm, ModelSet) else only(llm, served_name or public_name(llm), names_of(llm))
+    if unknown := options.keys() - _DEFAULTS.keys():
+        raise TypeError(f"create_app has no option {', '.join(sorted(unknown))}")
+    told: AppOptions = {**_DEFAULTS, **options}
+    api_keys, request_log = told["api_keys"], told["request_log"]
+    models = llm if isinstance(llm, ModelSet) else only(llm, told["served_name"] or public_name(llm), names_of(llm))
     limits = models.limits
     if limits.max_running_per_key is not None and not api_keys:
         raise ConfigError("max_running_per_key needs API keys: without them all clients are one", "max_running_per_key")
@@ -83,33 +91,44 @@ def create_app(llm: LLM | ModelSet, *, served_name: str | None = None, api_keys:
 
     def served(llm: LLM, name: str) -> ServedModel:
         room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
-        return ServedModel(llm, Bridge(llm.worker, room, stuck_after), name, ThreadPoolExecutor(1, "deltic-memory"),
-                           records)
+        return ServedModel(llm, Bridge(llm.worker, room, told["stuck_after"]), name,
+                           ThreadPoolExecutor(1, "deltic-memory"), records)
 
-    intake = Intake(limits, lenient)
+    intake = Intake(limits, told["lenient"])
     registry = ModelRegistry(models, served, intake, records)
-    app_state = {"models": registry, "intake": intake, "records": records}
+    app_state: dict[str, Any] = {"models": registry, "intake": intake}
     store = ResponseStore(limits, None)
     if not isinstance(llm, ModelSet):
         app_state["bridge"], store = registry.keep(llm).bridge, ResponseStore(limits, llm.runtime.notes)
-    check = Keys(api_keys).check if api_keys else _nothing
+    check = check_of(api_keys)
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
               *anthropic.routes(registry, check), *model_routes(registry, check), *requests.routes(records, check),
+              *embeddings.routes(Services(tuple(told["encoders"]), intake), check),
               Route("/metrics", answering(_metrics(registry, request_log), check, error_response)),
               Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
     routes.append(openapi.route(routes, check))
-    cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
-    middleware = [Middleware(Recorder, records), Middleware(Gate, allowed_hosts), *([cors] if cors_origins else [])]
-    app = Starlette(routes=routes, lifespan=_lifespan(registry, store, request_log),
-                    exception_handlers={HTTPException: _on_error}, middleware=middleware)
-    app.router.redirect_slashes = False
+    app = application(routes, records, told["cors_origins"], told["allowed_hosts"],
+                      _lifespan(registry, store, request_log))
     for name, value in app_state.items():
         setattr(app.state, name, value)
     return app
 
 
-def _nothing(_: Request) -> None:
-    """Everybody may use the server."""
+def application(routes: Sequence[Route], records: Records, cors_origins: Sequence[str], allowed_hosts: Sequence[str],
+                lifespan: Callable[[Starlette], Any]) -> Starlette:
+    """What every server has around its routes."""
+    cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
+    middleware = [Middleware(Recorder, records), Middleware(Gate, allowed_hosts), *([cors] if cors_origins else [])]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _on_error},
+                    middleware=middleware)
+    app.router.redirect_slashes = False
+    app.state.records = records
+    return app
+
+
+def check_of(api_keys: Mapping[str, str]) -> Check:
+    """Refuses requests without one of the keys; without keys none."""
+    return Keys(api_keys).check if api_keys else lambda _: None
 
 
 def _say(line: str) -> None:

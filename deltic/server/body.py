@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from dataclasses import field as attribute
 from functools import partial
 from json import decoder, scanner
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, ClassVar, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
@@ -52,6 +52,8 @@ class Fields(BaseModel):
     """A body, or a part of one: JSON's own types, and no other fields than these."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    counted: ClassVar[Mapping[str, str]] = {}
+    """Names of limits of this schema's own, by the fields whose entries they bound."""
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
     @property
@@ -179,7 +181,7 @@ def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False)
         raise RequestError("the body must be a JSON object")
     ignored: list[str] = []
     data = _known(data, schema, ignored, lenient)
-    _check_counts(data, limits)
+    _check_counts(data, limits, {**_COUNTED, **schema.counted})
     if len(raw) > limits.max_schema_kib << 10:
         _check_schemas(data, limits.max_schema_kib)
     try:
@@ -212,9 +214,9 @@ def _beginnings(field: str) -> Iterator[str]:
             yield field[:at]
 
 
-def _check_counts(data: Mapping[str, Any], limits: Limits) -> None:
+def _check_counts(data: Mapping[str, Any], limits: Limits, counted: Mapping[str, str]) -> None:
     """Refuse what has so many entries that validating them, or listing all that is wrong with them, would take long."""
-    for field, limit in _COUNTED.items():
+    for field, limit in counted.items():
         value, most = data.get(field), getattr(limits, limit)
         if isinstance(value, list | dict) and len(value) > most:
             raise RequestError(f"{field} has {len(value)} entries, and may have at most {most} ({limit})", field)

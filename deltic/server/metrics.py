@@ -36,6 +36,13 @@ def exposition(models: Mapping[str, Snapshot], lost_lines: int = 0) -> str:
     return "".join(line + "\n" for found in families.values() for line in _lines(found))
 
 
+def samples(counters: Mapping[str, tuple[str, Iterable[tuple[str, Number]]]]) -> str:
+    """A page of counters. counters: by name what they count, and how much by model."""
+    return "".join(line + "\n" for name, (help, values) in counters.items() for line in (
+        f"# HELP deltic_{name} {help}", f"# TYPE deltic_{name} counter",
+        *(f'deltic_{name}{{model="{_escape(model)}"}} {value}' for model, value in values)))
+
+
 def _requests(now: Snapshot) -> Iterator[_Family]:
     yield _one("requests_running", "gauge", "Answers being made (each of a request's n choices is one).", now.running)
     yield _one("requests_waiting", "gauge", "Answers that wait for a place in the batch, or for memory.", now.waiting)

@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from deltic import __version__
 from deltic.server.anthropic.schema import CountRequest, MessagesRequest
 from deltic.server.body import Fields
+from deltic.server.embeddings.schema import EmbeddingsRequest, RerankRequest, ScoreRequest
 from deltic.server.http import Check, answering, dump
 from deltic.server.models import DetokenizeRequest, TokenizeRequest
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
@@ -24,7 +25,9 @@ Json = dict[str, Any]
 BODIES: Final[Mapping[str, type[Fields]]] = {
     "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest}
+    "/detokenize": DetokenizeRequest, "/v1/embeddings": EmbeddingsRequest,
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
+    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest)}
 """What a POST to a path has as its body."""
 _OPEN: Final = frozenset(("/", "/health", "/ready"))
 """Paths for which no key is asked."""
@@ -43,6 +46,8 @@ _SHAPES: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
     ChatRequest: {"messages": _MESSAGES | {"minItems": 1}}, TokenizeRequest: {"messages": _MESSAGES},
     CompletionRequest: {"prompt": {"type": ["string", "array"], "items": {"type": ["string", "integer"]}}},
     MessagesRequest: {"messages": _TURNS}, CountRequest: {"messages": _TURNS},
+    EmbeddingsRequest: {"input": {"type": ["string", "array"]}},
+    RerankRequest: {"documents": {"type": "array", "items": {"type": ["string", "object"]}}},
     ResponsesRequest: {"input": {"type": ["string", "array"], "items": {"type": "object"}}}}
 """What fields look like that endpoints read themselves."""
 _ERROR: Final[Json] = {"type": "object", "required": ["error"], "properties": {"error": {

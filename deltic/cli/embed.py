@@ -1,0 +1,141 @@
+"""`deltic embed`: vectors of the texts in a file."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from deltic.cli.parser import text, whole
+from deltic.cli.terminal import Bar
+from deltic.cli.texts import add_source, is_seekable, open_encoder, open_lines, read_texts
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from deltic.encoders.encoder import Encoder
+
+HELP = "Vectors of the texts in a file. What was interrupted goes on where it was, if it is started again."
+
+_WINDOW = 1024
+_KINDS = (".npy", ".npz")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    parser.add_argument("-o", "--output", type=_output, metavar="FILE",
+                        help="a .npy or .npz file for the vectors, float32 [texts, numbers] (in .npz: `vectors`); "
+                             "without it they go to standard output, a line of JSON for each text")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--query", dest="kind", action="store_const", const="query",
+                      help="the texts are queries: the model's prompt for them comes first, if it has one")
+    kind.add_argument("--passage", dest="kind", action="store_const", const="passage", help="the texts are passages")
+    kind.add_argument("--prompt", type=text, metavar="TEXT", help="put this before each text")
+    parser.add_argument("--dimensions", type=whole(1), metavar="N",
+                        help="keep the first N numbers of each vector, made length 1 again")
+
+
+def run(args: argparse.Namespace) -> int:
+    with open_lines(args.file) as file, open_encoder(args, "embed") as encoder:
+        if args.output is not None:
+            _to_file(encoder, args, file)
+            return 0
+        for rows in _vectors(encoder, args, read_texts(file, args.jsonl), lambda _: None):
+            print(*(json.dumps(row.tolist()) for row in rows), sep="\n")
+    return 0
+
+
+def _to_file(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None:
+    output: Path = args.output
+    part, note = output.with_name(output.name + ".part"), output.with_name(output.name + ".part.json")
+    from deltic.encoders.encoder import check_dimensions
+
+    check_dimensions(args.dimensions, encoder.dimension)
+    width, total = args.dimensions or encoder.dimension, 0
+    if is_seekable(file):
+        digest, total = hashlib.blake2b(digest_size=16), 0
+        for piece in iter(lambda: file.read(1 << 20), b""):
+            digest.update(piece)
+            total += piece.count(b"\n")
+        file.seek(0)
+        told = json.dumps({"texts": digest.hexdigest(), "model": encoder.name, "width": width, "kind": args.kind,
+                           "prompt": args.prompt, "jsonl": args.jsonl, "max_length": encoder.max_length})
+    else:
+        told = ""  # what came through a pipe is gone
+    done = _resume(part, note, told, 4 * width)
+    if done:
+        print(f"{done:,} vectors are there already: going on behind them", file=sys.stderr)
+    bar = Bar("embedding", 1, "texts")
+    try:
+        with part.open("ab") as target:
+            for rows in _vectors(encoder, args, islice(read_texts(file, args.jsonl), done, None),
+                                 lambda count: bar.update(done + count, max(total, done + count))):
+                target.write(rows.tobytes())
+                target.flush()
+    finally:
+        bar.close()
+    _finish(part, output, width)
+    note.unlink(missing_ok=True)
+
+
+def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], report: Any
+             ) -> Iterator[NDArray[np.float32]]:
+    """Window by window."""
+    count = 0
+
+    def step(number: int) -> None:
+        nonlocal count
+        count += number
+        report(count)
+
+    while window := list(islice(texts, _WINDOW)):
+        yield encoder.encode(window, kind=args.kind, prompt=args.prompt, dimensions=args.dimensions,
+                             truncate=args.truncate, progress=step)
+
+
+def _resume(part: Path, note: Path, told: str, row: int) -> int:
+    """How many vectors the part has, if it was begun in the same way; else it begins anew."""
+    try:
+        same = bool(told) and note.read_text(encoding="utf-8") == told and part.is_file()
+    except OSError:
+        same = False
+    if not same:
+        part.write_bytes(b"")
+        note.write_text(told, encoding="utf-8")
+        return 0
+    done = part.stat().st_size // row
+    os.truncate(part, done * row)
+    return done
+
+
+def _finish(part: Path, output: Path, width: int) -> None:
+    import numpy as np
+
+    count = part.stat().st_size // (4 * width)
+    rows = (np.memmap(part, np.float32, "r", shape=(count, width)) if count
+            else np.zeros((0, width), np.float32))
+    fresh = output.with_name(output.name + ".new")
+    with fresh.open("wb") as file:
+        if output.suffix == ".npz":
+            np.savez(file, vectors=rows)
+        else:
+            np.save(file, rows)
+    del rows
+    fresh.replace(output)
+    part.unlink()
+
+
+def _output(given: str) -> Path:
+    path = Path(text(given))
+    if path.suffix not in _KINDS:
+        raise argparse.ArgumentTypeError(f"must end in {' or '.join(_KINDS)}, not {given[:80]!r}")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the directory {str(path.parent)!r} does not exist")
+    return path

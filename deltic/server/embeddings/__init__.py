@@ -1,0 +1,1 @@
+"""Vectors of texts and scores of documents over HTTP."""

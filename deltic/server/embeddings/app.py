@@ -1,0 +1,132 @@
+"""A server that has models of vectors and scores alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from ssl import SSLContext
+from typing import TypedDict, Unpack
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from deltic.config import Limits
+from deltic.server import openapi, requests
+from deltic.server.app import application, check_of
+from deltic.server.body import Intake
+from deltic.server.embeddings.routes import routes
+from deltic.server.embeddings.service import EmbeddingService, Services
+from deltic.server.http import Check, answering, json_response
+from deltic.server.listen import Server, hosts_of, url_of
+from deltic.server.metrics import CONTENT_TYPE, samples
+from deltic.server.openai.shapes import error_response
+from deltic.server.records import Records
+from deltic.server.request_log import RequestLog
+
+_LOOK = 0.02
+
+
+class EncoderAppOptions(TypedDict, total=False):
+    """As of `create_app`."""
+
+    api_keys: Mapping[str, str]
+    cors_origins: Sequence[str]
+    allowed_hosts: Sequence[str]
+    lenient: bool
+    request_log: RequestLog | None
+
+
+def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **options: Unpack[EncoderAppOptions]
+                       ) -> Starlette:
+    """An ASGI application for these models."""
+    log = options.get("request_log")
+    served = Services(tuple(services), Intake(limits, options.get("lenient", False)))
+    records, check = Records(limits, log.write if log else None), check_of(options.get("api_keys", {}))
+    paths = [*routes(served, check), *requests.routes(records, check), *_about(served, check)]
+    paths.append(openapi.route(paths, check))
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        if log:
+            await asyncio.to_thread(log.close)
+
+    app = application(paths, records, options.get("cors_origins", ()), options.get("allowed_hosts", ("*",)), lifespan)
+    app.state.work = _Work(records)
+    return app
+
+
+def serve_encoders(services: Sequence[EmbeddingService], limits: Limits, host: str, listener: socket.socket, *,
+                   tls: SSLContext | None, drain_seconds: float, on_ready: Callable[[str], None],
+                   **options: Unpack[EncoderAppOptions]) -> None:
+    """Serve until Ctrl-C or SIGTERM; running requests then have `drain_seconds`. Arguments as of `serve`."""
+    options["allowed_hosts"] = hosts_of(listener, options.get("allowed_hosts", ()), host)
+    app, url = create_encoder_app(services, limits, **options), url_of(listener, tls is not None)
+    lines = "; ".join(map(_describe, services))
+    gc.collect()  # what is garbage now would stay for as long as the server runs
+    try:
+        Server(app, app.state.work, drain_seconds, lambda: on_ready(
+            f"{lines}. Ready: {url}/v1, {url}/health, {url}/metrics. Ctrl-C ends."), limits, tls).run_on(listener)
+    finally:
+        listener.close()
+
+
+class _Work:
+    """What the server waits for at its end: the requests that are being answered."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    async def drain(self, grace: float) -> None:
+        end = time.monotonic() + grace
+        while any(self._records) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK)
+
+    async def stop(self) -> None:
+        """They end with their connections."""
+
+
+def _describe(service: EmbeddingService) -> str:
+    encoder = service.encoder
+    kind = "scores documents (/v1/rerank, /v1/score)" if encoder.scores else (
+        f"gives vectors of {encoder.dimension:,} numbers (/v1/embeddings)")
+    return f"{service.name} {kind}, of up to {encoder.max_length:,} tokens"
+
+
+def model_fields(service: EmbeddingService) -> dict[str, object]:
+    """A model as /v1/models lists it."""
+    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "deltic",
+            "max_model_len": service.encoder.max_length}
+
+
+def _about(served: Services, check: Check) -> list[Route]:
+    async def models(_: Request) -> Response:
+        return json_response({"object": "list", "data": [model_fields(service) for service in served.services]})
+
+    async def model(request: Request) -> Response:
+        return json_response(model_fields(served.find(request.path_params["model"])))
+
+    async def health(_: Request) -> Response:
+        return json_response({"status": "ok", "waiting_tokens": sum(
+            service.encoder.batcher.waiting for service in served.services)})
+
+    async def metrics(_: Request) -> Response:
+        counts = [(service.name, service.encoder.batcher) for service in served.services]
+        page = samples({
+            "texts_total": ("Texts that were run.", [(name, each.texts) for name, each in counts]),
+            "text_tokens_total": ("Their tokens.", [(name, each.tokens) for name, each in counts]),
+            "text_batches_total": ("Batches that they came in.", [(name, each.batches) for name, each in counts])})
+        return Response(page, media_type=CONTENT_TYPE)
+
+    async def ready(_: Request) -> Response:
+        return json_response({"status": "ready"})
+
+    guarded = {"/v1/models": models, "/v1/models/{model:path}": model, "/metrics": metrics}
+    return [*(Route(path, answering(endpoint, check, error_response)) for path, endpoint in guarded.items()),
+            Route("/health", health), Route("/ready", ready)]

@@ -1,0 +1,99 @@
+"""Bodies of /v1/embeddings, /v1/rerank and /v1/score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from deltic.errors import RequestError, show
+from deltic.server.body import Fields
+
+_KINDS: Mapping[str | None, str | None] = {
+    None: None, "query": "query", "search_query": "query", "passage": "passage", "document": "passage",
+    "search_document": "passage"}
+
+
+class EmbeddingsRequest(Fields):
+    """OpenAI's fields; input_type, as others write it, for models that have prompts; truncate: cut what is too long,
+    rather than refusing it."""
+
+    counted: ClassVar[Mapping[str, str]] = {"input": "max_texts"}
+
+    model: str | None = None
+    input: Any
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    input_type: str | None = None
+    truncate: bool | None = None
+
+    @property
+    def kind(self) -> str | None:
+        """`query`, `passage` or None."""
+        if self.input_type not in _KINDS:
+            raise RequestError(f"input_type must be query or passage, not {show(self.input_type)}", "input_type")
+        return _KINDS[self.input_type]
+
+    def inputs(self) -> list[str] | list[list[int]]:
+        """Texts, or lists of token ids."""
+        given = self.input
+        if given == []:
+            raise RequestError("input is empty: give at least one text", "input")
+        rows = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
+        if all(isinstance(row, str) for row in rows):
+            empty = next((index for index, row in enumerate(rows) if not row), None)
+            if empty is not None:
+                raise RequestError(f"input[{empty}] is empty: leave it out", f"input[{empty}]")
+            return [str(row) for row in rows]
+        if all(isinstance(row, list) and all(type(id) is int for id in row) for row in rows):
+            return rows
+        raise RequestError("input must be a text, a list of texts, a list of token ids or a list of such lists, not "
+                           f"{show(given)}", "input")
+
+
+class RerankRequest(Fields):
+    """Cohere's and Jina's fields. Documents are texts, or objects with a `text`. truncate: cut long ones (default),
+    rather than refusing them; max_tokens_per_doc is honoured by the model's own length alone."""
+
+    counted: ClassVar[Mapping[str, str]] = {"documents": "max_texts"}
+
+    model: str | None = None
+    query: str
+    documents: list[Any]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    truncate: bool | None = None
+
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        found: list[Any] = [document.get("text") if isinstance(document, dict) else document
+                            for document in self.documents]
+        wrong = next((index for index, text in enumerate(found) if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise RequestError(f"documents[{wrong}] must be a text, or an object with one as `text`, not "
+                               f"{show(self.documents[wrong])}", f"documents[{wrong}]")
+        if self.top_n is not None and self.top_n < 1:
+            raise RequestError(f"top_n must be at least 1, not {self.top_n}", "top_n")
+        return found
+
+
+class ScoreRequest(Fields):
+    """vLLM's fields: one text against many, or as many against each other, in pairs."""
+
+    counted: ClassVar[Mapping[str, str]] = {"text_1": "max_texts", "text_2": "max_texts"}
+
+    model: str | None = None
+    text_1: str | list[str]
+    text_2: str | list[str]
+    truncate: bool | None = None
+
+    def pairs(self) -> list[tuple[str, list[str]]]:
+        """Queries, each with its documents."""
+        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if len(first) == 1:
+            return [(first[0], second)]
+        if len(first) != len(second):
+            raise RequestError(f"text_1 has {len(first)} texts and text_2 has {len(second)}: give one, or equally many",
+                               "text_1")
+        return [(query, [document]) for query, document in zip(first, second, strict=True)]
