@@ -82,7 +82,7 @@ def test_biases_are_qwen2s() -> None:
 @pytest.mark.parametrize(("message", "changes"), [
     ("sliding_window 4096 is not supported", {"model_type": "mistral", "architectures": ..., "sliding_window": 4096}),
     ("attention_bias", {"attention_bias": True}), ("mlp_bias", {"mlp_bias": True}),
-    ("hidden_act", {"hidden_act": "gelu"}), ("mixture-of-experts", {"num_local_experts": 8}),
+    ("hidden_act", {"hidden_act": "gelu"}), ("mixtures of experts", {"num_local_experts": 8}),
     ("mixture-of-experts", {"model_type": "mixtral", "architectures": ...}),
     ("use_sliding_window", {"model_type": "qwen2", "architectures": ..., "use_sliding_window": True}),
     ("rope_type 'dynamic' is not supported", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),

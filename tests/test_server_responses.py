@@ -248,7 +248,7 @@ def user(content: Any) -> dict[str, Any]:
     ({"input": None}, "input"), ({"input": []}, "input"), ({"input": 5}, "input"), ({"input": [5]}, "input[0]"),
     ({"input": [{"role": "alien", "content": "x"}]}, "input[0].role"), (user(5), "input[0].content"),
     (user([IMAGE]), "input[0].content[0]"), (user([{"type": "input_text"}]), "input[0].content[0].text"),
-    (user([5]), "input[0].content[0]"), ({"input": "\ud800"}, "input[0].content"),
+    (user([5]), "input[0].content[0].type"), ({"input": "\ud800"}, "input[0].content"),
     ({"input": "a " * 9000}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": [{"type": 5}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),

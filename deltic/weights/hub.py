@@ -185,7 +185,8 @@ def _vision(directory: Path, mapping: Mapping[str, Any], config: ModelConfig) ->
             path, directory / "video_preprocessor_config.json")]
         return Vision(tower, PictureConfig.from_hf(*said))
     except ModelError as error:
-        raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
+        logger.warning("the vision tower cannot be used, so that pictures are refused: %s: %s", path, error)
+        return None
 
 
 def _generation(directory: Path, config: ModelConfig) -> GenerationDefaults:

@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 mod deltic {
     use std::ffi::{c_int, c_void};
 
-    pub const ABI: c_int = 8;
+    pub const ABI: c_int = 9;
     pub const F32: i64 = 0;
     pub const Q8_0: i64 = 8;
     pub const Q4_K: i64 = 12;
@@ -43,6 +43,7 @@ mod deltic {
         pub logits: i64,
         pub emits: i64,
         pub table: i64,
+        pub given: i64,
         pub ids: *const i64,
         pub positions: *const i64,
         pub starts: *const i64,
@@ -58,6 +59,8 @@ mod deltic {
         pub emit_length: *const i64,
         pub emit_slot: *const i64,
         pub logit_tokens: *const i64,
+        pub given_tokens: *const i64,
+        pub given_rows: *const f32,
     }
 
     #[repr(C)]
@@ -413,6 +416,7 @@ impl Engine {
             logits: count as i64,
             emits: 0,
             table: TABLE as i64,
+            given: 0,
             ids: ids.as_ptr(),
             positions: positions.as_ptr(),
             starts: starts.as_ptr(),
@@ -428,6 +432,8 @@ impl Engine {
             emit_length: null(),
             emit_slot: null(),
             logit_tokens: wanted.as_ptr(),
+            given_tokens: null(),
+            given_rows: null(),
         };
         let mut logits = vec![0f32; count * VOCABULARY];
         let to = logits.as_mut_ptr();
