@@ -29,7 +29,7 @@ PLACE = Path(library.__file__).parent
 HEADER = re.sub(r"/\*.*?\*/", " ", (ROOT / "csrc" / "deltic.h").read_text(encoding="utf-8"), flags=re.DOTALL)
 FUNCTIONS = {name: (result.split(), arguments) for result, name, arguments in re.findall(
     r"^(\w[\w \n]*?[ *]+)(deltic_\w+)\(([^)]*)\);", HEADER, re.MULTILINE)}
-STRUCTS = {str(kind.__doc__).strip("`."): kind for kind in (*vars(library).values(), *vars(encoder).values())
+STRUCTS = {str(kind.__doc__).strip("`."): kind for kind in vars(library).values()
            if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind is not ctypes.Structure}
 """Python's structs by their C names."""
 C_FLAGS = ("-std=c11", "-O2", "-Wall", "-Wextra", "-pedantic", "-Werror")

@@ -131,6 +131,27 @@ class Mtp(Structure):
                 ("norm_hidden", c_void_p))
 
 
+class LayerNorm(Structure):
+    """`deltic_layer_norm`."""
+
+    _fields_ = (("scale", c_void_p), ("shift", c_void_p))
+
+
+class EncoderModelLayer(Structure):
+    """`deltic_encoder_layer`."""
+
+    _fields_ = (*((name, LinearWeight) for name in ("qkv", "out", "up", "down")),
+                *((name, c_void_p) for name in ("qkv_bias", "out_bias", "up_bias", "down_bias")),
+                ("attention_norm", LayerNorm), ("output_norm", LayerNorm))
+
+
+class EncoderModel(Structure):
+    """`deltic_encoder`."""
+
+    _fields_ = (("hidden", c_int64), ("heads", c_int64), ("layers", c_int64), ("layer", POINTER(EncoderModelLayer)),
+                ("norm", LayerNorm), ("eps", c_float))
+
+
 class Drawing(Structure):
     """`deltic_drawing`."""
 
@@ -161,7 +182,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
     "deltic_mtp_follow": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _P]),
-    "deltic_encode": (c_int, [_P, _P, _P, _I, _P]),
+    "deltic_encode": (c_int, [_P, POINTER(EncoderModel), _P, _I, _P]),
     "deltic_mtp_draft": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
 }
 
