@@ -86,7 +86,7 @@ def test_bombs(side: int) -> None:
             + chunk(b"IEND", b""))
     assert side ** 2 > MAX_PIXELS
     began = time.perf_counter()
-    with pytest.raises(RequestError, match=r"pixels|damaged"):
+    with pytest.raises(RequestError, match=r"pixels.*: scale it down"):
         read_image(bomb)
     assert time.perf_counter() - began < 1
 

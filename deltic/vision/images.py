@@ -44,8 +44,14 @@ def read_image(source: bytes | str | Path | Image, name: str = "image") -> Image
     except UnidentifiedImageError as error:
         raise RequestError(f"{name} is no picture that can be read: use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
                            name) from error
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, ArithmeticError,
-            MemoryError, NotImplementedError, Image.DecompressionBombError, RuntimeError) as error:
+    except Image.DecompressionBombError as error:
+        raise RequestError(f"{name} has far more than {MAX_PIXELS:,} pixels: scale it down", name) from error
+    except MemoryError as error:
+        raise RequestError(f"{name} needs more memory than there is: scale it down, or it is damaged", name) from error
+    except RequestError:
+        raise
+    except (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+        # all that Pillow's decoders raise of damaged files
         raise RequestError(f"{name} cannot be read, it seems damaged: {str(error)[:200] or type(error).__name__}",
                            name) from error
 
