@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from deltic.artifacts.backend import ProgramModel
+from deltic.artifacts.opening import kind_of, open_artifact
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.pools import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
@@ -88,10 +91,12 @@ class _Loaded:
 
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
-         progress: LoadProgress | None = None, rings: bool = False) -> Runtime:
-    """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
-    its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
+         progress: LoadProgress | None = None, rings: bool = False) -> Runtime | ProgramModel:
+    """Load a model (directory, GGUF file, compiled program, hub name, "tiny" or None for the embedded one, or random
+    weights) and size its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
     rings even if nobody drafts."""
+    if isinstance(model, str) and kind_of(model):
+        return open_artifact(Path(model), options)
     speculation, draft = options.speculation, None
     if isinstance(speculation, Draft):
         options, drafting = share_memory(options)
