@@ -84,6 +84,7 @@ def _resume(llm: LLM, args: argparse.Namespace) -> None:
 
 def _engine(llm: LLM, directory: Path | None, reuse: bool = True) -> Engine:
     """An engine over the same pools with an empty cache, as after a restart."""
+    assert isinstance(llm.runtime, Runtime)
     pools = llm.runtime.pools
     tiers = [TierIndex(Disk(directory, "bench", 20 << 30), threads=True)] if directory else []
     cache = HybridCache(pools, reuse, tiers)

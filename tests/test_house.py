@@ -35,8 +35,8 @@ ALLOWED = {
     "server": {"encoders", "engine", "text", "config", "types", "errors"},
     "export": {"server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops", "types", "errors"},
     "llm_plugin": set(),
-    "cli": {"artifacts", "export", "server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops", "types",
-            "errors"},
+    "cli": {"artifacts", "export", "server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops",
+            "types", "errors"},
 }
 """The rooms that a room may import from, besides itself."""
 MEETING = {"deltic/engine/llm.py": {"text"}}

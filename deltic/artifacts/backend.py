@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from deltic.artifacts.program import Program, ProgramInfo
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.operations import CopyPage, CopySlot, Operation, PoolSizes
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
+from deltic.cache.prefix import Door
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.errors import ConfigError
 from deltic.ops import Ops, select
@@ -37,8 +38,9 @@ class ProgramPools:
     sizes: PoolSizes
 
     @property
-    def door(self) -> None:
-        """Nothing comes from tiers: there are none."""
+    def door(self) -> Door:
+        """What comes from tiers: there are none."""
+        raise AssertionError("a program has no tiers")
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Carry these out, in order."""
@@ -78,13 +80,13 @@ class ProgramModel:
     program: Program
     ops: Ops
     threads: int
-    tokenizer: None = None
-    notes: None = None
-    vision: None = None
-    mtp_runner: None = None
-    draft: None = None
-    encode: None = None
-    verifies: bool = field(default=False)
+    tokenizer: Any = None
+    notes: Any = None
+    vision: Any = None
+    mtp_runner: Any = None
+    draft: Any = None
+    encode: Any = None
+    verifies: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +102,7 @@ class ProgramModel:
         """As `run`. ConfigError if hidden states are wanted: a program has no way out for them."""
         if batch.layout.hidden:
             raise ConfigError("a compiled program gives logits, not hidden states: load the model itself for vectors")
+        self._forget()
         logits = torch.empty(batch.layout.logits, self.config.vocab_size)
         place = 0
         for row in _rows(batch):
@@ -114,6 +117,12 @@ class ProgramModel:
 
     def warm_up(self) -> None:
         """There is nothing left to be compiled."""
+
+    def _forget(self) -> None:
+        """Drop the sequences of slots that nobody owns any more: their K/V would keep others from having it."""
+        if not self.cache.accounts.queue:  # what is queued may still read them
+            for slot in [slot for slot in self.program.slots if not self.cache.slots.owned(slot)]:
+                self.program.drop(slot)
 
     def _feed(self, row: _Row) -> Iterator[Tensor]:
         """Append the row's tokens to its sequence, and leave copies where states are to be kept; the logits [V] of

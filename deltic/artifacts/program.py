@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,6 +43,10 @@ class Program(Protocol):
     @property
     def info(self) -> ProgramInfo:
         """What the artifact says of itself."""
+
+    @property
+    def slots(self) -> Collection[int]:
+        """Those that have a sequence."""
 
     def reserve(self, slots: int, tokens: int) -> None:
         """Make room for so many slots and, where sequences share it, so many tokens of K/V; once, before all else."""

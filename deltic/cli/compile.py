@@ -15,7 +15,7 @@ from deltic.cli.table import table
 from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
 from deltic.errors import ModelError
 
-HELP = "Compile a model with TVM into a directory that `deltic run`, `chat` and `serve` take, and other runtimes of TVM."
+HELP = "Compile a model with TVM into a directory that `deltic run`, `chat` and `serve` take."
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", type=_format, metavar="DTYPE",
                         help="how matrices are stored: float32 (default) or float16; all else is float32")
     parser.add_argument("--generation", type=_generation, metavar="GEN",
-                        help="v1 (ndarray-cache.json; attention alone) or v2 (tensor-cache.json; recurrent layers too). "
-                             "Default: v2")
+                        help="v1 (ndarray-cache.json; attention alone) or v2 (tensor-cache.json; recurrent layers "
+                             "too). Default: v2")
     parser.add_argument("--max-context", type=whole(1), metavar="N",
                         help="most tokens of prompt and answer (default: the model's own)")
     parser.add_argument("--prefill-chunk", type=whole(1, 1 << 16), default=512, metavar="N",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal, TypeVar
 
 from deltic.errors import ModelError, show
 
@@ -24,7 +24,7 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
     **{base + form: "llama" for base in ("llama", "mistral") for form in _CAUSAL_FORMS},
     **{"mixtral" + form: "mixtral" for form in _CAUSAL_FORMS},
 }
-FORMATS: Final[Mapping[str, str]] = {
+FORMATS: Final[Mapping[str, Literal["float32", "bfloat16", "float16"]]] = {
     "float32": "float32", "fp32": "float32", "f32": "float32", "float": "float32", "q0f32": "float32",
     "bfloat16": "bfloat16", "bf16": "bfloat16", "q0bf16": "bfloat16",
     "float16": "float16", "fp16": "float16", "f16": "float16", "half": "float16", "q0f16": "float16",
@@ -36,12 +36,15 @@ BACKENDS: Final[Mapping[str, str]] = {"tirx": "tirx", "tir": "tirx", "flashinfer
 """Who serves attention in a compiled model; TVM has renamed `tir`."""
 
 
-def find(table: Mapping[str, str], name: str) -> str | None:
+Name = TypeVar("Name", bound=str)
+
+
+def find(table: Mapping[str, Name], name: str) -> Name | None:
     """What a name of the table means, in any of its spellings; None if it is none."""
     return table.get(re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
-def canonical(table: Mapping[str, str], name: str, what: str) -> str:
+def canonical(table: Mapping[str, Name], name: str, what: str) -> Name:
     """As `find`; ModelError for what is none, which says what it should have been."""
     found = find(table, name)
     if found is None:

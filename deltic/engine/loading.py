@@ -90,13 +90,19 @@ class _Loaded:
     drafts: bool
 
 
-def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
-         progress: LoadProgress | None = None, rings: bool = False) -> Runtime | ProgramModel:
-    """Load a model (directory, GGUF file, compiled program, hub name, "tiny" or None for the embedded one, or random
-    weights) and size its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
-    rings even if nobody drafts."""
+def load_any(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
+             progress: LoadProgress | None = None, rings: bool = False) -> Runtime | ProgramModel:
+    """As `load`, or a compiled model, whose path has a name or content of its own."""
     if isinstance(model, str) and kind_of(model):
         return open_artifact(Path(model), options)
+    return load(model, options, revision, progress, rings)
+
+
+def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
+         progress: LoadProgress | None = None, rings: bool = False) -> Runtime:
+    """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
+    its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
+    rings even if nobody drafts."""
     speculation, draft = options.speculation, None
     if isinstance(speculation, Draft):
         options, drafting = share_memory(options)

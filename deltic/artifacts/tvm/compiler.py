@@ -107,7 +107,8 @@ def _target(text: str) -> Any:
         options = dict(option.lstrip("-").split("=", 1) for option in found[1:])
         return tvm.target.Target({"kind": "llvm", **options})
     except Exception as error:
-        raise ConfigError(f"target {text!r} is not one that TVM knows: {str(error).splitlines()[-1]}", "target") from error
+        reason = str(error).strip().rsplit("\n", 1)[-1]
+        raise ConfigError(f"target {text!r} is not one that TVM knows: {reason}", "target") from error
 
 
 def _machine(target: Any) -> str:
@@ -147,7 +148,8 @@ def _made(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> NDArray
     layer, _, part = rest.partition(".")
     rows, change = _PARTS[part]
     taken = [tensors.pop(f"model.layers.{layer}.{row}").float() for row in rows]
-    return _CHANGES[change](taken[0] if len(taken) == 1 else torch.cat(taken), config.norm_offset).numpy()
+    made: NDArray[Any] = _CHANGES[change](taken[0] if len(taken) == 1 else torch.cat(taken), config.norm_offset).numpy()
+    return made
 
 
 _LINEAR: Final = "linear_attn."

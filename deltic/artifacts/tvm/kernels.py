@@ -5,7 +5,6 @@ sums of a panel are one vector; see `panels`.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: F841
 from __future__ import annotations
 
 from math import gcd
@@ -190,8 +189,8 @@ def short_conv(channels: int, kernel: int, width: int):
 def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int, eps: float, width: int):
     """The gated delta rule (arXiv 2412.06464, equation 10) with the gates around it.
 
-    mixed [n, C]: queries, keys, values after the convolution. x [n, width]: the layer's projection, of which after the C
-    raw inputs come gate [values], b, a [value_heads]. decay, dt_bias [value_heads]; scale [value_dim]; before
+    mixed [n, C]: queries, keys, values after the convolution. x [n, width]: the layer's projection, of which after the
+    C raw inputs come gate [values], b, a [value_heads]. decay, dt_bias [value_heads]; scale [value_dim]; before
     [1, value_heads, key_dim, value_dim] -> y [n, values], after as before.
     """
     lanes = lanes_of(value_dim)

@@ -1,7 +1,7 @@
 """TVM's runtime in this process: found in the wheel and loaded without its compiler, once.
 
-`import tvm` would load the compiler (100 MB) and take seconds. The package `tvm_ffi` and the libraries libtvm_runtime and
-libtvm_runtime_extra, which lie in the wheel, are all that a compiled model needs.
+`import tvm` would load the compiler (250 MB) and take seconds. The package `tvm_ffi` and the libraries libtvm_runtime
+and libtvm_runtime_extra, which lie in the wheel, are all that a compiled model needs.
 """
 
 from __future__ import annotations

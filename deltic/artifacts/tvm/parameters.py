@@ -49,8 +49,8 @@ def generation_of(folder: Path) -> Generation:
     for generation, name in DESCRIPTORS.items():
         if (folder / name).is_file():
             return generation
-    raise ModelError(f"{folder} has no parameters: neither {' nor '.join(DESCRIPTORS.values())} is there; copy all files "
-                     "of the artifact")
+    raise ModelError(f"{folder} has no parameters: neither {' nor '.join(DESCRIPTORS.values())} is there; copy all "
+                     "files of the artifact")
 
 
 def load(folder: Path, generation: Generation, metadata: Metadata, tvm_ffi: Any) -> Any:
@@ -112,7 +112,8 @@ def _fault(folder: Path, record: Mapping[str, Any]) -> str | None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, digest.removesuffix("sum")).hexdigest()
     if found != record[digest]:
-        return f"the shard {name} is damaged ({_DIGESTS[digest]} {found[:12]}..., not {record[digest][:12]}...): copy it again"
+        return (f"the shard {name} is damaged ({_DIGESTS[digest]} {found[:12]}..., not {record[digest][:12]}...): copy "
+                "it again")
     return None
 
 
@@ -150,7 +151,8 @@ def write(folder: Path, generation: Generation, parameters: Iterable[tuple[str, 
                         "sha256": hashlib.sha256(content).hexdigest(), "records": items})
     said = {"ParamSize": sum(len(record["records"]) for record in records), "ParamBytes": total,
             "BitsPerParam": 8 * total / max(count, 1)}
-    (folder / DESCRIPTORS[generation]).write_text(json.dumps({"metadata": said, "records": records}), encoding="utf-8")
+    text = json.dumps({"metadata": said, "records": records})
+    (folder / DESCRIPTORS[generation]).write_text(text, encoding="utf-8")
     return total
 
 

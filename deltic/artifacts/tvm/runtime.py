@@ -14,7 +14,7 @@ from deltic.artifacts.opening import LIBRARIES
 from deltic.artifacts.program import ProgramInfo
 from deltic.artifacts.tvm import parameters
 from deltic.artifacts.tvm.library import runtime
-from deltic.artifacts.tvm.metadata import Metadata, check_machine, read_config
+from deltic.artifacts.tvm.metadata import DESCRIPTORS, Metadata, check_machine, read_config
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.types import PAGE
@@ -45,8 +45,8 @@ class TvmProgram:
         check_machine(said, folder)
         generation = parameters.generation_of(folder)
         if generation != said.generation:
-            raise ModelError(f"{folder} is an artifact of generation {said.generation}, but its parameters are described "
-                             f"by {parameters.DESCRIPTORS[generation]}, as those of {generation} are: compile it anew")
+            raise ModelError(f"{folder} is an artifact of generation {said.generation}, but its parameters are "
+                             f"described by {DESCRIPTORS[generation]}, as those of {generation} are: compile it anew")
         self._ffi, self._history = runtime(), history
         self._vm = self._load(folder)
         self.metadata = self._checked(folder, said, config)
@@ -131,8 +131,7 @@ class TvmProgram:
                 self.drop(slot)
             raise
         self._positions[slot] += count
-        logits: NDArray[np.float32] = np.from_dlpack(found[0])[0, :self.metadata.vocabulary]
-        return logits
+        return np.asarray(np.from_dlpack(found[0]), np.float32)[0, :self.metadata.vocabulary]
 
     def _tensor(self, numbers: Sequence[int]) -> Any:
         return self._ffi.from_dlpack(np.array(numbers, np.int32))
@@ -149,7 +148,8 @@ class TvmProgram:
             machine = self._ffi.load_module(str(path))["vm_load_executable"]()
             machine["vm_initialization"](_CPU, 0, _POOLED)
         except Exception as error:
-            raise ModelError(f"{path} cannot be loaded by TVM's runtime: {_line(error)}; compile the model anew") from error
+            raise ModelError(f"{path} cannot be loaded by TVM's runtime, compile the model anew: {_line(error)}"
+                             ) from error
         return machine
 
     def _checked(self, folder: Path, said: Metadata, config: ModelConfig) -> Metadata:
@@ -164,8 +164,8 @@ class TvmProgram:
             "generation", "architecture", "quantization", "vocabulary")}
         for name, (inside, outside) in pairs.items():
             if inside != outside:
-                raise ModelError(f"{folder}: {name} is {inside} in the library and {outside} in its config: they are not "
-                                 "of one model")
+                raise ModelError(f"{folder}: {name} is {inside} in the library and {outside} in its config: they are "
+                                 "not of one model")
         if config.vocab_size != found.vocabulary:
             raise ModelError(f"{folder}: config.json has a vocabulary of {config.vocab_size}, the library of "
                              f"{found.vocabulary}: they are not of one model")
