@@ -30,6 +30,7 @@ from deltic.cache.prefix import Source
 from deltic.cache.tier_index import TierIndex
 from deltic.cache.tree import PrefixTree
 from deltic.engine.engine import Engine
+from deltic.engine.runtime import Runtime
 from deltic.types import PAGE, Request
 
 ANSWER, NEW = 24, 50

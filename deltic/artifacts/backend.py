@@ -189,8 +189,8 @@ def _checked(options: EngineConfig, info: ProgramInfo) -> EngineConfig:
     plain = EngineConfig()
     for name in _COMPILED:
         if getattr(options, name) != getattr(plain, name):
-            raise ConfigError(f"{name}={getattr(options, name)} has no meaning for a compiled program: leave it out, or "
-                              "load the model itself", name)
+            raise ConfigError(f"{name}={getattr(options, name)} has no meaning for a compiled program: leave it out, "
+                              "or load the model itself", name)
     if options.speculate not in ("auto", "off"):
         raise ConfigError(f"speculate={options.speculate} is not possible: a compiled program verifies no drafts",
                           "speculate")

@@ -7,6 +7,7 @@ sums of a panel are one vector; see `panels`.
 # mypy: ignore-errors
 from __future__ import annotations
 
+from functools import cache
 from math import gcd
 
 from tvm.script import tirx as T
@@ -24,6 +25,7 @@ def lanes_of(size: int) -> int:
     return gcd(size, LANES)
 
 
+@cache
 def linear(inputs: int, panels: int, dtype: str):
     """x [n, inputs], w [panels, inputs, LANES] -> y [n, panels * LANES]."""
     @T.prim_func(s_tir=True, private=True)
@@ -52,6 +54,7 @@ def linear(inputs: int, panels: int, dtype: str):
     return matrix
 
 
+@cache
 def linear_one(inputs: int, panels: int, dtype: str):
     """`linear` of one token, whose sums are split into `_SPLIT`."""
     split = gcd(inputs, _SPLIT)
@@ -79,6 +82,7 @@ def linear_one(inputs: int, panels: int, dtype: str):
     return vector
 
 
+@cache
 def embed(hidden: int, panels: int, dtype: str):
     """ids [n] int32, w [panels, hidden, LANES] -> y [n, hidden]."""
     @T.prim_func(s_tir=True, private=True)
@@ -94,6 +98,7 @@ def embed(hidden: int, panels: int, dtype: str):
     return rows
 
 
+@cache
 def add_norm(hidden: int, eps: float, width: int):
     """residual [n, hidden], delta [n, width >= hidden], scale [hidden] -> their sum [n, hidden] and its RMS norm."""
     lanes = lanes_of(hidden)
@@ -128,6 +133,7 @@ def add_norm(hidden: int, eps: float, width: int):
     return norm
 
 
+@cache
 def swiglu(inner: int, width: int):
     """x [n, width]: gate [inner], up [inner], perhaps more -> silu(gate) * up [n, inner]."""
     @T.prim_func(s_tir=True, private=True)
@@ -143,6 +149,7 @@ def swiglu(inner: int, width: int):
     return product
 
 
+@cache
 def short_conv(channels: int, kernel: int, width: int):
     """x [n, width], of which the first are raw inputs [channels]; before [1, kernel - 1, channels]: those of the last
     tokens; taps [kernel, channels], the last of which meets the token itself -> silu of the convolution [n, channels],
@@ -186,6 +193,7 @@ def short_conv(channels: int, kernel: int, width: int):
     return conv
 
 
+@cache
 def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int, eps: float, width: int):
     """The gated delta rule (arXiv 2412.06464, equation 10) with the gates around it.
 
@@ -265,6 +273,7 @@ def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int, e
     return rule
 
 
+@cache
 def heads(query_heads: int, kv_heads: int, dim: int, rotary: int, gated: bool, eps: float, width: int):
     """x [n, width]: queries (each followed by its gate, if gated), keys, values; q_norm, k_norm [dim]; positions [n]
     int32; frequencies [rotary / 2] -> normed and rotated queries and keys, and values [n, query_heads + 2 kv_heads,
@@ -305,6 +314,7 @@ def heads(query_heads: int, kv_heads: int, dim: int, rotary: int, gated: bool, e
     return split
 
 
+@cache
 def output_gate(query_heads: int, dim: int, width: int):
     """y [n, query_heads, dim], x [n, width]: as of `heads`, gated -> y times the sigmoid of its gate
     [n, query_heads * dim]."""
@@ -321,6 +331,7 @@ def output_gate(query_heads: int, dim: int, width: int):
     return gated
 
 
+@cache
 def row(hidden: int):
     """x [n, hidden], position [1] int32 -> that row of x [1, hidden]."""
     @T.prim_func(s_tir=True, private=True)
@@ -334,6 +345,7 @@ def row(hidden: int):
     return taken
 
 
+@cache
 def state_get(shape: tuple[int, ...]):
     """What reads a state of some sequences from the storage [sequences, history, ...]: their slots [b], the places of
     their present states [b] -> [b, ...]."""
@@ -356,6 +368,7 @@ def state_get(shape: tuple[int, ...]):
     return get
 
 
+@cache
 def state_set(shape: tuple[int, ...]):
     """What writes it to the place after the present one, where it will be present when the step is over."""
     @T.prim_func(s_tir=True)

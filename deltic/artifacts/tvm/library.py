@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -45,18 +45,21 @@ def runtime() -> Any:
     if constructor is None:
         raise ModelError(f"TVM's runtime does not know {CONSTRUCTOR}: it is too old; pip install 'deltic[tvm]'")
 
-    def create(*arguments: Any) -> Any:
-        return constructor(*map(_renamed, arguments))
-
-    tvm_ffi.register_global_func(CONSTRUCTOR, create, override=True)
+    tvm_ffi.register_global_func(CONSTRUCTOR, accepting_older_names(constructor), override=True)
     return tvm_ffi
 
 
-def _renamed(argument: Any) -> Any:
-    """An argument of the constructor, in which a kernel is tagged as this version of TVM does."""
-    import tvm_ffi
+def accepting_older_names(constructor: Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor of the paged cache, for kernels that are tagged by any name of their backend: each kernel is given
+    as a list that begins with it, whether it serves prompts (paged, ragged), decoding or trees. ModelError for others.
+    """
+    def create(*arguments: Any) -> Any:
+        return constructor(*map(_renamed, arguments))
+    return create
 
-    if not isinstance(argument, tvm_ffi.Array) or not len(argument) or not isinstance(argument[0], str):
+
+def _renamed(argument: Any) -> Any:
+    if not isinstance(argument, Sequence) or isinstance(argument, str) or not argument or not isinstance(argument[0], str):
         return argument
     tag, *kernel = argument
     return [canonical(BACKENDS, tag, "attention backend"), *kernel]

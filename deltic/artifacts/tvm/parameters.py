@@ -112,8 +112,8 @@ def _fault(folder: Path, record: Mapping[str, Any]) -> str | None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, digest.removesuffix("sum")).hexdigest()
     if found != record[digest]:
-        return (f"the shard {name} is damaged ({_DIGESTS[digest]} {found[:12]}..., not {record[digest][:12]}...): copy "
-                "it again")
+        said = record[digest]
+        return f"the shard {name} is damaged ({_DIGESTS[digest]} {found[:12]}..., not {said[:12]}...): copy it again"
     return None
 
 
