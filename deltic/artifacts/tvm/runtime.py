@@ -15,6 +15,7 @@ from deltic.artifacts.program import ProgramInfo
 from deltic.artifacts.tvm import parameters
 from deltic.artifacts.tvm.library import runtime
 from deltic.artifacts.tvm.metadata import DESCRIPTORS, Metadata, check_machine, read_config
+from deltic.artifacts.tvm.parameters import ALIGNMENT
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.types import PAGE
@@ -134,7 +135,12 @@ class TvmProgram:
         return np.asarray(np.from_dlpack(found[0]), np.float32)[0, :self.metadata.vocabulary]
 
     def _tensor(self, numbers: Sequence[int]) -> Any:
-        return self._ffi.from_dlpack(np.array(numbers, np.int32))
+        """int32, at an address that kernels take for granted."""
+        room = np.empty(len(numbers) + ALIGNMENT // 4, np.int32)
+        skip = -room.ctypes.data % ALIGNMENT // 4
+        array = room[skip:skip + len(numbers)]
+        array[:] = numbers
+        return self._ffi.from_dlpack(array)
 
     def _each(self, name: str, *arguments: Any) -> None:
         """Call a function of both caches: they move together."""
