@@ -50,18 +50,20 @@ def runtime() -> Any:
 
 
 def accepting_older_names(constructor: Callable[..., Any]) -> Callable[..., Any]:
-    """The constructor of the paged cache, for kernels that are tagged by any name of their backend: each kernel is given
-    as a list that begins with it, whether it serves prompts (paged, ragged), decoding or trees. ModelError for others.
-    """
+    """The constructor of the paged cache, for kernels that are tagged by any name of their backend: each kernel is
+    given as a list that begins with it, whether it serves prompts (paged, ragged), decoding or trees. ModelError for
+    others."""
     def create(*arguments: Any) -> Any:
         return constructor(*map(_renamed, arguments))
     return create
 
 
 def _renamed(argument: Any) -> Any:
-    if not isinstance(argument, Sequence) or isinstance(argument, str) or not argument or not isinstance(argument[0], str):
+    if isinstance(argument, str) or not isinstance(argument, Sequence) or not argument:
         return argument
     tag, *kernel = argument
+    if not isinstance(tag, str):
+        return argument
     return [canonical(BACKENDS, tag, "attention backend"), *kernel]
 
 

@@ -124,8 +124,8 @@ def _mapped(path: Path, name: str, stored: Mapping[str, Parameter], shape: tuple
     if found is None:
         raise ModelError(f"{path} has no parameter {name}, which the library takes: they are not of one model")
     if (found.shape, found.dtype) != (shape, dtype):
-        raise ModelError(f"{path}: parameter {name} is {found.dtype} {list(found.shape)}, but the library takes {dtype} "
-                         f"{list(shape)}: they are not of one model")
+        raise ModelError(f"{path}: parameter {name} is {found.dtype} {list(found.shape)}, but the library takes "
+                         f"{dtype} {list(shape)}: they are not of one model")
     with found.path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     count = found.nbytes // np.dtype(dtype).itemsize
