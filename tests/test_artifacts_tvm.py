@@ -17,12 +17,12 @@ from support import DECIDED, drain, greedy, numbers, same_logits, stepwise_logit
 from torch import Tensor
 from tvm_cases import ATTENTION, CHUNK, SHAPE, checkpoint, compiled
 
-from deltic import Session
+from deltic import LLM, SamplingParams, Session
 from deltic.artifacts.conversation import Conversation
 from deltic.artifacts.opening import kind_of, open_program
 from deltic.artifacts.tvm.library import accepting_older_names
 from deltic.cli import main
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load_any
 from deltic.errors import ConfigError, ModelError, RequestError
@@ -291,10 +291,29 @@ def test_matrices_may_be_float16(hybrid: Artifacts, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the engine's logits; in a chat of three turns with the same words, of which as many tokens are reused."""
     made = compiled(tmp_path / "compiled", None)
     compare(session(None), session(made), count=200)
     assert main(["run", str(made), "What is the capital of France?", "--temperature", "0"]) == 0
     assert "Paris" in capsys.readouterr().out
+    found = []
+    for model in (LLM(dtype="float32", speculate="off", threads=1), LLM(str(made), threads=1)):
+        messages, turns = list[dict[str, str]](), list[tuple[str, int, int]]()
+        for question in ("What is the capital of France?", "And of Italy?", "What is 3 + 4?"):
+            messages.append({"role": "user", "content": question})
+            answer = model.chat(messages, SamplingParams(temperature=0.0, max_tokens=40))
+            messages.append({"role": "assistant", "content": answer.text})
+            turns.append((answer.text, answer.usage.prompt_tokens, answer.usage.cached_tokens))
+        found.append(turns)
+        model.close()
+    assert found[0] == found[1] and found[0][0][2] == 0 < found[0][1][2] < found[0][2][2]
+
+
+@pytest.mark.slow
+def test_the_true_shape_gives_the_engines_logits(tmp_path: Path) -> None:
+    """Four layers of the 0.8b shape, over 200 tokens."""
+    source = checkpoint(tmp_path / "model", ModelConfig.preset("qwen3.5-0.8b", 4), 0.1)
+    compare(session(source), session(compiled(tmp_path / "compiled", source, max_context=2048)), count=200)
 
 
 def test_it_says_what_to_install(hybrid: Artifacts, monkeypatch: pytest.MonkeyPatch,

@@ -194,26 +194,42 @@ def short_conv(channels: int, kernel: int, width: int):
 
 
 @cache
-def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int, eps: float, width: int):
-    """The gated delta rule (arXiv 2412.06464, equation 10) with the gates around it.
+def delta_gates(value_heads: int, start: int, width: int):
+    """x [n, width], of which from `start` on come b, a [value_heads]; decay, dt_bias [value_heads] -> the state's decay
+    and beta [n, 2, value_heads]."""
+    @T.prim_func(s_tir=True, private=True)
+    def gates(x_handle: T.handle, decay: T.Buffer((value_heads,), "float32"),
+              dt_bias: T.Buffer((value_heads,), "float32"), y_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        x = T.match_buffer(x_handle, (n, width), "float32")
+        y = T.match_buffer(y_handle, (n, 2, value_heads), "float32")
+        for t, h in T.grid(n, value_heads):
+            with T.sblock("head"):
+                sum = T.sblock_alloc_buffer((1,), "float32")
+                sum[0] = x[t, start + value_heads + h] + dt_bias[h]
+                sum[0] = T.max(sum[0], T.float32(0)) + T.log1p(T.exp(T.float32(0) - T.abs(sum[0])))  # softplus
+                y[t, 0, h] = T.exp(decay[h] * sum[0])
+                y[t, 1, h] = T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - x[t, start + h]))
+    return gates
 
-    mixed [n, C]: queries, keys, values after the convolution. x [n, width]: the layer's projection, of which after the
-    C raw inputs come gate [values], b, a [value_heads]. decay, dt_bias [value_heads]; scale [value_dim]; before
-    [1, value_heads, key_dim, value_dim] -> y [n, values], after as before.
-    """
+
+@cache
+def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
+    """The gated delta rule (arXiv 2412.06464, equation 10): mixed [n, C], queries, keys, values after the convolution;
+    gates [n, 2, value_heads]; before [1, value_heads, key_dim, value_dim] -> y [n, value_heads * value_dim], after as
+    before."""
     lanes = lanes_of(value_dim)
     blocks, share, keys = value_dim // lanes, value_heads // key_heads, key_heads * key_dim
     channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
 
     @T.prim_func(s_tir=True, private=True)
-    def rule(m_handle: T.handle, x_handle: T.handle, decay: T.Buffer((value_heads,), "float32"),
-             dt_bias: T.Buffer((value_heads,), "float32"), scale: T.Buffer((value_dim,), "float32"),
-             before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"), y_handle: T.handle,
-             after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
+    def rule(m_handle: T.handle, g_handle: T.handle, before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"),
+             y_handle: T.handle, after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         n = T.int64()
         mixed = T.match_buffer(m_handle, (n, channels), "float32")
-        x = T.match_buffer(x_handle, (n, width), "float32")
+        gates = T.match_buffer(g_handle, (n, 2, value_heads), "float32")
         y = T.match_buffer(y_handle, (n, values), "float32")
         for h in T.parallel(value_heads):
             for d, v in T.grid(key_dim, blocks):
@@ -222,55 +238,64 @@ def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int, e
                         after[0, h, d, v * lanes + lane] = before[0, h, d, v * lanes + lane]
             for t in T.serial(n):
                 with T.sblock("token"):
-                    # of the query and the key: one over their length; a, beta, the softplus; the factor of the norm
-                    unit = T.sblock_alloc_buffer((2,), "float32")
-                    gate = T.sblock_alloc_buffer((3,), "float32")
+                    unit = T.sblock_alloc_buffer((2,), "float32")  # what makes query and key as long as they shall be
                     update = T.sblock_alloc_buffer((value_dim,), "float32")
                     output = T.sblock_alloc_buffer((value_dim,), "float32")
-                    unit[0] = T.float32(0)
-                    unit[1] = T.float32(0)
-                    for d in T.serial(key_dim):
-                        unit[0] = unit[0] + mixed[t, h // share * key_dim + d] * mixed[t, h // share * key_dim + d]
-                        unit[1] = unit[1] + mixed[t, keys + h // share * key_dim + d] * mixed[
-                            t, keys + h // share * key_dim + d]
-                    unit[0] = T.float32(1) / T.sqrt(unit[0] + T.float32(1e-6)) * T.float32(key_dim ** -0.5)
-                    unit[1] = T.float32(1) / T.sqrt(unit[1] + T.float32(1e-6))
-                    gate[2] = x[t, channels + values + value_heads + h] + dt_bias[h]
-                    gate[2] = T.max(gate[2], T.float32(0)) + T.log1p(T.exp(T.float32(0) - T.abs(gate[2])))
-                    gate[0] = T.exp(decay[h] * gate[2])
-                    gate[1] = T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - x[t, channels + values + h]))
+                    for part in T.unroll(2):
+                        unit[part] = T.float32(0)
+                        for d in T.serial(key_dim):
+                            unit[part] = unit[part] + mixed[t, part * keys + h // share * key_dim + d] * mixed[
+                                t, part * keys + h // share * key_dim + d]
+                        unit[part] = T.float32(1) / T.sqrt(unit[part] + T.float32(1e-6))
                     for v in T.serial(blocks):
                         for lane in T.vectorized(lanes):
                             update[v * lanes + lane] = T.float32(0)
                             output[v * lanes + lane] = T.float32(0)
-                    for d in T.serial(key_dim):
-                        for v in T.unroll(blocks):
-                            for lane in T.vectorized(lanes):
-                                after[0, h, d, v * lanes + lane] = after[0, h, d, v * lanes + lane] * gate[0]
-                            for lane in T.vectorized(lanes):
-                                update[v * lanes + lane] = update[v * lanes + lane] + after[
-                                    0, h, d, v * lanes + lane] * (mixed[t, keys + h // share * key_dim + d] * unit[1])
-                    for v in T.unroll(blocks):
+                    for d, v in T.grid(key_dim, blocks):
+                        for lane in T.vectorized(lanes):
+                            after[0, h, d, v * lanes + lane] = after[0, h, d, v * lanes + lane] * gates[t, 0, h]
+                        for lane in T.vectorized(lanes):
+                            update[v * lanes + lane] = update[v * lanes + lane] + after[
+                                0, h, d, v * lanes + lane] * (mixed[t, keys + h // share * key_dim + d] * unit[1])
+                    for v in T.serial(blocks):
                         for lane in T.vectorized(lanes):
                             update[v * lanes + lane] = (mixed[t, 2 * keys + h * value_dim + v * lanes + lane]
-                                                        - update[v * lanes + lane]) * gate[1]
-                    for d in T.serial(key_dim):
-                        for v in T.unroll(blocks):
-                            for lane in T.vectorized(lanes):
-                                after[0, h, d, v * lanes + lane] = after[0, h, d, v * lanes + lane] + (
-                                    mixed[t, keys + h // share * key_dim + d] * unit[1]) * update[v * lanes + lane]
-                            for lane in T.vectorized(lanes):
-                                output[v * lanes + lane] = output[v * lanes + lane] + after[
-                                    0, h, d, v * lanes + lane] * (mixed[t, h // share * key_dim + d] * unit[0])
-                    gate[2] = T.float32(0)
+                                                        - update[v * lanes + lane]) * gates[t, 1, h]
+                    for d, v in T.grid(key_dim, blocks):
+                        for lane in T.vectorized(lanes):
+                            after[0, h, d, v * lanes + lane] = after[0, h, d, v * lanes + lane] + (
+                                mixed[t, keys + h // share * key_dim + d] * unit[1]) * update[v * lanes + lane]
+                        for lane in T.vectorized(lanes):
+                            output[v * lanes + lane] = output[v * lanes + lane] + after[0, h, d, v * lanes + lane] * (
+                                mixed[t, h // share * key_dim + d] * (unit[0] * T.float32(key_dim ** -0.5)))
                     for v in T.serial(value_dim):
-                        gate[2] = gate[2] + output[v] * output[v]
-                    gate[2] = T.float32(1) / T.sqrt(gate[2] / T.float32(value_dim) + T.float32(eps))
-                    for v in T.serial(value_dim):
-                        y[t, h * value_dim + v] = ((output[v] * gate[2]) * scale[v]) * (
-                            x[t, channels + h * value_dim + v]
-                            / (T.float32(1) + T.exp(T.float32(0) - x[t, channels + h * value_dim + v])))
+                        y[t, h * value_dim + v] = output[v]
     return rule
+
+
+@cache
+def gated_norm(value_heads: int, value_dim: int, start: int, eps: float, width: int):
+    """y [n, value_heads * value_dim], scale [value_dim], x [n, width], of which from `start` on come as many gates ->
+    the RMS norm of each head of y, times the silu of its gates."""
+    @T.prim_func(s_tir=True, private=True)
+    def norm(y_handle: T.handle, scale: T.Buffer((value_dim,), "float32"), x_handle: T.handle, o_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        y = T.match_buffer(y_handle, (n, value_heads * value_dim), "float32")
+        x = T.match_buffer(x_handle, (n, width), "float32")
+        o = T.match_buffer(o_handle, (n, value_heads * value_dim), "float32")
+        for t, h in T.grid(n, value_heads):
+            with T.sblock("head"):
+                factor = T.sblock_alloc_buffer((1,), "float32")
+                factor[0] = T.float32(0)
+                for v in T.serial(value_dim):
+                    factor[0] = factor[0] + y[t, h * value_dim + v] * y[t, h * value_dim + v]
+                factor[0] = T.float32(1) / T.sqrt(factor[0] / T.float32(value_dim) + T.float32(eps))
+                for v in T.serial(value_dim):
+                    o[t, h * value_dim + v] = ((y[t, h * value_dim + v] * factor[0]) * scale[v]) * (
+                        x[t, start + h * value_dim + v]
+                        / (T.float32(1) + T.exp(T.float32(0) - x[t, start + h * value_dim + v])))
+    return norm
 
 
 @cache

@@ -80,11 +80,14 @@ class Recurrent(nn.Module):
         mixed, inputs = _call(
             kernels.short_conv(shape.conv_dim, shape.conv_kernel, self.in_proj.width), "short_conv",
             [projected, states.get(self.store, CONV, conv), self.conv], (n, shape.conv_dim), (1, *conv))
-        rule = kernels.delta_rule(shape.num_key_heads, shape.num_value_heads, shape.key_head_dim, shape.value_head_dim,
-                                  self.eps, self.in_proj.width)
-        out, after = _call(rule, "delta_rule", [mixed, projected, self.decay, self.dt_bias, self.norm,
-                                                states.get(self.store, STATE, state)],
+        heads, width = shape.num_value_heads, self.in_proj.width
+        gates = _call(kernels.delta_gates(heads, shape.conv_dim + shape.value_dim, width), "delta_gates",
+                      [projected, self.decay, self.dt_bias], (n, 2, heads))
+        rule = kernels.delta_rule(shape.num_key_heads, heads, shape.key_head_dim, shape.value_head_dim)
+        out, after = _call(rule, "delta_rule", [mixed, gates, states.get(self.store, STATE, state)],
                            (n, shape.value_dim), (1, *state))
+        norm = kernels.gated_norm(heads, shape.value_head_dim, shape.conv_dim, self.eps, width)
+        out = _call(norm, "gated_norm", [out, self.norm, projected], (n, shape.value_dim))
         states = states.set(self.store, CONV, inputs).set(self.store, STATE, after)
         return self.out_proj(out), states
 
