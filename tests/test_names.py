@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support import odd_shape
 
@@ -54,7 +55,8 @@ def of_library(name: str) -> str:
 
 def of_gguf(name: str) -> str:
     """What the metadata of a GGUF file says, under whose name its keys stand."""
-    metadata = {key.replace("qwen35.", f"{name}."): value for key, value in config_to_gguf(odd_shape()).items()}
+    metadata = {key.replace("qwen35.", f"{name}."): np.array(value) if key.endswith("sections") else value
+                for key, value in config_to_gguf(odd_shape()).items()}
     table = SimpleNamespace(shape=(509, 40), type=SimpleNamespace(name="F32"))
     file = SimpleNamespace(metadata={**metadata, "general.architecture": name}, paths=[Path("model.gguf")],
                            tensors={"token_embd.weight": table})
