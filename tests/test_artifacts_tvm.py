@@ -22,6 +22,7 @@ from deltic.artifacts.conversation import Conversation
 from deltic.artifacts.opening import kind_of, open_program
 from deltic.artifacts.tvm.library import accepting_older_names
 from deltic.cli import main
+from deltic.cli.compile import cache_folder
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load_any
@@ -314,6 +315,14 @@ def test_the_true_shape_gives_the_engines_logits(tmp_path: Path) -> None:
     """Four layers of the 0.8b shape, over 200 tokens."""
     source = checkpoint(tmp_path / "model", ModelConfig.preset("qwen3.5-0.8b", 4), 0.1)
     compare(session(source), session(compiled(tmp_path / "compiled", source, max_context=2048)), count=200)
+
+
+@pytest.mark.parametrize(("model", "target", "name"), [
+    ("Qwen/Qwen3.5-0.8B", "llvm", "Qwen--Qwen3.5-0.8B--llvm--cpu"), ("tiny", "llvm", "tiny--llvm--cpu"),
+    ("/models/some", "llvm -mcpu=x86-64-v3", "some--llvm_-mcpu=x86-64-v3--cpu")])
+def test_where_it_goes_by_default(model: str, target: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cache_folder(model, target) == Path("/cache/deltic/compiled") / name
 
 
 def test_it_says_what_to_install(hybrid: Artifacts, monkeypatch: pytest.MonkeyPatch,

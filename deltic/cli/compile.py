@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="MODEL", type=text,
                         help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny: dense "
                              "Qwen3.5 or Qwen3")
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", type=text, help="the directory to make")
+    parser.add_argument("-o", "--output", metavar="DIR", type=text,
+                        help="the directory to make (default: ~/.cache/deltic/compiled/MODEL--TARGET--cpu)")
     parser.add_argument("--target", default="llvm", metavar="TARGET", type=text,
                         help='for which processor: llvm, this one (default), or another, such as "llvm '
                              '-mcpu=x86-64-v3"')
@@ -56,14 +58,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def cache_folder(model: str, target: str) -> Path:
+    """Where what is compiled goes if nobody says where: MODEL--TARGET--DEVICE, a hub name's slash written as two
+    dashes."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    name = model if model.count("/") == 1 and not os.path.exists(model) else Path(model).resolve().name
+    kept = (re.sub(r"[^\w.=-]+", "_", part.replace("/", "--")) for part in (name, target.strip(), "cpu"))
+    return (Path(base) if base else Path.home() / ".cache") / "deltic" / "compiled" / "--".join(kept)
+
+
 def _folder(args: argparse.Namespace) -> Path:
     """The directory to write to, empty but for files that are none of a compiled model's."""
-    folder = Path(args.output)
+    folder = Path(args.output) if args.output else cache_folder(args.source, args.target)
     if folder.is_file():
-        raise UsageError(f"{args.output} is a file; name a directory")
+        raise UsageError(f"{folder} is a file; name a directory")
     old = [path for name in (*LIBRARIES, "params_shard_*.bin", "*-cache.json") for path in folder.glob(name)]
     if folder.is_dir() and os.listdir(folder) and not (args.force and old):
-        raise UsageError(f"{args.output} is not empty; " + (
+        raise UsageError(f"{folder} is not empty; " + (
             "give --force to replace the compiled model in it" if old else "name another directory"))
     for path in old:
         path.unlink()
