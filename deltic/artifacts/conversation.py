@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from deltic.artifacts.program import Program
 from deltic.errors import RequestError
@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LIVE, _KEPT = 0, 1
+_HISTORY: Final = 4
 
 
 class Rewinds(Program, Protocol):
     """A program that can take back tokens."""
+
+    def reserve(self, slots: int, tokens: int, history: int = 1) -> None:
+        """As of a program; history: states of each slot, the present one and those to which `rewind` may return."""
 
     def rewind(self, slot: int, count: int) -> bool:
         """Take back the slot's last tokens; False, and no change, if the states before them are not there any more."""
@@ -38,7 +42,7 @@ class Conversation:
 
     def __init__(self, program: Rewinds) -> None:
         self.program, self.computed, self._history, self._prompt = program, 0, list[int](), 0
-        program.reserve(2, 2 * program.info.max_context)
+        program.reserve(2, 2 * program.info.max_context, _HISTORY)
         program.start(_LIVE)
 
     def read(self, tokens: Sequence[int]) -> NDArray[np.float32]:

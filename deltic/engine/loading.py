@@ -95,6 +95,9 @@ def load_any(model: str | RandomModel | None, options: EngineConfig, revision: s
              progress: LoadProgress | None = None, rings: bool = False) -> Runtime | ProgramModel:
     """As `load`, or a compiled model, whose path has a name or content of its own."""
     if isinstance(model, str) and kind_of(model):
+        if revision is not None:
+            raise ModelError(f"{model} is compiled: leave out the revision ({revision}), which is for models of the "
+                             "Hugging Face hub")
         return open_artifact(Path(model), options)
     return load(model, options, revision, progress, rings)
 

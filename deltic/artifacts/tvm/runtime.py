@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _CPU, _POOLED = 1, 2
-_HISTORY: Final = 2
-"""Places for the states of each sequence: the present one, and those before it."""
+_BIG: Final = 1
+"""The mode of TVM's threads in which their number is ours to say."""
 
 
 def open_program(path: Path, options: EngineConfig) -> TvmProgram:
@@ -40,15 +41,14 @@ class TvmProgram:
     compiled for another processor.
     """
 
-    def __init__(self, folder: Path, options: EngineConfig | None = None, history: int = _HISTORY) -> None:
-        """history: steps of single tokens that `rewind` can take back, and the present one."""
+    def __init__(self, folder: Path, options: EngineConfig) -> None:
         said, config, defaults = read_config(folder)
         check_machine(said, folder)
         generation = parameters.generation_of(folder)
         if generation != said.generation:
             raise ModelError(f"{folder} is an artifact of generation {said.generation}, but its parameters are "
                              f"described by {DESCRIPTORS[generation]}, as those of {generation} are: compile it anew")
-        self._ffi, self._history = runtime(), history
+        self._ffi, self._threads, self._thread = runtime(), options.threads_for(config.parameter_count), 0
         self._vm = self._load(folder)
         self.metadata = self._checked(folder, said, config)
         self._parameters = parameters.load(folder, generation, self.metadata, self._ffi)
@@ -64,14 +64,15 @@ class TvmProgram:
         """Those that have a sequence."""
         return self._positions.keys()
 
-    def reserve(self, slots: int, tokens: int) -> None:
-        """Make room for so many slots and, in whole pages, tokens of K/V."""
+    def reserve(self, slots: int, tokens: int, history: int = 1) -> None:
+        """Make room for so many slots and, in whole pages, tokens of K/V. history: states of each slot: the present
+        one, and those to which `rewind` may return."""
         shape = self._ffi.Shape
         pages = -(-tokens // PAGE) + slots  # a copy has a last page of its own
         self._cache = self._vm["create_paged_kv_cache"](
             shape([slots]), shape([pages * PAGE]), shape([self.metadata.prefill_chunk_size]), shape([PAGE]), shape([0]))
         if self.info.config.linear_layers:
-            self._states = self._vm["create_rnn_state"](shape([slots]), shape([self._history]))
+            self._states = self._vm["create_rnn_state"](shape([slots]), shape([history]))
 
     def start(self, slot: int) -> None:
         """Make the slot's sequence empty."""
@@ -117,6 +118,9 @@ class TvmProgram:
     def _step(self, slot: int, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append a chunk. A sequence whose step failed is gone: part of it may have come into its states."""
         shape, count = self._ffi.Shape, len(tokens)
+        if self._thread != get_ident():  # each thread that calls has helpers of its own
+            self._thread = get_ident()
+            self._ffi.get_global_func("runtime.config_threadpool")(_BIG, self._threads)
         try:
             embeddings = self._vm["embed"](self._tensor(tokens), self._parameters)
             self._each("kv_state_begin_forward", shape([slot]), shape([count]))
@@ -184,7 +188,7 @@ def _info(folder: Path, config: ModelConfig, defaults: GenerationDefaults, metad
                                           + (linear.conv_kernel - 1) * linear.conv_dim)
     token = 2 * 4 * config.num_key_value_heads * config.head_dim * len(config.attention_layers)
     return ProgramInfo(config, defaults, folder, metadata.context_window_size,
-                       _HISTORY * state * len(config.linear_layers), token)
+                       state * len(config.linear_layers), token)
 
 
 def _line(error: Exception) -> str:

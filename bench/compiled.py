@@ -1,7 +1,7 @@
 """How soon a compiled model has its first token, beside importing torch and loading the same weights; its speed.
 
-    python bench/tvm.py --preset qwen3.5-0.8b                 # compiles into a temporary directory
-    python bench/tvm.py --preset qwen3.5-0.8b --layers 4 --runs 7
+    python bench/compiled.py --preset qwen3.5-0.8b                 # compiles into a temporary directory
+    python bench/compiled.py --preset qwen3.5-0.8b --layers 4 --runs 7
 
 Each start is a process of its own; the kinds take turns. `compiled`: from the process's start to the logits after a
 prompt of one token, through TVM's runtime alone. `torch`: import torch and load the same weights, as float32, from a
@@ -94,7 +94,7 @@ def main() -> None:
         speeds = {name: json.loads(_run(_SPEED, path)) for name, path in (("compiled", compiled), ("engine", model))}
         sizes = {"library_bytes": (compiled / "rt.so").stat().st_size,
                  "parameter_bytes": sum(path.stat().st_size for path in compiled.glob("params_shard_*.bin"))}
-    record("tvm", {"task": "start", "unit": "s to the first token", "preset": args.preset, "layers": args.layers,
+    record("compiled", {"task": "start", "unit": "s to the first token", "preset": args.preset, "layers": args.layers,
                    **found,
                    "compiled_per_torch": round(median(a / b for a, b in zip(times["compiled"], times["torch"])), 3),
                    "compile_seconds": seconds, **sizes, "speed": speeds})
