@@ -304,7 +304,7 @@ def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
             messages.append({"role": "user", "content": question})
             answer = model.chat(messages, SamplingParams(temperature=0.0, max_tokens=40))
             messages.append({"role": "assistant", "content": answer.text})
-            turns.append((answer.text, answer.usage.prompt_tokens, answer.usage.cached_tokens))
+            turns.append((answer.text, answer.choices[0].usage.prompt_tokens, answer.choices[0].usage.cached_tokens))
         found.append(turns)
         model.close()
     assert found[0] == found[1] and found[0][0][2] == 0 < found[0][1][2] < found[0][2][2]
