@@ -90,7 +90,8 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     records = Records(limits, request_log.write if request_log else None)
 
     def served(llm: LLM, name: str) -> ServedModel:
-        room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
+        room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens,
+                    limits.max_wait_seconds)
         return ServedModel(llm, Bridge(llm.worker, room, told["stuck_after"]), name,
                            ThreadPoolExecutor(1, "deltic-memory"), records)
 
@@ -217,4 +218,4 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         problem = Problem(error.status_code, f"{request.method} {request.url.path} is not served here: {error.detail}")
     headers = error.headers if isinstance(error, HTTPException) else None
-    return refusal(request.url.path, problem, dict(headers or {}))
+    return refusal(request.scope, problem, dict(headers or {}))

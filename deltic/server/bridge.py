@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median_low
 from typing import Any
 
 from deltic.engine.metrics import Progress
@@ -42,12 +44,13 @@ class Health:
 @dataclass(frozen=True, slots=True)
 class Room:
     """answers: how many run at once. waiting: how many more may wait. tokens: of the prompts of both. unread: events of
-    a handle that may wait for its reader."""
+    a handle that may wait for its reader. wait: seconds for which one may have to wait."""
 
     answers: int
     waiting: int
     tokens: int
     unread: int
+    wait: float | None = None
 
 
 class _Rounds:
@@ -110,9 +113,10 @@ class Bridge:
 
     async def submit(self, requests: Sequence[Request]) -> RequestHandle:
         """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
-        if too many answers wait already."""
-        self.check_room(sum(request.choices for request in requests),
-                        sum(len(request.prompt) for request in requests))
+        if too many answers wait already, or these would for too long."""
+        answers = sum(request.choices for request in requests)
+        self.check_room(answers, sum(len(request.prompt) for request in requests))
+        self._check_wait(answers, requests[0].client)
         requests = [replace(request, group=requests[0].id) for request in requests]
         handle = RequestHandle(requests, self._room.unread, self._withdraw, self._hold)
         self._handles |= dict.fromkeys(handle.requests, handle)
@@ -140,6 +144,25 @@ class Bridge:
         if tokens and tokens + prompt_tokens > self._room.tokens:
             raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
                             "together (max_live_tokens): try again later")
+
+    def _check_wait(self, answers: int, client: str) -> None:
+        """BusyError if all places are taken and so many more answers of the client would wait for too long: as long as
+        its own first one that waits has waited, or twice as long as half the clients' have. Clients take turns, so
+        where they came evenly that is when it would be this one's; and a few that wait for longer, with long prompts or
+        many, change nothing for the others."""
+        handles = dict.fromkeys(self._handles.values())
+        if self._room.wait is None or sum(handle.answers for handle in handles) + answers <= self._room.answers:
+            return
+        firsts = dict[str, float]()
+        for handle in handles:
+            if handle.first_token is None:
+                firsts.setdefault(handle.client, handle.began)
+        if firsts:
+            now = time.perf_counter()
+            wait = now - min(firsts.get(client, now), 2 * median_low(firsts.values()) - now)
+            if wait > self._room.wait:
+                raise BusyError(f"an answer would wait for about {wait:.0f} seconds, and may for {self._room.wait:g} "
+                                "(max_wait_seconds): try again later")
 
     def cut_short(self, handle: RequestHandle) -> None:
         """End the answers where they are; their reader gets what there is."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from deltic.server.collect import Run
 
 ID_HEADER = "x-request-id"
+_ID_HEADERS = (ID_HEADER.encode(), b"request-id")
+"""As OpenAI's clients look for it, and as Anthropic's do."""
 
 _IDS = re.compile(r"[!-~]{1,128}")
 """Ids of clients that are taken: ASCII without spaces."""
@@ -139,7 +141,8 @@ class Recorder:
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (ID_HEADER.encode(), record.id.encode())]
+                named = ((name, record.id.encode()) for name in _ID_HEADERS)
+                message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
         try:
             await self._app(scope, receive, noting)

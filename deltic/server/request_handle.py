@@ -25,6 +25,7 @@ class RequestHandle:
                  hold: Callable[[RequestHandle, bool], None]) -> None:
         """withdraw: has the engine drop what is not finished. hold: has it pause the requests, or go on with them."""
         self.asked, self.requests = tuple(requests), tuple(request.id for request in requests)
+        self.client, self.began = requests[0].client, time.perf_counter()
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.tokens = 0
         self.first_token: float | None = None  # when it came, by time.perf_counter
