@@ -87,7 +87,7 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     limits = models.limits
     if limits.max_running_per_key is not None and not api_keys:
         raise ConfigError("max_running_per_key needs API keys: without them all clients are one", "max_running_per_key")
-    records = Records(limits, request_log.write if request_log else None)
+    records = Records(limits, request_log.write, request_log.texts) if request_log else Records(limits)
 
     def served(llm: LLM, name: str) -> ServedModel:
         room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens,
