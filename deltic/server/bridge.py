@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median_low
+from statistics import median
 from typing import Any
 
 from deltic.engine.metrics import Progress
@@ -27,6 +27,8 @@ log = logging.getLogger("deltic")
 STUCK_AFTER = 60.0
 """Seconds without a finished step after which the engine counts as stuck: the first big step may well be slow."""
 
+_PACES = 32
+"""Answers that waited by which it is judged how long others will: seconds for each that was before them."""
 _REST = 8  # so many times as long as writing has taken, none is written
 _LONGEST_REST = 0.02  # seconds
 
@@ -105,6 +107,7 @@ class Bridge:
         self._closed: str | None = "the engine has not been started"
         self._draining, self._empty, self._round = False, asyncio.Event(), _Rounds()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._paces: deque[float] = deque(maxlen=_PACES)
 
     def start(self) -> None:
         """Take requests."""
@@ -116,9 +119,9 @@ class Bridge:
         if too many answers wait already, or these would for too long."""
         answers = sum(request.choices for request in requests)
         self.check_room(answers, sum(len(request.prompt) for request in requests))
-        self._check_wait(answers, requests[0].client)
+        self._check_wait(before := self._before(answers, requests[0].client))
         requests = [replace(request, group=requests[0].id) for request in requests]
-        handle = RequestHandle(requests, self._room.unread, self._withdraw, self._hold)
+        handle = RequestHandle(requests, before, self._room.unread, self._withdraw, self._hold)
         self._handles |= dict.fromkeys(handle.requests, handle)
         self._worker.submit(requests, self, partial(self._post, handle.admit))
         try:
@@ -145,24 +148,22 @@ class Bridge:
             raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
                             "together (max_live_tokens): try again later")
 
-    def _check_wait(self, answers: int, client: str) -> None:
-        """BusyError if all places are taken and so many more answers of the client would wait for too long: as long as
-        its own first one that waits has waited, or twice as long as half the clients' have. Clients take turns, so
-        where they came evenly that is when it would be this one's; and a few that wait for longer, with long prompts or
-        many, change nothing for the others."""
+    def _before(self, answers: int, client: str) -> int:
+        """Behind how many, once all places are taken, so many more answers of the client would wait: one of each other
+        client that waits, as they take turns, and all of its own. Counted only if there is a bound to it."""
         handles = dict.fromkeys(self._handles.values())
         if self._room.wait is None or sum(handle.answers for handle in handles) + answers <= self._room.answers:
+            return 0
+        waiting = Counter(handle.client for handle in handles if handle.first_token is None)
+        return len(waiting) + max(waiting[client] - 1, 0)
+
+    def _check_wait(self, before: int) -> None:
+        """BusyError if who would wait behind so many would probably do so for too long."""
+        most = self._room.wait
+        if most is None or not self._paces or (wait := before * median(self._paces)) <= most:
             return
-        firsts = dict[str, float]()
-        for handle in handles:
-            if handle.first_token is None:
-                firsts.setdefault(handle.client, handle.began)
-        if firsts:
-            now = time.perf_counter()
-            wait = now - min(firsts.get(client, now), 2 * median_low(firsts.values()) - now)
-            if wait > self._room.wait:
-                raise BusyError(f"an answer would wait for about {wait:.0f} seconds, and may for {self._room.wait:g} "
-                                "(max_wait_seconds): try again later")
+        raise BusyError(f"an answer would wait for about {wait:.0f} seconds, and may for {most:g} (max_wait_seconds): "
+                        "try again later")
 
     def cut_short(self, handle: RequestHandle) -> None:
         """End the answers where they are; their reader gets what there is."""
@@ -232,7 +233,10 @@ class Bridge:
         for event in events:
             handle = self._handles.get(event.request)
             if handle is not None:
+                waited = handle.first_token is None and handle.before
                 self._round.add(handle, urgent=handle.take(event))
+                if waited and handle.first_token:
+                    self._paces.append((handle.first_token - handle.began) / waited)
                 if not handle.open:
                     self._forget(handle)
         self._round.begin()

@@ -14,7 +14,7 @@ from deltic.server.bridge import Bridge
 from deltic.server.request_handle import RequestHandle
 from deltic.text.answers import Answers, Piece, Score
 from deltic.text.chat_processor import Job
-from deltic.types import Event, Prompt, Usage
+from deltic.types import Event, Usage
 
 
 class Run:
@@ -88,8 +88,7 @@ class Run:
 
     def texts(self, spell: Callable[[Sequence[int]], str]) -> dict[str, Iterator[str]]:
         """What was asked and answered, spelled when it is read. Nothing was answered before `keep_tokens`."""
-        prompts = (request.prompt for request in self._handle.asked)
-        return {"prompts": (spell(prompt.ids if isinstance(prompt, Prompt) else prompt) for prompt in prompts),
+        return {"prompts": (spell(request.ids) for request in self._handle.asked),
                 "answers": (spell(tokens) for tokens in (self._tokens or {}).values())}
 
     def progress(self) -> dict[str, Any]:
