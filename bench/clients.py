@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--memory", default="256MiB")
     parser.add_argument("--cache-disk-gb", type=float, default=0.5)
-    parser.add_argument("--wait", type=float, default=8.0)
+    parser.add_argument("--wait", type=float, default=7.0)
     args = parser.parse_args()
     deaf = max(args.clients // 16, 1) if args.deaf is None else args.deaf
     found = run(Load(args.clients, deaf, args.minutes, args.memory, args.cache_disk_gb, args.wait))
