@@ -1,11 +1,10 @@
-"""What a start has made and the next one may take over: packed weights, in a file each that a start reads whole.
+"""What a start has made and the next one may take over: packed weights, in a file each that is mapped.
 
     magic, bytes of the header | header: JSON | the matrices' bytes, each at a multiple of 64
 
 A file's name is the digest of its key: of all that its bytes follow from. It says the key again, and the digest of
-every piece of what comes after. One that is not whole, or of another key, is ignored with a warning, and written anew.
-It is read into large pages rather than mapped: out of pages of 4 KiB kernels read half as fast, and a file that is cut
-while it is mapped kills the process.
+every piece of what comes after, which a start looks at. One that is not whole, or of another key, is ignored with a
+warning, and written anew. Files are replaced, never changed: who cuts one that is mapped kills the process.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,6 @@ from deltic.cache.folder import write_whole
 from deltic.config import available_cores
 from deltic.engine.identity import Identity
 from deltic.errors import ConfigError
-from deltic.ops.memory import Arena
 from deltic.ops.qtensor import QTensor
 from deltic.ops.records import Weight
 
@@ -62,7 +61,7 @@ class PackedFile:
                               "aot_dir") from error
 
     def read(self) -> dict[str, Weight] | None:
-        """The weights, in large pages; None, with a warning where there is a file, if they have to be made."""
+        """The weights, mapped; None, with a warning where there is a file, if they have to be made."""
         if not self.usable:
             return None
         try:
@@ -143,26 +142,23 @@ def _read(descriptor: int, key: str) -> dict[str, Weight]:
     first = _HEAD.size + size
     if os.fstat(descriptor).st_size != first + header["nbytes"]:
         raise ValueError("it is not whole")
-    arena, found = Arena(), dict[str, list[Tensor | QTensor]]()
+    found = dict[str, list[Tensor | QTensor]]()
+    mapped = torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     with ThreadPoolExecutor(available_cores()) as pool:
-        blocks = [*pool.map(lambda entry: _block(descriptor, first, entry, arena), header["entries"])]
+        blocks = [*pool.map(lambda entry: _block(mapped[first + entry["start"]:][:entry["nbytes"]], entry),
+                            header["entries"])]
     for entry, block in zip(header["entries"], blocks, strict=True):
         found.setdefault(entry["name"], []).append(block)
     stacks = {entry["name"] for entry in header["entries"] if entry["stack"]}
     return {name: tuple(blocks) if name in stacks else blocks[0] for name, blocks in found.items()}
 
 
-def _block(descriptor: int, first: int, entry: Mapping[str, Any], arena: Arena) -> Tensor | QTensor:
+def _block(data: Tensor, entry: Mapping[str, Any]) -> Tensor | QTensor:
+    """What lies in these bytes; ValueError if they are others than were written."""
     from deltic.ops.cpu.library import Matrix
 
-    size, data = entry["nbytes"], arena.take(entry["nbytes"])
-    view = _view(data)
-    for index, start in enumerate(range(0, size, _PIECE)):
-        piece = view[start:start + _PIECE]
-        if os.preadv(descriptor, [piece], first + entry["start"] + start) != len(piece):
-            raise ValueError("it is not whole")
-        if hashlib.sha256(piece).hexdigest() != entry["sha256"][index]:
-            raise ValueError(f"the bytes of {entry['name']} are damaged")
+    if _digests(_view(data)) != entry["sha256"]:
+        raise ValueError(f"the bytes of {entry['name']} are damaged")
     if "dtype" in entry:
         return data.view(getattr(torch, entry["dtype"])).view(entry["shape"])
     rows, columns = entry["rows"], entry["columns"]
