@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import DECIDED, drain, greedy, numbers, same_logits, stepwise_logits
@@ -21,6 +22,7 @@ from deltic import LLM, SamplingParams, Session
 from deltic.artifacts.conversation import Conversation
 from deltic.artifacts.opening import kind_of, open_program
 from deltic.artifacts.tvm.library import accepting_older_names
+from deltic.artifacts.tvm.parameters import sums
 from deltic.cli import main
 from deltic.cli.compile import cache_folder
 from deltic.config import EngineConfig, ModelConfig
@@ -170,6 +172,12 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def without_sums(place: Path) -> None:
+    stored = json.loads((place / "tensor-cache.json").read_text())
+    stored["records"] = [{key: value for key, value in record.items() if key != "sums"} for record in stored["records"]]
+    edit(place / "tensor-cache.json", **stored)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no parameters": (lambda place: (place / "tensor-cache.json").unlink(),
                       "neither tensor-cache.json nor ndarray-cache.json"),
@@ -181,6 +189,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         (place / "tensor-cache.json").rename(place / "ndarray-cache.json")), "v2 in the library and v1"),
     "a missing shard": (lambda place: (place / "params_shard_0.bin").unlink(), "params_shard_0.bin is missing"),
     "a flipped byte": (lambda place: flip(place / "params_shard_0.bin"), "params_shard_0.bin is damaged"),
+    "a flipped byte that MD5 shows": (lambda place: (without_sums(place), flip(place / "params_shard_0.bin")),
+                                      "is damaged .md5sum"),
+    "a byte more": (lambda place: (place / "params_shard_0.bin").open("ab").write(b"x"), "bytes instead of"),
     "a cut shard": (lambda place: (place / "params_shard_0.bin").write_bytes(b"\0" * 100), "has 100 bytes instead of"),
     "another architecture": (lambda place: edit(place / "mlc-chat-config.json", model_type="qwen3"),
                              "not of one model"),
@@ -212,6 +223,19 @@ def test_a_parameter_of_another_shape_is_refused(copy: Path) -> None:
     edit(copy / "tensor-cache.json", **stored)
     with pytest.raises(ModelError, match=r"parameter .* is float32 \[1\], but the library takes"):
         open_program(copy, EngineConfig())
+
+
+@pytest.mark.parametrize("size", [1, 8, 1 << 20, (1 << 20) + 8, 3_000_001])
+def test_sums_show_every_wrong_bit(size: int) -> None:
+    draw = np.random.default_rng(size)
+    content = draw.integers(0, 256, size, np.uint8)
+    expected = sums(content)
+    for place in {0, size // 2, size - 1}:
+        wrong = content.copy()
+        wrong[place] ^= 1 << int(draw.integers(8))
+        assert sums(wrong) != expected
+    swapped = np.concatenate([content[8:16], content[:8], content[16:]])
+    assert size < 16 or sums(swapped) != sums(content)
 
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", "bfloat16"), ("quant", "q8_0"), ("cache_dir", "/tmp/x"),
