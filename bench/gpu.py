@@ -113,7 +113,7 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
     if profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(22)
     step = median(times)
-    weights = runtime.decoder.weight_bytes()
+    weights = _weight_bytes(runtime, batch)
     state = 2 * batch * runtime.pools.recurrent[:, 0].nbytes
     keys = 2 * batch * (args.prompt + args.new // 2) * runtime.pools.keys[:, 0, 0].nbytes
     floor = (weights + state + keys) / BANDWIDTH
@@ -126,6 +126,16 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
                    "reserved_mib": torch.cuda.memory_reserved() >> 20, "replay_us": _replays(runtime, batch)})
     if args.kernels:
         _kernels(runtime, batch)
+
+
+def _weight_bytes(runtime: Runtime, batch: int) -> int:
+    """Of a step of so many tokens. Of mixtures: the experts that some token passes, if all are equally likely."""
+    weights, experts = runtime.decoder.weight_bytes(), runtime.config.experts
+    if experts is None:
+        return weights
+    own = 6 * runtime.config.num_hidden_layers * experts.count * experts.size * runtime.config.hidden_size
+    embedding = 0 if runtime.config.tie_word_embeddings else runtime.decoder.weights.embedding.nbytes
+    return int(weights - embedding - own * (1 - experts.per_token / experts.count) ** batch)
 
 
 def _served(runtime: Runtime) -> str:
