@@ -90,6 +90,8 @@ def _request(index: int, prompt: int, new: int, vocabulary: int, temperature: fl
 
 def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float) -> None:
     """Steps of a full batch, after the first ones, which record graphs."""
+    if batch > runtime.memory.max_batch:
+        raise SystemExit(f"the cache holds {runtime.memory.max_batch} sequences, not {batch}: raise --memory")
     engine, times, forwards = Engine(runtime), [], []
     profile = cProfile.Profile() if args.profile else None
     for run in range(args.repeat):

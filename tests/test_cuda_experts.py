@@ -209,7 +209,7 @@ def test_steps(runtime: Runtime, done: list[int]) -> None:
     found = served(runtime)(replace(batch, memo={}))
     assert found is not None
     assert runtime.config.experts
-    assert error(found[0], wanted) < (3e-2 if runtime.config.experts.per_token == 5 else 0.2)
+    assert error(found[0], wanted) < (5e-2 if runtime.config.experts.per_token == 5 else 0.2)
 
 
 @needs_card
@@ -251,6 +251,6 @@ def test_prompts(runtime: Runtime) -> None:
     wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))
     found = served(runtime)(replace(batch, memo={}))
     assert found is not None and runtime.config.experts
-    assert error(found[0], wanted) < (3e-2 if runtime.config.experts.per_token == 5 else 0.3)
+    assert error(found[0], wanted) < (5e-2 if runtime.config.experts.per_token == 5 else 0.3)
 
 
