@@ -27,7 +27,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.speculator import drafter_of
-from deltic.types import Request, SamplingParams
+from deltic.types import Request, SamplingParams, TokenOut
 from deltic.weights.names import expected_tensors
 
 BANDWIDTH = 4.4e12
@@ -98,7 +98,10 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
         for index in range(batch):
             engine.add(_request(index, args.prompt, args.new, runtime.config.vocab_size, args.temperature))
         while len(engine.scheduler.running) < batch or any(s.reading for s in engine.scheduler.running):
-            engine.step()
+            failed = [event.error for event in engine.step() if isinstance(event, TokenOut) and event.error]
+            if failed or not engine.has_work:
+                raise SystemExit(f"{len(failed)} requests failed: {failed[0]}" if failed else
+                                 "the first requests ended before the last ones began: raise --new or --budget")
         engine.step()
         for turn in range(args.new - 4):
             began = time.perf_counter()
