@@ -152,6 +152,9 @@ def prompt_operations(config: ModelConfig, tokens: int) -> int:
     shapes = expected_tensors(config)
     layers = sum(shape[0] * shape[1] for name, shape in shapes.items()
                  if ".layers." in name and len(shape) == 2 and ".conv1d." not in name)
+    # of mixtures: the matrices of the experts that a token passes
+    layers += sum(shape[1] * shape[2] for name, shape in shapes.items()
+                  if ".experts." in name) * (config.experts.per_token if config.experts else 0)
     attention = config.layer_types.count("full_attention") * config.num_attention_heads * config.head_dim
     return 2 * layers * tokens + 2 * attention * tokens**2
 

@@ -102,14 +102,15 @@ class ExpertsShape:
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
     """None where the kernels do not know them: another dtype, another size of the shared expert."""
-    first = weights.experts[0]
+    first, shared = weights.parts[0], weights.shared is not None
     if not (isinstance(first.down, Tensor) and all(map(_plain, _matrices(weights)))):
+        return None
+    if len(weights.parts) != len(weights.experts) + shared:  # some lie elsewhere
         return None
     hidden, size = first.down.shape
     if any(_sizes(part) != ((2 * size, hidden), (hidden, size)) for part in weights.parts):
         return None
-    shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, weights.shared is not None,
-                         weights.normalised)
+    shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, shared, weights.normalised)
     return shape if shape.known else None
 
 

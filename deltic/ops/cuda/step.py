@@ -363,7 +363,7 @@ def _outer(layer: Layer) -> object:
 
 def _last(layer: Layer) -> object:
     """The last product of a layer, or of its first expert."""
-    return layer.mlp.down if isinstance(layer.mlp, MlpWeights) else layer.mlp.experts[0].down
+    return layer.mlp.down if isinstance(layer.mlp, MlpWeights) else layer.mlp.parts[0].down
 
 
 def _rows(weight: Any) -> int:
