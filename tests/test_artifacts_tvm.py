@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -137,6 +139,20 @@ def test_the_runtime_alone_runs_it(hybrid: Artifacts) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == int(session(hybrid[0]).prefill((1, 2, 3)).argmax())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_where_the_runtimes_libraries_are(hybrid: Artifacts, tmp_path: Path, there: bool) -> None:
+    """Where the variable says, and nowhere else; the command line says what is missing."""
+    spec = importlib.util.find_spec("tvm")
+    assert spec is not None and spec.submodule_search_locations
+    place = Path(spec.submodule_search_locations[0]) / "lib" if there else tmp_path
+    code = f"import sys\nfrom deltic.cli import main\nsys.exit(main(['inspect', {str(hybrid[1])!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, "DELTIC_TVM_LIBRARY_PATH": str(place)})
+    assert done.returncode == 2  # for there is no tokenizer either
+    assert f"{tmp_path} has no libtvm_runtime" in done.stderr or there
+    assert "no tokenizer" in done.stderr or not there
 
 
 def test_a_conversation_reads_what_is_new(hybrid: Artifacts) -> None:
