@@ -58,7 +58,7 @@ COLUMNS = (192, 576, 1024, 2560, 4096, 3584, 9216)
 def products() -> Module:
     known = [heads_product(spec, 8) for spec in HEADS]
     shapes = Shapes((*known, *some_products(*COLUMNS)), None, None)
-    assert shapes.crowded
+    assert not shapes.squeezed
     return Module(shapes.source(), torch.device("cuda"))
 
 
@@ -66,7 +66,7 @@ def products() -> Module:
 def squeezed() -> Module:
     """With few registers."""
     shapes = Shapes(tuple(some_products(2560, 9216)), None, None)
-    assert not shapes.crowded
+    assert shapes.squeezed
     return Module(shapes.source(), torch.device("cuda"))
 
 
