@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -87,18 +89,21 @@ def test_sampled_answers_do_not_depend_on_neighbours(runtime: Runtime) -> None:
 
 
 def test_greedy_tokens_are_those_of_the_cpu() -> None:
-    """Each token after the CPU's own ones, 2,000 in all."""
-    options = {"dtype": "bfloat16", "memory": "256MiB", "max_context": 512, "speculate": "off"}
-    here, there = Session(None, **options), Session(None, device="cuda", **options)
-    same, all_tokens = 0, 0
-    for seed in range(8):
-        for session in (here, there):
+    """Each token after the CPU's own ones, 10,000 in all. bfloat16 rounds differently here and there, so that both are
+    compared with float32 too: neither is further from it than the other."""
+    options = {"memory": "128MiB", "max_context": 512, "speculate": "off"}
+    sessions = {"cpu": Session(None, dtype="bfloat16", **options), "exact": Session(None, dtype="float32", **options),
+                "cuda": Session(None, dtype="bfloat16", device="cuda", **options)}
+    same, tokens = Counter[tuple[str, str]](), 0
+    for seed in range(40):
+        prompt = numbers(seed, 20, sessions["cpu"].vocab_size)
+        for session in sessions.values():
             session.reset()
-        prompt = numbers(seed, 20, here.vocab_size)
-        token = int(here.prefill(prompt).argmax())
-        there.prefill(prompt)
+        found = {name: int(session.prefill(prompt).argmax()) for name, session in sessions.items()}
         for _ in range(250):
-            wanted, found = here.step(token), there.step(token)
-            same, all_tokens = same + (int(wanted.argmax()) == int(found.argmax())), all_tokens + 1
-            token = int(wanted.argmax())
-    assert all_tokens == 2000 and same >= 0.995 * all_tokens, f"{same} of {all_tokens}"
+            token, tokens = found["cpu"], tokens + 1
+            found = {name: int(session.step(token).argmax()) for name, session in sessions.items()}
+            same.update(pair for pair in combinations(found, 2) if found[pair[0]] == found[pair[1]])
+    assert tokens == 10_000
+    assert same["exact", "cuda"] >= 0.994 * tokens and same["cpu", "cuda"] >= 0.993 * tokens, same
+    assert tokens - same["exact", "cuda"] <= 1.3 * (tokens - same["cpu", "exact"]), same

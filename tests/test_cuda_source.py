@@ -125,7 +125,7 @@ def test_a_kernels_name_says_what_it_is() -> None:
         for product in shapes_of(name).products:
             sources: dict[str, str] = {}
             for tokens in range(1, product.most + 1):
-                text = product.source(tokens)
+                text = product.source(tokens, shapes_of(name).squeezed)
                 assert sources.setdefault(product.name(tokens), text) == text
             assert all(text in shapes_of(name).source() for text in sources.values())
 

@@ -30,7 +30,7 @@ class Disk:
     directory can only be read, which is said once in a warning. Raises ConfigError if it cannot be used at all.
     """
 
-    name = "disk"
+    name, trusted = "disk", False
 
     def __init__(self, directory: str | Path, fingerprint: str, budget: int, label: str = "", about: str = "") -> None:
         self.budget = budget

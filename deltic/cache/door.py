@@ -33,8 +33,9 @@ class PoolDoor:
         logits = (self.pools.vocabulary or _LARGEST_VOCABULARY) * torch.float32.itemsize
         return self.pools.sizes.slot_bytes + logits
 
-    def refuse(self, item: Item, tensors: Tensors) -> str:
-        """Why these are not the item's tensors; empty if they may be."""
+    def refuse(self, item: Item, tensors: Tensors, trusted: bool = False) -> str:
+        """Why these are not the item's tensors; empty if they may be. trusted: as of the store; then
+        nobody looks at each number."""
         expected = self._run(item) if item.kind == "kv" else self._state(item)
         if set(tensors) != set(expected):
             return f"it has {show(sorted(tensors))} instead of {', '.join(sorted(expected))}"
@@ -43,9 +44,9 @@ class PoolDoor:
             if found.dtype != dtype or shape not in (None, tuple(found.shape)):
                 return f"its {name} are {found.dtype} {show(list(found.shape))}"
             unused = name == "conv" and item.done < found.shape[1]  # places that nothing was written to yet
-            if not unused and found.is_floating_point() and not _finite(found):
+            if not (trusted or unused) and found.is_floating_point() and not _finite(found):
                 return f"its {name} are not all finite"
-        return self._nonsense(tensors)
+        return "" if trusted else self._nonsense(tensors)
 
     def _run(self, item: Item) -> dict[str, _Looks]:
         length = max(item.done - item.start, 0)

@@ -17,7 +17,7 @@ class LateDisk:
     """A `TierStore` that is not there yet. What is called in threads of its own waits for it, and raises what opening
     it raises."""
 
-    name = "disk"
+    name, trusted = "disk", False
     writable = True
 
     def __init__(self, opening: Opening, budget: int, abandon: Callable[[], None]) -> None:

@@ -221,7 +221,7 @@ def _source(pools: CachePools, offer: Offer, pages: Sequence[int], slot: int) ->
 
     def state() -> dict[str, Tensor]:
         with _named_shortage():
-            logits = {} if offer.logits is None else {"logits": offer.logits.cpu()}
+            logits = {} if offer.logits is None else {"logits": offer.logits}
             return _read_state(pools, slot) | logits
 
     sizes = pools.sizes
@@ -246,21 +246,22 @@ def _restore(pools: CachePools, loaded: Loaded, pages: Sequence[int], known: int
         if skip < tensors["keys"].shape[1]:
             index = _places(pools, pages, start + skip, start + tensors["keys"].shape[1])
             for pool, name in zip(pools.page_tensors, ("keys", "values"), strict=True):
-                pool.flatten(1, 2).index_copy_(1, index, tensors[name][:, skip:].to(pool.device))
+                for layer, kept in zip(pool, tensors[name], strict=True):  # whole ones come without a wait
+                    layer.flatten(0, 1).index_copy_(0, index, kept.to(pool.device, non_blocking=True)[skip:])
     for name, pool in pools.named_slots.items():
-        pool[:, slot] = loaded.state[name].to(pool.device)
+        pool[:, slot] = loaded.state[name].to(pool.device, non_blocking=True)
 
 
 def _read_kv(pools: CachePools, pages: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
-    """keys, values [A, tokens, kv_heads, head_dim] of the positions `start` to `end`."""
+    """keys, values [A, tokens, kv_heads, head_dim] of the positions `start` to `end`, where the pools are."""
     index = _places(pools, pages, start, end)
-    return {name: pool.flatten(1, 2).index_select(1, index).cpu()
+    return {name: pool.flatten(1, 2).index_select(1, index)
             for name, pool in zip(("keys", "values"), pools.page_tensors, strict=True)}
 
 
 def _read_state(pools: CachePools, slot: int) -> dict[str, Tensor]:
     """recurrent [G, Hv, Dk, Dv], conv [G, conv_kernel, C]; with a draft head, hidden [1, H]."""
-    return {name: pool[:, slot].to("cpu", copy=True) for name, pool in pools.named_slots.items()}
+    return {name: pool[:, slot].clone() for name, pool in pools.named_slots.items()}
 
 
 def _places(pools: CachePools, pages: Sequence[int], start: int, end: int) -> Tensor:

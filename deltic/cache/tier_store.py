@@ -47,12 +47,14 @@ class TierStore(Protocol):
     """Holds items. `scan`, `others`, `read` and `write` are also called from threads of their own.
 
     Errors that harm one item only are TierStoreError; OSError means that the store itself takes no more at present, and
-    FullError that it would if something went. writable: False: it only gives.
+    FullError that it would if something went. writable: False: it only gives. trusted: what it
+    gives is what was written, as it lies in this process.
     """
 
     name: str
     budget: int
     writable: bool
+    trusted: bool
 
     def scan(self) -> Iterable[Item]:
         """All items that are there, with size and last use."""
@@ -61,7 +63,7 @@ class TierStore(Protocol):
         """What else lies in the budget (of other models or versions): only `delete` may be called with these."""
 
     def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
-        """Keep an item, whole or not at all; returns its size in bytes."""
+        """Keep an item, whole or not at all; returns its size in bytes. The tensors may be on a GPU."""
 
     def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
         """The tensors of an item; TierStoreError if it is missing, damaged, not what its name says or, in all, larger

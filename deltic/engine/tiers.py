@@ -10,6 +10,7 @@ from deltic.cache.disk import Disk, DiskNotes
 from deltic.cache.folder import WEIGHTS, open_root
 from deltic.cache.host import Host
 from deltic.cache.late import LateDisk, LateNotes
+from deltic.cache.pinned import PinnedMemory
 from deltic.cache.tier_index import TierIndex
 from deltic.config import EngineConfig, available_memory
 from deltic.engine.identity import Identity, Memory, computes, machine_facts, open_under
@@ -19,6 +20,8 @@ from deltic.ops import Ops
 log = logging.getLogger("deltic")
 
 Notes = DiskNotes | LateNotes | None
+_PINNED = 8 << 30
+"""Bytes of the host's memory that are pinned for a GPU at most."""
 
 
 def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
@@ -29,7 +32,8 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
     if host is None and options.device.startswith("cuda"):
         host = available_memory() // 4
     if host:
-        tiers.append(TierIndex(Host(host), threads=False))
+        on_gpu = options.device.startswith("cuda")
+        tiers.append(TierIndex(Host(host, PinnedMemory(min(host, _PINNED)) if on_gpu else None), threads=on_gpu))
     if options.cache_dir:
         facts = {**made.facts, **machine_facts(options, ops)}
         about = f"{str(dtype).removeprefix('torch.')}, {computes(facts)}"

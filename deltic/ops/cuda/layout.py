@@ -13,3 +13,10 @@ ALONE = 84 << 10
 """Of which only two blocks fit on a multiprocessor: see kernels/common.cuh."""
 INPUT = 132 << 10
 """Bytes of input that a block keeps in shared memory at most."""
+SQUEEZED = 448
+"""Threads that the compiler is told a product's block may have, of which two have to find room: so no thread takes more
+than 72 registers. Then a block of the delta rule finds room beside two of products, of which each counts as twelve
+warps."""
+LONE = 62 << 10
+"""Bytes of shared memory of a block of the delta rule that finds no room beside two of products: so that no three
+of them come to lie on one multiprocessor, and the next product's blocks unevenly with them."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.experts import ExpertsShape, shape_of
-from deltic.ops.cuda.layout import ALONE, FEW, HALF, INPUT, MOST, SPREAD, WARPS, WHOLE
+from deltic.ops.cuda.layout import ALONE, FEW, HALF, INPUT, MOST, SPREAD, SQUEEZED, WARPS, WHOLE
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.packed import PackedMultiply, kinds_entries, parts_of, product_of
 from deltic.ops.cuda.tiles import Tiles
@@ -50,9 +50,11 @@ class Multiply:
         return (f"product_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
                 f"_{self.unit}_{'many' if tokens > FEW else 'few'}")
 
-    def source(self, tokens: int) -> str:
+    def source(self, tokens: int, squeezed: bool = False) -> str:
+        """The kernel's text. squeezed: with few registers."""
         many, norm = (str(flag).lower() for flag in (tokens > FEW, self.norm))
-        return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32 + 32}, 2) {self.name(tokens)}'
+        threads = SQUEEZED if squeezed and tokens <= FEW else WARPS * 32 + 32
+        return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {many}, "
                 f"{self.unit}, {self.head}, {self.slice}>(a); }}\n")
 
@@ -114,10 +116,20 @@ class Shapes:
                            for tokens in range(1, product.most + 1)) for product in self.products)
         return max(products, self.experts.shared_memory if self.experts else 0)
 
+    @property
+    def squeezed(self) -> bool:
+        """Whether products take few registers, so that a block of the delta rule finds room beside two of them. They
+        cannot where rows are one segment, whose input they keep in some, nor if they are quantized; with experts it has
+        not been tried."""
+        plain = all(isinstance(product, Multiply) and product.columns > SEGMENT for product in self.products)
+        return plain and self.experts is None
+
     def source(self) -> str:
         text = [headers("input", "product", "gdn", "attention", "small", *["verify"] * self.rings,
                         *["packed"] * bool(self.kinds), *["experts", "grouped"] * (self.experts is not None))]
-        text += {product.source(tokens): None for product in self.products for tokens in range(1, product.most + 1)}
+        text += {product.source(tokens) if isinstance(product, PackedMultiply)
+                 else product.source(tokens, self.squeezed): None
+                 for product in self.products for tokens in range(1, product.most + 1)}
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
         text += [entry(*row) for row in kinds_entries(self.kinds)]

@@ -17,7 +17,7 @@ from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import packed, prompts
 from deltic.ops.cuda.driver import Module, architecture, shared_memory
 from deltic.ops.cuda.experts import Experts
-from deltic.ops.cuda.layout import MOST, SPREAD, WARPS
+from deltic.ops.cuda.layout import LONE, MOST, SPREAD, WARPS
 from deltic.ops.cuda.nvrtc import CompileError, compile_source
 from deltic.ops.cuda.rings import Fresh, Rings
 from deltic.ops.cuda.sample import why_not as why_not_draw
@@ -265,8 +265,11 @@ class Step:
             spec, state = mixer.spec, self._views.states[layer.store]
             slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
             spread = self._spreads(spec, work)
-            size = 0 if spread else spec.key_dim * spec.value_dim * 4
-            grid, block = (slices * heads, 128) if spread else (min(heads, 8 // slices * self._blocks), slices * 128)
+            # kernels with a block for each multiprocessor leave the same room for the next one everywhere
+            grid, block = ((max(slices * heads, self._blocks), 128) if spread
+                           else (min(heads, 8 // slices * self._blocks), slices * 128))
+            alone = grid == self._blocks and not self._shapes.squeezed and self._shapes.experts is None
+            size = LONE * alone if spread else spec.key_dim * spec.value_dim * 4
             self._module.launch(f"k_gdn_{'spread' if spread else work.kind}", (grid,), block, args.Gdn(
                 proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
                 state=state.recurrent, ring=state.conv, y=work.core if spread else work.y, count=batch.count,
@@ -285,7 +288,7 @@ class Step:
 
     def _attend(self, layer: Layer, mixer: AttentionWeights, work: _Work, proj: Tensor, stride: int) -> None:
         spec, kv, batch = mixer.spec, self._views.kv[layer.store], work.batch
-        blocks = work.parts * spec.kv_heads * batch.layout.tokens
+        blocks = max(work.parts * spec.kv_heads * batch.layout.tokens, self._blocks)
         self._module.launch(f"k_attention_{work.kind}", (blocks,), 256, args.Attention(
             proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, keys=kv.keys,
             values=kv.values, mixed=work.mixed, mass=work.mass, y=work.y, ended=self._ended, count=batch.count,

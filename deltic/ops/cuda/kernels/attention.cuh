@@ -275,7 +275,7 @@ template <int D, int SHARE, class In> struct Attend {
     }
 };
 
-// Grid [parts * K/V heads * T], 256 threads.
+// Grid [parts * K/V heads * T or more], 256 threads.
 template <int D, int SHARE, class In> DEVICE void attention(const Attention &a) {
     __shared__ typename Attend<D, SHARE, In>::Shared shared;
     launch_dependents();

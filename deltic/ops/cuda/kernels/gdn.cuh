@@ -247,11 +247,12 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     }
 };
 
-// Grid [DV / BV * heads], blocks of 128 threads.
+// Grid [DV / BV * heads or more], blocks of 128 threads.
 template <int DK, int DV, int BV, class In> DEVICE void gdn_spread(const Gdn &a) {
     using Slice = GatedDelta<DK, DV, BV, 1, false, In>;
     __shared__ typename Slice::Shared shared;
     launch_dependents();
+    if (int(blockIdx.x) >= a.heads * Slice::SLICES) return wait();
     const Place place = Place::of(a, blockIdx.x / Slice::SLICES);
     Slice g(a, shared, blockIdx.x % Slice::SLICES, place);
     if (place.row >= *a.count) return wait();

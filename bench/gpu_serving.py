@@ -1,0 +1,206 @@
+"""deltic serve on an NVIDIA GPU, with random weights of true shapes: how long it takes to be ready, and how much of the
+engine's own speed is left over HTTP when requests come as they like.
+
+    python bench/gpu_serving.py start --model qwen3.5-4b      # twice: with nothing compiled yet, and again
+    python bench/gpu_serving.py poisson --requests 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import environment, record
+from http_load import Reply, percentile, post
+
+SHARE = 0.9
+"""Of the requests that the engine can answer in a second, so many come."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=("start", "poisson"))
+    parser.add_argument("--model", default="qwen3.5-4b")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--offline", type=int, default=256, help="requests that the engine answers alone")
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--directory", type=Path, help="where the model to start with is kept, or lies already")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        _serve(args)
+    elif args.task == "start":
+        _start(args)
+    else:
+        _poisson(args)
+
+
+# Start
+
+
+def _start(args: argparse.Namespace) -> None:
+    """From the process's start to its line that says it is ready, and to the end of a first answer."""
+    with tempfile.TemporaryDirectory() as directory:
+        model, cache = args.directory or Path(directory) / "model", Path(directory) / "cache"
+        if not model.exists():
+            subprocess.run([sys.executable, "-c", _MAKE, args.model, str(model)], check=True, env=environment())
+        runs = [_ready(args, model, cache) for _ in range(2)]
+    record("gpu", {"task": "start", "model": args.model, "batch": args.batch,
+                   **{f"{name}_s": [run[name] for run in runs] for name in runs[0]}})
+
+
+_MAKE = """
+import json, shutil, sys
+from pathlib import Path
+from safetensors.torch import save_file
+from deltic.config import ModelConfig
+from deltic.weights.hub import resolve
+from deltic.weights.random import random_tensors
+config, target = ModelConfig.preset(sys.argv[1]), Path(sys.argv[2])
+shutil.copytree(resolve(None), target, ignore=shutil.ignore_patterns("*.safetensors"))
+file = target / "config.json"
+linear, rope = config.linear, config.rope
+known = json.loads(file.read_text()) | {
+    "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+    "layer_types": list(config.layer_types), "num_hidden_layers": config.num_hidden_layers,
+    "num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads,
+    "linear_key_head_dim": linear.key_head_dim, "linear_value_head_dim": linear.value_head_dim,
+    "linear_num_key_heads": linear.num_key_heads, "linear_num_value_heads": linear.num_value_heads,
+    "vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_word_embeddings, "mtp_num_hidden_layers": 0}
+known["rope_parameters"]["mrope_section"] = list(rope.mrope_section or known["rope_parameters"]["mrope_section"])
+file.write_text(json.dumps(known))
+assert ModelConfig.from_hf(known).parameter_count == config.parameter_count
+save_file({name: tensor.cpu() for name, tensor in random_tensors(config, "bfloat16", device="cuda")},
+          target / "model.safetensors")
+"""
+
+
+def _ready(args: argparse.Namespace, model: Path, cache: Path) -> dict[str, float]:
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deltic", "serve", str(model), "--port", "0", "--device", "cuda", "--max-batch",
+         str(args.batch)], stdout=subprocess.PIPE, text=True, env={**environment(), "XDG_CACHE_HOME": str(cache)})
+    try:
+        port, ready = _port(process), time.perf_counter() - began
+        compiled = _files(cache)
+        replies = [asyncio.run(post(port, "/v1/completions", {"prompt": list(range(5, 5 + length)), "max_tokens": 32,
+                                                              "ignore_eos": True})) for length in (10, 900, 3000)]
+        assert all(reply.done for reply in replies), replies
+        assert _files(cache) == compiled, "something was compiled after the server was ready"
+        return {"ready": round(ready, 2), "first_answer": round(replies[0].total, 3)}
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _files(cache: Path) -> list[str]:
+    return sorted(str(path) for path in cache.rglob("*.cubin"))
+
+
+def _port(process: subprocess.Popen[str]) -> int:
+    assert process.stdout
+    line = process.stdout.readline()
+    found = re.search(r"http://[^:]+:(\d+)", line)
+    if not found:
+        raise SystemExit(f"the server did not start: {line!r}")
+    return int(found[1])
+
+
+# Requests as they come
+
+
+def _poisson(args: argparse.Namespace) -> None:
+    command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--serve"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert process.stdout
+        offline = json.loads(process.stdout.readline())
+        port = _port(process)
+        found = asyncio.run(_requests(args, port, SHARE * offline["requests_per_second"]))
+    finally:
+        process.terminate()
+        process.wait(60)
+    share = found["tokens_per_second"] / offline["tokens_per_second"]
+    record("gpu", {"task": "serving", "model": args.model, "batch": args.batch, "requests": args.requests,
+                   "prompt": args.prompt, "new": args.new, "offline": offline, "http": found,
+                   "share": round(share, 3)})
+
+
+async def _requests(args: argparse.Namespace, port: int, rate: float) -> dict[str, Any]:
+    """What came in the middle four fifths of the time in which requests are sent."""
+    draw, began = random.Random(1), time.perf_counter()
+    jobs, ends = list[asyncio.Task[Reply]](), list[float]()
+
+    async def one(index: int) -> Reply:
+        body = {"prompt": _prompt(args, index), "max_tokens": args.new, "ignore_eos": True, "stream": True,
+                "temperature": 0, "max_repeat": 0}
+        reply = await post(port, "/v1/completions", body, 300.0)
+        ends.append(time.perf_counter() - began)
+        return reply
+
+    due = 0.0
+    for index in range(args.requests):
+        due += draw.expovariate(rate)
+        await asyncio.sleep(max(0.0, due - (time.perf_counter() - began)))
+        jobs.append(asyncio.create_task(one(index)))
+    replies = await asyncio.gather(*jobs)
+    assert all(reply.done for reply in replies), next(reply for reply in replies if not reply.done)
+    first, last = 0.1 * due, 0.9 * due
+    answered = sum(first <= end < last for end in ends)
+    return {"tokens_per_second": round(answered * args.new / (last - first), 1), "requests_per_second": round(rate, 2),
+            "seconds": round(due, 1), **{f"{name}_ms": {share: percentile([getattr(reply, name) for reply in replies],
+                                                                          share) for share in (0.5, 0.99, 1.0)}
+                                         for name in ("first", "gap", "total")}}
+
+
+def _prompt(args: argparse.Namespace, index: int) -> list[int]:
+    draw = random.Random(index)
+    return [draw.randrange(3000) for _ in range(args.prompt)]
+
+
+# In the server's process
+
+
+def _serve(args: argparse.Namespace) -> None:
+    import deltic.server.app as app_module
+    from deltic import LLM, RandomModel
+    from deltic.types import Request, SamplingParams
+    from deltic.weights.hub import resolve
+
+    options = {"max_batch": args.batch, "max_context": 2048}
+    llm = LLM(RandomModel(args.model), device="cuda", dtype="bfloat16", speculate="off", **options)
+    words = LLM(max_context=2048, device="cpu").chat_processor
+    for token in range(llm.runtime.config.vocab_size):
+        if not words.tokenizer.token_bytes(token):
+            words.tokenizer._bytes[token] = f" w{token}".encode()
+    llm._chat_processor, llm.runtime = words, replace(llm.runtime, path=resolve(None))
+    params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True, max_repeat=0)
+    with llm.worker.hold() as engine:
+        llm.runtime.warm_up()
+        for first, count in ((1 << 20, args.batch), (1 << 21, args.offline)):  # the first ones warm up
+            for index in range(count):
+                engine.add(Request(str(index), tuple(_prompt(args, first + index)), params))
+            began = time.perf_counter()
+            while engine.has_work:
+                engine.step()
+            seconds = time.perf_counter() - began
+    print(json.dumps({"requests_per_second": round(args.offline / seconds, 2), "requests": args.offline,
+                      "tokens_per_second": round(args.offline * args.new / seconds, 1)}), flush=True)
+    app_module.serve(llm, port=0)
+
+
+if __name__ == "__main__":
+    main()
