@@ -346,6 +346,15 @@ DELTIC_INLINE Floats dot2_bf16(Floats acc, Words pairs, uint32_t x) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+// Two numbers as bfloat16 in each lane, the first one in its low half. Subnormals become 0.
+DELTIC_INLINE Words pair_bf16(Floats low, Floats high) {
+    __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)low));
+    __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high));
+    return (Words)_mm512_or_si512(first, _mm512_slli_epi32(second, 16));
+}
+#endif
+
 // Sum and maximum of all lanes, halving: one order everywhere.
 DELTIC_INLINE float sum_lanes(Floats v) {
     float lane[16];

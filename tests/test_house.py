@@ -137,7 +137,7 @@ def test_the_public_names() -> None:
 
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS, LINE_WIDTH = 500, 60, 8, 120
-ORACLE = {"deltic/ops/ref.py": 620}
+ORACLE = {"deltic/ops/ref.py": 670}
 """The oracle is one file on purpose: every op in one place, to be read beside the papers."""
 
 

@@ -72,8 +72,7 @@ def test_rows(models: dict[str, tuple[Any, Path]], name: str, backend: str) -> N
 
 def swapped(right: Any) -> Any:
     def turns(tower: Tower, grid: tuple[int, int]) -> torch.Tensor:
-        rows, columns, *_ = right(tower, grid).chunk(4, -1)
-        return torch.cat([columns, rows, columns, rows], -1)
+        return torch.cat(right(tower, grid).chunk(2, -1)[::-1], -1)
     return turns
 
 
@@ -98,7 +97,7 @@ def to_the_other_corners(right: Any) -> Any:
 
 MISTAKES = [("_turns", swapped), ("_places", in_reading_order), ("_positions", not_interpolated),
             ("_positions", to_the_other_corners), ("_turns", lambda right: lambda *it: 0 * right(*it)),
-            ("_norm", lambda right: lambda tower, x, _: right(tower, x, tower.merger[0]))]
+            ("_norm", lambda right: lambda tower, x, _: right(tower, x, tower.blocks.layers[0].output_norm))]
 
 
 @pytest.mark.parametrize(("part", "mistake"), MISTAKES)
