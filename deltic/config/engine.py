@@ -53,6 +53,7 @@ class EngineConfig:
                                           "restart (default: none)")
     cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
     vision: bool = _option(True, "read pictures, if the model can; else its vision tower is not loaded")
+    allow_image_urls: bool = _option(False, "fetch pictures that requests name by http(s) URLs, from public addresses")
     mmproj: str | None = _option(None, "the vision tower of a model that is a GGUF file, another GGUF file (default: the "
                                        "one beside it whose name has mmproj in it)")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
