@@ -114,10 +114,11 @@ def conversations(pair: Pair) -> dict[str, list[int | Pixels]]:
     one, two = pair.pixels(40, 24, 1), pair.pixels(17, 60, 2)
     return {"first": [one, *words(1, 9)], "middle": [*words(2, 7), one, *words(3, 5)],
             "last": [*words(4, 30), one, 5], "two": [*words(5, 3), one, *words(6, 4), two, *words(7, 6)],
-            "one twice": [*words(8, 3), two, 7, two, *words(9, 2)]}
+            "one twice": [*words(8, 3), two, 7, two, *words(9, 2)],
+            "result": [*words(10, 6), one, *words(11, 5), *words(12, 4), two, 251, *words(13, 2)]}
 
 
-@pytest.mark.parametrize("name", ["first", "middle", "last", "two", "one twice"])
+@pytest.mark.parametrize("name", ["first", "middle", "last", "two", "one twice", "result"])
 def test_as_transformers(pair: Pair, runtime: Runtime, name: str) -> None:
     text = conversations(pair)[name]
     tokens, logprobs = pair.expected(text, 12)
@@ -293,3 +294,49 @@ def test_a_model_that_does_not_see(pair: Pair) -> None:
     engine = Engine(pair.load(vision=False))
     with pytest.raises(RequestError, match="reads text only"):
         engine.add(ask(pair.prompt(conversations(pair)["first"])))
+
+
+PLACES = ("first", "middle", "last", "two", "result")
+WAYS = {"plain": {"speculate": "off"}, "ngram": {"speculate": "ngram:3"}, "chunks": {"speculate": "ngram:3", "token_budget": 7}}
+
+
+@pytest.fixture(scope="module")
+def cold(pair: Pair) -> dict[str, list[list[int]]]:
+    """Of each place: three drawn answers, and the next turn's, by a cache that keeps nothing."""
+    texts, found, runtime = conversations(pair), dict[str, list[list[int]]](), pair.load(prefix_cache=False)
+    for name in PLACES:
+        drawn = tokens_of(Engine(runtime), several(pair.prompt(texts[name])))
+        found[name] = [*drawn, *tokens_of(Engine(runtime), ask(pair.prompt(next_turn(texts[name], drawn[0])), name="b"))]
+    return found
+
+
+def several(prompt: Prompt, name: str = "several") -> Request:
+    return ask(prompt, name=name, n=3, temperature=1.0, seed=5)
+
+
+def next_turn(text: list[int | Pixels], answer: list[int]) -> list[int | Pixels]:
+    return [*text, *answer, *words(40, 4)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_same_answer_however_it_is_known(pair: Pair, cold: dict[str, list[list[int]]], tmp_path: Path, place: str,
+                                             way: str) -> None:
+    """Wherever the picture is: cold, warm, exact, forked, and from disk; with drafts and without."""
+    text, wanted = conversations(pair)[place], cold[place]
+    prompt, turn = pair.prompt(text), pair.prompt(next_turn(text, wanted[0]))
+    options = {**WAYS[way], "cache_dir": str(tmp_path)}
+    engine = Engine(pair.load(**options))
+    assert engine.pictures
+    assert tokens_of(engine, several(prompt)) == wanted[:3], "cold, and forked"
+    encoded = engine.pictures.encoded
+    assert tokens_of(engine, several(prompt, "again")) == wanted[:3], "exact"
+    assert tokens_of(engine, ask(turn, name="turn")) == wanted[3:], "warm"
+    assert engine.pictures.encoded == encoded
+    engine.close()
+    engine = Engine(pair.load(**options))
+    assert engine.pictures
+    assert tokens_of(engine, ask(turn, name="turn")) == wanted[3:], "from disk"
+    assert tokens_of(engine, several(prompt)) == wanted[:3]
+    assert engine.pictures.encoded == 0 and engine.stats.reused_tokens > 0
+    engine.close()

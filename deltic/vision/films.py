@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from deltic.errors import RequestError
 from deltic.vision.images import MAX_PIXELS
 
@@ -58,7 +60,7 @@ def frame_numbers(count: int, rate: float, fps: float, most: int, field: str) ->
     if most < 1:
         raise RequestError("messages have more pictures than max_pictures allows: send fewer", "messages")
     number = min(max(int(count / rate * fps), LEAST), most, count)
-    return [round(index * (count - 1) / (number - 1)) if number > 1 else 0 for index in range(number)]
+    return [int(index) for index in np.linspace(0, count - 1, number).round()]
 
 
 def _frames(film: Any, wanted: list[int], scaled: Callable[[Image, int], Image], field: str) -> list[Image]:
