@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from test_vision_chat import GREEDY, directory, drawing, png, shows
@@ -42,20 +43,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/slow":
             self.send_response(200)
             self.end_headers()
-            for byte in self.picture[:100]:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.05)
+            with suppress(OSError):
+                for byte in self.picture[:100]:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.05)
             return
         self.send_response(302 if self.path in headers else 404 if self.path == "/none" else 200)
         if self.path in headers:
             self.send_header("Location", headers[self.path])
         self.end_headers()
         data = {"/it.png": self.picture, "/large": bytes(fetch.MOST_BYTES + 2)}.get(self.path, b"")
-        self.wfile.write(data)
+        with suppress(OSError):
+            self.wfile.write(data)
         if self.path == "/it.png":
             Handler.seen = dict(self.headers)
 
-    seen: dict[str, str] = {}
+    seen: ClassVar[dict[str, str]] = {}
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

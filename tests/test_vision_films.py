@@ -73,7 +73,7 @@ def test_what_is_no_film(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "cut.mp4").write_bytes(data[:len(data) // 2])
     for given in ("text.mp4", "cut.mp4", "absent.mp4"):
         ask: dict[str, Any] = {"type": "video", "video": tmp_path / given}
-        with pytest.raises(RequestError, match="cannot be read as a film|no frame|does not say"):
+        with pytest.raises(RequestError, match=r"cannot be read as a film|no frame|does not say"):
             llm.chat([{"role": "user", "content": [ask]}], GREEDY)
     random = Random(1)
     for _ in range(30):

@@ -177,19 +177,24 @@ def test_a_picture_is_known_by_its_pixels_and_its_grid() -> None:
 
 
 def test_positions_are_those_of_transformers(models: dict[str, tuple[Any, Path]]) -> None:
-    """Of 500 random conversations."""
+    """Of 500 random conversations with pictures and films, each part of which is a run of its own."""
     model, _ = models["even"]
     random = Random(9)
     for _ in range(500):
-        kinds, grids, spans = list[int](), list[list[int]](), list[tuple[int, tuple[int, int]]]()
+        kinds, spans = list[int](), list[tuple[int, tuple[int, int]]]()
+        grids: dict[int, list[list[int]]] = {1: [], 2: []}
         kinds += [0] * random.randint(0, 6)
         for _ in range(random.randint(1, 4)):
-            rows, columns = random.randint(1, 7), random.randint(1, 7)
-            spans.append((len(kinds), (rows, columns)))
-            grids.append([1, 2 * rows, 2 * columns])
-            kinds += [1] * (rows * columns) + [0] * random.randint(1, 9)
+            kind, rows, columns = random.choice((1, 1, 2)), random.randint(1, 7), random.randint(1, 7)
+            parts = random.randint(1, 3) if kind == 2 else 1
+            grids[kind].append([parts, 2 * rows, 2 * columns])
+            for _ in range(parts):
+                spans.append((len(kinds), (rows, columns)))
+                kinds += [kind] * (rows * columns) + [0] * random.randint(1, 9)
         ids = torch.zeros(1, len(kinds), dtype=torch.int64)
-        expected, delta = model.model.get_rope_index(ids, torch.tensor([kinds]), image_grid_thw=torch.tensor(grids))
+        given = {key: torch.tensor(grids[kind]) for kind, key in ((1, "image_grid_thw"), (2, "video_grid_thw"))
+                 if grids[kind]}
+        expected, delta = model.model.get_rope_index(ids, torch.tensor([kinds]), **given)
         found, offset = rotary_positions(len(kinds), spans)
         assert torch.tensor(found).equal(expected[:, 0])
         assert offset == int(delta)

@@ -54,8 +54,8 @@ class EngineConfig:
     cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
     vision: bool = _option(True, "read pictures, if the model can; else its vision tower is not loaded")
     allow_image_urls: bool = _option(False, "fetch pictures that requests name by http(s) URLs, from public addresses")
-    mmproj: str | None = _option(None, "the vision tower of a model that is a GGUF file, another GGUF file (default: the "
-                                       "one beside it whose name has mmproj in it)")
+    mmproj: str | None = _option(None, "the vision tower of a model that is a GGUF file: another GGUF file (default: "
+                                       "the one beside it whose name has mmproj in it)")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "

@@ -30,7 +30,7 @@ from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.cuda import serves_drafts, tiles
 from deltic.ops.memory import memory_for
 from deltic.ops.qtensor import Form, host_form
-from deltic.ops.records import Block, Weight
+from deltic.ops.records import Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark

@@ -1,5 +1,5 @@
-"""Pictures behind http(s) URLs, for servers whose operator allows it. Whoever writes a request must not be able to reach
-through us what he cannot reach himself: every address is looked up once, must be public, and is the one connected to."""
+"""Pictures behind http(s) URLs, where the operator allows it. Nobody shall reach through us what he cannot reach
+himself: every address is looked up once, must be public, and is the one that is connected to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+from contextlib import suppress
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from deltic.errors import RequestError
@@ -42,9 +43,12 @@ class Fetcher:
                 if isinstance(found, bytes):
                     return found
                 url = urljoin(url, found)
+        except RequestError:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = "it takes too long" if time.monotonic() > self._until else type(error).__name__
-            raise RequestError(f"{field} cannot be fetched ({reason}): send the picture as a data URL", field) from error
+            raise RequestError(f"{field} cannot be fetched ({reason}): send the picture as a data URL",
+                               field) from error
         raise RequestError(f"{field} is passed on more than {_REDIRECTS} times", field)
 
     def _get(self, url: SplitResult, field: str) -> bytes | str:
@@ -66,7 +70,10 @@ class Fetcher:
             target = (url.path or "/") + (f"?{url.query}" if url.query else "")
             connection.request("GET", target, headers={"Host": url.netloc, "User-Agent": "deltic", "Accept": "image/*",
                                                        "Accept-Encoding": "identity", "Connection": "close"})
-            return _body(connection.getresponse(), field)
+            found = _body(connection.getresponse(), field)
+            if time.monotonic() >= self._until:  # perhaps the guard has ended it
+                raise TimeoutError
+            return found
         finally:
             guard.cancel()
             connection.close()
@@ -102,8 +109,8 @@ def _public(host: str, port: int, field: str) -> tuple[str, int]:
     """The address to connect to. RequestError if the name has one that is not public."""
     found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if not found or not all(map(is_public, found)):
-        raise RequestError(f"{field} names a computer that is not on the public internet, from which nothing is fetched",
-                           field)
+        raise RequestError(f"{field} names a computer that is not on the public internet: from there nothing is "
+                           "fetched", field)
     return found[0], port
 
 
@@ -120,7 +127,5 @@ def is_public(address: str) -> bool:
 
 
 def _shut(plain: socket.socket) -> None:
-    try:
+    with suppress(OSError):
         plain.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
