@@ -99,7 +99,8 @@ class Session:
         return logits if all_logits else logits[-1]
 
     @_alone
-    def prefill_assembled(self, embeddings: Tensor, positions: Tensor | None = None, all_logits: bool = False) -> Tensor:
+    def prefill_assembled(self, embeddings: Tensor, positions: Tensor | None = None,
+                          all_logits: bool = False) -> Tensor:
         """Append tokens that have no ids, only embeddings [n, hidden_size]; returns logits as `prefill` does.
 
         positions [3, n] integers: their rotary positions by time, height and width, from 0 where the session is; what
