@@ -264,17 +264,22 @@ struct Piece {
 
 template <class Kind> void attend(deltic_pool *pool, const Attention &work) {
     std::vector<Piece> pieces;
-    int64_t longest = 0;
+    int64_t longest = 0, step = kQueries, threads = pool_threads(pool);
+    for (int64_t sequence = 0; sequence < work.sequences; ++sequence)
+        longest = most(longest, work.starts[sequence + 1] - work.starts[sequence]);
+    // one head of one long sequence is still work for all threads
+    int64_t heads = work.sequences * (work.end_head - work.first_head), queries = least(longest, work.end) - work.first;
+    if (heads * pieces_of(queries, step) < threads)
+        step = round_up(pieces_of(queries, pieces_of(threads, heads)), kTogether);
     for (int64_t sequence = 0; sequence < work.sequences; ++sequence) {
         int64_t start = work.starts[sequence], tokens = work.starts[sequence + 1] - start;
-        longest = most(longest, tokens);
         int64_t end = least(tokens, work.end);
         for (int64_t head = work.first_head; head < work.end_head; ++head)
-            for (int64_t first = work.first; first < end; first += kQueries)
-                pieces.push_back({start, tokens, head, first, least(first + kQueries, end)});
+            for (int64_t first = work.first; first < end; first += step)
+                pieces.push_back({start, tokens, head, first, least(first + step, end)});
     }
     int64_t each = round_up(Head<Kind>::words(longest, work.head_dim), kLanes);
-    float *memory = scratch_of<float>(pool, 0, each * pool_threads(pool));
+    float *memory = scratch_of<float>(pool, 0, each * threads);
     parallel(pool, int64_t(pieces.size()), [&](int64_t number, int thread) {
         const Piece &piece = pieces[size_t(number)];
         Head<Kind> head(work, piece.start, piece.tokens, piece.head, memory + each * thread);

@@ -84,15 +84,15 @@ def in_reading_order(right: Any) -> Any:
 
 
 def not_interpolated(right: Any) -> Any:
-    def positions(tower: Tower, grid: tuple[int, int]) -> torch.Tensor:
+    def positions(tower: Tower, grid: tuple[int, int], part: slice) -> torch.Tensor:
         side = tower.config.grid_side
-        rows, columns = tower._places(grid)
+        rows, columns = (places[part] for places in tower._places(grid))
         return tower.positions[rows.clamp(max=side - 1) * side + columns.clamp(max=side - 1)]
     return positions
 
 
 def to_the_other_corners(right: Any) -> Any:
-    return lambda tower, grid: right(tower, grid).flip(0)
+    return lambda tower, grid, part: right(tower, grid, slice(None)).flip(0)[part]
 
 
 MISTAKES = [("_turns", swapped), ("_places", in_reading_order), ("_positions", not_interpolated),

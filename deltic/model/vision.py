@@ -16,7 +16,7 @@ from deltic.ops.records import Block
 
 _EPS = 1e-6
 _SLICE = 2048
-"""Patches that become rows, or rows that become tokens, at a time."""
+"""Patches that become rows, or tokens, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,26 @@ class Tower:
 
         patches [N, patch_values] float32, of grids of so many rows and columns. Yields after each slice of the work.
         """
-        x = torch.cat([self._linear(part, self.patch) for part in patches.split(_SLICE)])
+        sizes, first = tuple(rows * columns for rows, columns in grids), 0
+        x = patches.new_empty(len(patches), self.config.hidden_size,
+                              dtype=self.dtype if patches.is_cuda else torch.float32)
+        for size, grid in zip(sizes, grids, strict=True):
+            for start in range(0, size, _SLICE):
+                part = slice(start, min(start + _SLICE, size))
+                rows = slice(first + part.start, first + part.stop)
+                x[rows] = self._linear(patches[rows], self.patch) + self._positions(grid, part)
+                yield
+            first += size
         del patches
-        x += torch.cat([self._positions(grid) for grid in grids])
         turns = torch.cat([self._turns(grid) for grid in grids])
-        if x.is_cuda:
-            x = x.to(self.dtype)
-        yield
-        sizes = tuple(rows * columns for rows, columns in grids)
         yield from self.ops.vision(x, self.blocks, Scene(sizes, turns.cos(), turns.sin(), self.dtype))
-        norm, first, second = self.merger
-        merged, rows = self.config.merge_size ** 2, []
-        for part in x.split(_SLICE * merged):
-            normed = self._norm(part, norm).view(-1, self.config.hidden_size * merged)
-            rows.append(self._linear(F.gelu(self._linear(normed, first)), second))
+        norm, up, down = self.merger
+        merged, found = self.config.merge_size ** 2, []
+        for some in x.split(_SLICE // merged * merged):
+            normed = self._norm(some, norm).view(-1, self.config.hidden_size * merged)
+            found.append(self._linear(F.gelu(self._linear(normed, up)), down))
             yield
-        return torch.cat(rows)
+        return torch.cat(found)
 
     def _linear(self, x: Tensor, affine: Affine) -> Tensor:
         """float32, whatever x is."""
@@ -73,23 +77,20 @@ class Tower:
             rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
         return places // columns, places % columns
 
-    def _positions(self, grid: tuple[int, int]) -> Tensor:
-        """[N, hidden_size] float32: the table, between its entries in proportion; its corners are the picture's."""
+    def _positions(self, grid: tuple[int, int], part: slice) -> Tensor:
+        """[n, hidden_size] float32 of some patches: the table, between its entries in proportion; its corners are the
+        picture's."""
         side = self.config.grid_side
         parts = []
         for places, size in zip(self._places(grid), grid, strict=True):
-            exact = places.float() * (side - 1) / max(size - 1, 1)
+            exact = places[part].float() * (side - 1) / max(size - 1, 1)
             below = exact.floor()
             parts.append((below.long(), (below.long() + 1).clamp(max=side - 1), (exact - below)[:, None]))
+        (top, bottom, down), (left, right, along) = parts
         table = self.positions
-
-        def between(part: slice) -> Tensor:
-            (top, bottom, down), (left, right, along) = ([each[part] for each in axis] for axis in parts)
-            upper = table[top * side + left] * (1 - along) + table[top * side + right] * along
-            lower = table[bottom * side + left] * (1 - along) + table[bottom * side + right] * along
-            return upper * (1 - down) + lower * down
-
-        return torch.cat([between(slice(start, start + _SLICE)) for start in range(0, grid[0] * grid[1], _SLICE)])
+        upper = table[top * side + left] * (1 - along) + table[top * side + right] * along
+        lower = table[bottom * side + left] * (1 - along) + table[bottom * side + right] * along
+        return upper * (1 - down) + lower * down
 
     def _turns(self, grid: tuple[int, int]) -> Tensor:
         """[N, head_dim / 2] float32 radians: half of them by rows, half by columns."""

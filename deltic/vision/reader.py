@@ -119,8 +119,9 @@ def data_of(url: str, field: str) -> bytes:
     """The bytes of a data URL (RFC 2397) in base64. RequestError names the field."""
     head, comma, text = url.partition(",")
     if not head.startswith("data:") or not comma:
+        hint = ": URLs are fetched with --allow-image-urls alone" if url.startswith(("http://", "https://")) else ""
         raise RequestError(f"{field} must have its picture as a data URL (data:image/png;base64,...), not as "
-                           f"{url[:40]!r}", field)
+                           f"{url[:40]!r}{hint}", field)
     if not head.endswith(";base64"):
         raise RequestError(f"{field} has a data URL that is not in base64", field)
     try:
