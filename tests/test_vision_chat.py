@@ -232,5 +232,6 @@ def test_shown_on_the_command_line(directory: Path, tmp_path: Path, capsys: pyte
                "--json"]
     assert main(["run", str(directory), "--image", str(tmp_path / "it.png"), "What is this?", *options]) == 0
     assert json.loads(capsys.readouterr().out)["usage"]["prompt_tokens"] > 15
-    assert main(["run", str(directory), "--video", str(tmp_path / "it.png"), "What is this?", *options]) != 0
-    assert "cannot be read as a film" in (said := capsys.readouterr().err) or "deltic[video]" in said or "frame" in said
+    (tmp_path / "it.mp4").write_text("no film")
+    assert main(["run", str(directory), "--video", str(tmp_path / "it.mp4"), "What is this?", *options]) != 0
+    assert "cannot be read as a film" in (said := capsys.readouterr().err) or "deltic[video]" in said

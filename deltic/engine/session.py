@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import wraps
 from hashlib import blake2b
 from operator import index
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class Session:
             raise RequestError(f"positions must be [3, {count}], from 0 on", "positions")
         digest = blake2b(rows.numpy().tobytes() + repr(axes).encode(), digest_size=16).hexdigest()
         offset = 0 if axes is None else max(map(max, axes)) + 1 - count
-        prompt = Prompt((0,) * count, content_keys(digest.encode(), count), cast("Positions | None", axes), offset,
+        prompt = Prompt((0,) * count, content_keys(digest.encode(), count), axes, offset,
                         (Picture(0, count, digest, None),))
         logits = self._feed(prompt, all_logits, {digest: rows.to(self.runtime.device)})
         return logits if all_logits else logits[-1]

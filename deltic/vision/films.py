@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LEAST, MOST = 4, 768
 """Frames of a film that are looked at, as long as it has so many."""
+_OPTIONS = {"protocol_whitelist": "file"}
+"""A list of films may name others, but none elsewhere."""
 
 
 def read_film(path: Path, fps: float, most: int, scaled: Callable[[Image, int], Image], field: str
@@ -33,13 +35,13 @@ def read_film(path: Path, fps: float, most: int, scaled: Callable[[Image, int], 
         raise RequestError(f"{field} is the file of a film, for which PyAV is needed: pip install 'deltic[video]'",
                            field) from error
     try:
-        with av.open(str(path), metadata_errors="ignore") as film:
+        with av.open(str(path), metadata_errors="ignore", options=_OPTIONS) as film:
             if not film.streams.video:
                 raise RequestError(f"{field} has no moving pictures", field)
             rate = float(film.streams.video[0].average_rate or 0)
             count = film.streams.video[0].frames or _count(film)
         wanted = frame_numbers(count, rate, fps, min(most, MOST), field)
-        with av.open(str(path), metadata_errors="ignore") as film:
+        with av.open(str(path), metadata_errors="ignore", options=_OPTIONS) as film:
             found = _frames(film, wanted, scaled, field)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise RequestError(f"{field} cannot be read as a film: {str(error)[:200]}", field) from error
