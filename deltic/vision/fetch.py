@@ -58,26 +58,33 @@ class Fetcher:
         if seconds <= 0:
             raise TimeoutError
         address = _public(host, url.port or _PORTS[url.scheme], field)
-        connection = http.client.HTTPConnection(host, timeout=seconds)
-        plain = socket.create_connection(address, timeout=seconds)
-        # a server that sends a byte now and then is ended too
-        guard = threading.Timer(seconds, _shut, (plain,))
+        held = socket.create_connection(address, timeout=seconds)
+        if secure:  # the handshake comes later, so that it has an end too
+            held = ssl.create_default_context().wrap_socket(held, server_hostname=host, do_handshake_on_connect=False)
+        # a server that sends a byte now and then would never be late otherwise
+        guard = threading.Timer(seconds, _shut, (held,))
         guard.daemon = True
         guard.start()
         try:
-            connection.sock = (ssl.create_default_context().wrap_socket(plain, server_hostname=host) if secure
-                               else plain)
-            target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-            connection.request("GET", target, headers={"Host": url.netloc, "User-Agent": "deltic", "Accept": "image/*",
-                                                       "Accept-Encoding": "identity", "Connection": "close"})
-            found = _body(connection.getresponse(), field)
-            if time.monotonic() >= self._until:  # perhaps the guard has ended it
-                raise TimeoutError
-            return found
+            if isinstance(held, ssl.SSLSocket):
+                held.do_handshake()
+            found = _ask(held, host, url, field)
         finally:
             guard.cancel()
-            connection.close()
-            plain.close()
+            held.close()
+        if time.monotonic() >= self._until:  # perhaps the guard has ended it
+            raise TimeoutError
+        return found
+
+
+def _ask(held: socket.socket, host: str, url: SplitResult, field: str) -> bytes | str:
+    connection = http.client.HTTPConnection(host)
+    connection.sock = held
+    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    connection.request("GET", target, headers={"Host": url.netloc, "User-Agent": "deltic", "Accept": "image/*",
+                                               "Accept-Encoding": "identity", "Connection": "close"})
+    with connection.getresponse() as response:
+        return _body(response, field)
 
 
 def _body(response: http.client.HTTPResponse, field: str) -> bytes | str:
