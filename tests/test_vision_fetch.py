@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -122,6 +123,32 @@ def test_slow_servers_and_many_urls(internet: list[str], monkeypatch: pytest.Mon
     fetcher("http://example.com/it.png", "it")
     with pytest.raises(RequestError, match="more than 16"):
         fetcher("http://example.com/it.png", "it")
+
+
+def test_by_tls(internet: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only from a server that shows a certificate for its name."""
+    tls, trusting = Path(__file__).parent / "tls", ssl.create_default_context
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls / "certificate.pem", tls / "key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.handle_error = lambda *_: None  # type: ignore[method-assign, assignment]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+            assert address == ("93.184.216.34", 443)
+            made = socket.socket()
+            made.connect(("127.0.0.1", server.server_port))
+            return made
+
+        monkeypatch.setattr(fetch.socket, "create_connection", connect)
+        with pytest.raises(RequestError, match="SSLCertVerificationError"):
+            Fetcher()("https://localhost/it.png", "it")
+        monkeypatch.setattr(ssl, "create_default_context", lambda: trusting(cafile=str(tls / "certificate.pem")))
+        assert Fetcher()("https://localhost/it.png", "it") == Handler.picture
+        with pytest.raises(RequestError, match="SSLCertVerificationError"):
+            Fetcher()("https://example.com/it.png", "it")
+        server.shutdown()
 
 
 def test_only_where_it_is_allowed(directory: Path, internet: list[str]) -> None:
