@@ -175,16 +175,12 @@ class Conversation:
 
     def _show(self, path: Path) -> str:
         """Keep a picture, in the form that requests have, for the next message."""
-        from deltic.vision.images import read_image
-
-        if self._llm.runtime.vision is None:
-            raise UsageError("this model reads text only")
-        data = path.read_bytes()
-        image = read_image(data, str(path))
         kind = mimetypes.guess_type(path.name)[0] or "image/png"
-        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        self._shown.append({"type": "image_url", "image_url": {"url": url}})
-        return f"{path.name} ({image.width} x {image.height}) goes with the next message"
+        url = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        part = {"type": "image_url", "image_url": {"url": url}}
+        self._llm.chat_processor.chat([{"role": "user", "content": [part, {"type": "text", "text": "?"}]}])
+        self._shown.append(part)
+        return f"{path.name} goes with the next message"
 
     def _answer(self, question: Message) -> None:
         """Answer, and keep question and answer if there was one."""
