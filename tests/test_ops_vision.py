@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from native_pools import best_level
@@ -50,7 +52,10 @@ def packed(weights: VisionWeights) -> VisionWeights:
     return VisionWeights(layers, weights.heads, weights.eps)
 
 
-def exact(x: Tensor, weights: VisionWeights, scene: Scene) -> Tensor:
+@cache
+def exact(shape: str) -> Tensor:
+    """In float64, by the reference."""
+    x, weights, scene = tower(*SHAPES[shape])
     result = x.double()
     for _ in ref.vision(result, weights, scene):
         pass
@@ -64,7 +69,7 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_torch(shape: str) -> None:
     x, weights, scene = tower(*SHAPES[shape])
-    wanted = exact(x, weights, scene)
+    wanted = exact(shape)
     for _ in backends()["torch"].vision(x, weights, scene):
         pass
     assert difference(x, wanted) < 1e-5
@@ -78,7 +83,7 @@ def test_at_every_level(shape: str, level: int) -> None:
         pytest.skip("this processor lacks the level")
     threads = Pool(level, 2)
     x, plain, scene = tower(*SHAPES[shape])
-    wanted, weights = exact(x, plain, scene), packed(plain)
+    wanted, weights = exact(shape), packed(plain)
     assert run(threads, x.clone(), weights, scene, wanted) < 2e-5
     narrow = Scene(scene.sizes, scene.cos, scene.sin, torch.bfloat16)
     assert run(threads, x.clone(), weights, narrow, wanted) < 2e-2

@@ -331,7 +331,7 @@ def next_turn(text: list[int | Pixels], answer: list[int]) -> list[int | Pixels]
     return [*text, *answer, *words(40, 4)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["plain", "drafts", pytest.param("chunks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_same_answer_however_it_is_known(pair: Pair, cold: dict[str, list[list[int]]], tmp_path: Path, place: str,
                                              way: str) -> None:
