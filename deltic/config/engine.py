@@ -52,6 +52,8 @@ class EngineConfig:
     cache_dir: str | None = _option(None, "directory in which to keep conversations, so that they are known after a "
                                           "restart (default: none)")
     cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
+    aot_dir: str | None = _option(None, "directory in which to keep the packed weights that --quant makes, so that the "
+                                        "next start of the same model on such a machine reads them (default: none)")
     vision: bool = _option(True, "read pictures, if the model can; else its vision tower is not loaded")
     allow_image_urls: bool = _option(False, "fetch pictures that requests name by http(s) URLs, from public addresses")
     mmproj: str | None = _option(None, "the vision tower of a model that is a GGUF file: another GGUF file (default: "
@@ -113,8 +115,8 @@ class EngineConfig:
             if type(value) is not int and not (optional and value is None):
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
-                            "host_memory": str | None, "cache_dir": str | None, "mmproj": str | None,
-                            "debug_layers": bool, "limits": Limits}.items():
+                            "host_memory": str | None, "cache_dir": str | None, "aot_dir": str | None,
+                            "mmproj": str | None, "debug_layers": bool, "limits": Limits}.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
 
