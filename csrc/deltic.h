@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 9
+#define DELTIC_ABI 10
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
@@ -294,6 +294,28 @@ typedef struct {
  * has the tokens from starts[i] to starts[i + 1]; starts [sequences + 1] begins with 0 and ascends. What a sequence gets
  * does not depend on the others. */
 int deltic_encode(deltic_pool *pool, const deltic_encoder *model, const int64_t *starts, int64_t sequences, float *x);
+
+/* ---- A vision tower: an encoder whose norms come before attention and feed-forward, whose queries and keys turn with a
+ * patch's row and column, and whose GELU is the approximation by a hyperbolic tangent. Its `norm` is not read. A block is
+ * three calls, of which each can be made for some of the patches at a time. */
+
+/* Which part of the attention within one picture. */
+typedef struct {
+    const float *cosines, *sines;    /* [patches, head_dim / 2]: numbers i and i + head_dim / 2 of a head turn together */
+    int64_t first_head, end_head;    /* of these heads */
+    int64_t first, end;              /* and these patches, which look at all of them */
+    int64_t narrow;                  /* queries, keys, weights and values may be rounded to bfloat16 */
+} deltic_vision_part;
+
+/* qkv [patches, 3 * hidden] = the norm of x [patches, hidden] times qkv^T, still without its bias. */
+int deltic_vision_project(deltic_pool *pool, const deltic_encoder *tower, int64_t block, const float *x,
+                          int64_t patches, float *qkv);
+/* mixed [patches, hidden]: the part of it that is asked for. qkv: of all patches of one picture. */
+int deltic_vision_attend(deltic_pool *pool, const deltic_encoder *tower, int64_t block, const float *qkv,
+                         int64_t patches, const deltic_vision_part *part, float *mixed);
+/* x [patches, hidden] += mixed times out^T, with its bias, then += the feed-forward of its norm. */
+int deltic_vision_finish(deltic_pool *pool, const deltic_encoder *tower, int64_t block, const float *mixed,
+                         int64_t patches, float *x);
 
 #ifdef __cplusplus
 }

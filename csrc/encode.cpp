@@ -1,7 +1,8 @@
-// What lies between the products of an encoder's layer: attention of all tokens of a sequence to each other, norms that
-// take the mean away, and an exact GELU.
+// What lies between the products of an encoder's layer or a vision tower's block: attention of all tokens of a sequence
+// to each other, norms that take the mean away, GELU.
 //
-// A token's result depends on its own sequence alone: sums over keys run in one order, whatever the batch is.
+// A token's result depends on its own sequence alone: sums over keys run in one order, whatever the batch is, and
+// whatever part of the work a call is asked for.
 #include <vector>
 
 #include "levels.hpp"
@@ -20,118 +21,272 @@ constexpr int kKeys = 4, kRows = 4, kVectors = 1;
 #else
 constexpr int kKeys = 2, kRows = 2, kVectors = 1;
 #endif
-constexpr int64_t kQueries = 256;  // of one piece of work
+constexpr int64_t kBlock = 480;      // keys whose scores are there at a time: they stay in the first-level cache
+constexpr int64_t kTogether = 128;   // queries that pass a block of keys while it stays in the second-level cache
+constexpr int64_t kQueries = 1024;   // of one piece of work
+static_assert(kBlock % kKeys == 0 && kBlock % 2 == 0 && kTogether % kLanes == 0 && kQueries % kTogether == 0);
 
-// Scores of one tile of keys: out [kKeys][16 queries]. q [dim][16], k [dim][kKeys].
-DELTIC_INLINE void scores(const float *q, const float *k, int64_t dim, float *out) {
+// Sixteen numbers, or the first `count` of them.
+DELTIC_INLINE Floats some(const float *from, int64_t count) {
+    return count == kLanes ? loadf(from) : load_part(from, count);
+}
+DELTIC_INLINE void put(float *to, Floats v, int64_t count) {
+    if (count == kLanes) store(to, v);
+    else store_part(to, v, count);
+}
+
+// What is multiplied: words of 32 bits, each a float or two bfloat16 that follow each other along what is summed up.
+struct Float32 {
+    static constexpr int64_t kNumbers = 1;
+    static DELTIC_INLINE Floats dot(Floats sum, Words vector, uint32_t number) {
+        return fma((Floats)vector, splat(std::bit_cast<float>(number)), sum);
+    }
+    static DELTIC_INLINE Words word(const Floats *numbers) { return (Words)numbers[0]; }
+    static constexpr float kUnit = 1.0f;  // 1 / ln of what scores are powers of
+    static DELTIC_INLINE Floats power(Floats score) { return exponential(score); }
+};
+#if defined(__AVX512BF16__)
+// 2^x, relative error below 4e-6, which is nothing beside that of bfloat16.
+DELTIC_INLINE Floats power_of_two(Floats x) {
+    __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    Floats r = x - (Floats)whole, p = splat(9.56303e-3f);
+    p = fma(p, r, splat(5.591726e-2f));
+    p = fma(p, r, splat(2.4024919e-1f));
+    p = fma(p, r, splat(6.9312193e-1f));
+    p = fma(p, r, splat(9.9999921e-1f));
+    return (Floats)_mm512_scalef_ps((__m512)p, whole);
+}
+struct Bfloat16 {
+    static constexpr int64_t kNumbers = 2;
+    static DELTIC_INLINE Floats dot(Floats sum, Words pairs, uint32_t pair) { return dot2_bf16(sum, pairs, pair); }
+    static DELTIC_INLINE Words word(const Floats *numbers) { return pair_bf16(numbers[0], numbers[1]); }
+    static constexpr float kUnit = 1.44269504f;
+    static DELTIC_INLINE Floats power(Floats score) { return power_of_two(score); }
+};
+#endif
+
+// Scores of one tile of keys: out [kKeys][16 queries]. q [steps][16], k [steps][kKeys].
+template <class Kind> DELTIC_INLINE void scores(const uint32_t *q, const uint32_t *k, int64_t steps, float *out) {
     Floats sum[kKeys] = {};
-    for (int64_t d = 0; d < dim; ++d) {
-        Floats queries = loadf(q + d * kLanes);
+    for (int64_t step = 0; step < steps; ++step) {
+        Words queries = load<Words>(q + step * kLanes);
 #pragma GCC unroll 12
-        for (int t = 0; t < kKeys; ++t) sum[t] = fma(queries, splat(k[d * kKeys + t]), sum[t]);
+        for (int t = 0; t < kKeys; ++t) sum[t] = Kind::dot(sum[t], queries, k[step * kKeys + t]);
     }
 #pragma GCC unroll 12
     for (int t = 0; t < kKeys; ++t) store(out + t * kLanes, sum[t]);
 }
 
-// p [keys][16]: scores become exp(score - the query's largest). Returns what they sum up to, per query.
-DELTIC_INLINE Floats weigh(float *p, int64_t keys) {
-    Floats largest = loadf(p);
-    for (int64_t k = 1; k < keys; ++k) largest = maximum(largest, loadf(p + k * kLanes));
+// p [keys][16] floats: scores become words of the power of score - largest, [steps][16]. Returns what they sum up to.
+template <class Kind> DELTIC_INLINE Floats weigh(float *p, int64_t keys, Floats largest) {
     Floats total = {};
-    for (int64_t k = 0; k < keys; ++k) {
-        Floats weight = exponential(loadf(p + k * kLanes) - largest);
-        store(p + k * kLanes, weight);
-        total = total + weight;
+    for (int64_t k = 0; k < keys; k += Kind::kNumbers) {
+        Floats weight[Kind::kNumbers] = {};
+        for (int64_t i = 0; i < Kind::kNumbers && k + i < keys; ++i) {
+            weight[i] = Kind::power(loadf(p + (k + i) * kLanes) - largest);
+            total = total + weight[i];
+        }
+        store(p + k / Kind::kNumbers * kLanes, Kind::word(weight));
     }
     return total;
 }
 
-// out[query][16 * V]: the values v [keys][stride], weighted by p [keys][16], for kRows of the queries.
-template <int V> DELTIC_INLINE void mix(const float *p, const float *v, int64_t keys, int64_t stride, Floats out[kRows][V]) {
+// out[query][16 * V]: the values v [steps][stride], weighted by p [steps][16], for kRows of the queries.
+template <class Kind, int V>
+DELTIC_INLINE void mix(const uint32_t *p, const uint32_t *v, int64_t steps, int64_t stride, Floats out[kRows][V]) {
     Floats sum[kRows][V] = {};
-    for (int64_t k = 0; k < keys; ++k) {
-        Floats value[V];
-        for (int i = 0; i < V; ++i) value[i] = loadf(v + k * stride + i * kLanes);
+    for (int64_t step = 0; step < steps; ++step) {
+        Words value[V];
+        for (int i = 0; i < V; ++i) value[i] = load<Words>(v + step * stride + i * kLanes);
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-            Floats weight = splat(p[k * kLanes + row]);
-            for (int i = 0; i < V; ++i) sum[row][i] = fma(weight, value[i], sum[row][i]);
-        }
+        for (int row = 0; row < kRows; ++row)
+            for (int i = 0; i < V; ++i) sum[row][i] = Kind::dot(sum[row][i], value[i], p[step * kLanes + row]);
     }
     for (int row = 0; row < kRows; ++row)
         for (int i = 0; i < V; ++i) out[row][i] = sum[row][i];
 }
 
 // One head of one sequence, in a thread's own memory.
-struct Head {
-    const float *qkv, *bias;  // of the sequence's first token, and [3 * hidden]; both from this head's queries on
-    float *out;
-    int64_t tokens, hidden, dim, padded;
-    float *keys, *values, *queries, *weights;
+template <class Kind> struct Head {
+    const Attention &work;
+    int64_t start, tokens, column;  // the sequence; the head's first number among the queries of a token
+    int64_t hidden, dim, padded, steps;
+    uint32_t *keys, *values, *queries;
+    float *weights, *found, *largest, *total, *row;
 
-    static int64_t floats(int64_t tokens, int64_t dim) {
-        int64_t padded = round_up(dim, kLanes), room = round_up(tokens, kKeys);
-        return room * dim + room * padded + kLanes * dim + room * kLanes;
+    static int64_t words(int64_t tokens, int64_t dim) {
+        int64_t padded = round_up(dim, kLanes), steps = pieces_of(dim, Kind::kNumbers);
+        return round_up(tokens, kKeys) * steps + round_up(pieces_of(tokens, Kind::kNumbers) * padded, kLanes) +
+               kTogether * (steps + padded + 2) + kBlock * kLanes + 3 * padded;
     }
-    Head(const float *qkv, const float *bias, float *out, int64_t tokens, int64_t hidden, int64_t dim, float *memory)
-        : qkv(qkv), bias(bias), out(out), tokens(tokens), hidden(hidden), dim(dim), padded(round_up(dim, kLanes)) {
-        int64_t room = round_up(tokens, kKeys);
+    Head(const Attention &work, int64_t start, int64_t tokens, int64_t head, float *memory)
+        : work(work), start(start), tokens(tokens), column(head * work.head_dim), hidden(work.heads * work.head_dim),
+          dim(work.head_dim), padded(round_up(dim, kLanes)), steps(pieces_of(dim, Kind::kNumbers)) {
         weights = memory;
-        queries = weights + room * kLanes;
-        values = queries + kLanes * dim;
-        keys = values + room * padded;
+        found = weights + kBlock * kLanes;
+        largest = found + kTogether * padded;
+        total = largest + kTogether;
+        row = total + kTogether;
+        queries = (uint32_t *)(row + 3 * padded);
+        values = queries + kTogether * steps;
+        keys = values + round_up(pieces_of(tokens, Kind::kNumbers) * padded, kLanes);
     }
 
-    // keys [tiles][dim][kKeys], values [tokens][padded]
+    const float *input(int64_t token, int part) const {
+        return work.qkv + (start + token) * 3 * hidden + part * hidden + column;
+    }
+
+    // A token's query (part 0) or key (part 1) into `row`: with its bias, turned, times `factor`.
+    DELTIC_INLINE void take(int64_t token, int part, float factor) const {
+        const float *from = input(token, part), *bias = work.bias + part * hidden + column;
+        for (int64_t d = 0; d < dim; d += kLanes) {
+            int64_t count = least(kLanes, dim - d);
+            store(row + d, (some(from + d, count) + some(bias + d, count)) * factor);
+        }
+        if (!work.cosines) return;
+        int64_t half = dim / 2;
+        float *plain = row + padded;
+        std::memcpy(plain, row, size_t(dim) * 4);
+        for (int64_t d = 0; d < half; d += kLanes) {
+            int64_t count = least(kLanes, half - d);
+            Floats left = some(plain + d, count), right = some(plain + half + d, count);
+            Floats cosine = some(work.cosines + (start + token) * half + d, count);
+            Floats sine = some(work.sines + (start + token) * half + d, count);
+            put(row + d, fma(left, cosine, -(right * sine)), count);
+            put(row + half + d, fma(right, cosine, left * sine), count);
+        }
+    }
+
+    // `row` into place `at` of a tile of `width`: words[step * width + at].
+    DELTIC_INLINE void place(uint32_t *words, int64_t width, int64_t at) const {
+        for (int64_t d = 0; d < dim; d += kLanes * Kind::kNumbers) {
+            uint32_t packed[kLanes];
+            Words in_order;
+            if constexpr (Kind::kNumbers == 1) {
+                in_order = load<Words>(row + d);
+            } else {
+                store_narrow((uint16_t *)packed, loadf(row + d));
+                store_narrow((uint16_t *)packed + kLanes, loadf(row + d + kLanes));
+                in_order = load<Words>(packed);
+            }
+            store(packed, in_order);
+            int64_t first = d / Kind::kNumbers, count = least(kLanes, steps - first);
+            for (int64_t i = 0; i < count; ++i) words[(first + i) * width + at] = packed[i];
+        }
+    }
+
+    // keys [tiles][steps][kKeys], values [tokens / kNumbers][padded]
     void pack() const {
-        for (int64_t token = 0; token < round_up(tokens, kKeys); ++token) {
-            float *key = keys + token / kKeys * kKeys * dim + token % kKeys;
-            const float *from = qkv + token * 3 * hidden + hidden;
-            for (int64_t d = 0; d < dim; ++d) key[d * kKeys] = token < tokens ? from[d] + bias[hidden + d] : 0;
-        }
+        std::memset(row, 0, size_t(3 * padded) * 4);
         for (int64_t token = 0; token < tokens; ++token) {
-            std::memcpy(values + token * padded, qkv + token * 3 * hidden + 2 * hidden, size_t(dim) * 4);
-            std::memset(values + token * padded + dim, 0, size_t(padded - dim) * 4);
+            take(token, 1, 1.0f);
+            place(keys + token / kKeys * kKeys * steps, kKeys, token % kKeys);
         }
+        for (int64_t token = tokens; token < round_up(tokens, kKeys); ++token)
+            for (int64_t step = 0; step < steps; ++step)
+                keys[token / kKeys * kKeys * steps + step * kKeys + token % kKeys] = 0;
+        for (int64_t token = 0; token < tokens; token += Kind::kNumbers)
+            for (int64_t d = 0; d < padded; d += kLanes) {
+                Floats numbers[Kind::kNumbers] = {};
+                int64_t count = least(kLanes, dim - d);
+                for (int64_t i = 0; i < Kind::kNumbers && token + i < tokens; ++i)
+                    numbers[i] = some(input(token + i, 2) + d, count);
+                store(values + token / Kind::kNumbers * padded + d, Kind::word(numbers));
+            }
     }
 
-    // 16 queries, or what is left of them
-    void run(int64_t first) const {
-        int64_t count = least(kLanes, tokens - first);
-        float factor = 1.0f / std::sqrt(float(dim));
-        for (int64_t query = 0; query < kLanes; ++query) {
-            const float *from = qkv + (first + query) * 3 * hidden;
-            for (int64_t d = 0; d < dim; ++d)
-                queries[d * kLanes + query] = query < count ? (from[d] + bias[d]) * factor : 0;
+    // kTogether queries, or what is left of them up to `end`
+    void run(int64_t first, int64_t end) const {
+        int64_t count = least(kTogether, end - first);
+        float factor = Kind::kUnit / std::sqrt(float(dim));
+        int64_t room = round_up(count, kLanes);
+        std::memset(queries, 0, size_t(room * steps) * 4);
+        std::memset(found, 0, size_t(room * padded) * 4);
+        std::memset(total, 0, size_t(room) * 4);
+        for (int64_t query = 0; query < count; ++query) {
+            take(first + query, 0, factor);
+            place(queries + query / kLanes * kLanes * steps, kLanes, query % kLanes);
         }
-        for (int64_t key = 0; key < tokens; key += kKeys) scores(queries, keys + key * dim, dim, weights + key * kLanes);
-        float inverse[kLanes];
-        store(inverse, 1.0f / weigh(weights, tokens));
-        for (int64_t row = 0; row < count; row += kRows) {
-            int64_t d = 0;
-            for (; d + kVectors * kLanes <= padded; d += kVectors * kLanes) write<kVectors>(first, row, count, d, inverse);
-            for (; d < padded; d += kLanes) write<1>(first, row, count, d, inverse);
+        for (int64_t query = 0; query < room; query += kLanes) store(largest + query, splat(-3e38f));
+        for (int64_t key = 0; key < tokens; key += kBlock)
+            for (int64_t query = 0; query < count; query += kLanes)
+                pass(key, least(kBlock, tokens - key), query, least(kLanes, count - query));
+        for (int64_t query = 0; query < count; ++query) write(first + query, query);
+    }
+
+    // A block of keys for 16 queries, of which so many count.
+    void pass(int64_t key, int64_t count, int64_t query, int64_t rows) const {
+        const uint32_t *q = queries + query * steps;
+        for (int64_t k = 0; k < count; k += kKeys)
+            scores<Kind>(q, keys + (key + k) * steps, steps, weights + k * kLanes);
+        Floats before = loadf(largest + query), now = before;
+        for (int64_t k = 0; k < count; ++k) now = maximum(now, loadf(weights + k * kLanes));
+        float factor[kLanes];
+        Floats fade = Kind::power(before - now);
+        store(factor, fade);
+        store(largest + query, now);
+        store(total + query, fma(loadf(total + query), fade, weigh<Kind>(weights, count, now)));
+        for (int64_t row = 0; row < rows; row += kRows) {
+            int64_t d = 0, wide = kVectors * kLanes;
+            for (; d + wide <= padded; d += wide) add<kVectors>(key, count, query, row, d, factor);
+            for (; d < padded; d += kLanes) add<1>(key, count, query, row, d, factor);
         }
     }
 
     template <int V>
-    DELTIC_INLINE void write(int64_t first, int64_t row, int64_t count, int64_t d, const float *inverse) const {
+    DELTIC_INLINE void add(int64_t key, int64_t count, int64_t query, int64_t row, int64_t d,
+                           const float *factor) const {
         Floats mixed[kRows][V];
-        mix<V>(weights + row, values + d, tokens, padded, mixed);
-        for (int64_t r = row; r < least(row + kRows, count); ++r)
+        mix<Kind, V>((const uint32_t *)weights + row, values + key / Kind::kNumbers * padded + d,
+                     pieces_of(count, Kind::kNumbers), padded, mixed);
+        for (int r = 0; r < kRows; ++r)
             for (int i = 0; i < V; ++i) {
-                int64_t at = d + i * kLanes, part = least(kLanes, dim - at);
-                // the weights of a query sum up to 1, so that the values' bias may come last
-                Floats value = fma(mixed[r - row][i], splat(inverse[r]), load_part(bias + 2 * hidden + at, part));
-                store_part(out + (first + r) * hidden + at, value, part);
+                float *sum = found + (query + row + r) * padded + d + i * kLanes;
+                store(sum, fma(loadf(sum), splat(factor[row + r]), mixed[r][i]));
             }
+    }
+
+    void write(int64_t token, int64_t query) const {
+        float inverse = 1.0f / total[query];
+        const float *bias = work.bias + 2 * hidden + column;
+        for (int64_t d = 0; d < dim; d += kLanes) {
+            int64_t part = least(kLanes, dim - d);
+            // the weights of a query sum up to 1, so that the values' bias may come last
+            Floats value = fma(loadf(found + query * padded + d), splat(inverse), some(bias + d, part));
+            put(work.out + (start + token) * hidden + column + d, value, part);
+        }
     }
 };
 
 struct Piece {
-    int64_t start, tokens, head, first;
+    int64_t start, tokens, head, first, end;
 };
+
+template <class Kind> void attend(deltic_pool *pool, const Attention &work) {
+    std::vector<Piece> pieces;
+    int64_t longest = 0, step = kQueries, threads = pool_threads(pool);
+    for (int64_t sequence = 0; sequence < work.sequences; ++sequence)
+        longest = most(longest, work.starts[sequence + 1] - work.starts[sequence]);
+    // one head of one long sequence is still work for all threads
+    int64_t heads = work.sequences * (work.end_head - work.first_head), queries = least(longest, work.end) - work.first;
+    if (heads * pieces_of(queries, step) < threads)
+        step = round_up(pieces_of(queries, pieces_of(threads, heads)), kTogether);
+    for (int64_t sequence = 0; sequence < work.sequences; ++sequence) {
+        int64_t start = work.starts[sequence], tokens = work.starts[sequence + 1] - start;
+        int64_t end = least(tokens, work.end);
+        for (int64_t head = work.first_head; head < work.end_head; ++head)
+            for (int64_t first = work.first; first < end; first += step)
+                pieces.push_back({start, tokens, head, first, least(first + step, end)});
+    }
+    int64_t each = round_up(Head<Kind>::words(longest, work.head_dim), kLanes);
+    float *memory = scratch_of<float>(pool, 0, each * threads);
+    parallel(pool, int64_t(pieces.size()), [&](int64_t number, int thread) {
+        const Piece &piece = pieces[size_t(number)];
+        Head<Kind> head(work, piece.start, piece.tokens, piece.head, memory + each * thread);
+        head.pack();
+        for (int64_t first = piece.first; first < piece.end; first += kTogether) head.run(first, piece.end);
+    });
+}
 
 // erf, within 5e-7: a quotient of polynomials in x^2 that was fitted to it by least squares with moving weights.
 DELTIC_INLINE Floats error_function(Floats x) {
@@ -154,6 +309,12 @@ DELTIC_INLINE Floats error_function(Floats x) {
 DELTIC_INLINE Floats gelu_of(Floats x) {
     Floats half = x * 0.5f;
     return fma(half, error_function(x * 0.70710678f), half);
+}
+
+// Its approximation by a hyperbolic tangent: x times the sigmoid of twice that tangent's argument.
+DELTIC_INLINE Floats gelu_tanh_of(Floats x) {
+    Floats inner = fma(x * x, splat(0.044715f), splat(1.0f));
+    return x * sigmoid(x * inner * 1.59576912f);
 }
 
 void norm_token(const float *residual, const float *delta, const float *bias, const float *scale, const float *shift,
@@ -198,27 +359,11 @@ template <typename Body> void by_row(deltic_pool *pool, int64_t rows, int64_t wi
 
 }  // namespace
 
-void full_attention(deltic_pool *pool, const float *qkv, const float *bias, const int64_t *starts, int64_t sequences,
-                    int64_t heads, int64_t head_dim, float *out) {
-    std::vector<Piece> pieces;
-    int64_t longest = 0, hidden = heads * head_dim;
-    for (int64_t sequence = 0; sequence < sequences; ++sequence) {
-        int64_t start = starts[sequence], tokens = starts[sequence + 1] - start;
-        longest = most(longest, tokens);
-        for (int64_t head = 0; head < heads; ++head)
-            for (int64_t first = 0; first < tokens; first += kQueries) pieces.push_back({start, tokens, head, first});
-    }
-    int64_t each = round_up(Head::floats(longest, head_dim), kLanes);
-    float *memory = scratch_of<float>(pool, 0, each * pool_threads(pool));
-    parallel(pool, int64_t(pieces.size()), [&](int64_t number, int thread) {
-        const Piece &piece = pieces[size_t(number)];
-        int64_t column = piece.head * head_dim;
-        Head head(qkv + piece.start * 3 * hidden + column, bias + column, out + piece.start * hidden + column,
-                  piece.tokens, hidden, head_dim, memory + each * thread);
-        head.pack();
-        for (int64_t first = piece.first; first < least(piece.first + kQueries, piece.tokens); first += kLanes)
-            head.run(first);
-    });
+void full_attention(deltic_pool *pool, const Attention &work) {
+#if defined(__AVX512BF16__)
+    if (work.narrow) return attend<Bfloat16>(pool, work);
+#endif
+    attend<Float32>(pool, work);
 }
 
 void layer_norm(deltic_pool *pool, const float *residual, const float *delta, const float *bias, const float *scale,
@@ -229,13 +374,23 @@ void layer_norm(deltic_pool *pool, const float *residual, const float *delta, co
     });
 }
 
-void gelu(deltic_pool *pool, float *x, const float *bias, int64_t tokens, int64_t width) {
+void gelu(deltic_pool *pool, float *x, const float *bias, int64_t tokens, int64_t width, bool tanh) {
     by_row(pool, tokens, width, [&](int64_t token) {
         float *row = x + token * width;
-        int64_t i = 0;
-        for (; i + kLanes <= width; i += kLanes) store(row + i, gelu_of(loadf(row + i) + loadf(bias + i)));
-        if (i < width)
-            store_part(row + i, gelu_of(load_part(row + i, width - i) + load_part(bias + i, width - i)), width - i);
+        for (int64_t i = 0; i < width; i += kLanes) {
+            int64_t count = least(kLanes, width - i);
+            Floats v = some(row + i, count) + some(bias + i, count);
+            put(row + i, tanh ? gelu_tanh_of(v) : gelu_of(v), count);
+        }
+    });
+}
+
+void add_bias(deltic_pool *pool, float *x, const float *delta, const float *bias, int64_t tokens, int64_t width) {
+    by_row(pool, tokens, width, [&](int64_t token) {
+        for (int64_t i = 0; i < width; i += kLanes) {
+            int64_t count = least(kLanes, width - i), at = token * width + i;
+            put(x + at, some(x + at, count) + (some(delta + at, count) + some(bias + i, count)), count);
+        }
     });
 }
 

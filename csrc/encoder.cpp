@@ -38,7 +38,8 @@ void encode(deltic_pool *pool, const deltic_encoder &model, const int64_t *start
         in_pieces(tokens, [&](Tokens part) {
             linear(pool, x + part.first * hidden, part.count, layer.qkv, qkv + part.first * 3 * hidden, 3 * hidden);
         });
-        with.full_attention(pool, qkv, layer.qkv_bias, starts, sequences, model.heads, dim, mixed);
+        with.full_attention(pool, {qkv, layer.qkv_bias, nullptr, nullptr, starts, sequences, model.heads, dim, 0,
+                                   model.heads, 0, tokens, false, mixed});
         in_pieces(tokens, [&](Tokens part) {
             float *rows = x + part.first * hidden;
             auto add_norm = [&](const float *bias, const deltic_layer_norm &norm) {
@@ -47,7 +48,7 @@ void encode(deltic_pool *pool, const deltic_encoder &model, const int64_t *start
             linear(pool, mixed + part.first * hidden, part.count, layer.out, delta, hidden);
             add_norm(layer.out_bias, layer.attention_norm);
             linear(pool, rows, part.count, layer.up, wide, width);
-            with.gelu(pool, wide, layer.up_bias, part.count, width);
+            with.gelu(pool, wide, layer.up_bias, part.count, width, false);
             linear(pool, wide, part.count, layer.down, delta, hidden);
             add_norm(layer.down_bias, layer.output_norm);
         });

@@ -14,6 +14,18 @@ struct Product {
     int64_t stride;
 };
 
+// Attention of all tokens of a sequence to each other; sequence i has the tokens from starts[i] to starts[i + 1].
+struct Attention {
+    const float *qkv, *bias;        // [tokens, 3 * hidden], [3 * hidden]: queries, keys and values of all heads each
+    const float *cosines, *sines;   // [tokens, head_dim / 2], by which queries and keys turn; null: they do not
+    const int64_t *starts;          // [sequences + 1]
+    int64_t sequences, heads, head_dim;
+    int64_t first_head, end_head;   // those that are wanted
+    int64_t first, end;             // so are these queries of each sequence, as far as it has them
+    bool narrow;                    // queries, keys, weights and values may be rounded to bfloat16
+    float *out;                     // [tokens, hidden]
+};
+
 // What every level defines in its own namespace, from the same sources; see deltic.h and matrix.hpp.
 #define DELTIC_KERNELS                                                                                                 \
     void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,              \
@@ -35,11 +47,11 @@ struct Product {
     void adjust(deltic_pool *pool, float *logits, int64_t width, const float *repetition, const float *offset);        \
     void draw_any(deltic_pool *pool, const float *logits, int64_t rows, int64_t width, const float *temperatures,      \
                   const int64_t *keys, const float *values, const int64_t *ids, int64_t *tokens);                      \
-    void full_attention(deltic_pool *pool, const float *qkv, const float *bias, const int64_t *starts,                 \
-                        int64_t sequences, int64_t heads, int64_t head_dim, float *out);                               \
+    void full_attention(deltic_pool *pool, const Attention &work);                                                     \
     void layer_norm(deltic_pool *pool, const float *residual, const float *delta, const float *bias,                   \
                     const float *scale, const float *shift, float *out, int64_t tokens, int64_t width, float eps);     \
-    void gelu(deltic_pool *pool, float *x, const float *bias, int64_t tokens, int64_t width);
+    void gelu(deltic_pool *pool, float *x, const float *bias, int64_t tokens, int64_t width, bool tanh);               \
+    void add_bias(deltic_pool *pool, float *x, const float *delta, const float *bias, int64_t tokens, int64_t width);
 
 #define DELTIC_DECLARE(level)                                                                                          \
     namespace level {                                                                                                  \
@@ -68,6 +80,7 @@ struct Kernels {
     decltype(&portable::full_attention) full_attention;
     decltype(&portable::layer_norm) layer_norm;
     decltype(&portable::gelu) gelu;
+    decltype(&portable::add_bias) add_bias;
 };
 
 // Of a level; null if the processor or the build lacks it.

@@ -346,6 +346,15 @@ DELTIC_INLINE Floats dot2_bf16(Floats acc, Words pairs, uint32_t x) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+// Two numbers as bfloat16 in each lane, the first one in its low half. Subnormals become 0.
+DELTIC_INLINE Words pair_bf16(Floats low, Floats high) {
+    __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)low));
+    __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high));
+    return (Words)_mm512_or_si512(first, _mm512_slli_epi32(second, 16));
+}
+#endif
+
 // Sum and maximum of all lanes, halving: one order everywhere.
 DELTIC_INLINE float sum_lanes(Floats v) {
     float lane[16];
@@ -365,12 +374,25 @@ DELTIC_INLINE float max_lanes(Floats v) {
 DELTIC_INLINE Floats choose(Ints mask, Floats yes, Floats no) {
     return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask));
 }
-DELTIC_INLINE Floats maximum(Floats a, Floats b) { return choose(less(a, b), b, a); }
+// The larger one, and the smaller one; a where either is NaN.
+DELTIC_INLINE Floats maximum(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)b, (__m512)a);
+#else
+    return choose(less(a, b), b, a);
+#endif
+}
+DELTIC_INLINE Floats minimum(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_min_ps((__m512)b, (__m512)a);
+#else
+    return choose(less(b, a), b, a);
+#endif
+}
 
 // exp, relative error below 2e-7, clamped to the range of normal numbers; NaN stays NaN.
 DELTIC_INLINE Floats exponential(Floats x) {
-    x = choose(less(splat(88.0f), x), splat(88.0f), x);
-    x = choose(less(x, splat(-87.0f)), splat(-87.0f), x);
+    x = maximum(minimum(x, splat(88.0f)), splat(-87.0f));
     // adding and taking away 1.5 * 2^23 rounds to an integer
     Floats shifted = fma(x, splat(1.44269504f), splat(12582912.0f));
     Floats n = shifted - 12582912.0f;

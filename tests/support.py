@@ -157,23 +157,26 @@ def transformers_model(directory: Path, seed: int = 0, nested: bool = False, fam
     return model
 
 
-def transformers_vision_model(directory: Path, seed: int = 0, vocabulary: int | None = None, **changes: Any) -> Any:
-    """A random Qwen3_5ForConditionalGeneration in float32, saved to the directory; returns the model. changes: of its
-    vision_config, and its tokens' ids."""
+def transformers_vision_model(directory: Path, seed: int = 0, vocabulary: int | None = None, family: str = "qwen3_5",
+                              **changes: Any) -> Any:
+    """A random Qwen3_5ForConditionalGeneration, or Qwen3_5Moe..., in float32, saved to the directory; gives the model.
+    changes: of its vision_config, and its tokens' ids."""
     import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    _, settings, shape = FAMILIES["qwen3_5"]
+    kind, settings, shape = FAMILIES[family]
     text = getattr(transformers, settings)(**{**shape, **({"vocab_size": vocabulary} if vocabulary else {})})
     vision = {"depth": 2, "hidden_size": 48, "num_heads": 4, "intermediate_size": 100, "patch_size": 4,
               "out_hidden_size": text.hidden_size, "num_position_embeddings": 36, **changes}
     ids = {name: vision.pop(name, text.vocab_size - 1 - index) for index, name in enumerate(
         ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))}
-    made: Any = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, **ids)
-    model: Any = transformers.Qwen3_5ForConditionalGeneration(made).float().eval()
+    outer = getattr(transformers, settings.replace("Text", ""))
+    made: Any = outer(text_config=text.to_dict(), vision_config=vision, **ids)
+    made._experts_implementation = made.text_config._experts_implementation = "eager"
+    model: Any = getattr(transformers, kind.replace("CausalLM", "ConditionalGeneration"))(made).float().eval()
     _scatter_vectors(model, seed)
     with torch.no_grad():  # else attention is nearly the same everywhere
         for block in model.model.visual.blocks:

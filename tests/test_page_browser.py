@@ -15,6 +15,11 @@ import pytest
 from browser import BINARY, Browser, Page, browsing, tab
 from page_cases import HOSTILE, RICH
 from test_server_harness import Scripted, Served, serving, tiny
+from test_vision_chat import directory, llm, served
+
+from deltic import LLM
+
+__all__ = ["directory", "llm", "served"]
 
 pytestmark = [pytest.mark.slow,
               pytest.mark.skipif(BINARY is None, reason="there is no chromium (apt-get install chromium)")]
@@ -41,7 +46,7 @@ def page(browser: Browser) -> Iterator[Page]:
         entries = [event["entry"] for event in page.seen("Log.entryAdded")]
         assert not [entry for entry in entries if entry["source"] != "network"], entries
         urls = {event["request"]["url"] for event in page.seen("Network.requestWillBeSent")}
-        assert not [url for url in urls if not url.startswith((f"{page.origin}/", "blob:"))], urls
+        assert not [url for url in urls if not url.startswith((f"{page.origin}/", "blob:", "data:image/"))], urls
         assert not page.seen("Page.javascriptDialogOpening")
 
 
@@ -428,3 +433,39 @@ def test_conversations_are_found_renamed_deleted_and_brought_back(page: Page, pl
     page.wait("document.querySelector('.talk')")
     page.open(f"{served.url}/?again")
     assert page.count(".talk") == 2
+
+
+# Pictures
+
+BRING = """(async () => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [40, 24];
+  canvas.getContext("2d").fillStyle = "%s";
+  canvas.getContext("2d").fillRect(0, 0, 30, 24);
+  const blob = await new Promise((done) => canvas.toBlob(done));
+  const data = new DataTransfer();
+  data.items.add(new File([blob], "it.png", {type: "image/png"}));
+  const how = "%s" === "drop" ? new DragEvent("drop", {dataTransfer: data, bubbles: true, cancelable: true})
+    : new ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true});
+  document.querySelector("#input").dispatchEvent(how);
+})()"""
+
+
+def test_pictures(page: Page, served: Served, llm: LLM) -> None:
+    """Pasted, dropped, chosen; taken away again; sent, shown, and sent again in the next turn."""
+    pictures = llm.engine.pictures
+    assert pictures
+    visit(page, served.url)
+    before = pictures.encoded
+    for number, (colour, how) in enumerate((("red", "paste"), ("blue", "drop"), ("green", "paste")), 1):
+        page.eval(BRING % (colour, how))
+        page.wait(f"document.querySelectorAll('#pictures img').length === {number}")
+    page.click("#pictures figure:last-child button")
+    page.wait("document.querySelectorAll('#pictures img').length === 2")
+    assert page.eval("!document.querySelector('#send').disabled"), "pictures alone can be sent"
+    say(page, "What is this?")
+    assert page.count("#pictures img") == 0 and page.count(".user .bubble img") == 2
+    assert page.count(".problem") == 0 and pictures.encoded == before + 2
+    say(page, "And?")
+    assert page.count(".problem") == 0 and pictures.encoded == before + 2
+    page.click("#attach")

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from test_text_support import QWEN_LIKE
 
 import deltic
 from deltic import LLM
+from deltic.cli import main
+from deltic.cli.chat import Conversation
 from deltic.config import Limits
 from deltic.errors import RequestError
 from deltic.types import Prompt, SamplingParams
@@ -199,3 +202,36 @@ def test_films(llm: LLM) -> None:
 def test_films_that_cannot_be_read(llm: LLM, film: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.chat([{"role": "user", "content": [{"type": "video", **film}]}], GREEDY)
+
+
+# The command line
+
+
+def test_in_a_conversation_on_the_command_line(llm: LLM, tmp_path: Path) -> None:
+    """/image shows a picture with the next message alone; what is saved can be sent to a server."""
+    drawing(7).save(tmp_path / "it.png")
+    chat = Conversation(llm, Namespace(think=None, system=None, thinking_output=True), GREEDY)
+    chat.take(f"/image {tmp_path / 'it.png'}")
+    chat.take("What is this?")
+    chat.take("And?")
+    first, answer, second, _ = chat.messages
+    assert not chat.failed and [part["type"] for part in first["content"]] == ["image_url", "text"]
+    assert second["content"] == "And?" and answer["content"] == llm.chat([shows(drawing(7))], GREEDY).text
+    chat.take(f"/save {tmp_path / 'it.json'}")
+    assert json.loads((tmp_path / "it.json").read_text())["messages"] == chat.messages
+    chat.take("/reset")
+    chat.take(f"/load {tmp_path / 'it.json'}")
+    assert not chat.failed and len(chat.messages) == 4
+    chat.take(f"/image {tmp_path / 'it.json'}")
+    assert chat.failed, "no picture"
+
+
+def test_shown_on_the_command_line(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing(7).save(tmp_path / "it.png")
+    options = ["--dtype", "float32", "--memory", "64MiB", "--threads", "1", "--max-tokens", "6", "--temperature", "0",
+               "--json"]
+    assert main(["run", str(directory), "--image", str(tmp_path / "it.png"), "What is this?", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["usage"]["prompt_tokens"] > 15
+    (tmp_path / "it.mp4").write_text("no film")
+    assert main(["run", str(directory), "--video", str(tmp_path / "it.mp4"), "What is this?", *options]) != 0
+    assert "cannot be read as a film" in (said := capsys.readouterr().err) or "deltic[video]" in said

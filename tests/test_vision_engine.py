@@ -20,6 +20,7 @@ from deltic.config.vision import PictureConfig, VisionConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.runtime import Runtime
+from deltic.engine.session import Session
 from deltic.errors import RequestError
 from deltic.types import Prompt, Request, SamplingParams
 from deltic.vision.patches import Film, Pixels, patches_of, picture
@@ -114,10 +115,11 @@ def conversations(pair: Pair) -> dict[str, list[int | Pixels]]:
     one, two = pair.pixels(40, 24, 1), pair.pixels(17, 60, 2)
     return {"first": [one, *words(1, 9)], "middle": [*words(2, 7), one, *words(3, 5)],
             "last": [*words(4, 30), one, 5], "two": [*words(5, 3), one, *words(6, 4), two, *words(7, 6)],
-            "one twice": [*words(8, 3), two, 7, two, *words(9, 2)]}
+            "one twice": [*words(8, 3), two, 7, two, *words(9, 2)],
+            "result": [*words(10, 6), one, *words(11, 5), *words(12, 4), two, 251, *words(13, 2)]}
 
 
-@pytest.mark.parametrize("name", ["first", "middle", "last", "two", "one twice"])
+@pytest.mark.parametrize("name", ["first", "middle", "last", "two", "one twice", "result"])
 def test_as_transformers(pair: Pair, runtime: Runtime, name: str) -> None:
     text = conversations(pair)[name]
     tokens, logprobs = pair.expected(text, 12)
@@ -127,6 +129,16 @@ def test_as_transformers(pair: Pair, runtime: Runtime, name: str) -> None:
     assert found.tokens == tokens
     ours = torch.tensor([event.logprobs.token for event in found.events if event.logprobs])
     assert torch.allclose(ours, logprobs, atol=1e-4)
+
+
+def test_experts_as_transformers(tmp_path: Path) -> None:
+    """The form with a mixture of experts."""
+    theirs = transformers_vision_model(tmp_path, family="qwen3_5_moe")
+    files = open_model(str(tmp_path))
+    assert files.vision and files.config.experts
+    pair = Pair(theirs, tmp_path, files.vision.tower)
+    text = conversations(pair)["two"]
+    assert tokens_of(Engine(pair.load()), ask(pair.prompt(text), 4))[0] == pair.expected(text, 4)[0]
 
 
 def test_films_as_transformers(pair: Pair, runtime: Runtime) -> None:
@@ -293,3 +305,98 @@ def test_a_model_that_does_not_see(pair: Pair) -> None:
     engine = Engine(pair.load(vision=False))
     with pytest.raises(RequestError, match="reads text only"):
         engine.add(ask(pair.prompt(conversations(pair)["first"])))
+
+
+PLACES = ("first", "middle", "last", "two", "result")
+WAYS: dict[str, dict[str, Any]] = {"plain": {"speculate": "off"}, "drafts": {"speculate": "ngram:3"},
+                                   "chunks": {"speculate": "ngram:3", "token_budget": 7}}
+
+
+@pytest.fixture(scope="module")
+def cold(pair: Pair) -> dict[str, list[list[int]]]:
+    """Of each place: three drawn answers, and the next turn's, by a cache that keeps nothing."""
+    texts, found, runtime = conversations(pair), dict[str, list[list[int]]](), pair.load(prefix_cache=False)
+    for name in PLACES:
+        drawn = tokens_of(Engine(runtime), several(pair.prompt(texts[name])))
+        turn = ask(pair.prompt(next_turn(texts[name], drawn[0])), name="turn")
+        found[name] = [*drawn, *tokens_of(Engine(runtime), turn)]
+    return found
+
+
+def several(prompt: Prompt, name: str = "several") -> Request:
+    return ask(prompt, name=name, n=3, temperature=1.0, seed=5)
+
+
+def next_turn(text: list[int | Pixels], answer: list[int]) -> list[int | Pixels]:
+    return [*text, *answer, *words(40, 4)]
+
+
+@pytest.mark.parametrize("way", ["plain", "drafts", pytest.param("chunks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_same_answer_however_it_is_known(pair: Pair, cold: dict[str, list[list[int]]], tmp_path: Path, place: str,
+                                             way: str) -> None:
+    """Wherever the picture is: cold, warm, exact, forked, and from disk; with drafts and without."""
+    text, wanted = conversations(pair)[place], cold[place]
+    prompt, turn = pair.prompt(text), pair.prompt(next_turn(text, wanted[0]))
+    options = {**WAYS[way], "cache_dir": str(tmp_path)}
+    engine = Engine(pair.load(**options))
+    assert engine.pictures
+    assert tokens_of(engine, several(prompt)) == wanted[:3], "cold, and forked"
+    encoded = engine.pictures.encoded
+    assert tokens_of(engine, several(prompt, "again")) == wanted[:3], "exact"
+    assert tokens_of(engine, ask(turn, name="turn")) == wanted[3:], "warm"
+    assert engine.pictures.encoded == encoded
+    engine.close()
+    engine = Engine(pair.load(**options))
+    assert engine.pictures
+    assert tokens_of(engine, ask(turn, name="turn")) == wanted[3:], "from disk"
+    assert tokens_of(engine, several(prompt)) == wanted[:3]
+    assert engine.pictures.encoded == 0 and engine.stats.reused_tokens > 0
+    engine.close()
+
+
+# By hand
+
+
+@pytest.mark.parametrize("budget", [512, 7])
+def test_a_session_sees(pair: Pair, runtime: Runtime, budget: int) -> None:
+    """Pictures, and embeddings that somebody else assembled: the logits of transformers, also after a return."""
+    text = [*words(1, 5), pair.pixels(40, 24, 1), *words(2, 6)]
+    tokens, logprobs = pair.expected(text, 6)
+    session = Session(str(pair.directory), dtype="float32", memory="64MiB", threads=1, token_budget=budget,
+                      speculate="off")
+    assert session.runtime.encode
+    prompt, empty = pair.prompt(text), session.snapshot()
+
+    def follow(logits: torch.Tensor) -> None:
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            assert abs(float(logits.log_softmax(-1)[token] - logprob)) < 1e-4
+            logits = session.step(token)
+
+    logits = session.prefill(prompt)
+    after = session.snapshot()
+    follow(logits)
+    session.restore(after)
+    session.commit(tokens[:2])
+    session.restore(after)
+    follow(logits)
+    session.restore(empty)
+    picture, = prompt.pictures
+    rows = session._encoded(picture)
+    table = runtime.decoder.ops.embed(torch.tensor(prompt.ids), runtime.decoder.weights.embedding, torch.float32)
+    table[picture.start:picture.end] = rows
+    follow(session.prefill_assembled(table, torch.tensor(prompt.positions)))
+    session.reset()
+    assert torch.equal(session.prefill([1, 2, 3]), Session(str(pair.directory), dtype="float32", memory="64MiB",
+                                                           threads=1).prefill([1, 2, 3]))
+
+
+def test_what_a_session_cannot_take(pair: Pair) -> None:
+    session = Session(str(pair.directory), dtype="float32", memory="64MiB", threads=1, vision=False)
+    with pytest.raises(RequestError, match="reads text only"):
+        session.prefill(pair.prompt(conversations(pair)["first"]))
+    with pytest.raises(RequestError, match=r"must be \[n, 40\]"):
+        session.prefill_assembled(torch.zeros(3, 41))
+    with pytest.raises(RequestError, match=r"positions must be \[3, 2\]"):
+        session.prefill_assembled(torch.zeros(2, 40), torch.zeros(2, 2, dtype=torch.int64))
+    assert session.position == 0

@@ -72,8 +72,7 @@ def test_rows(models: dict[str, tuple[Any, Path]], name: str, backend: str) -> N
 
 def swapped(right: Any) -> Any:
     def turns(tower: Tower, grid: tuple[int, int]) -> torch.Tensor:
-        rows, columns, *_ = right(tower, grid).chunk(4, -1)
-        return torch.cat([columns, rows, columns, rows], -1)
+        return torch.cat(right(tower, grid).chunk(2, -1)[::-1], -1)
     return turns
 
 
@@ -85,20 +84,20 @@ def in_reading_order(right: Any) -> Any:
 
 
 def not_interpolated(right: Any) -> Any:
-    def positions(tower: Tower, grid: tuple[int, int]) -> torch.Tensor:
+    def positions(tower: Tower, grid: tuple[int, int], part: slice) -> torch.Tensor:
         side = tower.config.grid_side
-        rows, columns = tower._places(grid)
+        rows, columns = (places[part] for places in tower._places(grid))
         return tower.positions[rows.clamp(max=side - 1) * side + columns.clamp(max=side - 1)]
     return positions
 
 
 def to_the_other_corners(right: Any) -> Any:
-    return lambda tower, grid: right(tower, grid).flip(0)
+    return lambda tower, grid, part: right(tower, grid, slice(None)).flip(0)[part]
 
 
 MISTAKES = [("_turns", swapped), ("_places", in_reading_order), ("_positions", not_interpolated),
             ("_positions", to_the_other_corners), ("_turns", lambda right: lambda *it: 0 * right(*it)),
-            ("_norm", lambda right: lambda tower, x, _: right(tower, x, tower.merger[0]))]
+            ("_norm", lambda right: lambda tower, x, _: right(tower, x, tower.blocks.layers[0].output_norm))]
 
 
 @pytest.mark.parametrize(("part", "mistake"), MISTAKES)
@@ -178,19 +177,24 @@ def test_a_picture_is_known_by_its_pixels_and_its_grid() -> None:
 
 
 def test_positions_are_those_of_transformers(models: dict[str, tuple[Any, Path]]) -> None:
-    """Of 500 random conversations."""
+    """Of 500 random conversations with pictures and films, each part of which is a run of its own."""
     model, _ = models["even"]
     random = Random(9)
     for _ in range(500):
-        kinds, grids, spans = list[int](), list[list[int]](), list[tuple[int, tuple[int, int]]]()
+        kinds, spans = list[int](), list[tuple[int, tuple[int, int]]]()
+        grids: dict[int, list[list[int]]] = {1: [], 2: []}
         kinds += [0] * random.randint(0, 6)
         for _ in range(random.randint(1, 4)):
-            rows, columns = random.randint(1, 7), random.randint(1, 7)
-            spans.append((len(kinds), (rows, columns)))
-            grids.append([1, 2 * rows, 2 * columns])
-            kinds += [1] * (rows * columns) + [0] * random.randint(1, 9)
+            kind, rows, columns = random.choice((1, 1, 2)), random.randint(1, 7), random.randint(1, 7)
+            parts = random.randint(1, 3) if kind == 2 else 1
+            grids[kind].append([parts, 2 * rows, 2 * columns])
+            for _ in range(parts):
+                spans.append((len(kinds), (rows, columns)))
+                kinds += [kind] * (rows * columns) + [0] * random.randint(1, 9)
         ids = torch.zeros(1, len(kinds), dtype=torch.int64)
-        expected, delta = model.model.get_rope_index(ids, torch.tensor([kinds]), image_grid_thw=torch.tensor(grids))
+        given = {key: torch.tensor(grids[kind]) for kind, key in ((1, "image_grid_thw"), (2, "video_grid_thw"))
+                 if grids[kind]}
+        expected, delta = model.model.get_rope_index(ids, torch.tensor([kinds]), **given)
         found, offset = rotary_positions(len(kinds), spans)
         assert torch.tensor(found).equal(expected[:, 0])
         assert offset == int(delta)

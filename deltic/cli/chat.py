@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
+import mimetypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,6 +32,7 @@ _COMMANDS = {
     "/set": "[NAME [VALUE]]  show the settings, put one back, or change it: temperature, think, system, ...",
     "/save": "FILE           write the conversation as JSON, as the server takes it",
     "/load": "FILE           go on with a conversation that was saved",
+    "/image": "FILE          show a picture with the next message; again for several",
     "/reset": "              forget the conversation",
     "/help": "               show this",
     "/exit": "               end, as Ctrl-D does",
@@ -78,6 +81,7 @@ class Conversation:
         self._sampling, self._thinking, self._system = self._given
         self._thinking_output = args.thinking_output
         self._messages: list[Message] = []
+        self._shown: list[Message] = []
 
     @property
     def messages(self) -> list[Message]:
@@ -101,19 +105,20 @@ class Conversation:
     def say(self, text: str) -> None:
         """A message of the user; blank ones are none."""
         if text.strip():
-            self._answer({"role": "user", "content": text})
+            shown, self._shown = self._shown, []
+            self._answer({"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text})
 
     def _obey(self, name: str, rest: str) -> None:
         if name == "/reset":
-            self._messages = []
+            self._messages, self._shown = [], []
             _note("the conversation is forgotten")
         elif name == "/set":
             self._set(*rest.split(maxsplit=1))
-        elif name in ("/save", "/load"):
+        elif name in ("/save", "/load", "/image"):
             if not rest:
                 raise UsageError(f"{name} needs the name of a file")
             path = Path(rest).expanduser()
-            _note(self._save(path) if name == "/save" else self._load(path))
+            _note({"/save": self._save, "/load": self._load, "/image": self._show}[name](path))
         else:
             _note("\n".join(f"{command:<6} {about}" for command, about in _COMMANDS.items()) + f"\n{_HINT}")
 
@@ -167,6 +172,15 @@ class Conversation:
         text = opening["content"] if opening and isinstance(opening.get("content"), str) else None
         self._system, self._messages = text, messages if text is None else messages[1:]
         return f"loaded {len(messages)} messages from {path}"
+
+    def _show(self, path: Path) -> str:
+        """Keep a picture, in the form that requests have, for the next message."""
+        kind = mimetypes.guess_type(path.name)[0] or "image/png"
+        url = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        part = {"type": "image_url", "image_url": {"url": url}}
+        self._llm.chat_processor.chat([{"role": "user", "content": [part, {"type": "text", "text": "?"}]}])
+        self._shown.append(part)
+        return f"{path.name} goes with the next message"
 
     def _answer(self, question: Message) -> None:
         """Answer, and keep question and answer if there was one."""

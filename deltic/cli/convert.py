@@ -20,6 +20,7 @@ HELP = "Write a model as a GGUF file, which llama.cpp reads too."
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0")
 
 _MTP = ("q8_0", "same", "none")
+_MMPROJ = ("F32", "F16", "BF16", "Q8_0", "NONE")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mtp", choices=_MTP, default="q8_0",
                         help="the multi-token-prediction head, if SRC has one. q8_0: with eight bits or more, because "
                              "its drafts suffer from fewer (default); same: as most weights; none: leave it out")
+    parser.add_argument("--mmproj", choices=_MMPROJ, type=str.upper,
+                        help="how the vision tower is stored, if SRC has one: in a file beside DST, whose name begins "
+                             "with mmproj. NONE: leave it out (default: --type, if it is among these, else Q8_0)")
     parser.add_argument("--name", metavar="NAME", type=text, help="the model's name in the file (default: SRC's)")
     parser.add_argument("--force", action="store_true", help="replace DST.gguf if it exists")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
@@ -46,14 +50,31 @@ def run(args: argparse.Namespace) -> int:
     started, bar = time.perf_counter(), _bar()
     files = open_model(args.source, args.revision)
     tokenizer = files.tokenizer() or _tokenizer_of(files.path)
+    name = args.name or _name(args.source, files)
     try:
-        written = convert(files, tokenizer, args.name or _name(args.source, files), path, args.type, bar.update,
-                          args.mtp)
+        written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp)
+        tower = _write_tower(args, files, name, path)
     finally:
         bar.close()
-    facts = _facts(path, args.type, written, time.perf_counter() - started)
+    facts = {**_facts(path, args.type, written, time.perf_counter() - started), **tower}
     print(json.dumps(facts, ensure_ascii=False) if args.json else table({**facts, "tensors": _counted(written)}))
     return 0
+
+
+def _write_tower(args: argparse.Namespace, files: ModelFiles, name: str, path: Path) -> dict[str, Any]:
+    """Write the vision tower beside the model, if there is one and it is wanted; what is to be said of it."""
+    from deltic.weights.gguf.mmproj import TYPES, write_mmproj
+
+    kind = args.mmproj or (args.type if args.type in TYPES else "Q8_0")
+    if files.vision is None or kind == "NONE":
+        return {}
+    beside = _beside(path)
+    return {"mmproj": str(beside), "mmproj_type": kind,
+            "mmproj_bytes": write_mmproj(beside, files.vision, name, kind, files.read_tower)}
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"mmproj-{path.name}")
 
 
 def _target(args: argparse.Namespace) -> Path:
@@ -64,8 +85,9 @@ def _target(args: argparse.Namespace) -> Path:
         raise UsageError(f"there is no directory {str(path.parent)!r}")
     if path.is_dir():
         raise UsageError(f"{args.target} is a directory; name a file")
-    if path.exists() and not args.force:
-        raise UsageError(f"{args.target} exists; give --force to replace it, or another name")
+    for each in (path, _beside(path)):
+        if each.exists() and not args.force and not (each != path and args.mmproj == "NONE"):
+            raise UsageError(f"{each} exists; give --force to replace it, or another name")
     return path
 
 

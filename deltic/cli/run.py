@@ -40,6 +40,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     options.add_conversation(parser)
     parser.add_argument("--image", action="append", type=existing_file, default=[], metavar="FILE",
                         help="a picture to show beside the prompt, for models that see; may be repeated")
+    parser.add_argument("--video", action="append", type=existing_file, default=[], metavar="FILE",
+                        help="a film to show before the prompt, two frames of each second (needs deltic[video]); may "
+                             "be repeated")
     parser.add_argument("--tools", type=json_file, metavar="FILE",
                         help="JSON list of tools in OpenAI's form; calls are printed as JSON lines")
     parser.add_argument("--schema", type=json_file, metavar="FILE",
@@ -84,7 +87,7 @@ def _answer(llm: LLM, args: argparse.Namespace, ask: Callable[[], Stream], load_
 def _check(args: argparse.Namespace) -> None:
     given = {"--system": args.system, "--tools": args.tools, "--think": args.think,
              "--chat-template": args.chat_template, "--thinking-budget": args.thinking_budget,
-             "--image": args.image or None}
+             "--image": args.image or None, "--video": args.video or None}
     useless = [name for name, value in given.items() if args.raw and value is not None]
     if useless:
         raise UsageError(f"--raw uses no chat template, so {useless[0]} has no meaning with it")
@@ -163,7 +166,7 @@ def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingPara
     if args.raw:
         return llm.generate_stream(prompt, sampling, **form)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    pictures = [{"type": "image", "image": path} for path in args.image]
+    pictures = [{"type": kind, kind: path} for kind in ("image", "video") for path in getattr(args, kind)]
     content = [*pictures, {"type": "text", "text": prompt}] if pictures else prompt
     return llm.stream([*system, {"role": "user", "content": content}], sampling, tools=args.tools, thinking=args.think,
                       **form)

@@ -55,6 +55,9 @@ class EngineConfig:
     aot_dir: str | None = _option(None, "directory in which to keep the packed weights that --quant makes, so that the "
                                         "next start of the same model on such a machine reads them (default: none)")
     vision: bool = _option(True, "read pictures, if the model can; else its vision tower is not loaded")
+    allow_image_urls: bool = _option(False, "fetch pictures that requests name by http(s) URLs, from public addresses")
+    mmproj: str | None = _option(None, "the vision tower of a model that is a GGUF file: another GGUF file (default: "
+                                       "the one beside it whose name has mmproj in it)")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "
@@ -90,6 +93,8 @@ class EngineConfig:
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         parse_speculation(self.speculate)
+        if self.mmproj is not None and not self.vision:
+            raise ConfigError("mmproj is the file of a vision tower: leave out --no-vision", "mmproj")
         self._check_tiers()
         self._check_ops()
 
@@ -111,7 +116,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
                             "host_memory": str | None, "cache_dir": str | None, "aot_dir": str | None,
-                            "debug_layers": bool, "limits": Limits}.items():
+                            "mmproj": str | None, "debug_layers": bool, "limits": Limits}.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
 

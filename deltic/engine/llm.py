@@ -405,7 +405,7 @@ def _chat_processor(runtime: Runtime | ProgramModel, template: Path | None, **op
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
     return ChatProcessor(tokenizer, read_template(template) if template else None, notes=runtime.notes,
                          longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
-                         **options)
+                         image_urls=runtime.options.allow_image_urls, **options)
 
 
 def _with_words(runtime: Runtime | ProgramModel, tokenizer: Tokenizer) -> Runtime | ProgramModel:

@@ -34,7 +34,7 @@ from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.cuda import serves_drafts, tiles
 from deltic.ops.memory import memory_for
 from deltic.ops.qtensor import Form, host_form
-from deltic.ops.records import Block, Weight
+from deltic.ops.records import Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
@@ -155,7 +155,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         tensors = random_tensors(config, dtype, model.seed, device=options.device,
                                  initializer_range=model.initializer_range)
     else:
-        files = open_model(model, revision, progress=progress is not None)
+        files = open_model(model, revision, progress=progress is not None, mmproj=None if drafts else options.mmproj)
         name, config, generation = str(model or "tiny"), files.config, files.generation
         ops, dtype, threads = _prepare(config, options)
         tiled = _keeps_packed(files, options, dtype)
@@ -179,12 +179,14 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
 
 def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> Encode | None:
     """What makes rows of pictures, if the model sees and shall."""
-    tensors = files.load_tower(dtype, options.device) if options.vision else None
-    if tensors is None or files.vision is None:
+    packs = options.device == "cpu" and not missing()  # a GPU's torch ops want plain numbers
+    form = host_form() if packs and options.packed_weights != "off" else None
+    weights = files.load_tower(dtype, options.device, form) if options.vision else None
+    if weights is None or files.vision is None:
         return None
     vision = files.vision
-    plain = options.quant == "none" or options.device != "cpu"  # a GPU's torch ops want plain numbers
-    weights: dict[str, Block] = {**tensors} if plain else quantize_tower(tensors)
+    if packs and options.quant != "none":
+        weights = quantize_tower(weights)
     tower = build_tower(vision.tower, weights, ops, getattr(torch, dtype))
 
     def encode(pixels: Pixels) -> Generator[None, None, Tensor]:

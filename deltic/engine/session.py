@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
+from hashlib import blake2b
 from operator import index
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,10 +17,10 @@ from deltic.cache.lease import Lease, Snapshot
 from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load_any
 from deltic.engine.options import engine_config
-from deltic.engine.scheduler import Plan, Row, base_after
+from deltic.engine.scheduler import Plan, Row, Seen, base_after
 from deltic.errors import ConfigError, DegenerateError, RequestError, show
 from deltic.ops.records import Batch
-from deltic.types import MAX_DRAFTS, Draft
+from deltic.types import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
 
 _FLAT = 1e-6
 
@@ -69,6 +70,8 @@ class Session:
         self._lease: Lease = lease
         self._scratch: Lease = scratch
         self._verified: Row | None = None
+        # by how much the next rotary position differs from the cursor; and at snapshots that are kept, by their slots
+        self._shift, self._shifts = 0, dict[int, int]()
         self._lock = threading.RLock()
 
     @property
@@ -86,9 +89,35 @@ class Session:
         return self.runtime.config.vocab_size
 
     @_alone
-    def prefill(self, tokens: Sequence[int], all_logits: bool = False) -> Tensor:
-        """Append tokens; returns the float32 logits of the last one [V], or of every one [n, V]."""
+    def prefill(self, tokens: Sequence[int] | Prompt, all_logits: bool = False) -> Tensor:
+        """Append tokens; returns the float32 logits of the last one [V], or of every one [n, V].
+
+        A Prompt may have pictures, as `ChatProcessor.chat` makes them of messages; they are encoded first. Its rotary
+        positions go on where the session's are.
+        """
         logits = self._feed(tokens, all_logits)
+        return logits if all_logits else logits[-1]
+
+    @_alone
+    def prefill_assembled(self, embeddings: Tensor, positions: Tensor | None = None,
+                          all_logits: bool = False) -> Tensor:
+        """Append tokens that have no ids, only embeddings [n, hidden_size]; returns logits as `prefill` does.
+
+        positions [3, n] integers: their rotary positions by time, height and width, from 0 where the session is; what
+        follows goes on behind the largest. None: one after another.
+        """
+        count, width = len(embeddings), self.runtime.config.hidden_size
+        if embeddings.dim() != 2 or not count or embeddings.shape[1] != width:
+            raise RequestError(f"embeddings must be [n, {width}], not {[*embeddings.shape]}", "embeddings")
+        rows = embeddings.detach().float().cpu().contiguous()
+        axes = None if positions is None else tuple(tuple(map(int, axis)) for axis in positions.tolist())
+        if axes is not None and (len(axes) != 3 or any(len(axis) != count or min(axis) < 0 for axis in axes)):
+            raise RequestError(f"positions must be [3, {count}], from 0 on", "positions")
+        digest = blake2b(rows.numpy().tobytes() + repr(axes).encode(), digest_size=16).hexdigest()
+        offset = 0 if axes is None else max(map(max, axes)) + 1 - count
+        prompt = Prompt((0,) * count, content_keys(digest.encode(), count), axes, offset,
+                        (Picture(0, count, digest, None),))
+        logits = self._feed(prompt, all_logits, {digest: rows.to(self.runtime.device)})
         return logits if all_logits else logits[-1]
 
     @_alone
@@ -113,7 +142,7 @@ class Session:
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         drafts, hidden = [token], None
         for depth in range(count):
-            row = Row((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1)
+            row = Row((drafts[-1],), lease.done + depth, lease.pages, lease.slot, 1, rotary=self._shift)
             hidden, logits = head.draft(self._batch(row), hidden)
             drafts.append(int(logits.argmax()))
         return drafts[1:]
@@ -132,7 +161,7 @@ class Session:
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
         row = Row(tuple(tokens), lease.done, lease.pages, lease.slot, len(tokens), base=lease.base,
-                  ring=lease.ring or 0, append=lease.ring is not None, drafts=len(tokens) - 1)
+                  ring=lease.ring or 0, append=lease.ring is not None, drafts=len(tokens) - 1, rotary=self._shift)
         if not row.append:
             row = replace(row, target=self._scratch.slot)
         logits = self.runtime.run(self._batch(row)).clone()
@@ -160,6 +189,7 @@ class Session:
         kept = self.runtime.cache.snapshot(self._lease)
         if kept is None:
             raise RequestError("no room for another snapshot: drop one, or raise max_batch or memory")
+        self._shifts[kept.slot] = self._shift
         return kept
 
     @_alone
@@ -170,21 +200,26 @@ class Session:
         self._verified = None
         if not self.runtime.cache.restore(self._lease, snapshot):
             raise RequestError("no page is free to return to the snapshot: drop one, or raise memory")
+        self._shift = self._shifts[snapshot.slot] if snapshot else 0
 
     @_alone
     def drop(self, snapshot: Snapshot) -> None:
         """Give a snapshot's memory back."""
         self._check_snapshot(snapshot)
+        del self._shifts[snapshot.slot]
         self.runtime.cache.drop(snapshot)
 
     def reset(self) -> None:
         """Forget all tokens; snapshots stay."""
         self.restore(None)
 
-    def _feed(self, tokens: Sequence[int], all_logits: bool) -> Tensor:
+    def _feed(self, given: Sequence[int] | Prompt, all_logits: bool, rows: dict[str, Tensor] | None = None) -> Tensor:
         """Process tokens in chunks. The state moves from the lease's slot into the scratch slot and on in there;
-        only when all is well do slots and cursor change (L3)."""
-        tokens, self._verified = self._checked(tokens), None
+        only when all is well do slots and cursor change (L3). rows: those that stand for pictures; None: make them."""
+        prompt = given if isinstance(given, Prompt) else None
+        tokens, self._verified = self._checked(given.ids if isinstance(given, Prompt) else given), None
+        if prompt and prompt.pictures and rows is None:
+            rows = {picture.digest: self._encoded(picture) for picture in prompt.pictures}
         cache, lease, scratch, start = self.runtime.cache, self._lease, self._scratch, self.position
         if cache.reserve(lease, len(tokens)) < len(tokens):
             raise RequestError("no pages are left: drop snapshots, or raise memory")
@@ -193,19 +228,41 @@ class Session:
         parts, size = [], self.runtime.options.token_budget
         row = Row((), start, lease.pages, lease.slot, 1, scratch.slot, base=lease.base, ring=lease.ring or 0)
         for offset in range(0, len(tokens), size):
-            row = replace(row, tokens=tuple(tokens[offset:offset + size]), done=start + offset)
-            parts.append(self.runtime.run(self._batch(row, all_logits)).clone())
+            end = min(offset + size, len(tokens))
+            row = replace(row, tokens=tuple(tokens[offset:end]), done=start + offset,
+                          rotary=self._rotary(prompt, offset, end), seen=_seen(prompt, offset, end))
+            parts.append(self.runtime.run(self._batch(row, all_logits, rows)).clone())
             _check_health(parts[-1])
             row = replace(row, slot=scratch.slot, base=None)
         cache.exchange_slots(lease, scratch)
-        lease.keys += tokens
+        lease.keys += (prompt and prompt.keys) or tokens
         cache.commit(lease, len(tokens))
+        self._shift += prompt.offset if prompt else 0
         return torch.cat(parts) if all_logits else parts[-1]
 
-    def _batch(self, row: Row, all_logits: bool = False) -> Batch:
+    def _batch(self, row: Row, all_logits: bool = False, rows: dict[str, Tensor] | None = None) -> Batch:
         self.runtime.cache.flush()
         return build(Plan((row,)), self.runtime.device, all_logits, self.runtime.mtp_runner is not None,
-                     verified=self.runtime.verifies)
+                     rows_of=rows.__getitem__ if rows else None, verified=self.runtime.verifies)
+
+    def _rotary(self, prompt: Prompt | None, start: int, end: int) -> Positions | int:
+        """Of these tokens of what is appended: positions, or what makes them of their cache indices."""
+        if prompt is None or prompt.positions is None:
+            return self._shift
+        first = self.position + self._shift
+        one, two, three = (tuple(place + first for place in axis[start:end]) for axis in prompt.positions)
+        return one, two, three
+
+    def _encoded(self, picture: Picture) -> Tensor:
+        if self.runtime.encode is None:
+            raise RequestError("this model reads text only", "tokens")
+        work = self.runtime.encode(picture.content)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                found: Tensor = done.value
+                return found
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         if not isinstance(snapshot, Snapshot):
@@ -228,6 +285,16 @@ class Session:
             raise RequestError(f"{self.position} + {len(tokens)} tokens exceed the context of {self.max_context}: "
                                "reset, or raise max_context", "tokens")
         return tokens
+
+
+def _seen(prompt: Prompt | None, start: int, end: int) -> tuple[Seen, ...]:
+    """What of a prompt's pictures lies between two places of it, counted from the first."""
+    found = []
+    for picture in prompt.pictures if prompt else ():
+        first, last = max(picture.start, start), min(picture.end, end)
+        if first < last:
+            found.append(Seen(first - start, last - first, picture.digest, first - picture.start))
+    return tuple(found)
 
 
 def _checked_count(count: int, low: int, high: int) -> int:

@@ -11,31 +11,12 @@ from torch import Tensor
 
 from deltic.config.vision import VisionConfig
 from deltic.ops import Ops
+from deltic.ops.encoder_layers import Affine, EncoderLayer, Norm, Scene, VisionWeights
 from deltic.ops.records import Block
 
 _EPS = 1e-6
-SLICE = 2048
-"""Rows of patches that are worked on at once: bounds the memory of a large picture, and how long others wait for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """weight [out, in], or [width] of a norm; bias [out] float32."""
-
-    weight: Block
-    bias: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class VisionBlock:
-    """One block: attention within a frame, then a feed-forward, each behind a layer norm and added to what came in."""
-
-    norm1: Affine
-    qkv: Affine
-    proj: Affine
-    norm2: Affine
-    fc1: Affine
-    fc2: Affine
+_SLICE = 2048
+"""Patches that become rows, or tokens, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +32,8 @@ class Tower:
     ops: Ops
     patch: Affine
     positions: Tensor
-    blocks: tuple[VisionBlock, ...]
-    merger: tuple[Affine, Affine, Affine]
+    blocks: VisionWeights
+    merger: tuple[Norm, Affine, Affine]
     dtype: torch.dtype
 
     @torch.inference_mode()
@@ -61,55 +42,33 @@ class Tower:
 
         patches [N, patch_values] float32, of grids of so many rows and columns. Yields after each slice of the work.
         """
-        sizes = [rows * columns for rows, columns in grids]
-        x = torch.cat([self._linear(part, self.patch) for part in patches.split(SLICE)]).to(self.dtype)
-        x += torch.cat([self._positions(grid) for grid in grids]).to(self.dtype)
-        turns = torch.cat([self._turns(grid) for grid in grids])
-        cos, sin = turns.cos()[:, None], turns.sin()[:, None]
-        yield
-        for block in self.blocks:
-            yield from self._attend(x, block, cos, sin, sizes)
-            for part in x.split(SLICE):
-                inner = F.gelu(self._linear(self._norm(part, block.norm2), block.fc1), approximate="tanh")
-                part += self._linear(inner, block.fc2).to(self.dtype)
-                yield
-        norm, first, second = self.merger
-        normed = self._norm(x, norm).view(-1, self.config.hidden_size * self.config.merge_size ** 2)
-        rows = []
-        for part in normed.split(SLICE):
-            rows.append(self._linear(F.gelu(self._linear(part, first)), second))
-            yield
-        return torch.cat(rows).float()
-
-    def _attend(self, x: Tensor, block: VisionBlock, cos: Tensor, sin: Tensor, sizes: list[int]
-                ) -> Generator[None, None, None]:
-        """Add attention within each picture to x [N, hidden_size]."""
-        heads, dim = self.config.num_heads, self.config.head_dim
-        query, key, value = (torch.empty(len(x), heads, dim, dtype=self.dtype, device=x.device) for _ in range(3))
-        for start in range(0, len(x), SLICE):
-            rows = slice(start, start + SLICE)
-            qkv = self._linear(self._norm(x[rows], block.norm1), block.qkv).view(-1, 3, heads, dim)
-            query[rows] = _rotate(qkv[:, 0], cos[rows], sin[rows])
-            key[rows] = _rotate(qkv[:, 1], cos[rows], sin[rows])
-            value[rows] = qkv[:, 2]
-            yield
-        first = 0
-        for size in sizes:
-            keys, values = (each[first:first + size].transpose(0, 1)[None] for each in (key, value))
-            for start in range(first, first + size, SLICE):
-                rows = slice(start, min(start + SLICE, first + size))
-                found = F.scaled_dot_product_attention(query[rows].transpose(0, 1)[None], keys, values)
-                x[rows] += self._linear(found[0].transpose(0, 1).flatten(1), block.proj).to(self.dtype)
+        sizes, first = tuple(rows * columns for rows, columns in grids), 0
+        x = patches.new_empty(len(patches), self.config.hidden_size,
+                              dtype=self.dtype if patches.is_cuda else torch.float32)
+        for size, grid in zip(sizes, grids, strict=True):
+            for start in range(0, size, _SLICE):
+                part = slice(start, min(start + _SLICE, size))
+                rows = slice(first + part.start, first + part.stop)
+                x[rows] = self._linear(patches[rows], self.patch) + self._positions(grid, part)
                 yield
             first += size
+        del patches
+        turns = torch.cat([self._turns(grid) for grid in grids])
+        yield from self.ops.vision(x, self.blocks, Scene(sizes, turns.cos(), turns.sin(), self.dtype))
+        norm, up, down = self.merger
+        merged, found = self.config.merge_size ** 2, []
+        for some in x.split(_SLICE // merged * merged):
+            normed = self._norm(some, norm).view(-1, self.config.hidden_size * merged)
+            found.append(self._linear(F.gelu(self._linear(normed, up)), down))
+            yield
+        return torch.cat(found)
 
     def _linear(self, x: Tensor, affine: Affine) -> Tensor:
         """float32, whatever x is."""
         return self.ops.head(x.to(self.dtype), affine.weight) + affine.bias
 
-    def _norm(self, x: Tensor, affine: Affine) -> Tensor:
-        assert isinstance(affine.weight, Tensor)
-        return F.layer_norm(x.float(), (x.shape[-1],), affine.weight, affine.bias, _EPS).to(self.dtype)
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return F.layer_norm(x.float(), norm.scale.shape, norm.scale, norm.shift, _EPS).to(self.dtype)
 
     def _places(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Row and column [N] int64 of each patch, those of one token behind each other."""
@@ -118,12 +77,13 @@ class Tower:
             rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
         return places // columns, places % columns
 
-    def _positions(self, grid: tuple[int, int]) -> Tensor:
-        """[N, hidden_size] float32: the table, between its entries in proportion; its corners are the picture's."""
+    def _positions(self, grid: tuple[int, int], part: slice) -> Tensor:
+        """[n, hidden_size] float32 of some patches: the table, between its entries in proportion; its corners are the
+        picture's."""
         side = self.config.grid_side
         parts = []
         for places, size in zip(self._places(grid), grid, strict=True):
-            exact = places.float() * (side - 1) / max(size - 1, 1)
+            exact = places[part].float() * (side - 1) / max(size - 1, 1)
             below = exact.floor()
             parts.append((below.long(), (below.long() + 1).clamp(max=side - 1), (exact - below)[:, None]))
         (top, bottom, down), (left, right, along) = parts
@@ -133,18 +93,12 @@ class Tower:
         return upper * (1 - down) + lower * down
 
     def _turns(self, grid: tuple[int, int]) -> Tensor:
-        """[N, head_dim] float32 radians: a quarter by rows, a quarter by columns, and both again."""
+        """[N, head_dim / 2] float32 radians: half of them by rows, half by columns."""
         half = self.config.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=self.positions.device) / half
         frequencies = 1.0 / self.config.rope_theta ** exponents
         rows, columns = (places.float()[:, None] * frequencies for places in self._places(grid))
-        return torch.cat([rows, columns, rows, columns], -1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, dim] by angles [N, 1, dim], in float32."""
-    left, right = x.float().chunk(2, -1)
-    return x.float() * cos + torch.cat([-right, left], -1) * sin
+        return torch.cat([rows, columns], -1)
 
 
 def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype: torch.dtype) -> Tower:
@@ -159,14 +113,15 @@ def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype
         packed = ops.pack(weight.flatten(1), False) if isinstance(weight, Tensor) else weight
         return Affine(packed, vector(f"{name}.bias"))
 
-    def norm(name: str) -> Affine:
-        return Affine(vector(f"{name}.weight"), vector(f"{name}.bias"))
+    def norm(name: str) -> Norm:
+        return Norm(vector(f"{name}.weight"), vector(f"{name}.bias"))
 
-    def block(name: str) -> VisionBlock:
-        return VisionBlock(norm(f"{name}.norm1"), linear(f"{name}.attn.qkv"), linear(f"{name}.attn.proj"),
-                           norm(f"{name}.norm2"), linear(f"{name}.mlp.linear_fc1"), linear(f"{name}.mlp.linear_fc2"))
+    def block(name: str) -> EncoderLayer:
+        return EncoderLayer(linear(f"{name}.attn.qkv"), linear(f"{name}.attn.proj"), norm(f"{name}.norm1"),
+                            linear(f"{name}.mlp.linear_fc1"), linear(f"{name}.mlp.linear_fc2"), norm(f"{name}.norm2"))
 
-    return Tower(config, ops, linear("visual.patch_embed.proj"), vector("visual.pos_embed.weight"),
-                 tuple(block(f"visual.blocks.{index}") for index in range(config.depth)),
+    blocks = VisionWeights(tuple(block(f"visual.blocks.{index}") for index in range(config.depth)), config.num_heads,
+                           _EPS)
+    return Tower(config, ops, linear("visual.patch_embed.proj"), vector("visual.pos_embed.weight"), blocks,
                  (norm("visual.merger.norm"), linear("visual.merger.linear_fc1"), linear("visual.merger.linear_fc2")),
                  dtype)

@@ -8,8 +8,9 @@ are freshly allocated; only the cache views are mutated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ from deltic.ops.records import (
     StateView,
     Weight,
 )
+
+if TYPE_CHECKING:
+    from deltic.ops.encoder_layers import Scene, VisionWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,9 @@ class Ops:
         function too may give None, for a batch that it does not serve, and has then done nothing.
     mtp_step(ops, weights, views, slots [S, H] float32) -> a draft head's `MtpStep`; None where it has to be put
         together from these ops. slots: the hidden states of the state slots' last tokens. Takes pointers like `step`.
+    vision(x [T, H], weights, scene) -> an iterator that, when it is done, has taken x through all blocks of a vision
+        tower, in place; between two items others may work. All patches of a picture see each other, and what a patch
+        becomes depends on its own picture alone. x is contiguous; of float32, or of the dtype that is multiplied.
     copy_slots(states [layers, S, ...] each, source [N], target [N]), copy_pages(pools [layers, P, ...] each,
         source [N], target [N]): device copies, all layers at once.
     """
@@ -92,6 +99,7 @@ class Ops:
     copy_pages: Callable[[tuple[Tensor, ...], Tensor, Tensor], None]
     mtp_step: Callable[[Ops, MtpWeights, CacheViews, Tensor], MtpStep | None]
     step: Callable[[Ops, DecoderWeights, CacheViews], Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None]
+    vision: Callable[[Tensor, VisionWeights, Scene], Iterator[None]]
 
 
 def backends(level: str = "auto", threads: int = 1) -> dict[str, Ops]:

@@ -10,36 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deltic.ops.records import Block, Weight
+from deltic.ops.encoder_layers import Affine as Affine
+from deltic.ops.encoder_layers import EncoderLayer as EncoderLayer
+from deltic.ops.encoder_layers import Norm as Norm
+from deltic.ops.records import Block
 from deltic.ops.torch.basic import linear
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
-    """Layer norm: scale, shift [H] float32."""
-
-    scale: Tensor
-    shift: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Affine:
-    """A product with a bias [rows] float32."""
-
-    weight: Weight
-    bias: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncoderLayer:
-    """qkv: rows of all heads' queries, then keys, then values."""
-
-    qkv: Affine
-    out: Affine
-    attention_norm: Norm
-    up: Affine
-    down: Affine
-    output_norm: Norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)

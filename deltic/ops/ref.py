@@ -9,7 +9,7 @@ only. All rows read their slots before any row writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deltic.ops import Ops
+from deltic.ops.encoder_layers import Affine, Norm, Scene, VisionWeights
 from deltic.ops.noise import gumbel
 from deltic.ops.qtensor import QTensor
 from deltic.ops.records import (
@@ -599,6 +600,50 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     return Sampled(tokens, healthy, possible, chances.gather(1, tokens[:, None])[:, 0], order, chances.gather(1, order))
 
 
+# Pictures
+
+
+def vision(x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
+    """x [T, H] through all blocks, in place, one picture after another."""
+    heads, width = weights.heads, weights.hidden
+    for layer in weights.layers:
+        for picture in scene.pictures():
+            qkv = affine(layer_norm(x[picture], layer.attention_norm, weights.eps), layer.qkv).to(wide(x))
+            query, key, value = qkv.view(-1, 3, heads, width // heads).unbind(1)
+            turned = [rotated(part, scene.cos[picture], scene.sin[picture]) for part in (query, key)]
+            mixed = torch.stack([attended(turned[0][:, head], turned[1][:, head], value[:, head])
+                                 for head in range(heads)], 1)
+            x[picture] += affine(mixed.flatten(1).to(x.dtype), layer.out)
+            inner = affine(layer_norm(x[picture], layer.output_norm, weights.eps), layer.up)
+            inner = functional.gelu(inner.to(wide(x)), approximate="tanh").to(x.dtype)
+            x[picture] += affine(inner, layer.down)
+            yield
+
+
+def affine(x: Tensor, weights: Affine) -> Tensor:
+    """x [T, in] -> [T, out] in x's dtype."""
+    return (project(x, weights.weight) + weights.bias.to(wide(x))).to(x.dtype)
+
+
+def layer_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    """x [T, H] less its mean, over its deviation, scaled and shifted, in x's dtype."""
+    apart = x.to(wide(x)) - x.to(wide(x)).mean(-1, keepdim=True)
+    normalised = apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps)
+    return (normalised * norm.scale.to(wide(x)) + norm.shift.to(wide(x))).to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D], cos, sin [T, D / 2]: numbers i and i + D / 2 turn together."""
+    left, right = x.chunk(2, -1)
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """query, key, value [T, D] of one head -> the values, weighted by how alike queries and keys are [T, D]."""
+    return torch.softmax(query @ key.T * query.shape[1] ** -0.5, -1) @ value
+
+
 # Copies
 
 
@@ -615,4 +660,4 @@ def copy_pages(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
 
 OPS = Ops(pack=pack, embed=embed, rope=rope, add_norm=add_norm, gdn_mixer=gdn_mixer, fold_ring=fold_ring,
           attention_mixer=attention_mixer, store_kv=store_kv, mlp=mlp, moe=moe, head=head, sample=sample,
-          copy_slots=copy_slots, copy_pages=copy_pages, step=step, mtp_step=mtp_step)
+          copy_slots=copy_slots, copy_pages=copy_pages, step=step, mtp_step=mtp_step, vision=vision)

@@ -29,6 +29,7 @@ from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import PARSERS, call_form
 from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
+from deltic.vision.fetch import Fetcher
 from deltic.vision.prompts import with_pictures
 from deltic.vision.reader import PictureReader
 
@@ -84,12 +85,12 @@ class ChatProcessor:
 
     template: jinja source to use instead of the model's own. notes: keeps what is remembered beyond the process.
     longest: tokens that the context holds, if known. limits: what one request may ask for. vision: what the model sees
-    with. options: those of ChatConfig.
+    with; image_urls: pictures may be given by http(s) URLs, which are fetched. options: those of ChatConfig.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, notes: NoteStore | None = None,
                  longest: int | None = None, limits: Limits | None = None, vision: Vision | None = None,
-                 **options: Any) -> None:
+                 image_urls: bool = False, **options: Any) -> None:
         self._config = ChatConfig(**options)
         self.tokenizer = tokenizer
         limits = limits or Limits()
@@ -97,6 +98,7 @@ class ChatProcessor:
         self._override = (ChatTemplate(template, tokenizer.special_tokens, self._seconds) if template is not None
                           else None)
         self._bound, self._vision, self._most_pictures = prompt_bound(longest, limits), vision, limits.max_pictures
+        self._fetches = image_urls
         self._history, self._warned = History(tokenizer, notes, replace(self._bound, field="messages")), False
         self.grammars = Grammars(tokenizer, limits.schema_seconds)
 
@@ -124,8 +126,8 @@ class ChatProcessor:
         budget = self._config.thinking_budget if thinking_budget is None else thinking_budget
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(variables or {})
-        reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens)
-                  if self._vision else None)
+        reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens,
+                                Fetcher() if self._fetches else None) if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
                                          see=reader)
         turn = self._turn(conversation, mode, opens)

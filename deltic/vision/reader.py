@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltic.config.vision import Vision
 from deltic.errors import RequestError, show
+from deltic.vision.films import read_film
 from deltic.vision.images import read_image
 from deltic.vision.patches import Film, Pixels, film_size, picture
 
@@ -24,11 +26,13 @@ class PictureReader:
     """Reads the parts of messages that are pictures or films, in order; `found` are those so far.
 
     encode: gives the ids of a text. most: pictures that a conversation may have, frames among them. tokens: those that
-    all of them together may become.
+    all of them together may become. fetch: gets what is behind an http(s) URL; None: nobody does.
     """
 
-    def __init__(self, vision: Vision, encode: Callable[[str], Sequence[int]], most: int, tokens: int) -> None:
+    def __init__(self, vision: Vision, encode: Callable[[str], Sequence[int]], most: int, tokens: int,
+                 fetch: Callable[[str, str], bytes] | None = None) -> None:
         self._vision, self._encode, self._most, self._tokens = vision, encode, most, tokens
+        self._fetch = fetch
         self.found: list[Pixels | Film] = []
 
     def __call__(self, part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
@@ -40,31 +44,56 @@ class PictureReader:
         return {"type": kind, "digest": pixels.digest}
 
     def _film(self, part: Mapping[str, Any], field: str) -> list[str]:
-        """Reads a list of frames; gives their digests."""
+        """Reads a list of frames, or a file; gives the digests of its parts."""
         given, fps = part.get("video"), part.get("fps", _FPS)
-        if not isinstance(given, list | tuple) or not given:
+        if not isinstance(given, Path) and (not isinstance(given, list | tuple) or not given):
             raise RequestError(f'{field} must be of the form {{"type": "video", "video": [frame, ...], "fps": 2}}, '
                                "with pictures as frames", field)
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0.001 <= fps <= 1000:
             raise RequestError(f"{field}.fps must be a number from 0.001 to 1000, not {show(fps)}", f"{field}.fps")
-        frames = [self._read({"image": frame}, f"{field}.video[{index}]") for index, frame in enumerate(given)]
+        frames, times = self._file(given, fps, field) if isinstance(given, Path) else (
+            [self._read({"image": frame}, f"{field}.video[{index}]") for index, frame in enumerate(given)],
+            [index / fps for index in range(len(given))])
         together = self._vision.tower.temporal_patch_size
+        size = self._film_size(frames[0], len(frames))
         frames += [frames[-1]] * (-len(frames) % together)
-        size = film_size(len(frames), frames[0].height, frames[0].width, self._vision.pictures, self._vision.tower)
         parts, stamps = list[Pixels](), list[tuple[int, ...]]()
         for start in range(0, len(frames), together):
             parts.append(self._scaled(frames[start:start + together], field, size))
             # an added frame is shown when the last one is
-            ends = (min(index, len(given) - 1) / fps for index in (start, start + together - 1))
+            ends = (times[min(index, len(times) - 1)] for index in (start, start + together - 1))
             stamps.append(tuple(self._encode(f"<{sum(ends) / 2:.1f} seconds>")))
         self.found.append(Film(tuple(parts), tuple(stamps)))
         return [part.digest for part in parts]
+
+    def _file(self, path: Path, fps: float, field: str) -> tuple[list[Image], list[float]]:
+        from PIL.Image import Resampling
+
+        size: tuple[int, int] | None = None
+
+        def scaled(frame: Image, count: int) -> Image:
+            nonlocal size
+            size = size or self._film_size(frame, count)
+            return frame.resize(size[::-1], Resampling.BICUBIC)
+
+        frames, times = read_film(path, fps, self._most, scaled, field)
+        self._most -= len(frames)
+        return frames, times
+
+    def _film_size(self, first: Image, count: int) -> tuple[int, int]:
+        together = self._vision.tower.temporal_patch_size
+        return film_size(-(-count // together) * together, first.height, first.width, self._vision.pictures,
+                         self._vision.tower)
 
     def _read(self, part: Mapping[str, Any], field: str) -> Image:
         self._most -= 1
         if self._most < 0:
             raise RequestError("messages have more pictures than max_pictures allows: send fewer", "messages")
-        return read_image(_source(part, field), field)
+        source = _source(part, field)
+        if isinstance(source, str):
+            fetch = self._fetch if source.startswith(("http://", "https://")) else None
+            source = fetch(source, field) if fetch else data_of(source, field)
+        return read_image(source, field)
 
     def _scaled(self, images: list[Image], field: str, size: tuple[int, int] | None) -> Pixels:
         pixels = picture(images, self._vision.pictures, self._vision.tower, size)
@@ -76,22 +105,23 @@ class PictureReader:
 
 
 def _source(part: Mapping[str, Any], field: str) -> Any:
-    """What `read_image` takes. Of JSON that is the bytes of a data URL; only Python can give anything else."""
+    """What `read_image` takes, or a URL. JSON has URLs alone; only Python can give anything else."""
     given = next((part[key] for key in _KEYS if part.get(key) is not None), None)
     if isinstance(given, Mapping):
         given = given.get("url")
     if given is None:
         raise RequestError(f'{field} has no picture: give {{"type": "image_url", "image_url": {{"url": "data:..."}}}}',
                            field)
-    return data_of(given, field) if isinstance(given, str) else given
+    return given
 
 
 def data_of(url: str, field: str) -> bytes:
     """The bytes of a data URL (RFC 2397) in base64. RequestError names the field."""
     head, comma, text = url.partition(",")
     if not head.startswith("data:") or not comma:
+        hint = ": URLs are fetched with --allow-image-urls alone" if url.startswith(("http://", "https://")) else ""
         raise RequestError(f"{field} must have its picture as a data URL (data:image/png;base64,...), not as "
-                           f"{url[:40]!r}", field)
+                           f"{url[:40]!r}{hint}", field)
     if not head.endswith(";base64"):
         raise RequestError(f"{field} has a data URL that is not in base64", field)
     try:

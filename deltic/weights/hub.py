@@ -21,12 +21,13 @@ from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.config.vision import PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, show
 from deltic.ops.qtensor import Form
-from deltic.ops.records import Weight
+from deltic.ops.records import Block, Weight
 from deltic.weights.checksums import check_files
 from deltic.weights.files import Source, find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file
+from deltic.weights.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_from_gguf
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
 from deltic.weights.safetensors import Progress, read_directory
@@ -51,7 +52,7 @@ class ModelFiles:
     """A model on disk: where it lies, and what its files say.
 
     gguf: the open file, where it is one.
-    vision: what it sees with, if it does.
+    vision: what it sees with, if it does. mmproj: the file that this lies in, where `gguf` is one.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class ModelFiles:
     generation: GenerationDefaults
     gguf: GgufFile | None = None
     vision: Vision | None = None
+    mmproj: GgufFile | None = None
 
     def load(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None) -> dict[str, Tensor]:
         """The weights under our names, as `load_directory` gives them."""
@@ -89,12 +91,23 @@ class ModelFiles:
             return load_gguf_head(sources, self.config, kept, device, packed)
         return {**load_stored_head(self.stored_head(), self.config, kept, device)} or None
 
-    def load_tower(self, dtype: DType | Literal["auto"], device: str) -> dict[str, Tensor] | None:
-        """The vision tower under our names (`vision.expected_tower`); None if there is none."""
+    def load_tower(self, dtype: DType | Literal["auto"], device: str, form: Form | None = None
+                   ) -> dict[str, Block] | None:
+        """The vision tower under our names (`vision.expected_tower`); None if there is none. form: keeps quantized
+        matrices as they are."""
         if self.vision is None:
             return None
         kept: DType = self.config.dtype if dtype == "auto" else dtype
-        return load_tower(plan_tower(self.path, self.vision.tower), kept, device)
+        if self.mmproj is not None:
+            return load_mmproj(self.mmproj, self.vision.tower, kept, device, form)
+        return {**load_tower(plan_tower(self.path, self.vision.tower), kept, device)}
+
+    def read_tower(self, name: str) -> Tensor:
+        """One tensor of the vision tower, which there must be, by our name, in float32."""
+        assert self.vision is not None
+        if self.mmproj is not None:
+            return read_mmproj(self.mmproj, self.vision.tower, name)
+        return load_tower({name: plan_tower(self.path, self.vision.tower)[name]}, "float32", "cpu")[name]
 
     def gguf_head(self) -> list[GgufSource]:
         """Sources of the head's tensors in a GGUF file; empty if there are none."""
@@ -113,7 +126,7 @@ class ModelFiles:
             own = tuple(stored.path for stored in find_tensors(self.path).values())
         beside = self.stored_head().values() if head and not self.gguf_head() else ()
         more = tuple(part.path for stored in beside for part in stored.parts)
-        return tuple(dict.fromkeys((*own, *more)))
+        return tuple(dict.fromkeys((*own, *more, *(self.mmproj.paths if self.mmproj else ()))))
 
     def head_kinds(self) -> dict[str, int]:
         """Bytes of the head by stored type; empty if there is none. Raises ModelError as `load_head` does."""
@@ -132,10 +145,12 @@ class ModelFiles:
 
 
 def open_model(
-    model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True
+    model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True,
+    mmproj: str | None = None,
 ) -> ModelFiles:
     """Find a model (see `resolve`) and read its config.json and generation_config.json, or its GGUF file's metadata.
 
+    mmproj: the GGUF file of its vision tower; None: that beside its own, if there is one.
     Raises ModelError naming the file and key that cannot be used.
     """
     directory = resolve(model, revision, token, progress)
@@ -143,7 +158,11 @@ def open_model(
     if single is not None:
         gguf = GgufFile.open(single)
         config = config_from_gguf(gguf)
-        return ModelFiles(single, config, generation_from_gguf(gguf, config), gguf)
+        seen = _gguf_vision(gguf, config, mmproj)
+        return ModelFiles(single, config, generation_from_gguf(gguf, config), gguf, *seen)
+    if mmproj is not None:
+        raise ModelError(f"{mmproj} cannot be used: {directory} is no GGUF file, and has its vision tower itself if it "
+                         "sees")
     path = directory / "config.json"
     mapping = read_json(path, _MAX_CONFIG)
     try:
@@ -160,7 +179,7 @@ def _only_gguf(directory: Path) -> Path | None:
     if (directory / "config.json").exists() or any(directory.glob("*.safetensors")):
         return None
     models = [path for path in sorted(directory.glob("*.gguf"))
-              if not _LATER_PART.search(path.name) and not path.name.startswith("mmproj")]
+              if not _LATER_PART.search(path.name) and "mmproj" not in path.name.lower()]
     if len(models) > 1:
         raise ModelError(f"{directory} has several GGUF files: name one of {', '.join(path.name for path in models)}")
     return models[0] if models else None
@@ -187,6 +206,22 @@ def _vision(directory: Path, mapping: Mapping[str, Any], config: ModelConfig) ->
     except ModelError as error:
         logger.warning("the vision tower cannot be used, so that pictures are refused: %s: %s", path, error)
         return None
+
+
+def _gguf_vision(gguf: GgufFile, config: ModelConfig, mmproj: str | None
+                 ) -> tuple[Vision, GgufFile] | tuple[None, None]:
+    """The tower in the file that is given or lies beside the text model's, and that file."""
+    path = Path(mmproj).expanduser() if mmproj else beside(gguf.paths[0])
+    try:
+        if path is None:
+            return None, None
+        file = GgufFile.open(path)
+        return vision_from_gguf(file, gguf, config), file
+    except ModelError as error:
+        if mmproj:
+            raise
+        logger.warning("the vision tower cannot be used, so that pictures are refused: %s", error)
+        return None, None
 
 
 def _generation(directory: Path, config: ModelConfig) -> GenerationDefaults:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
 from deltic.ops.qtensor import Form, QTensor, host_form
-from deltic.ops.records import Weight
+from deltic.ops.records import Block, Weight
 from deltic.weights.gguf.blocks import BY_NAME, BlockType
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
 from deltic.weights.gguf.quantize import quantize_in_pieces
@@ -61,13 +61,13 @@ def quantize_tensors(tensors: Iterator[tuple[str, Tensor]], scheme: str, config:
     return {name: result[name] for name in expected_tensors(config) if name in result} | result
 
 
-def quantize_tower(weights: dict[str, Tensor]) -> dict[str, Tensor | QTensor]:
+def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
     """A vision tower's weights, on the CPU, with matrices in 8 bits (Q8_0) where their rows fit its blocks: they are
     few, and pictures suffer from fewer bits more than words do."""
     type, form = BY_NAME["Q8_0"], host_form()
     with ThreadPoolExecutor(available_cores()) as pool:
         return {name: quantized(name, matrix, type, pool, form)
-                if name.endswith(".weight") and tensor.dim() > 1 and "pos_embed" not in name
+                if isinstance(tensor, Tensor) and tensor.dim() > 1 and "pos_embed" not in name
                 and (matrix := tensor.flatten(1)).shape[1] % type.weights == 0 else tensor
                 for name, tensor in weights.items()}
 

@@ -17,7 +17,8 @@ from deltic.weights.names import Shape
 from deltic.weights.safetensors import TORCH_DTYPES, check_stored, read_stored
 
 _TOWER: Final = re.compile(r"(?:model\.)?(visual\..*)", re.DOTALL)
-_KEPT: Final = re.compile(r"norm\d?\.weight$|\.bias$|pos_embed\.weight$")
+KEPT: Final = re.compile(r"norm\d?\.weight$|\.bias$|pos_embed\.weight$")
+"""Names of tensors that stay float32."""
 
 
 def canonical_tower(name: str) -> str | None:
@@ -71,5 +72,5 @@ def plan_tower(directory: Path, config: VisionConfig) -> dict[str, Stored]:
 
 def load_tower(stored: dict[str, Stored], dtype: DType, device: str | torch.device) -> dict[str, Tensor]:
     """What `plan_tower` found, contiguous, on `device`: matrices of `dtype`, norms, biases and positions float32."""
-    return {name: read_stored(name, tensor, torch.float32 if _KEPT.search(name) else TORCH_DTYPES[dtype],
+    return {name: read_stored(name, tensor, torch.float32 if KEPT.search(name) else TORCH_DTYPES[dtype],
                               torch.device(device)) for name, tensor in stored.items()}

@@ -16,12 +16,13 @@ from deltic.ops.cpu.sample import sample
 from deltic.ops.cpu.step import left_to_others as left_to_others
 from deltic.ops.cpu.step import mtp_step as mtp_step
 from deltic.ops.cpu.step import step as step
+from deltic.ops.cpu.tower import vision
 from deltic.ops.torch import OPS as TORCH_OPS
 
 _KERNELS: dict[str, Any] = {"pack": pack, "add_norm": add_norm, "gdn_mixer": gdn_mixer, "fold_ring": fold_ring,
                             "attention_mixer": attention_mixer, "store_kv": store_kv, "mlp": mlp, "moe": moe,
                             "head": head,
-                            "sample": sample, "step": step, "mtp_step": mtp_step}
+                            "sample": sample, "step": step, "mtp_step": mtp_step, "vision": vision}
 
 
 def missing() -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +15,9 @@ from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, Norm, Ragge
 
 def encoder_run(pool: Pool, weights: EncoderWeights) -> Callable[[Ragged, Tensor], Tensor] | None:
     """What `ops.encoder.run` does for these weights, in float32; None if they are not packed."""
-    if not all(packed(affine.weight) for layer in weights.layers for affine in _affines(layer)):
+    if not packed_layers(weights.layers):
         return None
-    layers = (EncoderModelLayer * len(weights.layers))(*map(_layer, weights.layers))
+    layers = native_layers(weights.layers)
     model = EncoderModel(weights.places.shape[1], weights.heads, len(layers), layers, _norm(weights.norm), weights.eps)
 
     def run(batch: Ragged, x: Tensor, _kept: object = weights) -> Tensor:
@@ -25,6 +26,16 @@ def encoder_run(pool: Pool, weights: EncoderWeights) -> Callable[[Ragged, Tensor
         return x
 
     return run
+
+
+def packed_layers(layers: Sequence[EncoderLayer]) -> bool:
+    """Whether the kernels can multiply with them."""
+    return all(packed(affine.weight) for layer in layers for affine in _affines(layer))
+
+
+def native_layers(layers: Sequence[EncoderLayer]) -> Any:
+    """The structs of layers that are packed; they borrow the weights."""
+    return (EncoderModelLayer * len(layers))(*map(_layer, layers))
 
 
 def _affines(layer: EncoderLayer) -> tuple[Affine, ...]:

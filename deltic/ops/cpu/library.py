@@ -22,7 +22,7 @@ from deltic.ops.records import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 9, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 10, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """What the library must say of itself, so that both sides mean the same bytes."""
 _NO_MEMORY = -1
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
@@ -152,6 +152,13 @@ class EncoderModel(Structure):
                 ("norm", LayerNorm), ("eps", c_float))
 
 
+class VisionPart(Structure):
+    """`deltic_vision_part`."""
+
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p),
+                *((name, c_int64) for name in ("first_head", "end_head", "first", "end", "narrow")))
+
+
 class Drawing(Structure):
     """`deltic_drawing`."""
 
@@ -183,6 +190,9 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_forward": (c_int, [_P, POINTER(Model), POINTER(StepBatch), _P, _P]),
     "deltic_mtp_follow": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _P]),
     "deltic_encode": (c_int, [_P, POINTER(EncoderModel), _P, _I, _P]),
+    "deltic_vision_project": (c_int, [_P, POINTER(EncoderModel), _I, _P, _I, _P]),
+    "deltic_vision_attend": (c_int, [_P, POINTER(EncoderModel), _I, _P, _I, POINTER(VisionPart), _P]),
+    "deltic_vision_finish": (c_int, [_P, POINTER(EncoderModel), _I, _P, _I, _P]),
     "deltic_mtp_draft": (c_int, [_P, POINTER(Mtp), POINTER(StepBatch), _P, _I, _P, POINTER(Drawing), _P]),
 }
 

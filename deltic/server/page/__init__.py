@@ -19,7 +19,7 @@ _FILES = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
           ".js": "text/javascript; charset=utf-8", ".woff2": "font/woff2"}
 """What is served, by the end of its name; licences and notes are not."""
-_POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; "
+_POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
            "require-trusted-types-for 'script'; trusted-types 'none'")
 """No script but the page's own files, nothing from elsewhere, and no text that becomes HTML: the last two make a

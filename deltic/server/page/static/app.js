@@ -6,6 +6,7 @@ import {add, choose, fresh, path, versions} from "./conversation.js";
 import {byId, download, el, toast} from "./dom.js";
 import {panelIsOpen, togglePanel} from "./engine.js";
 import {messageView} from "./message.js";
+import {bindPictures, clearPictures, pictures} from "./pictures.js";
 import {bindSettings, fields, openSettings, settings} from "./settings.js";
 import {showList} from "./sidebar.js";
 import * as store from "./store.js";
@@ -42,7 +43,7 @@ function showTalk() {
 function viewOf(node, last) {
   const siblings = versions(talk, node);
   return messageView(node, {at: siblings.indexOf(node), of: siblings.length}, {
-    edit: (old, content) => send(content, old.parent),
+    edit: (old, content) => send(content, old.parent, old.images),
     regenerate: (old) => start(old.parent),
     choose: (old, index) => {
       choose(talk, versions(talk, old)[index]);
@@ -60,7 +61,7 @@ function showState() {
   document.body.classList.toggle("busy", busy);
   byId("send").hidden = busy;
   byId("stop").hidden = !busy;
-  byId("send").disabled = !input.value.trim();
+  byId("send").disabled = nothing();
   showList(talk.id, running, {open, removed, restored: (old) => open(old.id), renamed: showTalk});
 }
 
@@ -82,9 +83,9 @@ function follow() {
 
 // Doing
 
-async function send(text, parent = talk.leaf) {
+async function send(text, parent = talk.leaf, images = []) {
   if (running.has(talk.id)) return;
-  const node = add(talk, parent, {role: "user", content: text.trim()});
+  const node = add(talk, parent, {role: "user", content: text.trim(), ...(images.length ? {images} : {})});
   await start(node.id);
 }
 
@@ -127,18 +128,21 @@ function removed(id) {
 }
 
 function submit() {
-  const text = input.value;
-  if (!text.trim() || running.has(talk.id)) return;
+  const [text, images] = [input.value, pictures()];
+  if (nothing() || running.has(talk.id)) return;
   input.value = "";
+  clearPictures();
   fit();
   if (!talk.leaf) history.replaceState(null, "", `#${talk.id}`);
-  send(text);
+  send(text, talk.leaf, images);
 }
+
+const nothing = () => !input.value.trim() && !pictures().length;
 
 function fit() {
   input.style.height = "auto";
   input.style.height = `${Math.min(input.scrollHeight, innerHeight * 0.4)}px`;
-  byId("send").disabled = !input.value.trim();
+  byId("send").disabled = nothing();
 }
 
 function editLast() {
@@ -223,6 +227,7 @@ function bind() {
   }
   addEventListener("hashchange", () => location.hash.slice(1) !== talk.id && open(location.hash.slice(1)));
   bindSettings((key) => key && greet());
+  bindPictures(fit);
 }
 
 async function forgetAll() {

@@ -16,7 +16,7 @@ export function add(talk, parent, message) {
   talk.nodes[node.id] = node;
   talk.leaf = node.id;
   talk.updated = node.at;
-  if (!talk.title && node.role === "user") talk.title = titleOf(node.content);
+  if (!talk.title && node.role === "user") talk.title = titleOf(node.content) || "A picture";
   return node;
 }
 
@@ -54,9 +54,16 @@ export function wire(nodes, system) {
   for (const node of nodes) {
     if (node.role === "assistant") messages.push(answer(node));
     else if (node.role === "tool") messages.push({role: "tool", tool_call_id: node.call, content: node.content});
-    else messages.push({role: node.role, content: node.content});
+    else messages.push({role: node.role, content: shown(node)});
   }
   return messages;
+}
+
+// Text, or parts where there are pictures.
+function shown(node) {
+  if (!node.images?.length) return node.content;
+  const images = node.images.map((url) => ({type: "image_url", image_url: {url}}));
+  return node.content ? [...images, {type: "text", text: node.content}] : images;
 }
 
 function answer(node) {

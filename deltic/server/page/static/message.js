@@ -15,7 +15,7 @@ export function messageView(node, versions, act) {
 }
 
 function userView(node, versions, act) {
-  const text = el(".bubble", {}, node.content);
+  const text = el(".bubble", {}, (node.images ?? []).map((url) => el("img", {src: url, alt: "A picture"})), node.content);
   const root = el("article.message.user", {"data-id": node.id, "aria-label": "You"}, text,
     el(".actions", {}, pager(node, versions, act), copyButton(() => node.content),
       button("i-edit", "Edit", () => editIn(root, text, node, act))));

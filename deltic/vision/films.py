@@ -1,0 +1,82 @@
+"""Files of films, by PyAV (FFmpeg's decoders; the extra `video`): frames at even distances, as transformers'
+Qwen3VLVideoProcessor takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deltic.errors import RequestError
+from deltic.vision.images import MAX_PIXELS
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LEAST, MOST = 4, 768
+"""Frames of a film that are looked at, as long as it has so many."""
+_OPTIONS = {"protocol_whitelist": "file"}
+"""A list of films may name others, but none elsewhere."""
+
+
+def read_film(path: Path, fps: float, most: int, scaled: Callable[[Image, int], Image], field: str
+              ) -> tuple[list[Image], list[float]]:
+    """Frames of a film, and the second at which each is shown.
+
+    fps: how many there shall be of a second. most: of all. scaled: makes a frame as small as it shall be, told how many
+    there are; it is called for one after another, so that few are here in full.
+    RequestError if the file cannot be read, or PyAV is not there.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise RequestError(f"{field} is the file of a film, for which PyAV is needed: pip install 'deltic[video]'",
+                           field) from error
+    try:
+        with av.open(str(path), metadata_errors="ignore", options=_OPTIONS) as film:
+            if not film.streams.video:
+                raise RequestError(f"{field} has no moving pictures", field)
+            rate = float(film.streams.video[0].average_rate or 0)
+            count = film.streams.video[0].frames or _count(film)
+        wanted = frame_numbers(count, rate, fps, min(most, MOST), field)
+        with av.open(str(path), metadata_errors="ignore", options=_OPTIONS) as film:
+            found = _frames(film, wanted, scaled, field)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        raise RequestError(f"{field} cannot be read as a film: {str(error)[:200]}", field) from error
+    if not found:
+        raise RequestError(f"{field} has no frame that can be read", field)
+    # files may end before their headers say
+    return found, [number / rate for number in wanted[:len(found)]]
+
+
+def _count(film: Any) -> int:
+    return sum(1 for packet in film.demux(video=0) if packet.size)
+
+
+def frame_numbers(count: int, rate: float, fps: float, most: int, field: str) -> list[int]:
+    """Which of `count` frames, `rate` a second, are looked at: at even distances from the first to the last."""
+    if count < 1 or not rate > 0:
+        raise RequestError(f"{field} does not say how many frames it has, or how fast they go", field)
+    if most < 1:
+        raise RequestError("messages have more pictures than max_pictures allows: send fewer", "messages")
+    number = min(max(int(count / rate * fps), LEAST), most, count)
+    return [int(index) for index in np.linspace(0, count - 1, number).round()]
+
+
+def _frames(film: Any, wanted: list[int], scaled: Callable[[Image, int], Image], field: str) -> list[Image]:
+    found, stream = list["Image"](), film.streams.video[0]
+    stream.thread_type = "AUTO"
+    for number, frame in enumerate(film.decode(stream)):
+        if frame.width * frame.height > MAX_PIXELS:
+            raise RequestError(f"{field} has frames of {frame.width:,} x {frame.height:,} pixels, and at most "
+                               f"{MAX_PIXELS:,} are read", field)
+        while len(found) < len(wanted) and wanted[len(found)] == number:
+            image = frame.to_image()
+            if frame.rotation:
+                image = image.rotate(frame.rotation, expand=True)
+            found.append(scaled(image, len(wanted)))
+        if len(found) == len(wanted):
+            break
+    return found

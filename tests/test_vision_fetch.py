@@ -1,0 +1,163 @@
+"""Pictures behind URLs: from public addresses alone, looked up once, within bounds; and only where it was allowed."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from test_vision_chat import GREEDY, directory, drawing, png, shows
+
+from deltic import LLM
+from deltic.errors import RequestError
+from deltic.vision import fetch
+from deltic.vision.fetch import Fetcher, is_public
+
+__all__ = ["directory"]
+
+
+@pytest.mark.parametrize(("address", "public"), [
+    ("93.184.216.34", True), ("2606:2800:220:1:248:1893:25c8:1946", True), ("127.0.0.1", False), ("127.9.9.9", False),
+    ("0.0.0.0", False), ("10.1.2.3", False), ("172.16.0.1", False), ("192.168.1.1", False), ("169.254.169.254", False),
+    ("100.64.0.1", False), ("224.0.0.1", False), ("255.255.255.255", False), ("192.0.2.1", False), ("::1", False),
+    ("::", False), ("fe80::1%eth0", False), ("fc00::1", False), ("ff02::1", False), ("::ffff:127.0.0.1", False),
+    ("::ffff:10.0.0.1", False), ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("2001:0:1::", False),
+    ("::ffff:93.184.216.34", True), ("::127.0.0.1", False)])
+def test_public_addresses(address: str, public: bool) -> None:
+    assert is_public(address) is public
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """What the paths say."""
+
+    picture = png(drawing(1))
+
+    def do_GET(self) -> None:
+        headers = {"/moved": "/it.png", "/round": "/round", "/inside": "http://10.0.0.1/it.png"}
+        if self.path == "/slow":
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                for byte in self.picture[:100]:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.05)
+            return
+        self.send_response(302 if self.path in headers else 404 if self.path == "/none" else 200)
+        if self.path in headers:
+            self.send_header("Location", headers[self.path])
+        self.end_headers()
+        data = {"/it.png": self.picture, "/large": bytes(fetch.MOST_BYTES + 2)}.get(self.path, b"")
+        with suppress(OSError):
+            self.wfile.write(data)
+        if self.path == "/it.png":
+            Handler.seen = dict(self.headers)
+
+    seen: ClassVar[dict[str, str]] = {}
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def internet(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A server that passes for a public one, and the names that were looked up."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = list[str]()
+
+        def look_up(host: str, port: int, **_: Any) -> list[Any]:
+            asked.append(host)
+            address = host if host.replace(".", "").isdigit() else "93.184.216.34"
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
+
+        def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+            assert address[0] == "93.184.216.34", "what was looked up is what is connected to"
+            made = socket.socket()
+            made.settimeout(timeout)
+            made.connect(("127.0.0.1", server.server_port))
+            return made
+
+        monkeypatch.setattr(fetch.socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(fetch.socket, "create_connection", connect)
+        monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+        yield asked
+        server.shutdown()
+
+
+def test_fetched(internet: list[str]) -> None:
+    assert Fetcher()("http://example.com/it.png", "it") == Handler.picture
+    assert Fetcher()("http://example.com/moved", "it") == Handler.picture
+    assert internet == ["example.com"] * 3, "each address is looked up once"
+    assert not {"Cookie", "Authorization", "Referer"} & Handler.seen.keys() and Handler.seen["Host"] == "example.com"
+
+
+@pytest.mark.parametrize(("url", "message"), [
+    ("http://127.0.0.1/it.png", "not on the public internet"), ("http://169.254.169.254/latest", "not on the public"),
+    ("http://example.com/inside", "not on the public internet"), ("http://example.com/round", "more than 3 times"),
+    ("http://example.com/none", "status 404"), ("http://example.com/large", "more than 20 MiB"),
+    ("http://me:secret@example.com/", "without user and password"), ("http://example.com:22/", "on port 80 or 443"),
+    ("http://exa mple.com/", "begins with http"), ("http://example.com/\r\nHost: x", "begins with http"),
+    ("http:///it.png", "begins with http"), ("http://[::1/it.png", "cannot be fetched|begins with"),
+    ("http://example.com:99999/", "cannot be fetched")])
+def test_not_fetched(internet: list[str], url: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as raised:
+        Fetcher()(url, "messages[0].content[0]")
+    assert raised.value.field == "messages[0].content[0]" and "secret" not in str(raised.value)
+
+
+def test_slow_servers_and_many_urls(internet: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="takes too long"):
+        Fetcher()("http://example.com/slow", "it")
+    assert time.monotonic() - began < 3
+    fetcher = Fetcher()
+    monkeypatch.setattr(fetcher, "_left", 1)
+    fetcher("http://example.com/it.png", "it")
+    with pytest.raises(RequestError, match="more than 16"):
+        fetcher("http://example.com/it.png", "it")
+
+
+def test_by_tls(internet: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only from a server that shows a certificate for its name."""
+    tls, trusting = Path(__file__).parent / "tls", ssl.create_default_context
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls / "certificate.pem", tls / "key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.handle_error = lambda *_: None  # type: ignore[method-assign, assignment]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+            assert address == ("93.184.216.34", 443)
+            made = socket.socket()
+            made.connect(("127.0.0.1", server.server_port))
+            return made
+
+        monkeypatch.setattr(fetch.socket, "create_connection", connect)
+        with pytest.raises(RequestError, match="SSLCertVerificationError"):
+            Fetcher()("https://localhost/it.png", "it")
+        monkeypatch.setattr(ssl, "create_default_context", lambda: trusting(cafile=str(tls / "certificate.pem")))
+        assert Fetcher()("https://localhost/it.png", "it") == Handler.picture
+        with pytest.raises(RequestError, match="SSLCertVerificationError"):
+            Fetcher()("https://example.com/it.png", "it")
+        server.shutdown()
+
+
+def test_only_where_it_is_allowed(directory: Path, internet: list[str]) -> None:
+    asked, options = shows("http://example.com/it.png"), {"dtype": "float32", "memory": "64MiB", "threads": 1}
+    with (LLM(str(directory), **options) as plain,
+          pytest.raises(RequestError, match="must have its picture as a data URL")):
+        plain.chat([asked], GREEDY)
+    assert not internet
+    with LLM(str(directory), allow_image_urls=True, **options) as llm:
+        assert llm.chat([asked], GREEDY).text == llm.chat([shows(drawing(1))], GREEDY).text
+        with pytest.raises(RequestError, match="must have its picture as a data URL"):
+            llm.chat([shows("file:///etc/passwd")], GREEDY)

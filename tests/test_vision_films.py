@@ -1,0 +1,94 @@
+"""Files of films: the frames that transformers would look at, turned, in bounds; and files that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_vision_chat import GREEDY, directory, drawing, llm
+
+from deltic import LLM
+from deltic.errors import RequestError
+from deltic.types import Prompt
+from deltic.vision.films import frame_numbers, read_film
+
+av = pytest.importorskip("av")
+__all__ = ["directory", "llm"]
+
+
+def film(path: Path, frames: int, rate: int = 5, codec: str = "mpeg4", size: tuple[int, int] = (64, 48)) -> Path:
+    """Each frame a shade of grey of its own."""
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for number in range(frames):
+            grey = np.full((size[1], size[0], 3), 8 * number + 10, np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")):
+                file.mux(packet)
+        for packet in stream.encode(None):
+            file.mux(packet)
+    return path
+
+
+def shades(images: list[Image.Image]) -> list[int]:
+    return [round((float(np.asarray(image).mean()) - 10) / 8) for image in images]
+
+
+def test_numbers_are_those_of_transformers() -> None:
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    processor, random = Qwen3VLVideoProcessor(), Random(3)
+    for _ in range(200):
+        count, rate = random.randint(1, 3000), random.choice([1.0, 5.0, 23.976, 25.0, 29.97, 60.0])
+        wanted = processor.sample_frames(VideoMetadata(total_num_frames=count, fps=rate), fps=2)
+        assert frame_numbers(count, rate, 2.0, 768, "it") == [*map(int, wanted)], (count, rate)
+
+
+@pytest.mark.parametrize("name", ["it.mp4", "it.avi", "it.mkv"])
+def test_frames_and_times(tmp_path: Path, name: str) -> None:
+    frames, times = read_film(film(tmp_path / name, 20), 2.0, 100, lambda image, count: image, "it")
+    numbers = frame_numbers(20, 5.0, 2.0, 768, "it")
+    assert len(frames) == 8 and shades(frames) == numbers
+    assert times == [number / 5 for number in numbers]
+
+
+def test_like_a_list_of_frames(llm: LLM, tmp_path: Path) -> None:
+    path = film(tmp_path / "it.mp4", 6, rate=1)
+    frames, _ = read_film(path, 1.0, 100, lambda image, count: image, "it")
+    prompts = [llm.chat_processor.chat([{"role": "user", "content": [{"type": "video", "video": given, "fps": 1}]}],
+                                       GREEDY).request.prompt for given in (path, frames)]
+    assert isinstance(prompts[0], Prompt) and prompts[0].pictures and prompts[0].ids == prompts[1].ids
+    assert llm.chat([{"role": "user", "content": [{"type": "video", "video": path}]}], GREEDY).text is not None
+
+
+def test_what_is_no_film(llm: LLM, tmp_path: Path) -> None:
+    drawing(1).save(tmp_path / "it.png")
+    (tmp_path / "text.mp4").write_text("no film")
+    data = film(tmp_path / "it.mp4", 20).read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(data[:len(data) // 2])
+    for given in ("text.mp4", "cut.mp4", "absent.mp4"):
+        ask: dict[str, Any] = {"type": "video", "video": tmp_path / given}
+        with pytest.raises(RequestError, match=r"cannot be read as a film|no frame|does not say"):
+            llm.chat([{"role": "user", "content": [ask]}], GREEDY)
+    random = Random(1)
+    for _ in range(30):
+        bad = bytearray(data)
+        for _ in range(random.choice([1, 5, 50])):
+            bad[random.randrange(len(bad))] = random.randrange(256)
+        (tmp_path / "bad.mp4").write_bytes(bad)
+        try:
+            read_film(tmp_path / "bad.mp4", 2.0, 100, lambda image, count: image, "it")
+        except RequestError as error:
+            assert error.field == "it"
+
+
+def test_no_more_frames_than_pictures(tmp_path: Path) -> None:
+    path = film(tmp_path / "it.mp4", 20)
+    assert len(read_film(path, 5.0, 3, lambda image, count: image, "it")[0]) == 3
+    with pytest.raises(RequestError, match="max_pictures"):
+        read_film(path, 5.0, 0, lambda image, count: image, "it")
