@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from support import moe_runtime, moe_shape
+from support import moe_shape
 from torch import Tensor
 
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine.loading import load
 from deltic.engine.runtime import Runtime
-from deltic.weights.random import random_head, random_weights
+from deltic.weights.random import random_weights
 
 FEW = 2
 """Experts of a layer that `pooled_runtime` has in memory, of 11."""
@@ -60,10 +60,8 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
     return made
 
 
-@lru_cache(maxsize=1)
-def pooled_runtime() -> Runtime:
-    """The same model as `moe_runtime`, with FEW of a layer's experts in memory, and those of the next layer predicted."""
-    return load(_directory().name, options_of(dtype="float32", expert_cap=FEW, expert_predict=True))
-
-
-__all__ = ["FEW", "moe_runtime", "options_of", "pooled_runtime", "saved", "text_of"]
+@lru_cache(maxsize=4)
+def pooled_runtime(refresh: int = 1) -> Runtime:
+    """The same model as `moe_runtime`, with FEW of a layer's experts in memory, and the next layer's read ahead."""
+    return load(_directory().name, options_of(dtype="float32", expert_cap=FEW, expert_predict=True,
+                                              expert_refresh=refresh))

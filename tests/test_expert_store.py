@@ -13,10 +13,22 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import options_of, pooled_runtime, saved
+from speculation_cases import moe_headed
 from story_cases import MODELS
-from support import drain, greedy, lively, moe_runtime, moe_shape, numbers, serve, session_over, small_runtime
+from support import (
+    drain,
+    greedy,
+    lively,
+    moe_runtime,
+    moe_shape,
+    numbers,
+    qwen3_runtime,
+    serve,
+    session_over,
+    small_runtime,
+)
 from test_moe_files import converted, fused, split
-from test_stories import PLAIN, tell
+from test_stories import OTHER, PLAIN, tell
 from torch import Tensor
 
 from deltic.cli import main
@@ -85,7 +97,7 @@ def test_the_same_bits_at_every_residency(model: tuple[str, EngineConfig, ModelC
 @pytest.mark.parametrize("refresh", [1, 2, 1000])
 def test_the_same_answers_in_any_company(refresh: int) -> None:
     """Batches, chunks, reuse of prompts and drafts, with two of eleven experts in memory."""
-    plain, few = moe_runtime(), pooled_runtime()
+    plain, few = moe_runtime(), pooled_runtime(refresh)
     requests = [greedy(numbers(i % 4, 20 + 13 * (i % 4), 509), 30 - i, f"r{i}") for i in range(7)]
     wanted = {name: answer.tokens for name, answer in serve(plain, requests).items()}
     assert len({*map(tuple, wanted.values())}) >= 4
@@ -98,9 +110,12 @@ def test_the_same_answers_in_any_company(refresh: int) -> None:
 
 
 def test_stories_with_few_experts_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "few", pooled_runtime)
-    monkeypatch.setitem(PLAIN, "few", moe_runtime)
-    happened = tell(range(700, 706), models={"odd": "few", "headed": "few", "qwen3": "few"})
+    headed = replace(pooled_runtime(), mtp=moe_headed().mtp)
+    for name, model in (("few", pooled_runtime()), ("few, headed", headed)):
+        monkeypatch.setitem(MODELS, name, lambda model=model: model)
+        monkeypatch.setitem(PLAIN, name, moe_runtime)
+        monkeypatch.setitem(OTHER, name, qwen3_runtime)
+    happened = tell(range(700, 706), models={"odd": "few", "headed": "few, headed", "qwen3": "few"})
     assert happened["preempted"] and happened["accepted"] and happened["reused"]
 
 

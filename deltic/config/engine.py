@@ -59,16 +59,17 @@ class EngineConfig:
                                           "types such as Q4_K, and large files", choices=_PACKED)
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "
                          "in Q4_K_M files", choices=_QUANTS)
-    expert_memory: str | None = _option(None, "memory for the experts of a mixture, such as 8GiB; the others stay in the "
-                                        "model's files, and are read when a token wants them. auto: what is free, less "
-                                        "--expert-reserve (default: all are in memory)")
+    expert_memory: str | None = _option(None, "memory for the experts of a mixture, such as 8GiB; the others stay in "
+                                        "the model's files, and are read when a token wants them. auto: what is free, "
+                                        "less --expert-reserve (default: all are in memory)")
     expert_cap: int | None = _option(None, "most experts of a layer that are in memory (default: what --expert-memory "
                                      "holds)")
     expert_reserve: str = _option("1.5GiB", "what --expert-memory auto leaves free, for the cache among others")
-    expert_refresh: int = _option(1, "exchange experts in memory for those that are wanted more often in every Nth step")
+    expert_refresh: int = _option(1, "exchange experts in memory for those that are wanted more often in every Nth "
+                                  "step")
     expert_predict: bool = _option(False, "read experts ahead that the next layer's router would choose now")
-    expert_profile: str | None = _option(None, "file that says which experts are wanted often: read at the start, if it "
-                                         "is there, and written at the end")
+    expert_profile: str | None = _option(None, "file that says which experts are wanted often: read at the start, if "
+                                         "it is there, and written at the end")
     cpu_level: str = _option("auto", "instructions that the CPU kernels use; auto: the best that the processor has",
                              choices=_CPU_LEVELS)
     speculate: str = _option("auto", "draft tokens that the model verifies several at a time, which changes the speed "
@@ -121,8 +122,8 @@ class EngineConfig:
         parse_bytes(self.expert_reserve, "expert_reserve")
         for name in ("expert_predict", "expert_profile"):
             if getattr(self, name) and not self.offloads_experts:
-                raise ConfigError(f"{name} is for experts that are not all in memory: give expert_memory, or leave it out",
-                                  name)
+                raise ConfigError(f"{name} is for experts that are not all in memory: give expert_memory, or leave it "
+                                  "out", name)
         if self.offloads_experts and self.device != "cpu":
             raise ConfigError(f"expert_memory is for device cpu, not {self.device}", "expert_memory")
         if self.offloads_experts and self.quant != "none":

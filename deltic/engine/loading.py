@@ -165,7 +165,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
     encode = _tower(files, ops, dtype, options) if files and not drafts else None
-    return _Loaded(name, files, config, options, generation, decoder, mtp, encode, threads, tiled, made, drafts, experts)
+    return _Loaded(name, files, config, options, generation, decoder, mtp, encode, threads, tiled, made, drafts,
+                   experts)
 
 
 def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> Encode | None:

@@ -15,12 +15,13 @@ from deltic.weights.gguf.load import matrices_of, plan_gguf
 from deltic.weights.names import is_stack, packed_parts
 from deltic.weights.safetensors import plan_directory
 
-_TYPES: Final[Mapping[str, tuple[DType, int]]] = {"F32": ("float32", 0), "F16": ("float16", 1), "BF16": ("bfloat16", 30)}
+_TYPES: Final[Mapping[str, tuple[DType, int]]] = {
+    "F32": ("float32", 0), "F16": ("float16", 1), "BF16": ("bfloat16", 30)}
 """What safetensors calls a dtype: our name, and the number of the GGUF type."""
 
 
 def experts_in_directory(directory: Path, config: ModelConfig, dtype: DType) -> list[list[StoredExpert]]:
-    """The experts of each layer of a safetensors directory, whether they lie in one tensor, in fused ones, or one by one.
+    """The experts of each layer of a safetensors directory, whether they lie in whole tensors, fused, or one by one.
 
     ConfigError where they are not of `dtype`, as they are used as they are. ModelError as `plan_directory`.
     """

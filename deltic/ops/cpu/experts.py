@@ -85,7 +85,7 @@ class ExpertStore:
         without scores, the first. To be called once, before the first step. ModelError if a file cannot be read."""
         for number, count in enumerate(self.slots):
             own = [0.0] * len(self._layers[number]) if scores is None else scores[number]
-            order = sorted(range(len(own)), key=lambda expert, own=own: -own[expert])[:count]
+            order = sorted(range(len(own)), key=own.__getitem__, reverse=True)[:count]
             status = library().deltic_expert_store_fill(self.address, number, (c_int64 * count)(*order), count)
             if status == -1:
                 raise MemoryError("no memory for the experts")

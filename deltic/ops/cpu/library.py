@@ -265,8 +265,8 @@ class Pool:
     def call(self, kernel: Any, *arguments: object) -> None:
         """Run a kernel with these arguments, one at a time: a call from another of Python's threads waits.
 
-        MemoryError if it found no memory; what `unread` says where files could not be read; ValueError if a batch points outside of the views or contradicts itself,
-        in which case nothing was done.
+        MemoryError if it found no memory; what `unread` says where files could not be read; ValueError if a batch
+        points outside of the views or contradicts itself, in which case nothing was done.
         """
         with self._turn:
             status = kernel(self._address or self._start(), *arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import addressof, byref, pointer
 from itertools import pairwise
 from types import MethodType
@@ -159,7 +159,7 @@ def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
     return all(map(packed, weights)) and dtypes <= KINDS.keys()
 
 
-def _predict(structs: Sequence[ModelLayer], layers: Sequence[Layer]) -> None:
+def _predict(structs: Iterable[ModelLayer], layers: Sequence[Layer]) -> None:
     """Where experts of a layer shall be read ahead, the layer before it knows its router."""
     for (struct, layer), (following, after) in pairwise(zip(structs, layers, strict=True)):
         pools = [each.mlp.experts for each in (layer, after) if isinstance(each.mlp, MoeWeights)]
