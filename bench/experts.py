@@ -258,7 +258,7 @@ def _shares(scores: list[list[float]]) -> dict[str, float]:
 def _llama(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     if settings["cgroup"]:
         (Path(settings["cgroup"]) / "cgroup.procs").write_text(str(os.getpid()))
-    from llama_cpp import Llama
+    from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
 
     from deltic.cli.machine import peak_memory_mib
 
