@@ -32,7 +32,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kSector = 4096;          // what reading past the page cache wants offsets and sizes to be multiples of
+constexpr int64_t kSector = 4096;          // reading past the page cache wants offsets and sizes that are multiples
 constexpr int64_t kRead = 1 << 20;         // bytes of a read, at most about
 constexpr int64_t kStageBytes = 64 << 20;  // all stages together, at most about
 constexpr int64_t kStages = 16, kFewestStages = 2;
@@ -44,6 +44,16 @@ int64_t since(Clock::time_point begun) {
 }
 
 int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// When a file was written to, in nanoseconds.
+int64_t changed(const struct stat &file) {
+#if defined(__APPLE__)
+    const timespec &time = file.st_mtimespec;
+#else
+    const timespec &time = file.st_mtim;
+#endif
+    return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
+}
 
 // Pages that take memory once they are written to.
 struct Memory {
@@ -178,9 +188,7 @@ struct deltic_expert_store {
 #endif
         struct stat now;
         if (fstat(file.descriptor, &now)) return errno;
-        if (now.st_size != file.found.st_size || now.st_mtim.tv_sec != file.found.st_mtim.tv_sec ||
-            now.st_mtim.tv_nsec != file.found.st_mtim.tv_nsec)
-            return DELTIC_FILE_CHANGED;
+        if (now.st_size != file.found.st_size || changed(now) != changed(file.found)) return DELTIC_FILE_CHANGED;
         deltic_pack(shape.type, buffer + (begin - start), read.first, read.count, shape.columns,
                     read.fetch->to + shape.start);
         return 0;
@@ -420,7 +428,8 @@ void lay_out(Layer &layer, const deltic_stored_layer &from, int64_t experts) {
     for (int i = 0; i < 3; ++i) {
         int64_t rows = i < 2 ? from.rows : from.columns, columns = i < 2 ? from.columns : from.rows;
         BlockShape block = block_shape(from.types[i]);
-        layer.matrices[i] = {from.types[i], rows, columns, columns * block.bytes / (block.weights * kPanel), layer.bytes};
+        int64_t row_bytes = columns * block.bytes / (block.weights * kPanel);
+        layer.matrices[i] = {from.types[i], rows, columns, row_bytes, layer.bytes};
         layer.bytes += up(deltic_packed_bytes(from.types[i], rows, columns), 64);
     }
     layer.extents.assign(from.extents, from.extents + 3 * experts);

@@ -18,8 +18,8 @@ namespace {
 
 // Scratch slots; what it calls has those before.
 enum {
-    kLogits = 6, kChosen, kShares, kPlaces, kTokens, kProducts, kWide, kGated, kOut, kStarts, kRows, kOrder, kNext, kGuess,
-    kGuessed, kGuessShares
+    kLogits = 6, kChosen, kShares, kPlaces, kTokens, kProducts, kWide, kGated, kOut, kStarts, kRows, kOrder, kNext,
+    kGuess, kGuessed, kGuessShares
 };
 
 constexpr int64_t kPredicted = 16;  // tokens of a step for which the next layer's experts are predicted, at most
@@ -65,9 +65,9 @@ void choose_all(deltic_pool *pool, const deltic_moe_layer &layer, float *logits,
 // Who passes which expert, and how many rows each of them has.
 Routes route(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, int64_t tokens) {
     int64_t rows = tokens * layer.per_token;
-    Routes routes{scratch_of<int64_t>(pool, kChosen, rows), scratch_of<int64_t>(pool, kPlaces, rows),
-                  scratch_of<int64_t>(pool, kTokens, rows), scratch_of<int64_t>(pool, kRows, layer.experts),
-                  scratch_of<int64_t>(pool, kOrder, layer.experts), scratch_of<int64_t>(pool, kStarts, layer.experts + 1),
+    auto numbers = [&](int slot, int64_t count) { return scratch_of<int64_t>(pool, slot, count); };
+    Routes routes{numbers(kChosen, rows), numbers(kPlaces, rows), numbers(kTokens, rows),
+                  numbers(kRows, layer.experts), numbers(kOrder, layer.experts), numbers(kStarts, layer.experts + 1),
                   scratch_of<float>(pool, kShares, rows)};
     choose_all(pool, layer, logits, tokens, routes.chosen, routes.shares);
     std::fill_n(routes.rows, layer.experts, 0);
@@ -76,7 +76,8 @@ Routes route(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, in
 }
 
 // Puts the rows together by expert, in the order of the `passed` experts that some row passes.
-void put_together(deltic_pool *pool, const deltic_moe_layer &layer, const Routes &routes, int64_t passed, int64_t rows) {
+void put_together(deltic_pool *pool, const deltic_moe_layer &layer, const Routes &routes, int64_t passed,
+                  int64_t rows) {
     auto *next = scratch_of<int64_t>(pool, kNext, layer.experts);
     int64_t start = 0;
     for (int64_t place = 0; place < passed; ++place) {
@@ -93,7 +94,8 @@ void put_together(deltic_pool *pool, const deltic_moe_layer &layer, const Routes
 // Has experts of the next layer be read that its router would choose for this one's input.
 void predict(deltic_pool *pool, Visit &visit, const deltic_moe_layer &next, const float *x, int64_t tokens) {
     int64_t rows = tokens * next.per_token, width = rows_of(next.router);
-    float *logits = scratch_of<float>(pool, kGuess, tokens * width), *shares = scratch_of<float>(pool, kGuessShares, rows);
+    float *logits = scratch_of<float>(pool, kGuess, tokens * width);
+    float *shares = scratch_of<float>(pool, kGuessShares, rows);
     auto *chosen = scratch_of<int64_t>(pool, kGuessed, rows);
     linear(pool, x, tokens, next.router, logits, width);
     choose_all(pool, next, logits, tokens, chosen, shares);

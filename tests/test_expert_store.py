@@ -136,7 +136,7 @@ def test_what_is_counted_is_what_was_read(tmp_path: Path) -> None:
     assert [hits + misses for hits, misses in zip(counts.hits, counts.misses)] == [10 * EACH] * 3
     assert counts.bytes - before.bytes == sum(counts.misses) * size
     assert not counts.promotions and counts.waited > 0 and counts.reading > 0
-    assert [round(sum(scores)) for scores in store.scores()] == [pytest.approx(10 * EACH, rel=0.05)] * 3
+    assert all(0.95 * 10 * EACH < sum(scores) < 10 * EACH for scores in store.scores())  # what was counted fades
 
 
 def test_metrics_of_experts() -> None:
