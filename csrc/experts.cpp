@@ -22,6 +22,7 @@ enum {
     kGuess, kGuessed, kGuessShares
 };
 
+constexpr int64_t kTogether = 4096; // rows of experts that are computed at a time, so that memory for them is bounded
 constexpr int64_t kPredicted = 16;  // tokens of a step for which the next layer's experts are predicted, at most
 
 // Which experts tokens pass: chosen, shares, places [tokens, per_token]. A place is a row among those put together by
@@ -142,8 +143,9 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
     const deltic_expert &shared = layer.expert[layer.experts];
     int64_t both = layer.store ? 2 * visit->inner() : rows_of(layer.expert[0].gate_up);
     int64_t shared_both = layer.shared ? rows_of(shared.gate_up) : 0;
-    float *wide = scratch_of<float>(pool, kWide, rows * both + tokens * shared_both);
-    float *gated = scratch_of<float>(pool, kGated, (rows * both + tokens * shared_both) / 2);
+    int64_t most = std::min(rows, std::max(kTogether, *std::max_element(routes.rows, routes.rows + layer.experts)));
+    float *wide = scratch_of<float>(pool, kWide, most * both + tokens * shared_both);
+    float *gated = scratch_of<float>(pool, kGated, (most * both + tokens * shared_both) / 2);
     float *out = scratch_of<float>(pool, kOut, (rows + (layer.shared ? tokens : 0)) * hidden);
     // first into the experts, then out of them
     auto *in = scratch_of<Product>(pool, kProducts, 2 * (layer.experts + 1)), *back = in + layer.experts + 1;
@@ -154,32 +156,36 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
     };
     // the experts of some places, and the shared one
     auto compute = [&](int64_t begin, int64_t end, bool with_shared) {
+        int64_t first = routes.starts[begin];
         count = 0;
         for (int64_t place = begin; place < end; ++place) {
             int64_t start = routes.starts[place], expert = routes.order[place];
             pass(visit ? visit->expert(place) : layer.expert[expert], routes.tokens + start, routes.rows[expert], start,
-                 start * both);
+                 (start - first) * both);
         }
-        int64_t routed = count, first = routes.starts[begin], many = routes.starts[end] - first;
-        if (with_shared) pass(shared, nullptr, tokens, rows, rows * both);
+        int64_t routed = count, many = routes.starts[end] - first;
+        if (with_shared) pass(shared, nullptr, tokens, rows, most * both);
         linear_many(pool, in, count);
-        if (many) kernels(pool).silu_mul(pool, wide + first * both, gated + first * both / 2, many, both / 2);
+        if (many) kernels(pool).silu_mul(pool, wide, gated, many, both / 2);
         if (with_shared)
-            kernels(pool).silu_mul(pool, wide + rows * both, gated + rows * both / 2, tokens, shared_both / 2);
+            kernels(pool).silu_mul(pool, wide + most * both, gated + most * both / 2, tokens, shared_both / 2);
         // the columns of a group of products are the same
         bool alike = !with_shared || shared_both == both;
         linear_many(pool, back, alike ? count : routed);
         if (!alike) linear_many(pool, back + routed, count - routed);
     };
-    int64_t done = visit ? visit->resident() : passed;
-    compute(0, done, layer.shared);
-    while (visit && done < passed) {
-        visit->done(done);
-        int64_t end = visit->wait();
-        compute(done, end, false);
+    // of those that are there as many as fit together, but one at least
+    int64_t done = 0, ready = visit ? visit->resident() : passed;
+    bool with_shared = layer.shared;
+    while (done < passed) {
+        int64_t end = done;
+        while (end < ready && (end == done || routes.starts[end + 1] - routes.starts[done] <= kTogether)) ++end;
+        if (end > done || with_shared) compute(done, end, with_shared);
+        with_shared = false;
         done = end;
+        if (visit) visit->done(done);
+        if (done == ready && done < passed) ready = visit->wait();
     }
-    if (visit) visit->done(done);
     add_up(pool, layer, routes, logits, out, tokens, hidden, y);
 }
 

@@ -44,7 +44,7 @@ class EngineConfig:
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(None, "tokens that one step aims at; longer prompts are read in chunks (default: 512, "
-                                "with --expert-memory 1024, on a GPU 8192)")
+                                "with --expert-memory 768, on a GPU 8192)")
     max_stall_ms: int | None = _option(None, "milliseconds that a step should take at most in which answers wait for "
                                              "prompts, which are then read in smaller chunks and take longer (default: "
                                              "50, but chunks of a quarter of --token-budget at least)")
@@ -83,7 +83,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.token_budget is None:  # a GPU needs thousands to be busy
-            mine = 1024 if self.offloads_experts else 512  # a chunk reads all experts that are not in memory
+            mine = 768 if self.offloads_experts else 512  # a chunk reads all experts that are not in memory
             object.__setattr__(self, "token_budget", mine if self.device == "cpu" else 8192)
         self._check_types()
         for name, (low, high) in _RANGES.items():
