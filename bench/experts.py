@@ -258,12 +258,20 @@ def _shares(scores: list[list[float]]) -> dict[str, float]:
 def _llama(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     if settings["cgroup"]:
         (Path(settings["cgroup"]) / "cgroup.procs").write_text(str(os.getpid()))
-    from llama_cpp import Llama  # type: ignore[import-not-found, unused-ignore]
+    import llama_cpp  # type: ignore[import-not-found, unused-ignore]
 
     from deltic.cli.machine import peak_memory_mib
 
-    model = Llama(settings["model"], n_ctx=8192, n_threads=settings["threads"], n_batch=512, use_mmap=True,
-                  verbose=False, logits_all=False)
+    defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+    def mapped() -> Any:  # weights in another order would be a copy in memory of their own
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    llama_cpp.llama_cpp.llama_model_default_params = mapped
+    model = llama_cpp.Llama(settings["model"], n_ctx=4096, n_threads=settings["threads"], n_batch=64, use_mmap=True,
+                            verbose=False)
     words = text(1)
     model.eval([next(words) for _ in range(settings["warm"])])
 
