@@ -39,12 +39,12 @@ bench: .venv/.installed-dev
 	touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,tvm]"
 	touch $@
 
 # instructor's own dependencies are there, if newer than it allows
 .venv/.installed-all: pyproject.toml constraints.txt .venv/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,clients,fuzz]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,tvm,clients,fuzz]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps instructor
 	touch $@
 

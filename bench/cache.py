@@ -30,6 +30,7 @@ from deltic.cache.prefix import Source
 from deltic.cache.tier_index import TierIndex
 from deltic.cache.tree import PrefixTree
 from deltic.engine.engine import Engine
+from deltic.engine.runtime import Runtime
 from deltic.types import PAGE, Request
 
 ANSWER, NEW = 24, 50
@@ -84,6 +85,7 @@ def _resume(llm: LLM, args: argparse.Namespace) -> None:
 
 def _engine(llm: LLM, directory: Path | None, reuse: bool = True) -> Engine:
     """An engine over the same pools with an empty cache, as after a restart."""
+    assert isinstance(llm.runtime, Runtime)
     pools = llm.runtime.pools
     tiers = [TierIndex(Disk(directory, "bench", 20 << 30), threads=True)] if directory else []
     cache = HybridCache(pools, reuse, tiers)

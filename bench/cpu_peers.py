@@ -228,7 +228,7 @@ def _deltic(settings: dict[str, Any]) -> Any:
             lambda engine: trial(engine, Case(task.prompt_tokens, task.new_tokens, task.batch), next(seeds)))
         return run.decode_tokens_per_second if task.name == "decode" else run.prefill_tokens_per_second
     return {"version": __version__, "dtype": llm.runtime.config.dtype, "load_seconds": load_seconds,
-            "ops": explain(llm.runtime.decoder.ops)}, measure
+            "ops": explain(llm.runtime.ops)}, measure
 
 
 def _memory(settings: dict[str, Any]) -> Any:

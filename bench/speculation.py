@@ -112,6 +112,7 @@ def _embedded(args: argparse.Namespace) -> None:
                                     variables={"enable_thinking": sample.thinking})
             for sample in heldout_set(1, 1)[:4 if args.quick else 24]]
     requests = [replace(job.request, id=str(index), matcher=None) for index, job in enumerate(jobs)]
+    assert isinstance(llm.runtime, Runtime)
     with_head, without = llm.runtime, plain_runtime(llm.runtime)
     runs: dict[str, list[Served]] = {"auto": [], "off": []}
     for pair in range(args.pairs + 1):

@@ -230,7 +230,7 @@ def small_runtime(runtime: Runtime, *, batch: int = 8, budget: int = 64, pages: 
 
 def session_over(runtime: Runtime, **limits: Any) -> Session:
     """A Session over an already loaded model."""
-    with patch("deltic.engine.session.load", lambda *_: small_runtime(runtime, **limits)):
+    with patch("deltic.engine.session.load_any", lambda *_: small_runtime(runtime, **limits)):
         return Session()
 
 

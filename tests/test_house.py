@@ -29,13 +29,14 @@ ALLOWED = {
     "cache": {"config", "ops", "types", "errors"},
     "vision": {"config", "types", "errors"},
     "text": {"vision", "config", "types", "errors"},
-    "engine": {"cache", "vision", "model", "weights", "config", "ops", "types", "errors"},
+    "artifacts": {"cache", "weights", "config", "ops", "types", "errors"},
+    "engine": {"artifacts", "cache", "vision", "model", "weights", "config", "ops", "types", "errors"},
     "encoders": {"engine", "weights", "config", "ops", "types", "errors"},
     "server": {"encoders", "engine", "text", "config", "types", "errors"},
     "export": {"server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops", "types", "errors"},
     "llm_plugin": set(),
-    "cli": {"export", "server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops", "types",
-            "errors"},
+    "cli": {"artifacts", "export", "server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops",
+            "types", "errors"},
 }
 """The rooms that a room may import from, besides itself."""
 MEETING = {"deltic/engine/llm.py": {"text"}}

@@ -16,6 +16,10 @@ from test_house import ROOT, TREES, functions, shown
 from deltic.ops.cpu import library, missing
 
 CACHES = {
+    **{f"deltic/artifacts/tvm/kernels.py {name}": "source of code, which nobody changes" for name in (
+        "add_norm", "delta_gates", "delta_rule", "embed", "gated_norm", "heads", "linear", "linear_one", "output_gate",
+        "row", "short_conv", "state_get", "state_set", "swiglu")},
+    "deltic/artifacts/tvm/library.py runtime": "a library that can be loaded once",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/nvrtc.py _library": "a library without a state that we know of",
@@ -36,11 +40,13 @@ CACHES = {
 }
 """Functions that remember their results."""
 CHANGED = {
+    "deltic/artifacts/tvm/library.py sys": "while one package is imported, which would import torch if it could",
     "deltic/cli/__init__.py sys": "a command without standard streams gets some",
     "deltic/ops/cuda/driver.py cls": "a class of arguments names its fields when it is made",
 }
 """Places that change what belongs to a module or a class."""
 MADE = {
+    "deltic/artifacts/tvm/parameters.py Lock": "TVM has one cache of parameters for the process",
     "deltic/cache/prefix.py OpenDoor": "it has no fields",
     "deltic/cache/tiers.py Fetch": "a look that is over: nothing changes it",
 }

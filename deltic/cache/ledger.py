@@ -43,6 +43,10 @@ class Ledger:
             if not self._owners[unit]:
                 heapq.heappush(self._free, unit)
 
+    def owned(self, unit: int) -> bool:
+        """Whether somebody has the unit."""
+        return self._owners[unit] > 0
+
     def alone(self, units: Iterable[int]) -> bool:
         """Whether each unit has one owner."""
         return all(self._owners[unit] == 1 for unit in units)

@@ -27,6 +27,7 @@ COMMANDS = {
     "bench": "measure the speed of this machine",
     "inspect": "show what a model is and how it would run here",
     "convert": "write the model as a GGUF file",
+    "compile": "compile the model with TVM",
     "mtp": "take the multi-token-prediction head out of a model",
     "pull": "download a model",
     "ls": "list the models that were downloaded",

@@ -57,11 +57,17 @@ def layer_pattern(config: ModelConfig) -> str:
 
 def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a checkpoint, which is loaded: that is the proof that it can be."""
+    from deltic.artifacts.backend import ProgramModel
     from deltic.cache.pools import Extras
     from deltic.ops import explain
 
     llm = open_llm(args)
     runtime = llm.runtime
+    if isinstance(runtime, ProgramModel):
+        facts = _facts(runtime.config, runtime.options, runtime.ops, (runtime.memory, Extras()))
+        return {"model": runtime.name, "path": str(runtime.path), **facts, "ops": "compiled",
+                "tokenizer": _text_facts(llm.chat_processor, runtime.generation.eos_token_ids),
+                "generation": runtime.generation.sampling()}
     facts = _facts(runtime.config, runtime.options, runtime.decoder.ops,
                    (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None)))
     kinds = runtime.decoder.weight_kinds()

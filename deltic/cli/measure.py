@@ -86,7 +86,7 @@ def origin_facts(llm: LLM) -> dict[str, Any]:
     from deltic.ops import explain
 
     return {"machine": {**machine_facts(), "threads": llm.runtime.threads}, "version": __version__, "commit": commit(),
-            "ops": explain(llm.runtime.decoder.ops)}
+            "ops": explain(llm.runtime.ops)}
 
 
 def _trace(engine: Engine, case: Case, draw: random.Random) -> _Trace:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from deltic.artifacts.opening import kind_of
 from deltic.cli import options
 from deltic.cli.answer import Meter, Screen, call_json, read_answer, statistics_line
 from deltic.cli.models import timed_llm
@@ -112,7 +113,9 @@ def words(first: str | None, second: str | None) -> tuple[str | None, str | None
 
 def _is_model(word: str) -> bool:
     """Whether this is the path of a model, or wants to be one."""
-    if word.lower().endswith(".gguf") and len(word.split()) == 1:
+    if word.lower().endswith((".gguf", ".pte")) and len(word.split()) == 1:
+        return True
+    if kind_of(word):
         return True
     return os.path.isfile(os.path.join(word, "config.json")) or (
         os.path.isdir(word) and any(name.lower().endswith(".gguf") for name in os.listdir(word)))

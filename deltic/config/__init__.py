@@ -3,12 +3,12 @@
 Dtypes are strings here, so that a command line can be built without importing torch.
 """
 
+from deltic.config.aliases import ARCHITECTURES
 from deltic.config.engine import EngineConfig
 from deltic.config.generation import GenerationDefaults
 from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, available_memory, parse_bytes
 from deltic.config.model import (
-    ARCHITECTURES,
     DTYPE_BYTES,
     DType,
     ExpertsConfig,

@@ -54,6 +54,8 @@ class EngineConfig:
     cache_dir: str | None = _option(None, "directory in which to keep conversations, so that they are known after a "
                                           "restart (default: none)")
     cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
+    aot_dir: str | None = _option(None, "directory in which to keep the packed weights that --quant makes, so that the "
+                                        "next start of the same model on such a machine reads them (default: none)")
     vision: bool = _option(True, "read pictures, if the model can; else its vision tower is not loaded")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
@@ -137,7 +139,7 @@ class EngineConfig:
             if type(value) is not int and not (optional and value is None):
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
-                            "host_memory": str | None, "cache_dir": str | None,
+                            "host_memory": str | None, "cache_dir": str | None, "aot_dir": str | None,
                             "expert_memory": str | None, "expert_reserve": str, "expert_predict": bool,
                             "expert_profile": str | None, "debug_layers": bool, "limits": Limits}.items():
             if not isinstance(getattr(self, name), kinds):

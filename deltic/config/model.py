@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from deltic.config.aliases import ARCHITECTURES, FORMATS, find
 from deltic.config.reading import flag, integer, number, token_ids
 from deltic.errors import ModelError, show
 
@@ -15,30 +15,8 @@ LayerType = Literal["linear_attention", "full_attention"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Final[Mapping[DType, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
-_DTYPE_ALIASES: Final[Mapping[str, DType]] = {
-    "float32": "float32", "fp32": "float32", "f32": "float32", "float": "float32",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float16": "float16", "fp16": "float16", "f16": "float16", "half": "float16",
-}
-
 _MTP: Final = "mtp_num_hidden_layers"
 _MOST_EXPERTS: Final = 4096
-
-# Keys are lower case without punctuation, so that `qwen3.5`, `qwen3_5` and `Qwen3_5` are one entry.
-_GENERATIONS: Final = ("qwen35", "qwen36", "qwen38")
-_CAUSAL_FORMS: Final = ("", "model", "forcausallm")
-_DENSE_FORMS: Final = (*_CAUSAL_FORMS, "text", "textmodel", "forconditionalgeneration")
-ARCHITECTURES: Final[Mapping[str, str]] = {
-    **{base + form: "qwen3_5" for base in _GENERATIONS for form in _DENSE_FORMS},
-    **{base + "moe" + form: "qwen3_5_moe" for base in _GENERATIONS for form in _DENSE_FORMS},
-    **{"qwen3" + form: "qwen3" for form in _CAUSAL_FORMS},
-    **{"qwen3moe" + form: "qwen3_moe" for form in _CAUSAL_FORMS},
-    **{"qwen2" + form: "qwen2" for form in _CAUSAL_FORMS},
-    **{"qwen2moe" + form: "qwen2_moe" for form in _CAUSAL_FORMS},
-    # without sliding windows, which are refused, a Mistral is a Llama
-    **{base + form: "llama" for base in ("llama", "mistral") for form in _CAUSAL_FORMS},
-    **{"mixtral" + form: "mixtral" for form in _CAUSAL_FORMS},
-}
 
 
 def architecture(name: str) -> str:
@@ -46,7 +24,7 @@ def architecture(name: str) -> str:
 
     Raises ModelError for a family that deltic does not know.
     """
-    found = ARCHITECTURES.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    found = find(ARCHITECTURES, name)
     if found is None:
         raise ModelError(f"architecture {show(name)} is not supported: deltic runs the Qwen3.5 family "
                          "(model_type qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_6, qwen3_8 or a Qwen3_5For... class), "
@@ -477,7 +455,7 @@ def _linear(text: Mapping[str, Any]) -> LinearConfig:
 
 def _dtype(text: Mapping[str, Any]) -> DType:
     value = text.get("dtype") or text.get("torch_dtype") or "float32"
-    found = _DTYPE_ALIASES.get(str(value).removeprefix("torch.").lower())
+    found = find(FORMATS, str(value).removeprefix("torch."))
     if found is None:
         raise ModelError(f"dtype {show(value)} is not supported, only {', '.join(DTYPE_BYTES)}")
     return found

@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
+from deltic.artifacts.backend import ProgramModel
 from deltic.engine.arguments import (
     as_messages,
     as_params,
@@ -25,7 +26,7 @@ from deltic.engine.arguments import (
     check_tools,
 )
 from deltic.engine.engine import Engine
-from deltic.engine.loading import LoadProgress, RandomModel, load
+from deltic.engine.loading import LoadProgress, RandomModel, load_any
 from deltic.engine.mailbox import Mailbox
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import Runtime
@@ -250,7 +251,7 @@ class LLM:
                  chat_template: Path | None = None, progress: LoadProgress | None = None, **options: Any) -> None:
         chat = {field.name: options.pop(field.name) for field in fields(ChatConfig) if field.name in options}
         ChatConfig(**chat)
-        runtime = load(model, engine_config(options), revision, progress)
+        runtime = load_any(model, engine_config(options), revision, progress)
         self._chat_processor = _chat_processor(runtime, chat_template, **chat)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
@@ -396,7 +397,7 @@ def as_format(response_format: Any = None, structured_outputs: Any = None) -> Ou
     return only_format([read_response_format(response_format), read_structured_outputs(structured_outputs)])
 
 
-def _chat_processor(runtime: Runtime, template: Path | None, **options: Any) -> ChatProcessor | None:
+def _chat_processor(runtime: Runtime | ProgramModel, template: Path | None, **options: Any) -> ChatProcessor | None:
     if runtime.path is None:
         return None
     texts = runtime.tokenizer
@@ -407,7 +408,7 @@ def _chat_processor(runtime: Runtime, template: Path | None, **options: Any) -> 
                          **options)
 
 
-def _with_words(runtime: Runtime, tokenizer: Tokenizer) -> Runtime:
+def _with_words(runtime: Runtime | ProgramModel, tokenizer: Tokenizer) -> Runtime | ProgramModel:
     """Let the tokenizer's ends of text end answers too: some configs name only one of them."""
     if tokenizer.vocab_size > runtime.config.vocab_size:
         log.warning("the tokenizer has %d tokens, the model only %d: are they of one checkpoint?",

@@ -6,17 +6,21 @@ import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from deltic.artifacts.backend import ProgramModel
+from deltic.artifacts.opening import kind_of, open_artifact
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.pools import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
+from deltic.engine.aot import PackedFile
 from deltic.engine.experts import Experts, check_experts, open_experts
 from deltic.engine.heap import keep_freed_memory
-from deltic.engine.identity import Identity
+from deltic.engine.identity import Identity, machine_facts
 from deltic.engine.memory import plan_memory, share_memory
 from deltic.engine.pictures import Encode
 from deltic.engine.runtime import Runtime
@@ -90,6 +94,17 @@ class _Loaded:
     experts: Experts | None
 
 
+def load_any(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
+             progress: LoadProgress | None = None, rings: bool = False) -> Runtime | ProgramModel:
+    """As `load`, or a compiled model, whose path has a name or content of its own."""
+    if isinstance(model, str) and kind_of(model):
+        if revision is not None:
+            raise ModelError(f"{model} is compiled: leave out the revision ({revision}), which is for models of the "
+                             "Hugging Face hub")
+        return open_artifact(Path(model), options)
+    return load(model, options, revision, progress, rings)
+
+
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
          progress: LoadProgress | None = None, rings: bool = False) -> Runtime:
     """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
@@ -153,7 +168,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, not options.offloads_experts)
     weights: dict[str, Weight]
     if options.quant != "none" and not (drafts and tiled):
-        weights = _quantize(tensors, options, config, dtype, tiled)
+        kept = _packed_file(model, config, dtype, marks, options, ops)
+        weights = _quantize(tensors, options, config, dtype, tiled, kept)
     else:
         weights = (files.load_packed(progress, _form(options), not options.offloads_experts) if files and tiled
                    else {**dict(tensors)})
@@ -187,9 +203,9 @@ def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> 
 
 
 def _marks(files: ModelFiles, options: EngineConfig) -> list[FileMark]:
-    """The model's files as they are now, if a tier will have to know them: those of the weights and, for the sake of
-    notes beside the tier, of the tokenizer."""
-    if not options.cache_dir:
+    """The model's files as they are now, if a tier or what is kept for the next start will have to know them: those of
+    the weights and, for the sake of notes beside the tier, of the tokenizer."""
+    if not (options.cache_dir or options.aot_dir):
         return []
     try:
         found = files.weight_files(isinstance(options.speculation, Auto | Mtp))
@@ -251,16 +267,31 @@ def _not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str
     return None
 
 
+def _packed_file(model: str | RandomModel | None, config: ModelConfig, dtype: DType, marks: list[FileMark],
+                 options: EngineConfig, ops: Ops) -> PackedFile | None:
+    """Where packed weights are kept for the next start, if they shall be. On a GPU they are made on the device."""
+    if options.aot_dir is None or options.device != "cpu":
+        return None
+    facts = {"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
+             "quant": options.quant}
+    return PackedFile(options.aot_dir, machine_facts(options, ops), Identity(facts, marks))
+
+
 def _quantize(tensors: Iterator[tuple[str, Tensor]], options: EngineConfig, config: ModelConfig, dtype: DType,
-              tiled: bool) -> dict[str, Weight]:
+              tiled: bool, kept: PackedFile | None) -> dict[str, Weight]:
     """The weights in the quantized form that `options.quant` asks for. They come one after another, so that memory
-    stays near what they take then."""
+    stays near what they take then; or from where the last start has kept them."""
     reason = _not_packed(options, config, dtype)
     if tiled:
         reason = "the weights are quantized already; leave it out, or load the unquantized model"
     if reason:
         raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
-    return quantize_tensors(tensors, options.quant, config, _form(options))
+    found = kept.read() if kept else None
+    if found is None:
+        found = quantize_tensors(tensors, options.quant, config, _form(options))
+        if kept:
+            kept.write(found)
+    return found
 
 
 def _keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> bool:

@@ -26,6 +26,7 @@ from deltic.engine.pictures import Encode
 from deltic.engine.scheduler import Plan, Row
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp import Mtp as MtpHead
+from deltic.ops import Ops
 from deltic.ops.cpu import use_torch_threads
 from deltic.ops.records import Batch, CacheViews, Sampled, Sampling
 from deltic.types import Auto, Mtp
@@ -112,6 +113,11 @@ class Runtime:
         """The tensors behind the cache."""
         assert isinstance(self.cache.pools, CachePools)
         return self.cache.pools
+
+    @property
+    def ops(self) -> Ops:
+        """What it computes with."""
+        return self.decoder.ops
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltic.cache.lease import Lease, Snapshot
 from deltic.engine.batch import build
-from deltic.engine.loading import RandomModel, load
+from deltic.engine.loading import RandomModel, load_any
 from deltic.engine.options import engine_config
 from deltic.engine.scheduler import Plan, Row, base_after
 from deltic.errors import ConfigError, DegenerateError, RequestError, show
@@ -62,7 +62,7 @@ class Session:
         if isinstance(config.speculation, Draft):
             raise ConfigError("speculate=draft is of no use here: give what another Session drafts to verify",
                               "speculate")
-        self.runtime = load(model, config, revision, None, True)
+        self.runtime = load_any(model, config, revision, None, True)
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
         assert lease is not None and scratch is not None

@@ -1,0 +1,412 @@
+"""What a step is made of, as TIR for a CPU. Everything is computed in float32, whatever the weights are stored in.
+
+n: tokens of a step, known when it runs. Matrices lie in panels: those of `LANES` outputs after each other, so that the
+sums of a panel are one vector; see `panels`.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import cache
+from math import gcd
+
+from tvm.script import tirx as T
+
+LANES = 16
+"""Outputs of a panel: float32 numbers of a 512-bit register."""
+_ROWS = 8
+"""Tokens whose sums are kept in registers while a panel is read."""
+_SPLIT = 4
+"""Sums that a single token's product is split into, so that one addition need not wait for the last."""
+
+
+def lanes_of(size: int) -> int:
+    """The most lanes, up to `LANES`, that divide a size."""
+    return gcd(size, LANES)
+
+
+@cache
+def linear(inputs: int, panels: int, dtype: str):
+    """x [n, inputs], w [panels, inputs, LANES] -> y [n, panels * LANES]."""
+    @T.prim_func(s_tir=True, private=True)
+    def matrix(x_handle: T.handle, w_handle: T.handle, y_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        x = T.match_buffer(x_handle, (n, inputs), "float32")
+        w = T.match_buffer(w_handle, (panels, inputs, LANES), dtype)
+        y = T.match_buffer(y_handle, (n, panels * LANES), "float32")
+        for panel in T.parallel(panels):
+            for tile in T.serial(T.ceildiv(n, T.int64(_ROWS))):
+                with T.sblock("tile"):
+                    total = T.sblock_alloc_buffer((_ROWS, LANES), "float32")
+                    for r in T.unroll(_ROWS):
+                        for lane in T.vectorized(LANES):
+                            total[r, lane] = T.float32(0)
+                    for i in T.serial(inputs):
+                        for r in T.unroll(_ROWS):
+                            for lane in T.vectorized(LANES):
+                                total[r, lane] = total[r, lane] + x[T.min(tile * _ROWS + r, n - 1), i] * T.cast(
+                                    w[panel, i, lane], "float32")
+                    for r in T.unroll(_ROWS):
+                        if tile * _ROWS + r < n:
+                            for lane in T.vectorized(LANES):
+                                y[tile * _ROWS + r, panel * LANES + lane] = total[r, lane]
+    return matrix
+
+
+@cache
+def linear_one(inputs: int, panels: int, dtype: str):
+    """`linear` of one token, whose sums are split into `_SPLIT`."""
+    split = gcd(inputs, _SPLIT)
+
+    @T.prim_func(s_tir=True, private=True)
+    def vector(x: T.Buffer((1, inputs), "float32"), w: T.Buffer((panels, inputs, LANES), dtype),
+               y: T.Buffer((1, panels * LANES), "float32")):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        for panel in T.parallel(panels):
+            with T.sblock("panel"):
+                total = T.sblock_alloc_buffer((split, LANES), "float32")
+                for r in T.unroll(split):
+                    for lane in T.vectorized(LANES):
+                        total[r, lane] = T.float32(0)
+                for i in T.serial(inputs // split):
+                    for r in T.unroll(split):
+                        for lane in T.vectorized(LANES):
+                            total[r, lane] = total[r, lane] + x[0, i * split + r] * T.cast(
+                                w[panel, i * split + r, lane], "float32")
+                for r in T.unroll(1, split):
+                    for lane in T.vectorized(LANES):
+                        total[0, lane] = total[0, lane] + total[r, lane]
+                for lane in T.vectorized(LANES):
+                    y[0, panel * LANES + lane] = total[0, lane]
+    return vector
+
+
+@cache
+def embed(hidden: int, panels: int, dtype: str):
+    """ids [n] int32, w [panels, hidden, LANES] -> y [n, hidden]."""
+    @T.prim_func(s_tir=True, private=True)
+    def rows(ids_handle: T.handle, w_handle: T.handle, y_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        ids = T.match_buffer(ids_handle, (n,), "int32")
+        w = T.match_buffer(w_handle, (panels, hidden, LANES), dtype)
+        y = T.match_buffer(y_handle, (n, hidden), "float32")
+        for t, i in T.grid(n, hidden):
+            with T.sblock("row"):
+                y[t, i] = T.cast(w[ids[t] // LANES, i, ids[t] % LANES], "float32")
+    return rows
+
+
+@cache
+def add_norm(hidden: int, eps: float, width: int):
+    """residual [n, hidden], delta [n, width >= hidden], scale [hidden] -> their sum [n, hidden] and its RMS norm."""
+    lanes = lanes_of(hidden)
+
+    @T.prim_func(s_tir=True, private=True)
+    def norm(r_handle: T.handle, d_handle: T.handle, scale: T.Buffer((hidden,), "float32"), s_handle: T.handle,
+             y_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        residual = T.match_buffer(r_handle, (n, hidden), "float32")
+        delta = T.match_buffer(d_handle, (n, width), "float32")
+        total = T.match_buffer(s_handle, (n, hidden), "float32")
+        y = T.match_buffer(y_handle, (n, hidden), "float32")
+        for t in T.serial(n):
+            with T.sblock("token"):
+                squares = T.sblock_alloc_buffer((lanes,), "float32")
+                factor = T.sblock_alloc_buffer((1,), "float32")
+                for lane in T.vectorized(lanes):
+                    squares[lane] = T.float32(0)
+                for i in T.serial(hidden // lanes):
+                    for lane in T.vectorized(lanes):
+                        total[t, i * lanes + lane] = residual[t, i * lanes + lane] + delta[t, i * lanes + lane]
+                    for lane in T.vectorized(lanes):
+                        squares[lane] = squares[lane] + total[t, i * lanes + lane] * total[t, i * lanes + lane]
+                factor[0] = T.float32(0)
+                for lane in T.serial(lanes):
+                    factor[0] = factor[0] + squares[lane]
+                factor[0] = T.float32(1) / T.sqrt(factor[0] / T.float32(hidden) + T.float32(eps))
+                for i in T.serial(hidden // lanes):
+                    for lane in T.vectorized(lanes):
+                        y[t, i * lanes + lane] = (total[t, i * lanes + lane] * factor[0]) * scale[i * lanes + lane]
+    return norm
+
+
+@cache
+def swiglu(inner: int, width: int):
+    """x [n, width]: gate [inner], up [inner], perhaps more -> silu(gate) * up [n, inner]."""
+    @T.prim_func(s_tir=True, private=True)
+    def product(x_handle: T.handle, y_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        x = T.match_buffer(x_handle, (n, width), "float32")
+        y = T.match_buffer(y_handle, (n, inner), "float32")
+        for t in T.serial(n):
+            for i in T.serial(inner):
+                with T.sblock("number"):
+                    y[t, i] = x[t, i] / (T.float32(1) + T.exp(T.float32(0) - x[t, i])) * x[t, inner + i]
+    return product
+
+
+@cache
+def short_conv(channels: int, kernel: int, width: int):
+    """x [n, width], of which the first are raw inputs [channels]; before [1, kernel - 1, channels]: those of the last
+    tokens; taps [kernel, channels], the last of which meets the token itself -> silu of the convolution [n, channels],
+    and the last raw inputs now [1, kernel - 1, channels]."""
+    lanes = lanes_of(channels)
+    past = kernel - 1
+
+    @T.prim_func(s_tir=True, private=True)
+    def conv(x_handle: T.handle, before: T.Buffer((1, past, channels), "float32"),
+             taps: T.Buffer((kernel, channels), "float32"), y_handle: T.handle,
+             after: T.Buffer((1, past, channels), "float32")):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        x = T.match_buffer(x_handle, (n, width), "float32")
+        y = T.match_buffer(y_handle, (n, channels), "float32")
+        for block in T.parallel(channels // lanes):
+            for t in T.serial(n):
+                with T.sblock("token"):
+                    total = T.sblock_alloc_buffer((lanes,), "float32")
+                    for lane in T.vectorized(lanes):
+                        total[lane] = T.float32(0)
+                    for tap in T.unroll(kernel):
+                        if t + tap < past:
+                            for lane in T.vectorized(lanes):
+                                total[lane] = total[lane] + taps[tap, block * lanes + lane] * before[
+                                    0, t + tap, block * lanes + lane]
+                        else:
+                            for lane in T.vectorized(lanes):
+                                total[lane] = total[lane] + taps[tap, block * lanes + lane] * x[
+                                    t + tap - past, block * lanes + lane]
+                    for lane in T.vectorized(lanes):
+                        y[t, block * lanes + lane] = total[lane] / (T.float32(1) + T.exp(T.float32(0) - total[lane]))
+            for place in T.serial(past):
+                with T.sblock("keep"):
+                    if n + place < past:
+                        for lane in T.vectorized(lanes):
+                            after[0, place, block * lanes + lane] = before[0, n + place, block * lanes + lane]
+                    else:
+                        for lane in T.vectorized(lanes):
+                            after[0, place, block * lanes + lane] = x[n + place - past, block * lanes + lane]
+    return conv
+
+
+@cache
+def delta_gates(value_heads: int, start: int, width: int):
+    """x [n, width], of which from `start` on come b, a [value_heads]; decay, dt_bias [value_heads] -> the state's decay
+    and beta [n, 2, value_heads]."""
+    @T.prim_func(s_tir=True, private=True)
+    def gates(x_handle: T.handle, decay: T.Buffer((value_heads,), "float32"),
+              dt_bias: T.Buffer((value_heads,), "float32"), y_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        x = T.match_buffer(x_handle, (n, width), "float32")
+        y = T.match_buffer(y_handle, (n, 2, value_heads), "float32")
+        for t, h in T.grid(n, value_heads):
+            with T.sblock("head"):
+                sum = T.sblock_alloc_buffer((1,), "float32")
+                sum[0] = x[t, start + value_heads + h] + dt_bias[h]
+                sum[0] = T.max(sum[0], T.float32(0)) + T.log1p(T.exp(T.float32(0) - T.abs(sum[0])))  # softplus
+                y[t, 0, h] = T.exp(decay[h] * sum[0])
+                y[t, 1, h] = T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - x[t, start + h]))
+    return gates
+
+
+@cache
+def delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int):
+    """The gated delta rule (arXiv 2412.06464, equation 10): mixed [n, C], queries, keys, values after the convolution;
+    gates [n, 2, value_heads]; before [1, value_heads, key_dim, value_dim] -> y [n, value_heads * value_dim], after as
+    before."""
+    lanes = lanes_of(value_dim)
+    blocks, share, keys = value_dim // lanes, value_heads // key_heads, key_heads * key_dim
+    channels, values = 2 * keys + value_heads * value_dim, value_heads * value_dim
+
+    @T.prim_func(s_tir=True, private=True)
+    def rule(m_handle: T.handle, g_handle: T.handle, before: T.Buffer((1, value_heads, key_dim, value_dim), "float32"),
+             y_handle: T.handle, after: T.Buffer((1, value_heads, key_dim, value_dim), "float32")):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        mixed = T.match_buffer(m_handle, (n, channels), "float32")
+        gates = T.match_buffer(g_handle, (n, 2, value_heads), "float32")
+        y = T.match_buffer(y_handle, (n, values), "float32")
+        for h in T.parallel(value_heads):
+            for d, v in T.grid(key_dim, blocks):
+                with T.sblock("load"):
+                    for lane in T.vectorized(lanes):
+                        after[0, h, d, v * lanes + lane] = before[0, h, d, v * lanes + lane]
+            for t in T.serial(n):
+                with T.sblock("token"):
+                    unit = T.sblock_alloc_buffer((2,), "float32")  # what makes query and key as long as they shall be
+                    update = T.sblock_alloc_buffer((value_dim,), "float32")
+                    output = T.sblock_alloc_buffer((value_dim,), "float32")
+                    for part in T.unroll(2):
+                        unit[part] = T.float32(0)
+                        for d in T.serial(key_dim):
+                            unit[part] = unit[part] + mixed[t, part * keys + h // share * key_dim + d] * mixed[
+                                t, part * keys + h // share * key_dim + d]
+                        unit[part] = T.float32(1) / T.sqrt(unit[part] + T.float32(1e-6))
+                    for v in T.serial(blocks):
+                        for lane in T.vectorized(lanes):
+                            update[v * lanes + lane] = T.float32(0)
+                            output[v * lanes + lane] = T.float32(0)
+                    for d, v in T.grid(key_dim, blocks):
+                        for lane in T.vectorized(lanes):
+                            after[0, h, d, v * lanes + lane] = after[0, h, d, v * lanes + lane] * gates[t, 0, h]
+                        for lane in T.vectorized(lanes):
+                            update[v * lanes + lane] = update[v * lanes + lane] + after[
+                                0, h, d, v * lanes + lane] * (mixed[t, keys + h // share * key_dim + d] * unit[1])
+                    for v in T.serial(blocks):
+                        for lane in T.vectorized(lanes):
+                            update[v * lanes + lane] = (mixed[t, 2 * keys + h * value_dim + v * lanes + lane]
+                                                        - update[v * lanes + lane]) * gates[t, 1, h]
+                    for d, v in T.grid(key_dim, blocks):
+                        for lane in T.vectorized(lanes):
+                            after[0, h, d, v * lanes + lane] = after[0, h, d, v * lanes + lane] + (
+                                mixed[t, keys + h // share * key_dim + d] * unit[1]) * update[v * lanes + lane]
+                        for lane in T.vectorized(lanes):
+                            output[v * lanes + lane] = output[v * lanes + lane] + after[0, h, d, v * lanes + lane] * (
+                                mixed[t, h // share * key_dim + d] * (unit[0] * T.float32(key_dim ** -0.5)))
+                    for v in T.serial(value_dim):
+                        y[t, h * value_dim + v] = output[v]
+    return rule
+
+
+@cache
+def gated_norm(value_heads: int, value_dim: int, start: int, eps: float, width: int):
+    """y [n, value_heads * value_dim], scale [value_dim], x [n, width], of which from `start` on come as many gates ->
+    the RMS norm of each head of y, times the silu of its gates."""
+    @T.prim_func(s_tir=True, private=True)
+    def norm(y_handle: T.handle, scale: T.Buffer((value_dim,), "float32"), x_handle: T.handle, o_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        y = T.match_buffer(y_handle, (n, value_heads * value_dim), "float32")
+        x = T.match_buffer(x_handle, (n, width), "float32")
+        o = T.match_buffer(o_handle, (n, value_heads * value_dim), "float32")
+        for t, h in T.grid(n, value_heads):
+            with T.sblock("head"):
+                factor = T.sblock_alloc_buffer((1,), "float32")
+                factor[0] = T.float32(0)
+                for v in T.serial(value_dim):
+                    factor[0] = factor[0] + y[t, h * value_dim + v] * y[t, h * value_dim + v]
+                factor[0] = T.float32(1) / T.sqrt(factor[0] / T.float32(value_dim) + T.float32(eps))
+                for v in T.serial(value_dim):
+                    o[t, h * value_dim + v] = ((y[t, h * value_dim + v] * factor[0]) * scale[v]) * (
+                        x[t, start + h * value_dim + v]
+                        / (T.float32(1) + T.exp(T.float32(0) - x[t, start + h * value_dim + v])))
+    return norm
+
+
+@cache
+def heads(query_heads: int, kv_heads: int, dim: int, rotary: int, gated: bool, eps: float, width: int):
+    """x [n, width]: queries (each followed by its gate, if gated), keys, values; q_norm, k_norm [dim]; positions [n]
+    int32; frequencies [rotary / 2] -> normed and rotated queries and keys, and values [n, query_heads + 2 kv_heads,
+    dim]."""
+    step = 2 * dim if gated else dim
+    queries, half, total = query_heads * step, rotary // 2, query_heads + 2 * kv_heads
+
+    @T.prim_func(s_tir=True, private=True)
+    def split(x_handle: T.handle, q_norm: T.Buffer((dim,), "float32"), k_norm: T.Buffer((dim,), "float32"),
+              p_handle: T.handle, frequencies: T.Buffer((half,), "float32"), y_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        x = T.match_buffer(x_handle, (n, width), "float32")
+        positions = T.match_buffer(p_handle, (n,), "int32")
+        y = T.match_buffer(y_handle, (n, total, dim), "float32")
+        for t, h in T.grid(n, query_heads + kv_heads):
+            with T.sblock("head"):
+                factor = T.sblock_alloc_buffer((1,), "float32")
+                start = T.sblock_alloc_buffer((1,), "int64")
+                normed = T.sblock_alloc_buffer((dim,), "float32")
+                start[0] = T.if_then_else(h < query_heads, h * step, queries + (h - query_heads) * dim)
+                factor[0] = T.float32(0)
+                for d in T.serial(dim):
+                    factor[0] = factor[0] + x[t, start[0] + d] * x[t, start[0] + d]
+                factor[0] = T.float32(1) / T.sqrt(factor[0] / T.float32(dim) + T.float32(eps))
+                for d in T.serial(dim):
+                    normed[d] = (x[t, start[0] + d] * factor[0]) * T.if_then_else(h < query_heads, q_norm[d], k_norm[d])
+                for d in T.serial(half):
+                    y[t, h, d] = (normed[d] * T.cos(T.cast(positions[t], "float32") * frequencies[d])
+                                  - normed[half + d] * T.sin(T.cast(positions[t], "float32") * frequencies[d]))
+                    y[t, h, half + d] = (normed[half + d] * T.cos(T.cast(positions[t], "float32") * frequencies[d])
+                                         + normed[d] * T.sin(T.cast(positions[t], "float32") * frequencies[d]))
+                for d in T.serial(dim - rotary):
+                    y[t, h, rotary + d] = normed[rotary + d]
+        for t, h, d in T.grid(n, kv_heads, dim):
+            with T.sblock("value"):
+                y[t, query_heads + kv_heads + h, d] = x[t, queries + kv_heads * dim + h * dim + d]
+    return split
+
+
+@cache
+def output_gate(query_heads: int, dim: int, width: int):
+    """y [n, query_heads, dim], x [n, width]: as of `heads`, gated -> y times the sigmoid of its gate
+    [n, query_heads * dim]."""
+    @T.prim_func(s_tir=True, private=True)
+    def gated(y_handle: T.handle, x_handle: T.handle, o_handle: T.handle):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        y = T.match_buffer(y_handle, (n, query_heads, dim), "float32")
+        x = T.match_buffer(x_handle, (n, width), "float32")
+        o = T.match_buffer(o_handle, (n, query_heads * dim), "float32")
+        for t, h, d in T.grid(n, query_heads, dim):
+            with T.sblock("number"):
+                o[t, h * dim + d] = y[t, h, d] / (T.float32(1) + T.exp(T.float32(0) - x[t, h * 2 * dim + dim + d]))
+    return gated
+
+
+@cache
+def row(hidden: int):
+    """x [n, hidden], position [1] int32 -> that row of x [1, hidden]."""
+    @T.prim_func(s_tir=True, private=True)
+    def taken(x_handle: T.handle, position: T.Buffer((1,), "int32"), y: T.Buffer((1, hidden), "float32")):
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        n = T.int64()
+        x = T.match_buffer(x_handle, (n, hidden), "float32")
+        for i in T.serial(hidden):
+            with T.sblock("number"):
+                y[0, i] = x[position[0], i]
+    return taken
+
+
+@cache
+def state_get(shape: tuple[int, ...]):
+    """What reads a state of some sequences from the storage [sequences, history, ...]: their slots [b], the places of
+    their present states [b] -> [b, ...]."""
+    size = 1
+    for number in shape:
+        size *= number
+
+    @T.prim_func(s_tir=True)
+    def get(s_handle: T.handle, slots_handle: T.handle, places_handle: T.handle, o_handle: T.handle):
+        T.func_attr({"tirx.is_scheduled": True})
+        sequences, history, b = T.int64(), T.int64(), T.int64()
+        storage = T.match_buffer(s_handle, (sequences, history, *shape), "float32")
+        slots = T.match_buffer(slots_handle, (b,), "int32")
+        places = T.match_buffer(places_handle, (b,), "int32")
+        output = T.match_buffer(o_handle, (b, *shape), "float32")
+        for i in T.serial(b):
+            for s in T.grid(*shape):
+                with T.sblock("copy"):
+                    T.buffer_store(output, T.BufferLoad(storage, [slots[i], places[i], *s]), [i, *s])
+    return get
+
+
+@cache
+def state_set(shape: tuple[int, ...]):
+    """What writes it to the place after the present one, where it will be present when the step is over."""
+    @T.prim_func(s_tir=True)
+    def put(s_handle: T.handle, slots_handle: T.handle, places_handle: T.handle, d_handle: T.handle):
+        T.func_attr({"tirx.is_scheduled": True})
+        sequences, history, b = T.int64(), T.int64(), T.int64()
+        storage = T.match_buffer(s_handle, (sequences, history, *shape), "float32")
+        slots = T.match_buffer(slots_handle, (b,), "int32")
+        places = T.match_buffer(places_handle, (b,), "int32")
+        data = T.match_buffer(d_handle, (b, *shape), "float32")
+        for i in T.serial(b):
+            for s in T.grid(*shape):
+                with T.sblock("copy"):
+                    T.buffer_store(storage, T.BufferLoad(data, [i, *s]),
+                                   [slots[i], (places[i] + 1) % T.cast(history, "int32"), *s])
+    return put

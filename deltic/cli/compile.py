@@ -1,0 +1,96 @@
+"""`deltic compile`: a model as a directory that TVM's runtime runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+from deltic.artifacts.extras import need
+from deltic.artifacts.opening import LIBRARIES
+from deltic.cli.parser import UsageError, text, whole
+from deltic.cli.table import table
+from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
+from deltic.errors import ModelError
+
+HELP = "Compile a model with TVM into a directory that `deltic run`, `chat` and `serve` take."
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="MODEL", type=text,
+                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny: dense "
+                             "Qwen3.5 or Qwen3")
+    parser.add_argument("-o", "--output", metavar="DIR", type=text,
+                        help="the directory to make (default: ~/.cache/deltic/compiled/MODEL--TARGET--cpu)")
+    parser.add_argument("--target", default="llvm", metavar="TARGET", type=text,
+                        help='for which processor: llvm, this one (default), or another, such as "llvm '
+                             '-mcpu=x86-64-v3"')
+    parser.add_argument("--dtype", default="float32", type=_format, metavar="DTYPE",
+                        help="how matrices are stored: float32 (default) or float16; all else is float32")
+    parser.add_argument("--generation", type=_generation, metavar="GEN",
+                        help="v1 (ndarray-cache.json; attention alone) or v2 (tensor-cache.json; recurrent layers "
+                             "too). Default: v2")
+    parser.add_argument("--max-context", type=whole(1), metavar="N",
+                        help="most tokens of prompt and answer (default: the model's own)")
+    parser.add_argument("--prefill-chunk", type=whole(1, 1 << 16), default=512, metavar="N",
+                        help="most tokens of a prompt that are read at once (default: 512)")
+    parser.add_argument("--force", action="store_true", help="replace what DIR holds of a compiled model")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    need("tvm")
+    folder = _folder(args)
+    from deltic.artifacts.tvm.compiler import compile_model
+    from deltic.weights.hub import open_model
+
+    started = time.perf_counter()
+    written = compile_model(open_model(args.source, args.revision), folder, generation=args.generation,
+                            dtype=args.dtype, target=args.target, max_context=args.max_context,
+                            chunk=args.prefill_chunk)
+    facts = {"path": str(folder), "library_bytes": written.library, "parameter_bytes": written.parameters,
+             "seconds": round(time.perf_counter() - started, 2)}
+    print(json.dumps(facts, ensure_ascii=False) if args.json else table(facts))
+    return 0
+
+
+def cache_folder(model: str, target: str) -> Path:
+    """Where what is compiled goes if nobody says where: MODEL--TARGET--DEVICE, a hub name's slash written as two
+    dashes."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    name = model if model.count("/") == 1 and not os.path.exists(model) else Path(model).resolve().name
+    kept = (re.sub(r"[^\w.=-]+", "_", part.replace("/", "--")) for part in (name, target.strip(), "cpu"))
+    return (Path(base) if base else Path.home() / ".cache") / "deltic" / "compiled" / "--".join(kept)
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    """The directory to write to, empty but for files that are none of a compiled model's."""
+    folder = Path(args.output) if args.output else cache_folder(args.source, args.target)
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file; name a directory")
+    old = [path for name in (*LIBRARIES, "params_shard_*.bin", "*-cache.json") for path in folder.glob(name)]
+    if folder.is_dir() and os.listdir(folder) and not (args.force and old):
+        raise UsageError(f"{folder} is not empty; " + (
+            "give --force to replace the compiled model in it" if old else "name another directory"))
+    for path in old:
+        path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _format(given: str) -> str:
+    found = find(FORMATS, given)
+    if found not in ("float32", "float16"):
+        raise argparse.ArgumentTypeError(f"must be float32 or float16, not {given[:40]!r}")
+    return found
+
+
+def _generation(given: str) -> str:
+    try:
+        return canonical(GENERATIONS, given, "generation")
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

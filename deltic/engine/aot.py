@@ -1,0 +1,173 @@
+"""What a start has made and the next one may take over: packed weights, in a file each that is mapped.
+
+    magic, bytes of the header | header: JSON | the matrices' bytes, each at a multiple of 64
+
+A file's name is the digest of its key: of all that its bytes follow from. It says the key again, and the digest of
+every piece of what comes after, which a start looks at. One that is not whole, or of another key, is ignored with a
+warning, and written anew. Files are replaced, never changed: who cuts one that is mapped kills the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from deltic.cache.folder import write_whole
+from deltic.config import available_cores
+from deltic.engine.identity import Identity
+from deltic.errors import ConfigError
+from deltic.ops.qtensor import QTensor
+from deltic.ops.records import Weight
+
+log = logging.getLogger("deltic")
+
+VERSION: Final = 1
+_MAGIC: Final = b"deltic-aot\0\0"
+_HEAD: Final = struct.Struct("<12sIQ")
+_ALIGNMENT: Final = 64
+_PIECE: Final = 16 << 20
+_LARGEST: Final = 64 << 20
+"""Bytes that a header may have."""
+
+
+class PackedFile:
+    """A model's packed weights in a directory."""
+
+    def __init__(self, folder: str, facts: Mapping[str, object], made: Identity) -> None:
+        """facts: what computes. made: what the weights were made of. ConfigError if the directory cannot be made."""
+        files = [asdict(mark) for mark in made.marks]
+        self.usable = all(mark.settled for mark in made.marks)
+        """Whether a later change of the model's files would show."""
+        key = json.dumps({"version": VERSION, "machine": facts, "weights": made.facts, "files": files}, default=str,
+                         sort_keys=True)
+        self.key = hashlib.sha256(key.encode()).hexdigest()
+        self.path = Path(folder) / f"packed-{self.key[:32]}.bin"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"aot_dir {folder}: {error.strerror}: name a directory that can be written to",
+                              "aot_dir") from error
+
+    def read(self) -> dict[str, Weight] | None:
+        """The weights, mapped; None, with a warning where there is a file, if they have to be made."""
+        if not self.usable:
+            return None
+        try:
+            with self.path.open("rb") as file:
+                weights = _read(file.fileno(), self.key)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s is ignored and written anew: %s", self.path, error)
+            return None
+        log.info("packed weights come from %s", self.path)
+        return weights
+
+    def write(self, weights: Mapping[str, Weight]) -> None:
+        """Leave the weights for the next start. What goes wrong is a warning: they are here."""
+        if not self.usable:
+            log.info("packed weights are not kept: the model's files were changed a moment ago")
+            return
+        try:
+            write_whole(self.path, _pieces(self.key, weights))
+        except OSError as error:
+            log.warning("packed weights are not kept: %s: %s", self.path, error.strerror)
+
+
+def _bytes_of(block: Tensor | QTensor) -> memoryview:
+    data = block.data if isinstance(block, QTensor) else block.detach().contiguous().view(-1).view(torch.uint8)
+    return _view(data)
+
+
+def _view(data: Tensor) -> memoryview:
+    """The bytes of a uint8 tensor."""
+    numbers: Any = data.numpy()
+    return memoryview(numbers).cast("B")
+
+
+def _said(block: Tensor | QTensor) -> dict[str, Any]:
+    if isinstance(block, QTensor):
+        return {"type": block.type, "number": block.matrix.type, "rows": block.rows, "columns": block.columns}
+    return {"dtype": str(block.dtype).removeprefix("torch."), "shape": [*block.shape]}
+
+
+def _pieces(key: str, weights: Mapping[str, Weight]) -> Iterator[bytes | memoryview]:
+    """The file's content. Blocks of one weight that is a tuple follow each other under its name."""
+    entries, parts, start = list[dict[str, Any]](), list[memoryview](), 0
+    for name, weight in weights.items():
+        for block in weight if isinstance(weight, tuple) else (weight,):
+            view = _bytes_of(block)
+            start = -(-start // _ALIGNMENT) * _ALIGNMENT
+            entries.append({"name": name, "stack": isinstance(weight, tuple), "start": start, "nbytes": len(view),
+                            **_said(block)})
+            parts.append(view)
+            start += len(view)
+    with ThreadPoolExecutor(available_cores()) as pool:
+        digests = [*pool.map(_digests, parts)]
+    entries = [{**entry, "sha256": found} for entry, found in zip(entries, digests, strict=True)]
+    header = json.dumps({"key": key, "nbytes": start, "entries": entries}).encode()
+    header += b" " * (-(_HEAD.size + len(header)) % _ALIGNMENT)
+    yield _HEAD.pack(_MAGIC, VERSION, len(header)) + header
+    end = 0
+    for entry, view in zip(entries, parts, strict=True):
+        yield bytes(entry["start"] - end)
+        yield view
+        end = entry["start"] + len(view)
+
+
+def _digests(view: memoryview) -> list[str]:
+    return [hashlib.sha256(view[start:start + _PIECE]).hexdigest() for start in range(0, len(view), _PIECE)]
+
+
+def _read(descriptor: int, key: str) -> dict[str, Weight]:
+    """ValueError saying what is wrong with the file."""
+    magic, version, size = _HEAD.unpack(_exactly(descriptor, _HEAD.size, 0))
+    if magic != _MAGIC or version != VERSION or size > _LARGEST:
+        raise ValueError("it is no such file, or of another version of deltic")
+    header = json.loads(_exactly(descriptor, size, _HEAD.size))
+    if header["key"] != key:
+        raise ValueError("it is of another model, machine or version")
+    first = _HEAD.size + size
+    if os.fstat(descriptor).st_size != first + header["nbytes"]:
+        raise ValueError("it is not whole")
+    found = dict[str, list[Tensor | QTensor]]()
+    mapped = torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    with ThreadPoolExecutor(available_cores()) as pool:
+        blocks = [*pool.map(lambda entry: _block(mapped[first + entry["start"]:][:entry["nbytes"]], entry),
+                            header["entries"])]
+    for entry, block in zip(header["entries"], blocks, strict=True):
+        found.setdefault(entry["name"], []).append(block)
+    stacks = {entry["name"] for entry in header["entries"] if entry["stack"]}
+    return {name: tuple(blocks) if name in stacks else blocks[0] for name, blocks in found.items()}
+
+
+def _block(data: Tensor, entry: Mapping[str, Any]) -> Tensor | QTensor:
+    """What lies in these bytes; ValueError if they are others than were written."""
+    from deltic.ops.cpu.library import Matrix
+
+    if _digests(_view(data)) != entry["sha256"]:
+        raise ValueError(f"the bytes of {entry['name']} are damaged")
+    if "dtype" in entry:
+        return data.view(getattr(torch, entry["dtype"])).view(entry["shape"])
+    rows, columns = entry["rows"], entry["columns"]
+    return QTensor(entry["type"], rows, columns, data, Matrix(entry["number"], rows, columns, data.data_ptr()))
+
+
+def _exactly(descriptor: int, size: int, start: int) -> bytes:
+    content = os.pread(descriptor, size, start)
+    if len(content) != size:
+        raise ValueError("it is not whole")
+    return content
+
