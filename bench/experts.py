@@ -219,14 +219,16 @@ def _start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 def _deltic(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     from deltic import Session
     from deltic.cli.machine import peak_memory_mib
+    from deltic.engine.runtime import Runtime
 
     session = Session(settings["model"], threads=settings["threads"], memory="256MiB", max_context=8192,
                       packed_weights="on", **settings["options"])
-    experts = session.runtime.experts
-    assert experts
+    runtime = session.runtime
+    assert isinstance(runtime, Runtime) and runtime.experts
+    experts = runtime.experts
     words = text(1)
     session.prefill([next(words) for _ in range(settings["warm"])])
-    kept = session.runtime.decoder.weight_bytes()
+    kept = runtime.decoder.weight_bytes()
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
         if "peak" in task:
