@@ -2,6 +2,7 @@
 #include <new>
 
 #include "check.hpp"
+#include "expert_store.hpp"
 #include "layers.hpp"
 #include "levels.hpp"
 #include "matrix.hpp"
@@ -9,7 +10,7 @@
 
 namespace {
 
-// Status of a call that may run out of memory. sound: whether its batch is.
+// Status of a call that may run out of memory, or of files to read. sound: whether its batch is.
 template <typename Call> int guarded(Call &&call, bool sound = true) {
     if (!sound) return -2;
     try {
@@ -17,6 +18,8 @@ template <typename Call> int guarded(Call &&call, bool sound = true) {
         return 0;
     } catch (const std::bad_alloc &) {
         return -1;
+    } catch (const deltic::Unread &) {
+        return -3;
     }
 }
 

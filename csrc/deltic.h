@@ -4,7 +4,8 @@
  * Activations are float32, row-major. Arguments are not checked: there may be no tokens, rows, logits or emits, but
  * every other size is at least 1. A status is 0; -1 where memory ran out: a step may then have moved states that it
  * reads and writes in place, all else can be done again; -2 where a batch points outside of the stores or the
- * vocabulary, or contradicts itself: nothing was done. A pool serves one call at a time; calls on different pools know
+ * vocabulary, or contradicts itself: nothing was done; -3 where experts could not be read (deltic_expert_store_failure
+ * says why), with states as after -1. A pool serves one call at a time; calls on different pools know
  * nothing of each other. */
 #ifndef DELTIC_H
 #define DELTIC_H
@@ -172,17 +173,67 @@ void deltic_add_norm(deltic_pool *pool, const float *residual, const float *delt
 int deltic_mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight *gate_up,
                const deltic_weight *down, float *y);
 
+/* ---- Experts of which a few lie in memory and the others in files, which are read while a step computes. Whoever is
+ * where, results are the same to the bit. */
+
+typedef struct deltic_expert_store deltic_expert_store;
+
+/* Where a matrix begins: rows of blocks as they lie in a GGUF file. */
+typedef struct {
+    int64_t file, offset;
+} deltic_extent;
+
+typedef struct {
+    int64_t slots;                /* experts that are in memory at the same time, at least 1 */
+    int64_t rows, columns;        /* of gate and up; down has as many columns and rows */
+    int64_t types[3];             /* of gate, up and down */
+    const deltic_extent *extents; /* [experts, 3]: gate, up, down */
+} deltic_stored_layer;
+
+/* files: descriptors, open for reading as long as the store lives; those with O_DIRECT are read past the page cache.
+ * readers: threads that read. refresh: of so many steps one may exchange who stays in memory; those that read prompts
+ * (more than 16 tokens) may always. NULL if memory ran out. */
+deltic_expert_store *deltic_expert_store_new(const deltic_stored_layer *layers, int64_t count, int64_t experts,
+                                             const int *files, int64_t file_count, int readers, int64_t refresh);
+void deltic_expert_store_free(deltic_expert_store *store);
+/* Reads experts into the first slots of a layer, as far as they go; before the first step. Status 0, -1 or -3. */
+int deltic_expert_store_fill(deltic_expert_store *store, int64_t layer, const int64_t *experts, int64_t count);
+
+/* Why status -3 came: what the system calls the error (errno), or one of these; and of which file. */
+enum { DELTIC_FILE_ENDED = -1, DELTIC_FILE_CHANGED = -2 };
+int64_t deltic_expert_store_failure(const deltic_expert_store *store, int64_t *file);
+
+/* How often each expert of a layer was passed lately [experts]; may be changed between steps. */
+float *deltic_expert_store_scores(deltic_expert_store *store, int64_t layer);
+
+/* Since the store was made. Times in nanoseconds. */
+typedef struct {
+    int64_t bytes;               /* read from files */
+    int64_t promotions;          /* experts that took the slot of another one */
+    int64_t refreshes;           /* times that those of a layer might */
+    int64_t waited;              /* by steps */
+    int64_t reading;             /* in which something was being read */
+    int64_t predicted, useful;   /* experts that were read ahead of their layer, and those of them that it wanted */
+} deltic_expert_counts;
+/* hits, misses [layers]: experts that a step wanted of a layer, and that were or were not in memory. Any thread may
+ * call it. */
+void deltic_expert_store_count(const deltic_expert_store *store, deltic_expert_counts *counts, int64_t *hits,
+                               int64_t *misses);
+
 /* A mixture of experts: each token passes `per_token` of them, those with the largest softmax of the router's logits (of
  * equal ones the lower number first), and the shared one, if there is one. */
 typedef struct {
     deltic_weight gate_up, down;
 } deltic_expert;
-typedef struct {
+typedef struct deltic_moe_layer {
     deltic_weight router;        /* rows of the experts; with a shared one, last the row of its gate */
     const deltic_expert *expert; /* [experts], and the shared one behind them */
     int64_t experts, per_token;
     int64_t shared;              /* whether there is a shared expert */
     int64_t normalised;          /* the shares of a token's experts add up to 1 */
+    deltic_expert_store *store;  /* null: `expert` has all; else it has the shared one alone, in its place */
+    int64_t stored;              /* the layer's number in the store */
+    const struct deltic_moe_layer *next; /* one of the same store whose experts shall be predicted, or null */
 } deltic_moe_layer;
 
 /* y [tokens, hidden]: the sum of what deltic_mlp gives for each of a token's experts times its share, the best first,

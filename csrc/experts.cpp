@@ -1,10 +1,13 @@
 // A mixture of experts: who passes which, products grouped by expert, and their sum.
 //
-// Rows of tokens are put together by expert: first those of expert 0, then those of expert 1 and so on, the shared one
-// last. So an expert's weights are read once, whoever many tokens pass it, and all experts are one piece of work.
+// Rows of tokens are put together by expert, the shared one last. So an expert's weights are read once, however many
+// tokens pass it, and all experts are one piece of work; where some are not in memory, those that are come first, then
+// the others as they arrive. Where a row lies changes nothing about its numbers.
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
+#include "expert_store.hpp"
 #include "layers.hpp"
 #include "levels.hpp"
 #include "matrix.hpp"
@@ -14,12 +17,19 @@ namespace deltic {
 namespace {
 
 // Scratch slots; what it calls has those before.
-enum { kLogits = 6, kChosen, kShares, kPlaces, kTokens, kProducts, kWide, kGated, kOut, kStarts };
+enum {
+    kLogits = 6, kChosen, kShares, kPlaces, kTokens, kProducts, kWide, kGated, kOut, kStarts, kRows, kOrder, kNext,
+    kGuess, kGuessed, kGuessShares
+};
+
+constexpr int64_t kTogether = 4096; // rows of experts that are computed at a time, so that memory for them is bounded
+constexpr int64_t kPredicted = 16;  // tokens of a step for which the next layer's experts are predicted, at most
 
 // Which experts tokens pass: chosen, shares, places [tokens, per_token]. A place is a row among those put together by
-// expert; tokens [rows]: whose it is. starts [experts + 1]: first row of each expert.
+// expert; tokens: whose it is. rows [experts]: how many each has. order: the experts that have any; starts: the first
+// row of each of these, and behind the last one the end.
 struct Routes {
-    int64_t *chosen, *places, *tokens, *starts;
+    int64_t *chosen, *places, *tokens, *rows, *order, *starts;
     float *shares;
 };
 
@@ -43,27 +53,54 @@ void choose(float *logits, const deltic_moe_layer &layer, int64_t *chosen, float
         for (int64_t k = 0; k < layer.per_token; ++k) shares[k] /= total;
 }
 
-Routes route(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, int64_t tokens) {
-    int64_t rows = tokens * layer.per_token, width = layer.experts + layer.shared;
-    Routes routes{scratch_of<int64_t>(pool, kChosen, rows), scratch_of<int64_t>(pool, kPlaces, rows),
-                  scratch_of<int64_t>(pool, kTokens, rows), scratch_of<int64_t>(pool, kStarts, layer.experts + 1),
-                  scratch_of<float>(pool, kShares, rows)};
+// The experts and shares of every token: chosen, shares [tokens, per_token]. Overwrites the logits.
+void choose_all(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, int64_t tokens, int64_t *chosen,
+                float *shares) {
+    int64_t width = rows_of(layer.router);
     parallel(pool, (tokens + 7) / 8, [&](int64_t piece, int) {
         for (int64_t token = piece * 8; token < tokens && token < piece * 8 + 8; ++token)
-            choose(logits + token * width, layer, routes.chosen + token * layer.per_token,
-                   routes.shares + token * layer.per_token);
+            choose(logits + token * width, layer, chosen + token * layer.per_token, shares + token * layer.per_token);
     });
-    std::fill_n(routes.starts, layer.experts + 1, 0);
-    for (int64_t row = 0; row < rows; ++row) ++routes.starts[routes.chosen[row] + 1];
-    for (int64_t expert = 0; expert < layer.experts; ++expert) routes.starts[expert + 1] += routes.starts[expert];
-    // each expert's start moves on to its end, that is to the next one's start, and is put back
+}
+
+// Who passes which expert, and how many rows each of them has.
+Routes route(deltic_pool *pool, const deltic_moe_layer &layer, float *logits, int64_t tokens) {
+    int64_t rows = tokens * layer.per_token;
+    auto numbers = [&](int slot, int64_t count) { return scratch_of<int64_t>(pool, slot, count); };
+    Routes routes{numbers(kChosen, rows), numbers(kPlaces, rows), numbers(kTokens, rows),
+                  numbers(kRows, layer.experts), numbers(kOrder, layer.experts), numbers(kStarts, layer.experts + 1),
+                  scratch_of<float>(pool, kShares, rows)};
+    choose_all(pool, layer, logits, tokens, routes.chosen, routes.shares);
+    std::fill_n(routes.rows, layer.experts, 0);
+    for (int64_t row = 0; row < rows; ++row) ++routes.rows[routes.chosen[row]];
+    return routes;
+}
+
+// Puts the rows together by expert, in the order of the `passed` experts that some row passes.
+void put_together(deltic_pool *pool, const deltic_moe_layer &layer, const Routes &routes, int64_t passed,
+                  int64_t rows) {
+    auto *next = scratch_of<int64_t>(pool, kNext, layer.experts);
+    int64_t start = 0;
+    for (int64_t place = 0; place < passed; ++place) {
+        next[routes.order[place]] = routes.starts[place] = start;
+        start += routes.rows[routes.order[place]];
+    }
+    routes.starts[passed] = start;
     for (int64_t row = 0; row < rows; ++row) {
-        routes.places[row] = routes.starts[routes.chosen[row]]++;
+        routes.places[row] = next[routes.chosen[row]]++;
         routes.tokens[routes.places[row]] = row / layer.per_token;
     }
-    for (int64_t expert = layer.experts; expert > 0; --expert) routes.starts[expert] = routes.starts[expert - 1];
-    routes.starts[0] = 0;
-    return routes;
+}
+
+// Has experts of the next layer be read that its router would choose for this one's input.
+void predict(deltic_pool *pool, Visit &visit, const deltic_moe_layer &next, const float *x, int64_t tokens) {
+    int64_t rows = tokens * next.per_token, width = rows_of(next.router);
+    float *logits = scratch_of<float>(pool, kGuess, tokens * width);
+    float *shares = scratch_of<float>(pool, kGuessShares, rows);
+    auto *chosen = scratch_of<int64_t>(pool, kGuessed, rows);
+    linear(pool, x, tokens, next.router, logits, width);
+    choose_all(pool, next, logits, tokens, chosen, shares);
+    visit.predict(next.stored, chosen, rows);
 }
 
 // The tokens' sums, [tokens, hidden]; out: what each row gave, those of the shared expert last.
@@ -94,38 +131,61 @@ void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_lay
     float *logits = scratch_of<float>(pool, kLogits, tokens * width);
     linear(pool, x, tokens, layer.router, logits, width);
     Routes routes = route(pool, layer, logits, tokens);
+    std::optional<Visit> visit;
+    int64_t passed = 0;
+    if (layer.store) passed = visit.emplace(layer.store, layer.stored, routes.rows, tokens, routes.order).count();
+    else
+        for (int64_t expert = 0; expert < layer.experts; ++expert)
+            if (routes.rows[expert]) routes.order[passed++] = expert;
+    put_together(pool, layer, routes, passed, rows);
+    if (layer.store && layer.next && tokens <= kPredicted) predict(pool, *visit, *layer.next, x, tokens);
 
-    int64_t both = rows_of(layer.expert[0].gate_up), all = rows + (layer.shared ? tokens : 0), count = 0;
     const deltic_expert &shared = layer.expert[layer.experts];
+    int64_t both = layer.store ? 2 * visit->inner() : rows_of(layer.expert[0].gate_up);
     int64_t shared_both = layer.shared ? rows_of(shared.gate_up) : 0;
-    float *wide = scratch_of<float>(pool, kWide, rows * both + tokens * shared_both);
-    float *gated = scratch_of<float>(pool, kGated, (rows * both + tokens * shared_both) / 2);
-    float *out = scratch_of<float>(pool, kOut, all * hidden);
+    int64_t most = std::min(rows, std::max(kTogether, *std::max_element(routes.rows, routes.rows + layer.experts)));
+    float *wide = scratch_of<float>(pool, kWide, most * both + tokens * shared_both);
+    float *gated = scratch_of<float>(pool, kGated, (most * both + tokens * shared_both) / 2);
+    float *out = scratch_of<float>(pool, kOut, (rows + (layer.shared ? tokens : 0)) * hidden);
     // first into the experts, then out of them
     auto *in = scratch_of<Product>(pool, kProducts, 2 * (layer.experts + 1)), *back = in + layer.experts + 1;
-    auto pass = [&](const deltic_expert &expert, const int64_t *whose, int64_t of, float *up, const float *down_from,
-                    float *to) {
-        in[count] = {&expert.gate_up, x, whose, of, up, rows_of(expert.gate_up)};
-        back[count++] = {&expert.down, down_from, nullptr, of, to, hidden};
+    int64_t count = 0;
+    auto pass = [&](const deltic_expert &expert, const int64_t *whose, int64_t of, int64_t start, int64_t wide_start) {
+        in[count] = {&expert.gate_up, x, whose, of, wide + wide_start, rows_of(expert.gate_up)};
+        back[count++] = {&expert.down, gated + wide_start / 2, nullptr, of, out + start * hidden, hidden};
     };
-    for (int64_t expert = 0; expert < layer.experts; ++expert) {
-        int64_t start = routes.starts[expert], of = routes.starts[expert + 1] - start;
-        if (of)
-            pass(layer.expert[expert], routes.tokens + start, of, wide + start * both, gated + start * both / 2,
-                 out + start * hidden);
+    // the experts of some places, and the shared one
+    auto compute = [&](int64_t begin, int64_t end, bool with_shared) {
+        int64_t first = routes.starts[begin];
+        count = 0;
+        for (int64_t place = begin; place < end; ++place) {
+            int64_t start = routes.starts[place], expert = routes.order[place];
+            pass(visit ? visit->expert(place) : layer.expert[expert], routes.tokens + start, routes.rows[expert], start,
+                 (start - first) * both);
+        }
+        int64_t routed = count, many = routes.starts[end] - first;
+        if (with_shared) pass(shared, nullptr, tokens, rows, most * both);
+        linear_many(pool, in, count);
+        if (many) kernels(pool).silu_mul(pool, wide, gated, many, both / 2);
+        if (with_shared)
+            kernels(pool).silu_mul(pool, wide + most * both, gated + most * both / 2, tokens, shared_both / 2);
+        // the columns of a group of products are the same
+        bool alike = !with_shared || shared_both == both;
+        linear_many(pool, back, alike ? count : routed);
+        if (!alike) linear_many(pool, back + routed, count - routed);
+    };
+    // of those that are there as many as fit together, but one at least
+    int64_t done = 0, ready = visit ? visit->resident() : passed;
+    bool with_shared = layer.shared;
+    while (done < passed) {
+        int64_t end = done;
+        while (end < ready && (end == done || routes.starts[end + 1] - routes.starts[done] <= kTogether)) ++end;
+        if (end > done || with_shared) compute(done, end, with_shared);
+        with_shared = false;
+        done = end;
+        if (visit) visit->done(done);
+        if (done == ready && done < passed) ready = visit->wait();
     }
-    int64_t routed = count;
-    if (layer.shared)
-        pass(shared, nullptr, tokens, wide + rows * both, gated + rows * both / 2, out + rows * hidden);
-
-    linear_many(pool, in, count);
-    kernels(pool).silu_mul(pool, wide, gated, rows, both / 2);
-    if (layer.shared)
-        kernels(pool).silu_mul(pool, wide + rows * both, gated + rows * both / 2, tokens, shared_both / 2);
-    // the columns of a group of products are the same
-    bool alike = !layer.shared || shared_both == both;
-    linear_many(pool, back, alike ? count : routed);
-    if (!alike) linear_many(pool, back + routed, count - routed);
     add_up(pool, layer, routes, logits, out, tokens, hidden, y);
 }
 

@@ -15,7 +15,7 @@ void linear_many(deltic_pool *pool, const Product *products, int64_t count);
 void mlp(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &gate_up, const deltic_weight &down,
          float *y);
 
-// Scratch slots 0 to 15.
+// Scratch slots 0 to 21. Throws Unread.
 void moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer &layer, float *y);
 
 // Scratch slots 0 to 4.

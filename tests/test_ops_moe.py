@@ -147,6 +147,18 @@ def test_a_tokens_result_is_its_own_to_the_bit(kind: str, threads: int) -> None:
 
 
 @needs_kernels
+def test_many_rows_are_computed_in_several_goes() -> None:
+    """5,400 rows of experts, of which at most 4,096 are computed at a time."""
+    weights, x = packed(weights_of(SHAPES[2]), overlay()), tokens_of(600, 44)
+    assert torch.equal(overlay(threads=2).moe(x, weights), torch.cat([overlay().moe(part.contiguous(), weights)
+                                                                      for part in x.split(100)]))
+    one = replace(weights, experts=weights.experts[:1], router=packed(weights_of((1, 1, 3, 5, 44)), overlay()).router,
+                  per_token=1)
+    many = tokens_of(4200, 44)
+    assert torch.equal(overlay().moe(many, one)[4100:], overlay().moe(many[4100:].contiguous(), one))
+
+
+@needs_kernels
 def test_levels_agree() -> None:
     from deltic.ops.cpu.library import LEVELS, library
 

@@ -87,6 +87,7 @@ class ProgramModel:
     mtp_runner: Any = None
     draft: Any = None
     encode: Any = None
+    experts: Any = None
     verifies: bool = False
 
     @property

@@ -19,6 +19,8 @@ _RANGES: Final = {
     "token_budget": (1, 1 << 20),
     "max_stall_ms": (1, 1 << 31),
     "max_repeat": (0, 1 << 31),
+    "expert_cap": (1, 4096),
+    "expert_refresh": (1, 1 << 31),
 }
 _CACHED_PARAMETERS: Final = 8_000_000
 _PACKED: Final = ("auto", "on", "off")
@@ -42,7 +44,7 @@ class EngineConfig:
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(None, "tokens that one step aims at; longer prompts are read in chunks (default: 512, "
-                                "on a GPU 8192)")
+                                "with --expert-memory 768, on a GPU 8192)")
     max_stall_ms: int | None = _option(None, "milliseconds that a step should take at most in which answers wait for "
                                              "prompts, which are then read in smaller chunks and take longer (default: "
                                              "50, but chunks of a quarter of --token-budget at least)")
@@ -62,6 +64,17 @@ class EngineConfig:
                                           "types such as Q4_K, and large files", choices=_PACKED)
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "
                          "in Q4_K_M files", choices=_QUANTS)
+    expert_memory: str | None = _option(None, "memory for the experts of a mixture, such as 8GiB; the others stay in "
+                                        "the model's files, and are read when a token wants them. auto: what is free, "
+                                        "less --expert-reserve (default: all are in memory)")
+    expert_cap: int | None = _option(None, "most experts of a layer that are in memory (default: what --expert-memory "
+                                     "holds)")
+    expert_reserve: str = _option("1.5GiB", "what --expert-memory auto leaves free, for the cache among others")
+    expert_refresh: int = _option(1, "exchange experts in memory for those that are wanted more often in every Nth "
+                                  "step")
+    expert_predict: bool = _option(False, "read experts ahead that the next layer's router would choose now")
+    expert_profile: str | None = _option(None, "file that says which experts are wanted often: read at the start, if "
+                                         "it is there, and written at the end")
     cpu_level: str = _option("auto", "instructions that the CPU kernels use; auto: the best that the processor has",
                              choices=_CPU_LEVELS)
     speculate: str = _option("auto", "draft tokens that the model verifies several at a time, which changes the speed "
@@ -75,7 +88,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.token_budget is None:  # a GPU needs thousands to be busy
-            object.__setattr__(self, "token_budget", 512 if self.device == "cpu" else 8192)
+            mine = 768 if self.offloads_experts else 512  # a chunk reads all experts that are not in memory
+            object.__setattr__(self, "token_budget", mine if self.device == "cpu" else 8192)
         self._check_types()
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -96,6 +110,7 @@ class EngineConfig:
         if self.mmproj is not None and not self.vision:
             raise ConfigError("mmproj is the file of a vision tower: leave out --no-vision", "mmproj")
         self._check_tiers()
+        self._check_experts()
         self._check_ops()
 
     def _check_tiers(self) -> None:
@@ -108,15 +123,31 @@ class EngineConfig:
         if self.cache_dir is not None and not self.prefix_cache:
             raise ConfigError("cache_dir needs the prefix cache: leave out --no-prefix-cache", "cache_dir")
 
+    def _check_experts(self) -> None:
+        if self.expert_memory not in (None, "auto"):
+            parse_bytes(str(self.expert_memory), "expert_memory")
+        parse_bytes(self.expert_reserve, "expert_reserve")
+        for name in ("expert_predict", "expert_profile"):
+            if getattr(self, name) and not self.offloads_experts:
+                raise ConfigError(f"{name} is for experts that are not all in memory: give expert_memory, or leave it "
+                                  "out", name)
+        if self.offloads_experts and self.device != "cpu":
+            raise ConfigError(f"expert_memory is for device cpu, not {self.device}", "expert_memory")
+        if self.offloads_experts and self.quant != "none":
+            raise ConfigError(f"quant={self.quant} is not possible with expert_memory: experts are used as they lie in "
+                              "the model's files; write a quantized file once (deltic convert), and run that", "quant")
+
     def _check_types(self) -> None:
         for name in _RANGES:
             value = getattr(self, name)
-            optional = name in ("threads", "max_context", "max_stall_ms")
+            optional = name in ("threads", "max_context", "max_stall_ms", "expert_cap")
             if type(value) is not int and not (optional and value is None):
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
                             "host_memory": str | None, "cache_dir": str | None, "aot_dir": str | None,
-                            "mmproj": str | None, "debug_layers": bool, "limits": Limits}.items():
+                            "mmproj": str | None, "expert_memory": str | None, "expert_reserve": str,
+                            "expert_predict": bool, "expert_profile": str | None, "debug_layers": bool,
+                            "limits": Limits}.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
 
@@ -142,6 +173,16 @@ class EngineConfig:
     def host_memory_bytes(self) -> int | None:
         """The budget of the tier in host memory in bytes, `None` when it is to be chosen."""
         return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
+
+    @property
+    def offloads_experts(self) -> bool:
+        """Whether experts may stay in the model's files."""
+        return self.expert_memory is not None or self.expert_cap is not None
+
+    @property
+    def expert_bytes(self) -> int | None:
+        """The budget of experts in bytes, `None` where there is none or it is to be chosen."""
+        return None if self.expert_memory in (None, "auto") else parse_bytes(str(self.expert_memory), "expert_memory")
 
     @property
     def speculation(self) -> Speculation:

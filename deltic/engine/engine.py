@@ -176,6 +176,8 @@ class Engine:
     def close(self) -> None:
         """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
         self.runtime.cache.close()
+        if self.runtime.experts:
+            self.runtime.experts.close()
 
     def _launch(self) -> InFlight | None:
         """Draft, admit, plan, run and draw; None if there is nothing to do."""

@@ -18,6 +18,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.pools import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.aot import PackedFile
+from deltic.engine.experts import Experts, check_experts, open_experts
 from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity, machine_facts
 from deltic.engine.memory import plan_memory, share_memory
@@ -75,6 +76,7 @@ class _Loaded:
     tiled: as in `GdnSpec`.
     made: what the weights were made of.
     drafts: it drafts for another model.
+    experts: those that are not all in memory.
     """
 
     name: str
@@ -89,6 +91,7 @@ class _Loaded:
     tiled: bool
     made: Identity
     drafts: bool
+    experts: Experts | None
 
 
 def load_any(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
@@ -133,7 +136,7 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None) -> R
     files = loaded.files
     return Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,
                    loaded.decoder, cache, loaded.threads, files.tokenizer() if files else None, notes, loaded.head,
-                   loaded.encode, files.vision if files and loaded.encode else None, draft)
+                   loaded.encode, files.vision if files and loaded.encode else None, draft, loaded.experts)
 
 
 def _memory_for_weights(model: str | RandomModel | None) -> AbstractContextManager[None]:
@@ -149,6 +152,7 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
     files, tiled, marks = None, False, list[FileMark]()
     if isinstance(model, RandomModel):
+        check_experts(None, options, "auto", False)
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         ops, dtype, threads = _prepare(config, options)
@@ -160,21 +164,25 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         ops, dtype, threads = _prepare(config, options)
         tiled = _keeps_packed(files, options, dtype)
         marks = _marks(files, options)
-        tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress)
+        check_experts(files, options, dtype, tiled)
+        tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, not options.offloads_experts)
     weights: dict[str, Weight]
     if options.quant != "none" and not (drafts and tiled):
         kept = _packed_file(model, config, dtype, marks, options, ops)
         weights = _quantize(tensors, options, config, dtype, tiled, kept)
     else:
-        weights = files.load_packed(progress, _form(options)) if files and tiled else {**dict(tensors)}
+        weights = (files.load_packed(progress, _form(options), not options.offloads_experts) if files and tiled
+                   else {**dict(tensors)})
     head = _head_weights(model, files, config, dtype, tiled, options)
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
-    decoder = build(config, weights, ops, getattr(torch, dtype), tiled)
+    experts = open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
+    decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()
     encode = _tower(files, ops, dtype, options) if files and not drafts else None
-    return _Loaded(name, files, config, options, generation, decoder, mtp, encode, threads, tiled, made, drafts)
+    return _Loaded(name, files, config, options, generation, decoder, mtp, encode, threads, tiled, made, drafts,
+                   experts)
 
 
 def _tower(files: ModelFiles, ops: Ops, dtype: DType, options: EngineConfig) -> Encode | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deltic.cache.tier_index import TierIndex
     from deltic.engine.engine import Engine
     from deltic.engine.sequence import Sequence
+    from deltic.ops.cpu.experts import ExpertStatistics
 
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of a histogram's buckets in seconds; a last bucket has what is above."""
@@ -126,6 +127,7 @@ class Snapshot:
     pace: generated tokens per second.
     drafted, accepted: drafts of speculation, and the right ones among them, by their place in a step.
     saved_seconds: the time that they saved.
+    experts: of a mixture whose experts are not all in memory.
     """
 
     running: int
@@ -147,6 +149,7 @@ class Snapshot:
     tiers: tuple[Tier, ...]
     first_token: Distribution
     queued: Distribution
+    experts: ExpertStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,8 @@ def snapshot(engine: Engine) -> Snapshot:
         steps=stats.steps, preemptions=scheduler.preemptions,
         pages=_pool(cache.pages), slots=_pool(cache.slots),
         tiers=(_device(cache), *map(_tier, cache.tiers)),
-        first_token=meter.first_token.read(), queued=meter.queued.read())
+        first_token=meter.first_token.read(), queued=meter.queued.read(),
+        experts=engine.runtime.experts.statistics() if engine.runtime.experts else None)
 
 
 def _pool(ledger: Ledger) -> Pool:

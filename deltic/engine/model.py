@@ -10,6 +10,7 @@ from torch import Tensor
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
+from deltic.engine.experts import Experts
 from deltic.engine.mtp import MtpRunner
 from deltic.engine.pictures import Encode
 from deltic.ops.records import Batch, Sampled, Sampling
@@ -28,6 +29,7 @@ class Model(Protocol):
     mtp_runner: the draft head over this cache, if it is used.
     draft: the model that drafts for this one, if another does.
     encode: makes rows of pictures, if it sees.
+    experts: those that are not all in memory, if it has such.
     verifies: steps with drafts have buckets, as those that only decode (`engine.batch`); then drafts and prompts are
         not to be in one step.
     """
@@ -41,6 +43,7 @@ class Model(Protocol):
     mtp_runner: MtpRunner | None
     draft: Model | None
     encode: Encode | None
+    experts: Experts | None
     verifies: bool
 
     @property

@@ -18,6 +18,7 @@ from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
 from deltic.engine.batch import buckets, build, draft_buckets
+from deltic.engine.experts import Experts
 from deltic.engine.graphs import Graphs
 from deltic.engine.model import Model
 from deltic.engine.mtp import DRAFT_ROWS, MtpRunner, draft_sizes
@@ -83,6 +84,7 @@ class Runtime:
     encode: Encode | None = None
     vision: Vision | None = None
     draft: Model | None = None
+    experts: Experts | None = None
     statistics: list[LayerStatistics] = field(default_factory=list)
     views: CacheViews = field(init=False)
     step: Callable[[Batch], tuple[Tensor, Tensor | None] | None] | None = field(init=False)

@@ -18,6 +18,7 @@ from deltic.ops.records import (
     Block,
     CacheViews,
     DecoderWeights,
+    ExpertPool,
     GdnSpec,
     GdnWeights,
     Layer,
@@ -104,6 +105,8 @@ def _token_bytes(layer: Layer) -> int:
     total, mlp = sum(block.nbytes for weight in _weights(layer) for block in _blocks(weight)), layer.mlp
     if isinstance(mlp, MlpWeights):
         return total
+    if isinstance(mlp.experts, ExpertPool):
+        return total + mlp.experts.nbytes * mlp.per_token // len(mlp.experts)
     experts = sum(block.nbytes for part in mlp.experts for weight in (part.gate_up, part.down)
                   for block in _blocks(weight))
     return total - experts + experts * mlp.per_token // len(mlp.experts)
@@ -138,17 +141,17 @@ def _weights(layer: Layer) -> Iterator[Weight]:
 
 
 def build(config: ModelConfig, weights: dict[str, Weight], ops: Ops, dtype: torch.dtype,
-          tiled: bool = False) -> Decoder:
+          tiled: bool = False, pools: Sequence[ExpertPool] = ()) -> Decoder:
     """Make a decoder of canonical tensors (`weights.names`). Takes the tensors out of `weights` as it goes, so that
     joining projections never needs more than one layer's memory on top. dtype: of the hidden states. tiled: the value
-    heads are in the order of GGUF files."""
+    heads are in the order of GGUF files. pools: the experts of each layer, where they are not among the weights."""
     counts = {"linear_attention": 0, "full_attention": 0}
     layers = []
     for index, kind in enumerate(config.layer_types):
         take = Taker(weights, f"model.layers.{index}.", ops, config.norm_offset)
         mixer = _gdn(config, take, tiled) if kind == "linear_attention" else _attention(config, take)
         layers.append(Layer(take.norm("input_layernorm"), mixer, take.norm("post_attention_layernorm"),
-                            take.feed_forward(config.experts), counts[kind]))
+                            take.feed_forward(config.experts, pools[index] if pools else None), counts[kind]))
         counts[kind] += 1
     top = Taker(weights, "", ops, config.norm_offset)
     embedding = top.block("model.embed_tokens", table=True)
@@ -186,17 +189,20 @@ class Taker:
         """One weight of the rows of all these modules; in blocks where some are packed already."""
         return self._joined([self.weights.pop(f"{self.prefix}{name}.weight") for name in names])
 
-    def feed_forward(self, experts: ExpertsConfig | None) -> MlpWeights | MoeWeights:
-        """What follows the mixer: dense where there are no experts."""
+    def feed_forward(self, experts: ExpertsConfig | None, pool: ExpertPool | None = None) -> MlpWeights | MoeWeights:
+        """What follows the mixer: dense where there are no experts. pool: these are elsewhere."""
         if experts is None:
             return self._mlp("mlp.")
-        stacks = [self.weights.pop(f"{self.prefix}mlp.experts.{part}_proj.weight") for part in ("gate", "up", "down")]
-        own = tuple(MlpWeights(self._joined([gate, up]), self._joined([down]))
-                    for gate, up, down in zip(*stacks, strict=True))
+        own = self._experts() if pool is None else pool
         if not experts.shared_size:
             return MoeWeights(self.linear("mlp.gate"), own, None, experts.per_token, experts.normalised)
         return MoeWeights(self.linear("mlp.gate", "mlp.shared_expert_gate"), own, self._mlp("mlp.shared_expert."),
                           experts.per_token, experts.normalised)
+
+    def _experts(self) -> tuple[MlpWeights, ...]:
+        stacks = [self.weights.pop(f"{self.prefix}mlp.experts.{part}_proj.weight") for part in ("gate", "up", "down")]
+        return tuple(MlpWeights(self._joined([gate, up]), self._joined([down]))
+                     for gate, up, down in zip(*stacks, strict=True))
 
     def _mlp(self, prefix: str) -> MlpWeights:
         return MlpWeights(self.linear(f"{prefix}gate_proj", f"{prefix}up_proj"), self.linear(f"{prefix}down_proj"))

@@ -297,6 +297,20 @@ class MlpWeights:
     down: Weight
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertPool:
+    """A layer's experts, of which a few lie in memory and the others in files. store: who has them, a backend's own;
+    `layer` is the layer's number there. count: how many there are. nbytes: all of them in memory."""
+
+    store: Any
+    layer: int
+    count: int
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.count
+
+
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     """A mixture of E experts, of which a token passes `per_token`, and with `shared` one more that every token passes.
@@ -306,15 +320,16 @@ class MoeWeights:
     """
 
     router: Weight
-    experts: tuple[MlpWeights, ...]
+    experts: tuple[MlpWeights, ...] | ExpertPool
     shared: MlpWeights | None
     per_token: int
     normalised: bool
 
     @property
     def parts(self) -> tuple[MlpWeights, ...]:
-        """All experts, the shared one last."""
-        return self.experts if self.shared is None else (*self.experts, self.shared)
+        """All experts whose weights lie in memory for good, the shared one last."""
+        own = () if isinstance(self.experts, ExpertPool) else self.experts
+        return own if self.shared is None else (*own, self.shared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,7 @@ def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
     """x [T, H] -> the sum of each token's experts [T, H], of which the best comes first and the shared one last."""
+    assert isinstance(weights.experts, tuple)
     logits, count = project(x, weights.router), len(weights.experts)
     result = torch.empty_like(x)
     for token in range(len(x)):

@@ -29,7 +29,7 @@ def exposition(models: Mapping[str, Snapshot], lost_lines: int = 0) -> str:
     families: dict[str, list[tuple[_Family, Labels]]] = {}
     for model, now in models.items():
         for family in (*_requests(now), *_tokens(now), *_drafts(now), *_durations(now), *_pools(now),
-                       *_tiers(now.tiers)):
+                       *_tiers(now.tiers), *_experts(now)):
             families.setdefault(family.name, []).append((family, {"model": model}))
     lost = _one("request_log_lost_total", "counter", "Lines of the request log that could not be written.", lost_lines)
     families[lost.name] = [(lost, {})]
@@ -95,6 +95,23 @@ def _tiers(tiers: Iterable[Tier]) -> Iterator[_Family]:
         values = ((tier.name, getattr(tier, field)) for tier in tiers)
         yield _Family(name, kind, line, tuple(("", {"tier": tier}, value) for tier, value in values
                                               if value is not None))
+
+
+def _experts(now: Snapshot) -> Iterator[_Family]:
+    found = now.experts
+    if found is None:
+        return
+    for name, line, layers in (("hits", "Experts that a step wanted of a layer and found in memory.", found.hits),
+                               ("misses", "Experts that were read from the model's files for a step.", found.misses)):
+        yield _Family(f"expert_{name}_total", "counter", line,
+                      tuple(("", {"layer": str(layer)}, count) for layer, count in enumerate(layers)))
+    yield _one("expert_read_bytes_total", "counter", "Bytes of experts that were read from files.", found.bytes)
+    yield _one("expert_promotions_total", "counter", "Experts that took the place of another one in memory.",
+               found.promotions)
+    yield _one("expert_predicted_total", "counter", "Experts that were read ahead of their layer.", found.predicted)
+    yield _one("expert_predicted_useful_total", "counter", "Those of them that the layer wanted.", found.useful)
+    yield _one("expert_reading_seconds_total", "counter", "Time in which experts were being read.", found.reading)
+    yield _one("expert_waiting_seconds_total", "counter", "Time that steps waited for experts.", found.waited)
 
 
 def _one(name: str, kind: str, line: str, value: Number) -> _Family:

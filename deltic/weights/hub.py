@@ -22,6 +22,7 @@ from deltic.config.vision import PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, show
 from deltic.ops.qtensor import Form
 from deltic.ops.records import Block, Weight
+from deltic.ops.stored import StoredExpert
 from deltic.weights.checksums import check_files
 from deltic.weights.files import Source, find_tensors, read_json
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
@@ -31,6 +32,7 @@ from deltic.weights.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
 from deltic.weights.safetensors import Progress, read_directory
+from deltic.weights.stored import experts_in_directory, experts_in_gguf
 from deltic.weights.vision import load_tower, plan_tower
 from deltic.weights.writing import size_of
 
@@ -66,17 +68,24 @@ class ModelFiles:
         """The weights under our names, as `load_directory` gives them."""
         return dict(self.tensors(dtype, device, progress))
 
-    def tensors(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None
+    def tensors(self, dtype: DType | Literal["auto"], device: str, progress: Progress | None, experts: bool = True
                 ) -> Iterator[tuple[str, Tensor]]:
-        """What `load` gives, one after another in the files' order."""
+        """What `load` gives, one after another in the files' order. experts: theirs too."""
         if self.gguf is not None:
             return read_file(self.gguf, self.config, dtype, device, progress)
-        return read_directory(self.path, self.config, dtype, device, progress)
+        return read_directory(self.path, self.config, dtype, device, progress, experts)
 
-    def load_packed(self, progress: Progress | None, form: Form | None = None) -> dict[str, Weight]:
+    def load_packed(self, progress: Progress | None, form: Form | None = None, experts: bool = True
+                    ) -> dict[str, Weight]:
         """The weights of a GGUF file under our names, as they are in it (`gguf.load.load_packed`)."""
         assert self.gguf is not None
-        return load_packed(self.gguf, self.config, progress, form)
+        return load_packed(self.gguf, self.config, progress, form, experts)
+
+    def stored_experts(self, dtype: DType) -> list[list[StoredExpert]]:
+        """Where the experts of each layer lie, for a model that computes with numbers of `dtype`."""
+        if self.gguf is not None:
+            return experts_in_gguf(self.gguf, self.config)
+        return experts_in_directory(self.path, self.config, dtype)
 
     def load_head(self, dtype: DType | Literal["auto"], device: str, packed: bool = False) -> dict[str, Weight] | None:
         """The multi-token-prediction head under our names (`names.expected_head`, and what there is of

@@ -18,6 +18,7 @@ from deltic.weights.names import (
     Shape,
     canonical,
     expected_tensors,
+    is_stack,
     packed_parts,
     packed_shape,
     split_packed,
@@ -58,9 +59,11 @@ def read_directory(
     dtype: DType | Literal["auto"] = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
+    experts: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `load_directory`, one after another as they lie in the files."""
-    sources = plan_directory(Path(path), config)
+    """The tensors of `load_directory`, one after another as they lie in the files. experts: with theirs."""
+    planned = plan_directory(Path(path), config)
+    sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
     kept: DType = config.dtype if dtype == "auto" else dtype
     total, done = sum(stored.nbytes for stored in sources.values()), 0
     for name, stored in sources.items():

@@ -30,6 +30,7 @@ from deltic.ops.records import (
     AttentionWeights,
     Batch,
     Block,
+    ExpertPool,
     GdnWeights,
     KvView,
     MlpWeights,
@@ -90,10 +91,13 @@ def mlp(pool: Pool, x: Tensor, weights: MlpWeights) -> Tensor:
 
 def moe_layer(weights: MoeWeights) -> MoeLayer:
     """The layer's struct; borrows the weights."""
-    experts = (Expert * len(weights.parts))(*(
-        Expert(native_weight(part.gate_up), native_weight(part.down)) for part in weights.parts))
-    return MoeLayer(native_weight(weights.router), experts, len(weights.experts), weights.per_token,
-                    weights.shared is not None, weights.normalised)
+    pooled = weights.experts if isinstance(weights.experts, ExpertPool) else None
+    count = len(weights.experts)
+    experts = (Expert * (count + 1))()
+    for place, part in enumerate(weights.parts, count if pooled else 0):
+        experts[place] = Expert(native_weight(part.gate_up), native_weight(part.down))
+    return MoeLayer(native_weight(weights.router), experts, count, weights.per_token, weights.shared is not None,
+                    weights.normalised, pooled and pooled.store.address, pooled.layer if pooled else 0)
 
 
 def moe(pool: Pool, x: Tensor, weights: MoeWeights) -> Tensor:

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 _COMPILED = {"deltic_abi": 10, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """What the library must say of itself, so that both sides mean the same bytes."""
-_NO_MEMORY = -1
+_NO_MEMORY, _UNREAD = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
 """Processor levels by number."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
@@ -100,7 +100,28 @@ class MoeLayer(Structure):
     """`deltic_moe_layer`."""
 
     _fields_ = (("router", LinearWeight), ("expert", POINTER(Expert)),
-                *((name, c_int64) for name in ("experts", "per_token", "shared", "normalised")))
+                *((name, c_int64) for name in ("experts", "per_token", "shared", "normalised")),
+                ("store", c_void_p), ("stored", c_int64), ("next", c_void_p))
+
+
+class Extent(Structure):
+    """`deltic_extent`."""
+
+    _fields_ = (("file", c_int64), ("offset", c_int64))
+
+
+class StoredLayer(Structure):
+    """`deltic_stored_layer`."""
+
+    _fields_ = (("slots", c_int64), ("rows", c_int64), ("columns", c_int64), ("types", c_int64 * 3),
+                ("extents", POINTER(Extent)))
+
+
+class ExpertCounts(Structure):
+    """`deltic_expert_counts`."""
+
+    _fields_ = tuple((name, c_int64) for name in ("bytes", "promotions", "refreshes", "waited", "reading", "predicted",
+                                                  "useful"))
 
 
 class ModelLayer(Structure):
@@ -184,6 +205,12 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_add_norm": (None, [_P, _P, _P, _P, _P, _P, _I, _I, c_float]),
     "deltic_mlp": (c_int, [_P, _P, _I, POINTER(LinearWeight), POINTER(LinearWeight), _P]),
     "deltic_moe": (c_int, [_P, _P, _I, POINTER(MoeLayer), _P]),
+    "deltic_expert_store_new": (_P, [POINTER(StoredLayer), _I, _I, _P, _I, c_int, _I]),
+    "deltic_expert_store_free": (None, [_P]),
+    "deltic_expert_store_fill": (c_int, [_P, _I, _P, _I]),
+    "deltic_expert_store_failure": (_I, [_P, _P]),
+    "deltic_expert_store_scores": (_P, [_P, _I]),
+    "deltic_expert_store_count": (None, [_P, POINTER(ExpertCounts), _P, _P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_adjust": (c_int, [_P, _P, _I, _P, _P]),
     "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),
@@ -242,15 +269,19 @@ class Pool:
     def __init__(self, level: int, threads: int) -> None:
         self.level, self.threads, self.arena = level, threads, Arena()
         self._address, self._turn = 0, threading.Lock()
+        self.unread: Callable[[], Exception] | None = None
+        """What to raise where weights of this model that lie in files could not be read."""
 
     def call(self, kernel: Any, *arguments: object) -> None:
         """Run a kernel with these arguments, one at a time: a call from another of Python's threads waits.
 
-        MemoryError if it found no memory; ValueError if a batch points outside of the views or contradicts itself,
-        in which case nothing was done.
+        MemoryError if it found no memory; what `unread` says where files could not be read; ValueError if a batch
+        points outside of the views or contradicts itself, in which case nothing was done.
         """
         with self._turn:
             status = kernel(self._address or self._start(), *arguments)
+        if status == _UNREAD and self.unread:
+            raise self.unread()
         if status:
             raise _error(status)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import byref, pointer
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import addressof, byref, pointer
+from itertools import pairwise
 from types import MethodType
 
 import torch
@@ -38,6 +39,7 @@ from deltic.ops.records import (
     Batch,
     CacheViews,
     DecoderWeights,
+    ExpertPool,
     GdnWeights,
     Layer,
     Layout,
@@ -109,6 +111,7 @@ def _model(decoder: DecoderWeights, views: CacheViews) -> tuple[Model, list[obje
     kept: list[object] = [layers, decoder, views]
     for struct, layer in zip(layers, decoder.layers, strict=True):
         _fill(struct, layer, views, kept)
+    _predict(layers, decoder.layers)
     turns, axes = _frequencies(decoder.rope)
     assert isinstance(decoder.embedding, QTensor)
     model = Model(decoder.embedding.columns, len(layers), layers, decoder.embedding.matrix, native_weight(decoder.head),
@@ -154,6 +157,14 @@ def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     dtypes = {view.keys.dtype for view in views.kv} | {view.conv.dtype for view in views.states}
     return all(map(packed, weights)) and dtypes <= KINDS.keys()
+
+
+def _predict(structs: Iterable[ModelLayer], layers: Sequence[Layer]) -> None:
+    """Where experts of a layer shall be read ahead, the layer before it knows its router."""
+    for (struct, layer), (following, after) in pairwise(zip(structs, layers, strict=True)):
+        pools = [each.mlp.experts for each in (layer, after) if isinstance(each.mlp, MoeWeights)]
+        if len(pools) == 2 and all(isinstance(pool, ExpertPool) and pool.store.predict for pool in pools):
+            struct.moe.contents.next = addressof(following.moe.contents)
 
 
 def _fill(struct: ModelLayer, layer: Layer, views: CacheViews, kept: list[object]) -> None:

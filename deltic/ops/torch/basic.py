@@ -57,6 +57,7 @@ def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
 
 def moe(x: Tensor, weights: MoeWeights) -> Tensor:
     """Each expert's product is taken once, of all tokens that pass it."""
+    assert isinstance(weights.experts, tuple)
     logits, count, most = head(x, weights.router), len(weights.experts), weights.per_token
     chances, order = torch.softmax(logits[:, :count], dim=-1).sort(dim=-1, descending=True, stable=True)
     shares, chosen = chances[:, :most], order[:, :most]

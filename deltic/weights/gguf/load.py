@@ -27,6 +27,7 @@ from deltic.weights.names import (
     Shape,
     expected_head,
     expected_tensors,
+    is_stack,
     optional_head,
     required_head,
     tensor_dtype,
@@ -90,9 +91,9 @@ def read_file(
 
 
 def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None = None,
-                form: Form | None = None) -> dict[str, Weight]:
+                form: Form | None = None, experts: bool = True) -> dict[str, Weight]:
     """Load the text model with its matrices in their quantized form, stacks of experts as one matrix for each, as
-    `form` has it; without one, for the CPU's compiled kernels.
+    `form` has it; without one, for the CPU's compiled kernels. experts: with these, that is not without their stacks.
 
     Convolutions, and matrices of types that the form does not serve, are of its dtype, all else float32. Value heads
     stay in the file's order (`GdnSpec.tiled`), because reordering the columns of a matrix would cut its blocks. Memory
@@ -101,6 +102,7 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
     """
     sources = list(plan_gguf(source, config))
     _check_complete(source, config, expected_tensors(config), sources)
+    sources = [part for part in sources if experts or not is_stack(part.place.names[0])]
     total, done, kept = sum(part.stored.nbytes for part in sources), 0, form or host_form()
     tensors: dict[str, Weight] = {}
     _report_plain(sources, kept)
@@ -114,7 +116,7 @@ def load_packed(source: GgufFile, config: ModelConfig, progress: Progress | None
             done += part.stored.nbytes
             if progress is not None:
                 progress(done, total)
-    return {name: tensors[name] for name in expected_tensors(config)}
+    return {name: tensors[name] for name in expected_tensors(config) if experts or not is_stack(name)}
 
 
 def load_gguf_head(sources: list[GgufSource], config: ModelConfig, dtype: DType, device: str | torch.device,
@@ -178,7 +180,7 @@ def _pack(part: GgufSource, config: ModelConfig, form: Form) -> Iterator[tuple[s
     stored = part.stored
     row_bytes, columns = stored.type.size(stored.shape[-1]), stored.shape[-1]
     found: dict[str, list[Block]] = {name: [] for name in part.place.names}
-    for first, name, rows in _matrices(part):
+    for first, name, rows in matrices_of(part):
         read = _reader(stored, first * row_bytes, row_bytes, part.place.form.rows(rows, config))
         found[name].append(_packed(stored, rows, columns, row_bytes, read, form))
     for name, shape in zip(part.place.names, part.shapes, strict=True):
@@ -194,7 +196,7 @@ def _packed(stored: GgufTensor, rows: int, columns: int, row_bytes: int, read: C
     return plain.to(form.device)
 
 
-def _matrices(part: GgufSource) -> Iterator[tuple[int, str, int]]:
+def matrices_of(part: GgufSource) -> Iterator[tuple[int, str, int]]:
     """The matrices of a tensor in its order: first row, our name, rows."""
     first, experts = 0, part.stored.shape[0] if len(part.stored.shape) == 3 else 1
     for _ in range(experts):

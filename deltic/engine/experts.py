@@ -1,0 +1,122 @@
+"""Experts that are not all in memory: how many are, who comes first, and what is remembered of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import cast
+
+from deltic.config import DType, EngineConfig, available_memory
+from deltic.config.machine import parse_bytes
+from deltic.errors import ConfigError, show
+from deltic.ops import Ops
+from deltic.ops.cpu import missing
+from deltic.ops.cpu.experts import ExpertStatistics, ExpertStore, expert_bytes
+from deltic.ops.cpu.library import Pool
+from deltic.ops.stored import StoredExpert
+from deltic.weights.hub import ModelFiles
+
+log = logging.getLogger("deltic")
+
+_MOST_PROFILE = 64 << 20
+
+
+@dataclass(slots=True)
+class Experts:
+    """The experts of a running model. profile: where their scores are kept, if they are."""
+
+    store: ExpertStore
+    profile: Path | None
+
+    def statistics(self) -> ExpertStatistics:
+        """For any thread."""
+        return self.store.statistics()
+
+    def close(self) -> None:
+        """Say what was done, and write the profile. After the last step."""
+        found = self.statistics()
+        hits, misses = sum(found.hits), sum(found.misses)
+        log.info("experts: %.1f %% of %d were in memory, %.1f MiB were read at %.0f MB/s, %d promoted; steps waited "
+                 "%.1f s", 100 * hits / max(hits + misses, 1), hits + misses, found.bytes / (1 << 20),
+                 found.bytes / 1e6 / max(found.reading, 1e-9), found.promotions, found.waited)
+        if self.profile:
+            try:
+                fresh = self.profile.with_name(self.profile.name + ".new")
+                fresh.write_text(json.dumps({"layers": [[round(score, 3) for score in layer]
+                                                        for layer in self.store.scores()]}))
+                fresh.replace(self.profile)
+            except OSError as error:
+                log.error("the profile of experts cannot be written to %s: %s", self.profile, error.strerror)
+
+
+def check_experts(files: ModelFiles | None, options: EngineConfig, dtype: str, packed: bool) -> None:
+    """ConfigError if the options ask for experts in files and this model cannot have them there. files: None for random
+    weights. packed: its weights stay as they are in a GGUF file."""
+    if not options.offloads_experts:
+        return
+    asked = "expert_memory" if options.expert_memory else "expert_cap"
+    reason = None
+    if files is None:
+        reason = "random weights lie in no file; leave it out, or write them to one"
+    elif files.config.experts is None:
+        reason = "this is a dense model, without experts; leave it out"
+    elif (absent := missing().get("moe")) or options.ops:
+        reason = absent or "only the compiled kernels know such experts; leave out --ops"
+    elif files.gguf is not None and not packed:
+        reason = "the experts of a GGUF file are used as they are in it: add --packed-weights on"
+    if reason:
+        raise ConfigError(f"{asked}={getattr(options, asked)} is not possible: {reason}", asked)
+
+
+def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DType) -> Experts:
+    """The experts, as many in memory as the options say. To be called when the model's other weights are there."""
+    layers = files.stored_experts(dtype)
+    slots = _slots([expert_bytes(experts[0]) for experts in layers], len(layers[0]), options)
+    pool = cast(Pool, ops.moe.__self__)  # type: ignore[attr-defined]
+    store = ExpertStore(pool, layers, [slots] * len(layers), options.expert_refresh, options.expert_predict)
+    if not store.direct:
+        log.warning("%s cannot be read past the page cache, which takes memory that deltic does not count",
+                    store.paths[0].parent)
+    profile = Path(options.expert_profile) if options.expert_profile else None
+    store.fill(_read_profile(profile, layers) if profile and profile.exists() else None)
+    log.info("%d of %d experts of each layer are in memory (%.1f MiB)", slots, len(layers[0]),
+             store.nbytes / (1 << 20))
+    return Experts(store, profile)
+
+
+def _slots(sizes: Sequence[int], count: int, options: EngineConfig) -> int:
+    """How many of `count` experts of each layer are in memory. sizes: of an expert, by layer."""
+    budget, most = options.expert_bytes, min(options.expert_cap or count, count)
+    if options.expert_memory == "auto":
+        budget = available_memory() - parse_bytes(options.expert_reserve) - (options.memory_bytes or 0)
+    slots = most if budget is None else min(most, budget // sum(sizes))
+    if slots < 1:
+        raise ConfigError(f"expert_memory={options.expert_memory} has no room for one expert of each layer, which take "
+                          f"{sum(sizes) / (1 << 20):.1f} MiB{_left(options, budget)}: give more", "expert_memory")
+    return slots
+
+
+def _left(options: EngineConfig, budget: int | None) -> str:
+    return f" ({max(budget or 0, 0) / (1 << 20):.1f} MiB are left)" if options.expert_memory == "auto" else ""
+
+
+def _read_profile(path: Path, layers: Sequence[Sequence[StoredExpert]]) -> list[list[float]]:
+    """Scores by layer. ConfigError if the file is none of this model."""
+    try:
+        if path.stat().st_size > _MOST_PROFILE:
+            raise ValueError("it is too large")
+        found = json.loads(path.read_text())["layers"]
+        shape = [len(layer) for layer in found]
+        if shape != [len(layer) for layer in layers]:
+            raise ValueError("it is of a model with another number of layers or experts")
+        if not all(isinstance(score, int | float) and isfinite(score) and score >= 0
+                   for layer in found for score in layer):
+            raise ValueError("its scores must be numbers from 0 on")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"expert_profile {show(str(path))} cannot be used: {error}; delete it, or name another file",
+                          "expert_profile") from error
+    return cast("list[list[float]]", found)
