@@ -29,7 +29,7 @@ ALLOWED = {
     "cache": {"config", "ops", "types", "errors"},
     "vision": {"config", "types", "errors"},
     "text": {"vision", "config", "types", "errors"},
-    "artifacts": {"cache", "weights", "config", "ops", "types", "errors"},
+    "artifacts": {"cache", "model", "weights", "config", "ops", "types", "errors"},
     "engine": {"artifacts", "cache", "vision", "model", "weights", "config", "ops", "types", "errors"},
     "encoders": {"engine", "weights", "config", "ops", "types", "errors"},
     "server": {"encoders", "engine", "text", "config", "types", "errors"},

@@ -52,6 +52,7 @@ MADE = {
 }
 """Objects of classes that are not frozen, made where a module is defined."""
 SETTINGS = {
+    "deltic/artifacts/executorch/export.py simplefilter": "until the export is over, which takes a process of its own",
     "deltic/cli/doctor/installation.py simplefilter": "until the check is over, in a process of its own",
     "deltic/engine/heap.py mallopt": "where freed memory goes: no results depend on it",
     "deltic/ops/cpu/__init__.py set_num_threads": "torch counts per thread; every step or batch sets its model's",

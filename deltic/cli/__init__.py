@@ -27,6 +27,7 @@ COMMANDS = {
     "bench": "measure the speed of this machine",
     "inspect": "show what a model is and how it would run here",
     "convert": "write the model as a GGUF file",
+    "export": "export the model as a program for phones",
     "compile": "compile the model with TVM",
     "mtp": "take the multi-token-prediction head out of a model",
     "pull": "download a model",

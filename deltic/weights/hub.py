@@ -44,6 +44,8 @@ _PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LATER_PART: Final = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _MAX_CONFIG: Final = 4 << 20
+_FILES: Final = (".gguf", ".pte")
+"""Models that are one file: weights, and programs, which `artifacts` opens."""
 _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
 
 logger = logging.getLogger(__name__)
@@ -264,12 +266,12 @@ def resolve(
 
 
 def _on_disk(name: str) -> Path | None:
-    """The directory or GGUF file of this name, if there is one."""
+    """The directory or file of this name, if there is one."""
     if not name:
         raise ModelError(f"the model's name is empty; a model is {ACCEPTED}")
     with suppress(OSError, RuntimeError):  # a name too long for a path, a home that does not exist
         path = Path(name).expanduser()
-        if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+        if path.is_dir() or (path.is_file() and path.suffix.lower() in _FILES):
             return path
         if path.exists():
             raise ModelError(f"{name} is a file; a model is {ACCEPTED}")

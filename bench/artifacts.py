@@ -1,0 +1,130 @@
+"""Speed and size of ExecuTorch programs beside the memory's speed and the native engine.
+
+    python bench/artifacts.py --preset qwen3.5-0.8b                 # exports into a temporary directory: some minutes
+    python bench/artifacts.py --preset qwen3.5-0.8b --layers 4 --folder /tmp/programs     # kept for the next time
+
+Random weights of a true shape. The kinds take turns, token by token, so that what else the machine does is shared.
+Decode is told as a share of what reading the weights alone would take: all products once, of the embeddings one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from common import record
+
+from deltic import RandomModel, Session
+from deltic.artifacts.executorch.export import CHUNK, Form, Kind, export
+from deltic.artifacts.executorch.names import words_of
+from deltic.artifacts.opening import open_program
+from deltic.artifacts.program import generation_config, hf_config
+from deltic.artifacts.words import write_json
+from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
+from deltic.weights.random import random_weights
+
+KINDS: tuple[Kind, ...] = ("fp32", "8da4w")
+PROMPT, CONTEXT = 64, 512
+
+
+def main() -> int:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(args.folder or temporary)
+        shape = replace(ModelConfig.preset(args.preset, args.layers), num_mtp_layers=0)
+        paths = {kind: made(folder, args.preset, shape, kind) for kind in KINDS}
+        found = measure(paths, RandomModel(shape=shape), args)
+    for line in found:
+        record("artifacts", line) if args.record else print(json.dumps(line))
+    return 0
+
+
+def made(folder: Path, preset: str, shape: ModelConfig, kind: Kind) -> Path:
+    """The program of this shape, exported unless it is there."""
+    path = folder / f"{preset}-{shape.num_hidden_layers}-{kind}.pte"
+    if path.exists():
+        return path
+    began = time.perf_counter()
+    weights = random_weights(shape, "float32")
+    export(shape, GenerationDefaults(), weights, path, Form(kind, CONTEXT, CHUNK))
+    words = words_of(path)
+    words.mkdir(exist_ok=True)
+    write_json(words / "config.json", hf_config(shape))
+    write_json(words / "generation_config.json", generation_config(GenerationDefaults()))
+    print(f"{path.name}: exported in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return path
+
+
+def measure(paths: dict[Kind, Path], model: RandomModel, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One line for each kind and for the engine."""
+    options = EngineConfig(threads=args.threads)
+    steps: dict[str, Callable[[list[int]], Any]] = {}
+    starts: dict[str, Callable[[], Any]] = {}
+    for kind, path in paths.items():
+        program = open_program(path, options)
+        steps[kind], starts[kind] = partial(program.feed, 0), partial(program.start, 0)
+    session = Session(model, "float32", threads=args.threads, max_context=CONTEXT)
+    clean = session.snapshot()
+    steps["engine fp32"], starts["engine fp32"] = session.prefill, partial(session.restore, clean)
+    prefill, decode = {name: list[float]() for name in steps}, {name: list[float]() for name in steps}
+    for _ in range(args.runs):
+        for name, step in steps.items():
+            starts[name]()
+            prefill[name].append(seconds(partial(step, [*range(1, PROMPT + 1)])))
+        for _ in range(args.tokens):
+            for name, step in steps.items():
+                decode[name].append(seconds(partial(step, [7])))
+    speed = read_bandwidth(args.threads)
+    table = 4 * model.shape.vocab_size * model.shape.hidden_size if model.shape else 0
+    lines = []
+    for name in steps:
+        line: dict[str, Any] = {
+            "preset": args.preset, "layers": args.layers, "kind": name, "threads": args.threads,
+            "decode_ms": round(1e3 * median(decode[name]), 2), "read_gb_s": round(speed / 1e9, 1),
+            "prefill_tokens_s": round(PROMPT / median(prefill[name]), 1)}
+        if name in KINDS:
+            size = paths[name].stat().st_size
+            read = size - (table if name == "fp32" else table // 4)
+            line |= {"bytes": size, "bytes_read_per_token": read,
+                     "share_of_bandwidth": round(read / speed / median(decode[name]), 3)}
+        lines.append(line)
+    return lines
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second at which these threads add up numbers that are in no cache."""
+    torch.set_num_threads(threads)
+    numbers = torch.ones(1 << 28)
+    return numbers.nbytes / min(seconds(numbers.sum) for _ in range(7))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="qwen3.5-0.8b")
+    parser.add_argument("--layers", type=int, help="keep only the first so many")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=16, help="that are decoded in each run")
+    parser.add_argument("--folder", help="where programs are kept")
+    parser.add_argument("--record", action="store_true", help="add the lines to bench/results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

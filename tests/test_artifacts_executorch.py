@@ -1,0 +1,359 @@
+"""ExecuTorch programs say what the engine says, keep sequences apart, and refuse what they cannot serve."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import TAU, numbers, odd_shape
+
+from deltic import LLM, RandomModel, SamplingParams, Session
+from deltic.artifacts.program import generation_config, hf_config
+from deltic.artifacts.words import write_json
+from deltic.cli import main
+from deltic.config import EngineConfig, GenerationDefaults
+from deltic.errors import DelticError, ModelError
+from deltic.weights.hub import resolve
+from deltic.weights.random import random_weights
+
+pytest.importorskip("executorch", reason="the extra deltic[executorch] is not installed")
+
+from deltic.artifacts.executorch import runtime
+from deltic.artifacts.executorch.export import Form, check, export
+from deltic.artifacts.executorch.names import words_of
+
+ROOT = Path(__file__).parents[1]
+SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), max_position_embeddings=96)
+MODEL = RandomModel(shape=SHAPE, initializer_range=0.1)
+QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+def exported(path: Path, model: RandomModel, form: Form) -> Path:
+    """A program of random weights, with its words but for a tokenizer."""
+    assert model.shape
+    weights = random_weights(model.shape, "float32", model.seed, initializer_range=model.initializer_range)
+    export(model.shape, GenerationDefaults(), weights, path, form)
+    words_of(path).mkdir()
+    write_json(words_of(path) / "config.json", hf_config(model.shape))
+    write_json(words_of(path) / "generation_config.json", generation_config(GenerationDefaults()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers, which takes up to 16 tokens a call."""
+    return exported(tmp_path_factory.mktemp("program") / "small.pte", MODEL, Form("fp32", 96, 16))
+
+
+def opened(path: Path) -> runtime.ExecutorchProgram:
+    return runtime.open_program(path, EngineConfig(threads=1))
+
+
+def fed(program: runtime.ExecutorchProgram, slot: int, ids: Sequence[int], chunk: int) -> np.ndarray[Any, Any]:
+    """Logits after the last of the ids, which come in chunks."""
+    for start in range(0, len(ids), chunk):
+        found = program.feed(slot, ids[start:start + chunk])
+    return found.copy()
+
+
+def same_as_engine(session: Session, program: runtime.ExecutorchProgram, prompts: Sequence[Sequence[int]]) -> None:
+    """Teacher-forced: logits within tau at every position, so the same choice wherever it is decided."""
+    decided, positions = 0, 0
+    for ids in prompts:
+        clean = session.snapshot()
+        program.start(0)
+        for index, token in enumerate(ids):
+            wanted = (session.step(token) if index else session.prefill([token])).numpy()
+            given = program.feed(0, [token])
+            assert abs(wanted - given).max() < TAU, index
+            second, first = np.sort(wanted)[-2:]
+            if first - second > 2 * TAU:
+                decided += 1
+                assert wanted.argmax() == given.argmax()
+            positions += 1
+        session.restore(clean)
+    assert decided >= 0.95 * positions
+
+
+# Numbers
+
+
+def test_a_program_says_what_the_engine_says_token_by_token(small: Path) -> None:
+    same_as_engine(Session(MODEL, threads=1, memory="8MiB"), opened(small), [numbers(1, 60, 509), numbers(2, 60, 509)])
+
+
+def test_logits_depend_neither_on_chunks_nor_on_who_was_there_before(small: Path) -> None:
+    program, ids = opened(small), numbers(3, 80, 509)
+    program.start(0)
+    alone = fed(program, 0, ids, 1)
+    for chunk in (7, 16, 50):
+        program.start(1)
+        fed(program, 1, numbers(chunk, 40, 509), 11)
+        program.start(2)
+        assert abs(fed(program, 2, ids, chunk) - alone).max() < TAU
+    assert sorted(program.slots) == [0, 1, 2] and program.position(2) == 80
+
+
+def test_at_position_0_the_program_itself_forgets(small: Path) -> None:
+    """For runners that clear nothing."""
+    program, ids = opened(small), numbers(8, 20, 509)
+    program.start(0)
+    wanted = fed(program, 0, ids, 20)
+    fed(program, 0, numbers(9, 40, 509), 8)
+    program._position = 0
+    assert (fed(program, 0, ids, 20) == wanted).all()
+
+
+def test_a_copy_is_the_sequence_to_the_bit(small: Path) -> None:
+    program, ids = opened(small), numbers(4, 30, 509)
+    program.start(0)
+    fed(program, 0, ids, 30)
+    program.copy(0, 1)
+    first = fed(program, 0, ids[:9], 1)
+    program.start(2)
+    fed(program, 2, ids[::-1], 5)
+    second = fed(program, 1, ids[:9], 1)
+    assert (first == second).all(), "the copy went on as the original did"
+    program.copy(1, 0)
+    assert program.position(0) == program.position(1) == 39
+    program.drop(1)
+    assert 1 not in program.slots and abs(first).max() > 0.1
+
+
+def test_the_engine_computes_as_many_tokens_as_it_does_itself(small: Path) -> None:
+    """Three turns, each of which goes on from the one before: the prefix is not computed again."""
+    def turns(model: Any) -> list[tuple[int, list[int]]]:
+        llm, prompt, found = LLM(model, dtype="auto", threads=1, memory="8MiB"), list(numbers(5, 20, 509)), []
+        for turn in range(3):
+            params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+            choice = llm.generate([prompt], params)[0].choices[0]
+            found.append((choice.usage.cached_tokens, list(choice.tokens)))
+            prompt += [*choice.tokens, *numbers(10 + turn, 5, 509)]
+        return found
+
+    own, ours = turns(MODEL), turns(str(without_tokenizer(small)))
+    assert ours == own and ours[2][0] > ours[1][0] > 15
+
+
+def without_tokenizer(path: Path) -> Path:
+    """With the smallest tokenizer there is: the tests speak in ids."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ROOT / "deltic" / "models" / "tiny" / name, words_of(path) / name)
+    return path
+
+
+def test_a_program_that_fails_on_several_tokens_is_given_one_at_a_time(small: Path) -> None:
+    program, ids = opened(small), numbers(6, 20, 509)
+    program.start(0)
+    wanted = fed(program, 0, ids, 1)
+    real, calls = program._method, list[int]()
+
+    def single(given: list[torch.Tensor]) -> Any:
+        calls.append(given[0].shape[1])
+        if given[0].shape[1] > 1:
+            raise RuntimeError("static shapes")
+        return real(given)
+
+    program._method = single
+    program._proven = False
+    program.start(1)
+    assert (fed(program, 1, ids, 20) == wanted).all() and calls == [16] + [1] * 20
+
+    def broken(given: list[torch.Tensor]) -> Any:
+        raise RuntimeError("broken")
+
+    program._method = broken
+    with pytest.raises(ModelError, match=r"fails at position 0: broken"):
+        program.start(2)
+        program.feed(2, [1])
+
+
+def test_every_command_finds_a_program_by_its_path(small: Path) -> None:
+    assert resolve(small) == resolve(str(small)) == small
+
+
+# Refusals
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def with_vocabulary(path: Path, size: int) -> None:
+    write_json(words_of(path) / "config.json", hf_config(replace(SHAPE, vocab_size=size)))
+
+
+@pytest.mark.parametrize(("damage", "told"), [
+    (cut, "it is cut off"),
+    (lambda path: path.write_bytes(b"not a program at all, but long enough to be one"), "is no ExecuTorch program"),
+    (lambda path: path.write_bytes(b""), "is no ExecuTorch program"),
+    (lambda path: shutil.rmtree(words_of(path)), "comes with a directory"),
+    (lambda path: with_vocabulary(path, 510), "get_vocab_size 509"),
+    (lambda path: (words_of(path) / "config.json").unlink(), "there is no config.json"),
+])
+def test_what_is_not_whole_or_not_of_one_model_is_refused(small: Path, tmp_path: Path, damage: Callable[[Path], None],
+                                                          told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "small.pte"
+    shutil.copyfile(small, path)
+    shutil.copytree(words_of(small), words_of(path))
+    damage(path)
+    assert main(["run", str(path), "hello"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_missing_operator_library_is_named(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_OPERATORS", "executorch.nothing_of_the_kind")
+    with pytest.raises(ModelError, match=r"operator library of executorch.nothing_of_the_kind is not there"):
+        opened(small)
+
+
+def test_more_tokens_than_were_exported_are_refused(small: Path) -> None:
+    llm = LLM(str(without_tokenizer(small)), threads=1, memory="8MiB")
+    assert llm.engine.max_context == 96
+    with pytest.raises(DelticError, match="96"):
+        llm.generate([list(numbers(7, 97, 509))], GREEDY)
+    program = opened(small)
+    program.start(0)
+    with pytest.raises(ModelError, match="exported for 96 tokens"):
+        fed(program, 0, numbers(7, 97, 509), 97)
+    with pytest.raises(DelticError, match="max_context"):
+        LLM(str(small), threads=1, max_context=97)
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(ModelError, match="reads 96 tokens at most"):
+        check(SHAPE, Form("fp32", 97))
+
+
+def test_the_command_names_what_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("deltic.artifacts.extras.find_spec", lambda name: None)
+    assert main(["export", "tiny", "-o", str(tmp_path / "model.pte")]) == 2
+    assert "pip install 'deltic[executorch]'" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["-o", "model.gguf"], "must end in .pte"), (["-o", "nowhere/model.pte"], "there is no directory"),
+])
+def test_a_target_that_cannot_be_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "tiny", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+# The embedded model, and a true shape
+
+
+def deltic(*words: object) -> str:
+    done = subprocess.run([sys.executable, "-m", "deltic", *map(str, words)], capture_output=True, text=True,
+                          timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Programs of the embedded model."""
+    folder = tmp_path_factory.mktemp("embedded")
+    for name, words in {"dynamic": (), "static": ("--static",), "8da4w": ("--type", "8da4w")}.items():
+        deltic("export", "tiny", "-o", folder / f"{name}.pte", "--max-context", 2048, *words)
+    return {path.stem: path for path in folder.glob("*.pte")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["dynamic", "static"])
+def test_the_embedded_model_says_the_same(embedded: dict[str, Path], form: str) -> None:
+    session = Session(None, dtype="float32", threads=1, memory="64MiB")
+    same_as_engine(session, opened(embedded[form]), [numbers(seed, 200, 3000) for seed in range(3)])
+    assert deltic("run", embedded[form], QUESTION).strip() == ANSWER
+
+
+@pytest.mark.slow
+def test_a_true_shape_says_the_same(tmp_path: Path) -> None:
+    from deltic.config import ModelConfig
+
+    shape = replace(ModelConfig.preset("qwen3.5-0.8b", 4), max_position_embeddings=512, num_mtp_layers=0)
+    model = RandomModel(shape=shape)
+    for name, chunk in {"dynamic": 128, "static": 1}.items():
+        path = exported(tmp_path / f"{name}.pte", model, Form("fp32", 512, chunk))
+        session = Session(model, dtype="float32", threads=2, memory="512MiB")
+        same_as_engine(session, opened(path), [numbers(seed, 200, 248_000) for seed in range(3)])
+        path.unlink()
+
+
+@pytest.mark.slow
+def test_a_conversation_reuses_as_much_as_in_the_engine(embedded: dict[str, Path]) -> None:
+    def cached(model: Any, **options: Any) -> list[tuple[int, int, str]]:
+        llm, messages, found = LLM(model, threads=1, memory="64MiB", max_context=2048, **options), list[Any](), []
+        for text in (QUESTION, "What language do they speak there?", "Name another city there."):
+            messages.append({"role": "user", "content": text})
+            output = llm.chat(messages, GREEDY)
+            usage = output.choices[0].usage
+            found.append((usage.prompt_tokens, usage.cached_tokens, output.text))
+            messages.append({"role": "assistant", "content": output.text})
+        return found
+
+    own, ours = cached(None, dtype="float32", speculate="off"), cached(str(embedded["dynamic"]))
+    assert ours == own and ours[2][1] > ours[1][1] > 0
+
+
+@pytest.mark.slow
+def test_quantized_the_embedded_model_still_knows_its_facts(embedded: dict[str, Path]) -> None:
+    sys.path.insert(0, str(ROOT / "examples" / "tiny"))
+    from data import heldout_set
+    from evaluate import score
+
+    def right(model: Any) -> float:
+        llm = LLM(model, threads=1, memory="64MiB", max_context=2048, **({} if model else {"speculate": "off"}))
+
+        def answer(samples: Sequence[Any]) -> list[str]:
+            return [raw_answer(llm, sample) for sample in samples]
+
+        scored = score(answer, heldout_set(1, 4))
+        return sum(wanted == given for _, wanted, given in scored) / len(scored)
+
+    own, quantized = right(None), right(str(embedded["8da4w"]))
+    print(f"held-out prompts: engine {own:.1%}, 8da4w {quantized:.1%}")
+    assert quantized >= 0.9
+
+
+def raw_answer(llm: LLM, sample: Any) -> str:
+    """What the model writes after the sample's prompt, as its evaluation has it."""
+    output = llm.chat(sample.messages, SamplingParams(temperature=0.0, max_tokens=200), tools=sample.tools or None,
+                      thinking=sample.thinking)
+    choice = output.choices[0]
+    return llm.chat_processor.tokenizer.decode(choice.tokens, skip_special=False).partition("<|im_end|>")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
+def test_a_program_in_cpp_answers_without_python(embedded: dict[str, Path], tmp_path: Path) -> None:
+    import executorch
+
+    place, source = Path(executorch.__path__[0]), ROOT / "examples" / "executorch"
+    command = (source / "build.sh").read_text(encoding="utf-8")
+    assert "python" not in command.lower()
+    subprocess.run(["sh", source / "build.sh", place, tmp_path / "runner"], check=True, timeout=600)
+    linked = subprocess.run(["ldd", tmp_path / "runner"], capture_output=True, text=True, check=True).stdout
+    names = " ".join(line.split()[0] for line in linked.splitlines())
+    assert "libexecutorch.so" in names and "python" not in names and "libtorch" not in names
+    for form in ("dynamic", "static", "8da4w"):
+        done = subprocess.run([tmp_path / "runner", embedded[form], QUESTION], capture_output=True, text=True,
+                              timeout=60, check=False)
+        assert done.returncode == 0 and done.stdout.strip() == ANSWER, done.stderr
+    broken = tmp_path / "broken.pte"
+    broken.write_bytes(b"nothing")
+    shutil.copytree(words_of(embedded["dynamic"]), words_of(broken))
+    done = subprocess.run([tmp_path / "runner", broken, QUESTION], capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.returncode == 2 and "runner: error" in done.stderr
