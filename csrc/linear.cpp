@@ -75,14 +75,10 @@ struct Rounded {
 
 // The scale of a block of columns; NaN where a number is not finite, so that the result is NaN too.
 Rounded scale_of(const float *x, int columns) {
-    Floats largest = {}, sick = {};
-    for (int i = 0; i < columns; i += kLanes) {
-        Floats v = loadf(x + i);
-        largest = maximum(largest, maximum(v, -v));
-        sick = sick + (v - v);
-    }
-    float most = max_lanes(largest), bad = sum_lanes(sick);
-    if (bad != 0) return {Floats{}, bad};
+    Ints largest = {};  // numbers without their signs are in the order of their bits
+    for (int i = 0; i < columns; i += kLanes) largest = maximum(largest, load<Ints>(x + i) & 0x7fffffff);
+    float most = std::bit_cast<float>(max_lanes(largest));
+    if (!(most < INFINITY)) return {Floats{}, NAN};
     if (most < 1e-30f) return {Floats{}, 0};
     return {splat(127.0f / most), most / 127.0f};
 }
@@ -93,30 +89,27 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
     auto *whole16 = const_cast<int32_t *>(tile.whole16), *pairs32 = const_cast<int32_t *>(tile.pairs32);
     auto *pairs16 = const_cast<int32_t *>(tile.pairs16);
     auto *sums32 = const_cast<float *>(tile.sums32), *scales = const_cast<float *>(tile.scales);
-    int before = 0;
     for (int64_t b = 0; b < columns / block; ++b) {
         Rounded rounded = scale_of(x + b * block, block);
         bool sick = rounded.scale != rounded.scale;
         scales[b * tokens + t] = rounded.scale;
-        for (int64_t g = b * block / 16; g < (b + 1) * block / 16; ++g) {
-            // adding 1.5 * 2^23 rounds to an integer, ties to even
-            Floats v = loadf(x + 16 * g) * rounded.inverse + 12582912.0f;
-            Ints q = sick ? Ints{} : (Ints)v - 0x4b400000;
-            int32_t four[4];
-            to_s8((int8_t *)four, q);
-            for (int i = 0; i < 4; ++i) codes[(4 * g + i) * tokens + t] = four[i];
-            int sum = int(sum_lanes(to_floats(q)));  // exact: below 2^24
-            whole16[g * tokens + t] = -128 * sum;
-            if (g % 2 == 0) {
-                before = sum;
-                continue;
+        for (int64_t g = b * block / 32; g < (b + 1) * block / 32; ++g) {
+            int32_t eight[8], sum[2];
+            for (int half = 0; half < 2; ++half) {
+                // adding 1.5 * 2^23 rounds to an integer, ties to even
+                Floats v = loadf(x + 32 * g + 16 * half) * rounded.inverse + 12582912.0f;
+                to_s8((int8_t *)(eight + 4 * half), sick ? Ints{} : (Ints)v - 0x4b400000);
             }
-            int both = before + sum;
-            pairs16[g / 2 * tokens + t] = (before & 0xffff) | sum << 16;
-            whole32[g / 2 * tokens + t] = -128 * both;
-            sums32[g / 2 * tokens + t] = float(both);
-            int32_t &pair = pairs32[g / 4 * tokens + t];
-            pair = g % 4 == 1 ? (both & 0xffff) : (pair & 0xffff) | both << 16;
+            for (int i = 0; i < 8; ++i) codes[(8 * g + i) * tokens + t] = eight[i];
+            sum16((const int8_t *)eight, sum);
+            int both = sum[0] + sum[1];
+            whole16[2 * g * tokens + t] = -128 * sum[0];
+            whole16[(2 * g + 1) * tokens + t] = -128 * sum[1];
+            pairs16[g * tokens + t] = (sum[0] & 0xffff) | sum[1] << 16;
+            whole32[g * tokens + t] = -128 * both;
+            sums32[g * tokens + t] = float(both);
+            int32_t &pair = pairs32[g / 2 * tokens + t];
+            pair = g % 2 == 0 ? (both & 0xffff) : (pair & 0xffff) | both << 16;
         }
     }
 }
