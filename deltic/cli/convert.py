@@ -24,7 +24,8 @@ _MTP = ("q8_0", "same", "none")
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=text,
-                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny")
+                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B or "
+                             "BAAI/bge-m3, or tiny")
     parser.add_argument("target", metavar="DST.gguf", type=text, help="the file to write")
     parser.add_argument("--type", choices=_TYPES, type=str.upper, default="Q8_0",
                         help="how weights are stored; norms and other small tensors stay F32, and the head of a "
@@ -40,15 +41,21 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = _target(args)
+    from deltic.encoders.convert import convert_encoder
+    from deltic.encoders.open import open_stored
     from deltic.weights.gguf.convert import convert
-    from deltic.weights.hub import open_model
+    from deltic.weights.hub import open_model, resolve
 
     started, bar = time.perf_counter(), _bar()
-    files = open_model(args.source, args.revision)
-    tokenizer = files.tokenizer() or _tokenizer_of(files.path)
     try:
-        written = convert(files, tokenizer, args.name or _name(args.source, files), path, args.type, bar.update,
-                          args.mtp)
+        if encoder := open_stored(resolve(args.source, args.revision)):
+            written = convert_encoder(encoder, args.name or Path(args.source).resolve().name, path, args.type,
+                                      bar.update)
+        else:
+            files = open_model(args.source, args.revision)
+            tokenizer = files.tokenizer() or _tokenizer_of(files.path)
+            written = convert(files, tokenizer, args.name or _name(args.source, files), path, args.type, bar.update,
+                              args.mtp)
     finally:
         bar.close()
     facts = _facts(path, args.type, written, time.perf_counter() - started)

@@ -18,7 +18,8 @@ from deltic.encoders.config import EncoderConfig
 from deltic.errors import ModelError
 from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, Norm
 from deltic.ops.memory import Arena
-from deltic.ops.qtensor import host_form, pack_tensor
+from deltic.ops.qtensor import Form as PackedForm
+from deltic.ops.qtensor import QTensor, host_form, pack_tensor
 from deltic.ops.records import Block
 from deltic.weights.files import Stored, find_tensors
 from deltic.weights.gguf.blocks import BY_NAME
@@ -41,10 +42,12 @@ _FORMATS: Final[Mapping[str, tuple[str, ...]]] = {"none": (), "q8_0": ("Q8_0",),
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor that may be read."""
+    """A tensor that may be read. pack: makes a matrix that is stored in blocks what a form has of such; None: it is not
+    stored so."""
 
     shape: Shape
     read: Read
+    pack: Callable[[PackedForm], QTensor] | None = None
 
 
 def expected_tensors(config: EncoderConfig) -> dict[str, Shape]:
@@ -132,6 +135,11 @@ class Form:
     quant: str
     packed: bool
 
+    @property
+    def plain(self) -> torch.dtype:
+        """Of what is no matrix."""
+        return torch.float32 if self.device == "cpu" else TORCH_DTYPES[self.dtype]
+
 
 def read_weights(config: EncoderConfig, sources: Mapping[str, Source], form: Form,
                  progress: Progress | None = None) -> EncoderWeights:
@@ -157,7 +165,9 @@ class _Reader:
 
     def _layer(self, layer: str, pool: ThreadPoolExecutor) -> EncoderLayer:
         parts = [f"{layer}attention.self.{part}" for part in ("query", "key", "value")]
-        qkv = Affine(tuple(self._matrix(f"{part}.weight", pool) for part in parts),
+        blocks = tuple(self._matrix(f"{part}.weight", pool) for part in parts)
+        fused = blocks if self._form.packed else torch.cat([block for block in blocks if isinstance(block, Tensor)])
+        qkv = Affine(fused,
                      torch.cat([self._plain(f"{part}.bias") for part in parts]))
         return EncoderLayer(qkv, self._affine(f"{layer}attention.output.dense", pool),
                             self._norm(f"{layer}attention.output.LayerNorm"),
@@ -171,10 +181,14 @@ class _Reader:
         return Norm(self._plain(f"{name}.weight"), self._plain(f"{name}.bias"))
 
     def _plain(self, name: str) -> Tensor:
-        return self._read(name, torch.float32).to(self._form.device)
+        return self._read(name, self._form.plain).to(self._form.device)
 
     def _matrix(self, name: str, pool: ThreadPoolExecutor) -> Block:
-        form, columns = self._form, self._sources[name].shape[1]
+        form, source = self._form, self._sources[name]
+        columns = source.shape[1]
+        if form.packed and source.pack is not None:
+            self._count(source)
+            return source.pack(self._host)
         types = (BY_NAME[type] for type in _FORMATS[form.quant])
         type = next((type for type in types if columns % type.weights == 0), None)
         if form.packed and type is not None:
@@ -183,8 +197,10 @@ class _Reader:
         return pack_tensor(tensor, self._arena) if form.packed else tensor.to(form.device)
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self._sources[name].read(dtype)
-        self._done += tensor.numel()
+        self._count(self._sources[name])
+        return self._sources[name].read(dtype).contiguous()
+
+    def _count(self, source: Source) -> None:
+        self._done += int(np.prod(source.shape))
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return tensor.contiguous()

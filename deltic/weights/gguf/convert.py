@@ -144,7 +144,7 @@ def target_of(name: str, shape: tuple[int, ...], config: ModelConfig, kind: File
     theirs, form = gguf_name(name, config.architecture, config.layer_types)
     stored = form.shape(shape, config)
     wanted = BY_NAME[_wanted(theirs, stored, config, kind)]
-    return NewTensor(theirs, _fitting(wanted, stored), stored)
+    return NewTensor(theirs, fitting(wanted, stored), stored)
 
 
 def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> str:
@@ -169,7 +169,7 @@ def _more_bits(block: int, blocks: int) -> bool:
     return block < eighth or block >= 7 * blocks // 8 or (block - eighth) % 3 == 2
 
 
-def _fitting(type: BlockType, shape: tuple[int, ...]) -> BlockType:
+def fitting(type: BlockType, shape: tuple[int, ...]) -> BlockType:
     smaller = BY_NAME[_FITTING.get(type.name, "F16")]
     return next((one for one in (type, smaller) if shape[-1] % one.weights == 0), BY_NAME["F16"])
 

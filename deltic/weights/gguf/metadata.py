@@ -12,17 +12,8 @@ from typing import Any, Final
 from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
 from deltic.errors import ModelError
 from deltic.weights.gguf.config import SAMPLING_KEYS
-from deltic.weights.gguf.tokenizer import (
-    CONTROL,
-    END_TEXTS,
-    ENDS,
-    NORMAL,
-    SPLITTERS,
-    UNUSED,
-    USER_DEFINED,
-    VARIABLES,
-    TokenizerTexts,
-)
+from deltic.weights.gguf.tokenizer import END_TEXTS, ENDS, SPLITTERS, VARIABLES, TokenizerTexts
+from deltic.weights.gguf.word_tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 _ARCHITECTURES: Final[Mapping[str, str]] = {
     "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen2": "qwen2",
