@@ -41,9 +41,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = _target(args)
-    from deltic.encoders.convert import convert_encoder
+    from deltic.encoders.convert import convert_encoder, vector_keys
     from deltic.encoders.open import open_stored
     from deltic.weights.gguf.convert import convert
+    from deltic.weights.gguf.metadata import ARCHITECTURES
     from deltic.weights.hub import open_model, resolve
 
     started, bar = time.perf_counter(), _bar()
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             files = open_model(args.source, args.revision)
             tokenizer = files.tokenizer() or _tokenizer_of(files.path)
             written = convert(files, tokenizer, args.name or _name(args.source, files), path, args.type, bar.update,
-                              args.mtp)
+                              args.mtp, vector_keys(files.path, ARCHITECTURES[files.config.architecture]))
     finally:
         bar.close()
     facts = _facts(path, args.type, written, time.perf_counter() - started)

@@ -16,7 +16,7 @@ import torch
 
 from deltic.encoders.config import EncoderConfig
 from deltic.encoders.gguf import ARCHITECTURE, POOLING_TYPES, RANK, gguf_names, recipe_keys
-from deltic.encoders.recipe import Recipe
+from deltic.encoders.recipe import Recipe, read_recipe
 from deltic.encoders.stored import StoredEncoder
 from deltic.encoders.weights import Source
 from deltic.errors import ModelError
@@ -87,6 +87,17 @@ def pooling_type(recipe: Recipe, scores: bool) -> int:
         return RANK
     one = recipe.pooling[0] if len(recipe.pooling) == 1 else None
     return next((number for number, pooling in POOLING_TYPES.items() if number and pooling == one), 0)
+
+
+def vector_keys(directory: Path, architecture: str) -> dict[str, Any]:
+    """What the file of a decoder says of how vectors are made, if its directory does. architecture: as files call it.
+    ModelError where files have no place for it."""
+    if not (directory / "modules.json").is_file():
+        return {}
+    recipe = read_recipe(directory, "lasttoken")
+    if recipe.dense:
+        raise ModelError(f"{directory} has layers behind its pooling (Dense), for which GGUF files have no place")
+    return {f"{architecture}.pooling_type": pooling_type(recipe, False), **recipe_keys(recipe)}
 
 
 def _config_keys(stored: StoredEncoder) -> dict[str, Any]:

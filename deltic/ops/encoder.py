@@ -15,6 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from deltic.ops.records import Block, Weight
 from deltic.ops.torch.basic import linear
 
+Attend = Callable[[Tensor, int], Tensor]
+"""From qkv [T, 3 H] and the number of heads to [T, H]."""
+
 _WIDEST: Final = 256
 """Numbers of a head that flash attention takes, which knows no padding."""
 
@@ -82,12 +85,40 @@ def embeddings(weights: EncoderWeights, batch: Ragged, words: Tensor) -> Tensor:
 
 def run(weights: EncoderWeights, batch: Ragged, x: Tensor) -> Tensor:
     """The last layer's output [T, H] for the embeddings [T, H]."""
-    x, attend = _norm(x, weights.norm, weights.eps), _attention_of(batch, x.device)
+    x, attend = normed(x, weights), _attention_of(batch, x.device)
     for layer in weights.layers:
-        mixed = attend(_affine(x, layer.qkv), weights.heads)
-        x = _norm(_affine(mixed, layer.out).add_(x), layer.attention_norm, weights.eps)
-        x = _norm(_affine(F.gelu(_affine(x, layer.up)), layer.down).add_(x), layer.output_norm, weights.eps)
+        x = run_layer(layer, x, attend, weights).result
     return x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStates:
+    """What a layer's products are multiplied with, and what comes of it, all [T, width]."""
+
+    qkv: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+    result: Tensor
+
+
+def normed(x: Tensor, weights: EncoderWeights) -> Tensor:
+    """The first layer's input, of the embeddings."""
+    return _norm(x, weights.norm, weights.eps)
+
+
+def run_layer(layer: EncoderLayer, x: Tensor, attend: Attend, weights: EncoderWeights) -> LayerStates:
+    """One layer. weights: whose heads and eps count."""
+    mixed = attend(_affine(x, layer.qkv), weights.heads)
+    middle = _norm(_affine(mixed, layer.out).add_(x), layer.attention_norm, weights.eps)
+    wide = F.gelu(_affine(middle, layer.up))
+    result = _norm(_affine(wide, layer.down).add_(middle), layer.output_norm, weights.eps)
+    return LayerStates(x, mixed, middle, wide, result)
+
+
+def padded_attention(lengths: list[int]) -> Attend:
+    """Attention of sequences of these lengths, on any device, in any dtype."""
+    return lambda qkv, heads: _padded(qkv, lengths, heads)
 
 
 def _affine(x: Tensor, affine: Affine) -> Tensor:
@@ -101,11 +132,10 @@ def _norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
     return F.layer_norm(wide, norm.scale.shape, norm.scale, norm.shift, eps).to(x.dtype)
 
 
-def _attention_of(batch: Ragged, device: torch.device) -> Callable[[Tensor, int], Tensor]:
-    """From qkv [T, 3 H] and the number of heads to [T, H]."""
+def _attention_of(batch: Ragged, device: torch.device) -> Attend:
     lengths = batch.lengths
     if device.type == "cpu":
-        return lambda qkv, heads: _padded(qkv, lengths, heads)
+        return padded_attention(lengths)
     starts, longest = batch.starts.to(device, torch.int32), max(lengths)
 
     def attend(qkv: Tensor, heads: int) -> Tensor:
