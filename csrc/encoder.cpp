@@ -37,7 +37,7 @@ void encode(deltic_pool *pool, const deltic_encoder &model, const int64_t *start
         float *wide = scratch_of<float>(pool, kWide, kTogether * width);
         in_pieces(tokens, [&](Tokens part) {
             with.linear_fine(pool, x + part.first * hidden, part.count, layer.qkv, qkv + part.first * 3 * hidden,
-                             3 * hidden);
+                             3 * hidden, true);
         });
         with.full_attention(pool, qkv, layer.qkv_bias, starts, sequences, model.heads, dim, mixed);
         in_pieces(tokens, [&](Tokens part) {
@@ -45,11 +45,11 @@ void encode(deltic_pool *pool, const deltic_encoder &model, const int64_t *start
             auto add_norm = [&](const float *bias, const deltic_layer_norm &norm) {
                 with.layer_norm(pool, rows, delta, bias, norm.scale, norm.shift, rows, part.count, hidden, model.eps);
             };
-            with.linear_fine(pool, mixed + part.first * hidden, part.count, layer.out, delta, hidden);
+            with.linear_fine(pool, mixed + part.first * hidden, part.count, layer.out, delta, hidden, false);
             add_norm(layer.out_bias, layer.attention_norm);
-            with.linear_fine(pool, rows, part.count, layer.up, wide, width);
+            with.linear_fine(pool, rows, part.count, layer.up, wide, width, true);
             with.gelu(pool, wide, layer.up_bias, part.count, width);
-            with.linear_fine(pool, wide, part.count, layer.down, delta, hidden);
+            with.linear_fine(pool, wide, part.count, layer.down, delta, hidden, false);
             add_norm(layer.down_bias, layer.output_norm);
         });
     }

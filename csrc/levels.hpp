@@ -12,7 +12,7 @@ struct Product {
     int64_t count;
     float *y;
     int64_t stride;
-    bool fine = false;  // as of linear_fine
+    bool fine = false, again = false;  // as of linear_fine
 };
 
 // What every level defines in its own namespace, from the same sources; see deltic.h and matrix.hpp.
@@ -20,7 +20,7 @@ struct Product {
     void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,              \
                 int64_t stride);                                                                                       \
     void linear_fine(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,         \
-                     int64_t stride);                                                                                  \
+                     int64_t stride, bool again);                                                                      \
     void linear_many(deltic_pool *pool, const Product *products, int64_t count);                                       \
     void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch, \
             const float *proj, float *out);                                                                            \

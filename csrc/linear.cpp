@@ -42,7 +42,7 @@ enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kInt8Fine, kForms };
 //   whole32  [columns / 32][T] int32: -128 times the sum of the codes; whole16 the same of 16 columns
 //   sums32   [columns / 32][T] float: the sum itself
 //   pairs32  [columns / 64][T] two int16: sums of two groups of 32; pairs16 [columns / 32][T] of two groups of 16
-// Of kInt8Fine, which has a scale for each 32 columns, blocks that are much larger than the others of their token are
+// Of kInt8Fine, which has a scale for each 32 columns, blocks that are much larger than the others of their token may be
 // rounded twice: what the codes leave of them is rounded again, in steps of 1 / 254. All tokens of a tile have such a
 // second part where one has it; it is 0, which changes no bit, of those that do not need it.
 //   twice    [columns / 32] int32: whether a block has a second part
@@ -80,7 +80,7 @@ int64_t token_words(Form form, int64_t columns) {
 }
 
 // Blocks are rounded twice whose largest number, squared, is above so many times the mean of those of their token.
-constexpr float kLarge = 2.0f;
+constexpr float kLarge = 2.5f;
 
 struct Rounded {
     Floats inverse;
@@ -140,8 +140,8 @@ DELTIC_INLINE void round_group(Floats low, Floats high, float inverse, const int
     const_cast<int32_t *>(whole)[t] = -128 * (sum[0] + sum[1]);
 }
 
-// The same with a second part. Blocks that are not finite have the scale NaN, and codes that say nothing.
-void round_fine(const float *x, int64_t columns, const Int8Tile &tile, int t, int tokens) {
+// The same with a second part, if `again`. Blocks that are not finite have the scale NaN, and codes that say nothing.
+void round_fine(const float *x, int64_t columns, bool again, const Int8Tile &tile, int t, int tokens) {
     auto *scales = const_cast<float *>(tile.scales), *scales2 = const_cast<float *>(tile.scales2);
     auto *twice = const_cast<int32_t *>(tile.twice);
     float squares = 0;
@@ -150,14 +150,14 @@ void round_fine(const float *x, int64_t columns, const Int8Tile &tile, int t, in
         scales[g * tokens + t] = scale;
         squares += scale * scale;
     }
-    float large = kLarge * squares / float(columns / 32);
+    float large = again ? kLarge * squares / float(columns / 32) : INFINITY;
     for (int64_t g = 0; g < columns / 32; ++g) {
         float scale = scales[g * tokens + t], inverse = scale > 0 ? 1.0f / scale : 0.0f;
         Floats low = loadf(x + 32 * g), high = loadf(x + 32 * g + 16);
         round_group(low, high, inverse, tile.codes + 8 * g * tokens, tile.whole32 + g * tokens, t, tokens);
-        bool again = scale * scale > large;
-        scales2[g * tokens + t] = again ? scale / 254.0f : 0.0f;
-        if (!again) continue;
+        bool is_large = scale * scale > large;
+        scales2[g * tokens + t] = is_large ? scale / 254.0f : 0.0f;
+        if (!is_large) continue;
         twice[g] = 1;
         Floats rest[2] = {low, high};
         for (Floats &part : rest) part = part - (part * inverse + 12582912.0f - 12582912.0f) * scale;
@@ -192,7 +192,7 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
                 for (int64_t i = 0; i < (count + 1) / 2; ++i) tile[(k / 2 + i) * tokens + t] = pairs[i];
             }
         } else if (form == kInt8Fine) {
-            round_fine(x, columns, rounded, t, tokens);
+            round_fine(x, columns, product.again, rounded, t, tokens);
         } else {
             round_token(x, columns, form == kInt8x256 ? 256 : 32, rounded, t, tokens);
         }
@@ -515,10 +515,10 @@ void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weig
     multiply(pool, &product, 1, &input, parts);
 }
 
-void linear_fine(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,
-                 int64_t stride) {
+void linear_fine(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride,
+                 bool again) {
     if (!tokens) return;
-    Product product{&weight, x, nullptr, tokens, y, stride, true};
+    Product product{&weight, x, nullptr, tokens, y, stride, true, again};
     Input input;
     Part parts[4];
     multiply(pool, &product, 1, &input, parts);

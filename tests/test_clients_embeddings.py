@@ -22,14 +22,14 @@ from encoder_models import WORDS, save_encoder, save_recipe
 
 from deltic import Encoder
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leftovers"), pytest.mark.filterwarnings("ignore")]
 
 TEXTS = ["w1 w2", "w3", "w4 w5 w6 w7"]
 
 
 def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
     """A server as a user starts it, and its URL."""
-    command = [sys.executable, "-m", "deltic.cli", "serve", *arguments, "--port", "0", "--threads", "1"]
+    command = [sys.executable, "-m", "deltic", "serve", *arguments, "--port", "0", "--threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.stdout is not None
     for line in process.stdout:
@@ -39,10 +39,9 @@ def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def ended(process: subprocess.Popen[str]) -> int:
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
-    process.stdout.read()
-    return process.wait(60)
+    with process:
+        process.send_signal(signal.SIGTERM)
+        return process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +115,10 @@ def test_cohere_s_own_client(server: SimpleNamespace) -> None:
 
 
 def test_running_requests_are_answered_before_the_server_ends(tmp_path: Path) -> None:
-    save_encoder(tmp_path / "vectors", "bert", hidden_size=128, intermediate_size=512, num_hidden_layers=8)
+    save_encoder(tmp_path / "vectors", "bert")
     process, url = started(str(tmp_path / "vectors"), "--max-texts", "20000")
     found: list[httpx.Response] = []
-    texts = [" ".join(WORDS[:40])] * 4000
+    texts = [" ".join(WORDS[:40])] * 3000
     asking = threading.Thread(target=lambda: found.append(
         httpx.post(f"{url}/v1/embeddings", json={"input": texts, "encoding_format": "base64"}, timeout=60)))
     asking.start()
@@ -128,4 +127,4 @@ def test_running_requests_are_answered_before_the_server_ends(tmp_path: Path) ->
     assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
     assert ended(process) == 0
     asking.join()
-    assert found[0].status_code == 200 and len(found[0].json()["data"]) == 4000
+    assert found[0].status_code == 200 and len(found[0].json()["data"]) == 3000
