@@ -47,12 +47,16 @@ SHORT = 5.0
 
 @dataclass(frozen=True)
 class Load:
-    """How much there is to be endured. deaf: how many of the clients never read. memory: of the server's cache."""
+    """How much there is to be endured. deaf: how many of the clients never read. memory: of the server's cache.
+    cache_disk_gb: of its cache directory, which is full when the warm-up ends: what is known of each of its files
+    lies in memory. wait: seconds from which on the server refuses who would wait."""
 
     clients: int
     deaf: int
     minutes: float
     memory: str
+    cache_disk_gb: float
+    wait: float
 
 
 @dataclass
@@ -222,9 +226,11 @@ def main() -> None:
     parser.add_argument("--deaf", type=int, help="of them who never read (default: one in sixteen)")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--memory", default="256MiB")
+    parser.add_argument("--cache-disk-gb", type=float, default=0.5)
+    parser.add_argument("--wait", type=float, default=7.0)
     args = parser.parse_args()
     deaf = max(args.clients // 16, 1) if args.deaf is None else args.deaf
-    found = run(Load(args.clients, deaf, args.minutes, args.memory))
+    found = run(Load(args.clients, deaf, args.minutes, args.memory, args.cache_disk_gb, args.wait))
     record("clients", found)
     if wrong := [name for name, held in found["holds"].items() if not held]:
         sys.exit("does not hold: " + ", ".join(wrong))
@@ -233,7 +239,8 @@ def main() -> None:
 def run(load: Load) -> dict[str, Any]:
     """Everything; "holds" says of each promise whether it was kept."""
     with tempfile.TemporaryDirectory() as folder:
-        options = ("--memory", load.memory, "--cache-dir", folder)
+        options = ("--memory", load.memory, "--cache-dir", folder, "--cache-disk-gb", str(load.cache_disk_gb),
+                   "--max-wait-seconds", str(load.wait))
         with serving(*options) as server:
             crowd, well = asyncio.run(endure(server, load))
             drained, code = asyncio.run(end(server, load, signal.SIGTERM))

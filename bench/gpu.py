@@ -27,7 +27,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.speculator import drafter_of
-from deltic.types import Request, SamplingParams
+from deltic.types import Request, SamplingParams, TokenOut
 from deltic.weights.names import expected_tensors
 
 BANDWIDTH = 4.4e12
@@ -90,13 +90,18 @@ def _request(index: int, prompt: int, new: int, vocabulary: int, temperature: fl
 
 def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float) -> None:
     """Steps of a full batch, after the first ones, which record graphs."""
+    if batch > runtime.memory.max_batch:
+        raise SystemExit(f"the cache holds {runtime.memory.max_batch} sequences, not {batch}: raise --memory")
     engine, times, forwards = Engine(runtime), [], []
     profile = cProfile.Profile() if args.profile else None
     for run in range(args.repeat):
         for index in range(batch):
             engine.add(_request(index, args.prompt, args.new, runtime.config.vocab_size, args.temperature))
         while len(engine.scheduler.running) < batch or any(s.reading for s in engine.scheduler.running):
-            engine.step()
+            failed = [event.error for event in engine.step() if isinstance(event, TokenOut) and event.error]
+            if failed or not engine.has_work:
+                raise SystemExit(f"{len(failed)} requests failed: {failed[0]}" if failed else
+                                 "the first requests ended before the last ones began: raise --new or --budget")
         engine.step()
         for turn in range(args.new - 4):
             began = time.perf_counter()
@@ -113,7 +118,7 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
     if profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(22)
     step = median(times)
-    weights = runtime.decoder.weight_bytes()
+    weights = _weight_bytes(runtime, batch)
     state = 2 * batch * runtime.pools.recurrent[:, 0].nbytes
     keys = 2 * batch * (args.prompt + args.new // 2) * runtime.pools.keys[:, 0, 0].nbytes
     floor = (weights + state + keys) / BANDWIDTH
@@ -128,6 +133,16 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
         _kernels(runtime, batch)
 
 
+def _weight_bytes(runtime: Runtime, batch: int) -> int:
+    """Of a step of so many tokens. Of mixtures: the experts that some token passes, if all are equally likely."""
+    weights, experts = runtime.decoder.weight_bytes(), runtime.config.experts
+    if experts is None:
+        return weights
+    own = 6 * runtime.config.num_hidden_layers * experts.count * experts.size * runtime.config.hidden_size
+    embedding = 0 if runtime.config.tie_word_embeddings else runtime.decoder.weights.embedding.nbytes
+    return int(weights - embedding - own * (1 - experts.per_token / experts.count) ** batch)
+
+
 def _served(runtime: Runtime) -> str:
     return "torch" if runtime.step is None else "cuda"
 
@@ -137,6 +152,9 @@ def prompt_operations(config: ModelConfig, tokens: int) -> int:
     shapes = expected_tensors(config)
     layers = sum(shape[0] * shape[1] for name, shape in shapes.items()
                  if ".layers." in name and len(shape) == 2 and ".conv1d." not in name)
+    # of mixtures: the matrices of the experts that a token passes
+    layers += sum(shape[1] * shape[2] for name, shape in shapes.items()
+                  if ".experts." in name) * (config.experts.per_token if config.experts else 0)
     attention = config.layer_types.count("full_attention") * config.num_attention_heads * config.head_dim
     return 2 * layers * tokens + 2 * attention * tokens**2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,6 +177,24 @@ def test_a_declared_length_costs_nothing() -> None:
             assert served.post("/v1/completions", prompt="x").status_code == 200
         big = served.post("/v1/completions", prompt="x" * MIB)
         assert big.status_code == 413 and "1 MiB (max_body_mib)" in big.json()["error"]["message"]
+
+
+def test_who_would_wait_for_too_long_is_refused() -> None:
+    engine, gate = Scripted("one"), threading.Event()
+    with serving(engine.model(max_wait_seconds=0.5)) as served:
+        for status in ("200 OK", "503"):
+            gate.clear()
+            engine.before_step = gate.wait
+            all_places = served.send("/v1/completions", prompt="x", n=16)
+            wait_until(lambda: served.health()[1]["requests"] == 1)
+            behind = served.send("/v1/completions", prompt="x")
+            time.sleep(0.6)
+            gate.set()
+            assert "200 OK" in read_all(all_places)
+            said = read_all(behind)
+            assert status in said
+            served.wait_idle()
+    assert "(max_wait_seconds)" in said and "retry-after: 1" in said.lower()
 
 
 def test_too_many_that_wait_are_refused_before_they_are_read() -> None:

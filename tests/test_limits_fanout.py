@@ -71,7 +71,7 @@ def test_an_echo_is_as_large_as_a_body_may_be() -> None:
 
 def test_a_reader_that_is_behind_lets_others_have_their_turn() -> None:
     async def read() -> tuple[list[int], int]:
-        handle = RequestHandle([Request("a", (1,), SamplingParams())], 1 << 20, lambda _: None, lambda *_: None)
+        handle = RequestHandle([Request("a", (1,), SamplingParams())], 0, 1 << 20, lambda _: None, lambda *_: None)
         for _ in range(999):
             handle.take(TokenOut("a", 0, 5))
         handle.take(TokenOut("a", 0, 5, finish="length"))

@@ -58,6 +58,7 @@ def test_an_answer_of_the_embedded_model(served: Served) -> None:
         model="tiny", temperature=0, max_tokens=12, extra_body={"ignore_eos": True, "enable_thinking": False},
         messages=[{"role": "system", "content": "Be brief."}, *USER])
     assert same.choices[0].message.content == answer.content[0].text
+    assert answer._request_id.startswith("req_")  # type: ignore[union-attr]
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == same.usage.prompt_tokens  # type: ignore
 
 

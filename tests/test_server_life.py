@@ -223,7 +223,7 @@ def test_signals_end_the_server_and_not_the_process() -> None:
 def test_a_client_that_vanishes_as_news_comes_is_not_forgotten(turns: int) -> None:
     """Whoever reads is cancelled so many turns of the loop after an event: it ends, or was done before."""
     async def read() -> bool:
-        handle = RequestHandle([Request("r", (1,), SamplingParams())], 64, lambda _: None, lambda *_: None)
+        handle = RequestHandle([Request("r", (1,), SamplingParams())], 0, 64, lambda _: None, lambda *_: None)
         reader = asyncio.ensure_future(anext(handle))
         for _ in range(3):
             await asyncio.sleep(0)

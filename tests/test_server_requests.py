@@ -155,6 +155,20 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_texts_are_in_the_log_if_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with serving(Scripted("one two").model(), request_log=RequestLog(str(path), texts=True)) as served:
+        served.post("/v1/completions", prompt=["first", "second"], n=2)
+        with served.http.stream("POST", "/v1/chat/completions", json={"messages": USER, "stream": True}) as running:
+            running.read()
+        served.post("/v1/completions", prompt=5)
+        wait_until(lambda: len(path.read_text().splitlines()) == 3)
+    texts, chat, wrong = lines(path)
+    assert (texts["prompts"], texts["answers"]) == (["first", "second"], ["one two<|im_end|>"] * 4)
+    assert f"<|im_start|>user\n{USER[0]['content']}<|im_end|>" in chat["prompts"][0]
+    assert chat["answers"] == ["one two<|im_end|>"] and "prompts" not in wrong
+
+
 def test_a_line_for_each_request_and_refusal(tmp_path: Path) -> None:
     path = tmp_path / "log"
     secret = "a secret that no log may have"

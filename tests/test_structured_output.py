@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import openai.types
@@ -24,7 +25,7 @@ from test_server_harness import USER, Served, serving, tiny
 from deltic import LLM, SamplingParams
 from deltic.cli import main
 from deltic.errors import BusyError, RequestError
-from deltic.text.grammar import Grammars
+from deltic.text.grammar import GrammarConstraint, Grammars, part_of
 from deltic.text.output_format import Choice, JsonSchema, Regex
 from deltic.text.tools import PARSERS
 
@@ -179,6 +180,23 @@ def test_the_same_answer_with_drafts_and_in_company(speculate: str, temperature:
         for stream, output in zip(streams, alone, strict=True):
             assert stream.output and stream.output.choices[0].tokens == output.choices[0].tokens
             assert stream.output.text == output.text and stream.output.reasoning == output.reasoning
+
+
+@pytest.mark.parametrize("taken", [[' ["', ' {"'], [' {"', ' ["']])
+def test_what_was_only_drafted_leaves_no_trace(taken: list[str]) -> None:
+    """Two strings, in a list and in an object: what may end them differs."""
+    tokenizer = model().chat_processor.tokenizer
+    (drafted,), (token,) = map(tokenizer.encode, taken)
+    grammar = Grammars(tokenizer).grammar(lambda _: [part_of(JsonSchema({"type": "object"}))], "x")
+    text: Any = SimpleNamespace(region="answer")
+    one, other = (GrammarConstraint(grammar, text) for _ in range(2))
+    for constraint in (one, other):
+        for each in tokenizer.encode('{"" :'):
+            constraint.push(each)
+    assert one.fitting([drafted]) == 1 and len(one.allowed([drafted])) == 2
+    for constraint in (one, other):
+        constraint.push(token)
+    assert one.allowed([]) == other.allowed([]) != [None]
 
 
 def test_drafts_are_accepted_within_a_grammar() -> None:

@@ -144,8 +144,7 @@ def _form(kind: Any, field: Field[Any]) -> dict[str, Any]:
         return {"choices": field.metadata["choices"]}
     if kind == tuple[str, ...]:
         return {"action": "append", "metavar": "X"}
-    if kind is float:
-        return {"type": float, "metavar": "N"}
-    if int in (kind, *get_args(kind)):
-        return {"type": int, "metavar": "N"}
+    for number in (float, int):
+        if number in (kind, *get_args(kind)):
+            return {"type": number, "metavar": "N"}
     return {"metavar": "X"}

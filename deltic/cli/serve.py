@@ -61,6 +61,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="more keys: a line for each, the key and then perhaps a name for the log")
     parser.add_argument("--request-log", type=text, metavar="FILE",
                         help="append a line of JSON for each request, without its text; - is standard output")
+    parser.add_argument("--log-text", action="store_true",
+                        help="with --request-log: also what was asked and answered, as the model reads and writes it")
     parser.add_argument("--drain-seconds", type=_seconds, default=30.0, metavar="N",
                         help="seconds that running answers have when the server is asked to end; a second Ctrl-C or "
                              "SIGTERM ends them at once (default: 30)")
@@ -216,10 +218,12 @@ def _keys(args: argparse.Namespace) -> dict[str, str]:
 
 def _request_log(args: argparse.Namespace) -> RequestLog | None:
     if args.request_log is None:
+        if args.log_text:
+            raise UsageError("--log-text says what lines of a log have: give --request-log FILE, too")
         return None
     from deltic.server.request_log import RequestLog
 
-    return RequestLog(args.request_log)
+    return RequestLog(args.request_log, args.log_text)
 
 
 def _content(path: Path) -> str:

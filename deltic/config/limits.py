@@ -31,6 +31,9 @@ class Limits:
     max_body_values: int = _limit(500_000, "values (texts, numbers, lists, objects and their keys) in a request's body")
     max_waiting: int = _limit(512, "answers that may wait for a place in the batch; then requests are refused with "
                                    "status 503 and Retry-After")
+    max_wait_seconds: float | None = _limit(None, "seconds that a request may probably have to wait for a place in the "
+                                                  "batch; else it is refused with status 503 and Retry-After (default: "
+                                                  "no bound)", 0.01)
     max_live_tokens: int = _limit(8_000_000, "prompt tokens of all requests that run or wait; then requests are "
                                              "refused with status 503 and Retry-After")
     max_running_per_key: int | None = _limit(None, "answers of an API key that run or wait; then its requests are "
@@ -65,7 +68,7 @@ def _check(limit: Field[Any], value: Any) -> None:
     optional = limit.default is None
     if optional and value is None:
         return
-    whole = not isinstance(limit.default, float)
+    whole = not isinstance(limit.metadata["low"], float)
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         raise ConfigError(f"{limit.name} must be {'an integer' if whole else 'a number'}, not {show(value)}",
                           limit.name)

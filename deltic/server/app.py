@@ -88,10 +88,11 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
     limits = models.limits
     if limits.max_running_per_key is not None and not api_keys:
         raise ConfigError("max_running_per_key needs API keys: without them all clients are one", "max_running_per_key")
-    records = Records(limits, request_log.write if request_log else None)
+    records = Records(limits, request_log.write, request_log.texts) if request_log else Records(limits)
 
     def served(llm: LLM, name: str) -> ServedModel:
-        room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens)
+        room = Room(llm.runtime.memory.max_batch, limits.max_waiting, limits.max_live_tokens, limits.max_unread_tokens,
+                    limits.max_wait_seconds)
         return ServedModel(llm, Bridge(llm.worker, room, told["stuck_after"]), name,
                            ThreadPoolExecutor(1, "deltic-memory"), records)
 
@@ -232,4 +233,4 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         problem = Problem(error.status_code, f"{request.method} {request.url.path} is not served here: {error.detail}")
     headers = error.headers if isinstance(error, HTTPException) else None
-    return refusal(request.url.path, problem, dict(headers or {}))
+    return refusal(request.scope, problem, dict(headers or {}))

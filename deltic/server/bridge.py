@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 from deltic.engine.metrics import Progress
@@ -25,6 +27,8 @@ log = logging.getLogger("deltic")
 STUCK_AFTER = 60.0
 """Seconds without a finished step after which the engine counts as stuck: the first big step may well be slow."""
 
+_PACES = 32
+"""Answers that waited by which it is judged how long others will: seconds for each that was before them."""
 _REST = 8  # so many times as long as writing has taken, none is written
 _LONGEST_REST = 0.02  # seconds
 
@@ -42,12 +46,13 @@ class Health:
 @dataclass(frozen=True, slots=True)
 class Room:
     """answers: how many run at once. waiting: how many more may wait. tokens: of the prompts of both. unread: events of
-    a handle that may wait for its reader."""
+    a handle that may wait for its reader. wait: seconds for which one may have to wait."""
 
     answers: int
     waiting: int
     tokens: int
     unread: int
+    wait: float | None = None
 
 
 class _Rounds:
@@ -102,6 +107,7 @@ class Bridge:
         self._closed: str | None = "the engine has not been started"
         self._draining, self._empty, self._round = False, asyncio.Event(), _Rounds()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._paces: deque[float] = deque(maxlen=_PACES)
 
     def start(self) -> None:
         """Take requests."""
@@ -110,11 +116,12 @@ class Bridge:
 
     async def submit(self, requests: Sequence[Request]) -> RequestHandle:
         """Queue requests that belong together; RequestError, and none is queued, if the engine refuses one, BusyError
-        if too many answers wait already."""
-        self.check_room(sum(request.choices for request in requests),
-                        sum(len(request.prompt) for request in requests))
+        if too many answers wait already, or these would for too long."""
+        answers = sum(request.choices for request in requests)
+        self.check_room(answers, sum(len(request.prompt) for request in requests))
+        self._check_wait(before := self._before(answers, requests[0].client))
         requests = [replace(request, group=requests[0].id) for request in requests]
-        handle = RequestHandle(requests, self._room.unread, self._withdraw, self._hold)
+        handle = RequestHandle(requests, before, self._room.unread, self._withdraw, self._hold)
         self._handles |= dict.fromkeys(handle.requests, handle)
         self._worker.submit(requests, self, partial(self._post, handle.admit))
         try:
@@ -140,6 +147,23 @@ class Bridge:
         if tokens and tokens + prompt_tokens > self._room.tokens:
             raise BusyError(f"the prompts that run or wait have {tokens} tokens, and may have {self._room.tokens} "
                             "together (max_live_tokens): try again later")
+
+    def _before(self, answers: int, client: str) -> int:
+        """Behind how many, once all places are taken, so many more answers of the client would wait: one of each other
+        client that waits, as they take turns, and all of its own. Counted only if there is a bound to it."""
+        handles = dict.fromkeys(self._handles.values())
+        if self._room.wait is None or sum(handle.answers for handle in handles) + answers <= self._room.answers:
+            return 0
+        waiting = Counter(handle.client for handle in handles if handle.first_token is None)
+        return len(waiting) + max(waiting[client] - 1, 0)
+
+    def _check_wait(self, before: int) -> None:
+        """BusyError if who would wait behind so many would probably do so for too long."""
+        most = self._room.wait
+        if most is None or not self._paces or (wait := before * median(self._paces)) <= most:
+            return
+        raise BusyError(f"an answer would wait for about {wait:.0f} seconds, and may for {most:g} (max_wait_seconds): "
+                        "try again later")
 
     def cut_short(self, handle: RequestHandle) -> None:
         """End the answers where they are; their reader gets what there is."""
@@ -209,7 +233,10 @@ class Bridge:
         for event in events:
             handle = self._handles.get(event.request)
             if handle is not None:
+                waited = handle.first_token is None and handle.before
                 self._round.add(handle, urgent=handle.take(event))
+                if waited and handle.first_token:
+                    self._paces.append((handle.first_token - handle.began) / waited)
                 if not handle.open:
                     self._forget(handle)
         self._round.begin()

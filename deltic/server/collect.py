@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +30,7 @@ class Run:
         self._bridge, self._handle, self._answers, self._memory = bridge, handle, Answers(jobs, whole), memory
         self.usage, self.size = Usage(0, 0, 0), 0
         self._finishes: list[str] = []
+        self._tokens: dict[tuple[str, int], list[int]] | None = None
 
     @classmethod
     async def start(cls, bridge: Bridge, jobs: Sequence[Job], memory: Executor, whole: bool) -> Run:
@@ -81,6 +82,15 @@ class Run:
                 "output_tokens": handle.tokens, "reasoning_tokens": usage.reasoning_tokens if ended else None,
                 "finish_reasons": self._finishes}
 
+    def keep_tokens(self) -> None:
+        """From now on, for `texts`."""
+        self._tokens = {}
+
+    def texts(self, spell: Callable[[Sequence[int]], str]) -> dict[str, Iterator[str]]:
+        """What was asked and answered, spelled when it is read. Nothing was answered before `keep_tokens`."""
+        return {"prompts": (spell(request.ids) for request in self._handle.asked),
+                "answers": (spell(tokens) for tokens in (self._tokens or {}).values())}
+
     def progress(self) -> dict[str, Any]:
         """How far it is, for who looks on."""
         handle, parts = self._handle, self._bridge.progress(self._handle)
@@ -108,6 +118,8 @@ class Run:
     def _count(self, event: Event) -> None:
         if event.finish in ("error", "abort"):
             raise GenerationError(event.error or "the request was aborted")
+        if self._tokens is not None and event.token is not None:
+            self._tokens.setdefault((event.request, event.choice), []).append(event.token)
         self.size += 1 + (len(event.logprobs.top) if event.logprobs else 0)
         self.size += sum(1 + len(score.top) for score in event.prompt or ())
 

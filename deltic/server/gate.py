@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from ipaddress import ip_address
 
 from starlette.responses import Response
@@ -29,7 +30,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._problem(scope) if scope["type"] == "http" else None
         if problem:
-            await refusal(scope["path"], problem, {"connection": "close"})(scope, receive, send)
+            await refusal(scope, problem, {"connection": "close"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -54,10 +55,10 @@ class Gate:
             return False
 
 
-def refusal(path: str, problem: Problem, headers: dict[str, str] | None = None) -> Response:
+def refusal(scope: Scope, problem: Problem, headers: dict[str, str] | None = None) -> Response:
     """A problem in the form of the clients that use this path."""
-    if path.startswith("/v1/messages"):
-        response = anthropic.error_response(problem)
+    if scope["path"].startswith("/v1/messages"):
+        response = anthropic.error_response(replace(problem, request_id=scope["state"]["record"].id))
         response.headers.update(headers or {})
         return response
     return openai.error_response(problem, headers)

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -45,13 +45,15 @@ Check = Callable[[Request], None]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a client is told when it does not get what it asked for. retry_after: seconds after which it may."""
+    """What a client is told when it does not get what it asked for. retry_after: seconds after which it may.
+    request_id: of the request, where it came so far as to have one."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None
+    request_id: str | None = None
 
 
 class ProblemError(Exception):
@@ -102,7 +104,7 @@ def answering(endpoint: Endpoint, check: Check, refuse: Callable[[Problem], Resp
         except Exception as error:
             problem = problem_of(error)
             record.problem = {"param": problem.param, "code": problem.code}
-            return refuse(problem)
+            return refuse(replace(problem, request_id=record.id))
     return answer
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from deltic.server.collect import Run
 
 ID_HEADER = "x-request-id"
+_ID_HEADERS = (ID_HEADER.encode(), b"request-id")
+"""As OpenAI's clients look for it, and as Anthropic's do."""
 
 _IDS = re.compile(r"[!-~]{1,128}")
 """Ids of clients that are taken: ASCII without spaces."""
@@ -42,6 +44,7 @@ class RequestRecord:
     problem: param and code of the error that it was answered with.
     cancelled: whether its answers were cut short on demand.
     release: called when it is over, for what it uses.
+    spell: what tokens say, if the log wants to know it.
     """
 
     id: str
@@ -61,25 +64,29 @@ class RequestRecord:
     problem: Mapping[str, str | None] | None = None
     cancelled: bool = False
     release: Callable[[], None] | None = None
+    spell: Callable[[Sequence[int]], str] | None = None
 
     def age(self) -> float:
         """Seconds since it came."""
         return time.perf_counter() - self.began
 
     def line(self) -> dict[str, Any]:
-        """What the log says of it, when it is over: nothing of what it is about."""
+        """What the log says of it, when it is over: nothing of what it is about, unless that is asked for."""
         run = self.run
         return {"time": _stamp(self.arrived), "id": self.id, "client": self.client, "key": self.key,
                 "method": self.method, "path": self.path, "status": self.status, "model": self.model,
                 "stream": self.stream, **(run.figures(self.began) if run else {}), "total_ms": _ms(self.age()),
-                "cancelled": self.cancelled, "ignored": list(self.ignored), "refused": self.problem}
+                "cancelled": self.cancelled, "ignored": list(self.ignored), "refused": self.problem,
+                **(run.texts(self.spell) if run and self.spell else {})}
 
 
 class Records:
-    """The requests that are being answered. log: is given a line for each that is over."""
+    """The requests that are being answered. log: is given a line for each that is over. texts: whether the lines shall
+    have prompts and answers."""
 
-    def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None) -> None:
-        self._limits, self._log = limits, log
+    def __init__(self, limits: Limits, log: Callable[[Mapping[str, Any]], None] | None = None,
+                 texts: bool = False) -> None:
+        self.texts, self._limits, self._log = texts, limits, log
         self._live: dict[RequestRecord, None] = {}
 
     def __iter__(self) -> Iterator[RequestRecord]:
@@ -102,7 +109,8 @@ class Records:
             record.release()
         if self._log and (record.served or record.status is None or record.status >= 400):
             self._log(record.line())
-        record.run = record.release = None  # an idle connection keeps the record, and must not keep a model
+        # an idle connection keeps the record, and must not keep a model
+        record.run = record.release = record.spell = None
 
     def refuse(self, status: int, client: str) -> None:
         """A connection was answered that had no request yet that could be read."""
@@ -139,7 +147,8 @@ class Recorder:
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (ID_HEADER.encode(), record.id.encode())]
+                named = ((name, record.id.encode()) for name in _ID_HEADERS)
+                message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
         try:
             await self._app(scope, receive, noting)

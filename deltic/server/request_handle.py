@@ -21,10 +21,12 @@ class RequestHandle:
     so that they hold no state slots, the scarce good, until it is back and has read half of them.
     """
 
-    def __init__(self, requests: Sequence[Request], most_unread: int, withdraw: Callable[[RequestHandle], None],
-                 hold: Callable[[RequestHandle, bool], None]) -> None:
-        """withdraw: has the engine drop what is not finished. hold: has it pause the requests, or go on with them."""
+    def __init__(self, requests: Sequence[Request], before: int, most_unread: int,
+                 withdraw: Callable[[RequestHandle], None], hold: Callable[[RequestHandle, bool], None]) -> None:
+        """before: how many wait that will have their turn first. withdraw: has the engine drop what is not finished.
+        hold: has it pause the requests, or go on with them."""
         self.asked, self.requests = tuple(requests), tuple(request.id for request in requests)
+        self.client, self.before, self.began = requests[0].client, before, time.perf_counter()
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.tokens = 0
         self.first_token: float | None = None  # when it came, by time.perf_counter

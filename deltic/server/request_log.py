@@ -25,11 +25,12 @@ _PATIENCE = 2.0  # seconds that the end of the server waits for the last lines
 
 
 class RequestLog:
-    """Appends to a file, or writes to standard output. lost: lines that could not be written."""
+    """Appends to a file, or writes to standard output. texts: whether lines have prompts and answers. lost: lines that
+    could not be written."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, texts: bool = False) -> None:
         """path: of the file; "-" is standard output. ConfigError if it cannot be opened."""
-        self.lost = 0
+        self.texts, self.lost = texts, 0
         try:
             self._file = os.dup(1) if path == "-" else os.open(
                 Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -58,6 +58,9 @@ class ServedModel:
         jobs = [replace(job, request=replace(job.request, client=client)) for job in jobs]
         try:
             run = record.run = await while_connected(request.receive, Run.start(self.bridge, jobs, self.memory, whole))
+            if self.records.texts:
+                run.keep_tokens()
+                record.spell = self.text
             if record.cancelled:  # before it began
                 run.cut_short()
             return run

@@ -245,12 +245,12 @@ class GrammarConstraint:
             return [self._vocabulary.unfinished] * (len(drafts) + 1)
         if self._rest:
             return [with_token(b"", self._rest[0])]
-        masks: list[bytes | None] = [self._mask()]
+        # drafts are tried on a copy: after rollback() llguidance 1.9 may have masks of what was taken back
+        tried = self._matcher.deep_copy()
+        masks: list[bytes | None] = [self._mask(tried)]
         for draft in drafts:
-            self._matcher.consume_token(draft)
-            masks.append(self._mask())
-        if drafts:
-            self._matcher.rollback(len(drafts))
+            tried.consume_token(draft)
+            masks.append(self._mask(tried))
         return masks
 
     def push(self, token: int, /) -> None:
@@ -263,16 +263,17 @@ class GrammarConstraint:
             self._rest = self._rest[1:] if token == self._rest[0] else ()
         elif token not in self._vocabulary.ends:
             self._matcher.consume_token(token)
-            self._check()
+            _check(self._matcher)
 
-    def _mask(self) -> bytes:
-        mask = self._matcher.compute_bitmask()
-        self._check()
+    def _mask(self, matcher: LLMatcher) -> bytes:
+        mask = matcher.compute_bitmask()
+        _check(matcher)
         return mask if self._opens is None else with_token(mask, self._opens)
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ValueError("the grammar cannot be followed any further: " + _first_line(self._matcher.get_error()))
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise ValueError("the grammar cannot be followed any further: " + _first_line(matcher.get_error()))
 
 
 def _before(tokens: Sequence[int], barred: Set[int]) -> int:

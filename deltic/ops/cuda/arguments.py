@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_void_p
+from ctypes import c_int, c_longlong, c_uint64, c_void_p
 from typing import ClassVar
 
 from deltic.ops.cuda.driver import Arguments, fields
@@ -113,3 +113,28 @@ class DeltaTerms(Arguments):
 class DeltaScan(Arguments):
     _fields_ = fields("tiles terms gates state core starts done source target firsts emit_row emit_length emit_slot",
                       "", "key_heads value_heads tiled row emits")
+
+
+class ExpertsGate(Arguments):
+    _fields_ = fields("x scale logits weights y", "eps", "tokens group slots")
+
+
+class ExpertsDown(Arguments):
+    _fields_ = fields("x logits weights y", "", "tokens slots")
+
+
+class Route(Arguments):
+    _fields_ = fields("logits expert place counts share", "", "tokens stride")
+
+
+class Group(Arguments):
+    _fields_ = fields("x expert place counts share sorted rows tiles total weight", "", "tokens hidden shift")
+
+
+class Grouped(Arguments):
+    _fields_: ClassVar = [("x", c_uint64 * 16), *fields("weights tiles total rows weight y counts", "", ""),
+                          ("experts", c_longlong)]
+
+
+class Combine(Arguments):
+    _fields_ = fields("x y", "", "hidden each")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import Structure, byref, c_float, c_int, c_uint, c_void_p, cast
+from ctypes import Structure, byref, c_float, c_int, c_uint, c_uint64, c_void_p, cast
 from functools import cache, partial
 from threading import get_ident
 from typing import Any, ClassVar
@@ -18,6 +18,9 @@ _PROGRAMMATIC, _SHARED_BYTES, _CARVEOUT, _MOST_SHARED = 6, 8, 9, 97
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
 CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
+
+_BFLOAT16, _SWIZZLE_128, _PROMOTE = 9, 3, 2
+"""CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B."""
 
 
 class _Attribute(Structure):
@@ -115,6 +118,18 @@ class _Call:
         launch.stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._parameters[0] = ctypes.addressof(arguments)
         _check(self._go(self._reference, self._function, self._parameters, None))
+
+
+def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
+    """How the tensor memory accelerator finds boxes of a bfloat16 matrix, whose 128 bytes of a row (64 columns) lie in
+    shared memory in an order that depends on the row."""
+    room = (c_uint64 * 24)()
+    map = ctypes.addressof(room) + -ctypes.addressof(room) % 64
+    _check(_driver().cuTensorMapEncodeTiled(
+        c_void_p(map), _BFLOAT16, 2, c_void_p(matrix.data_ptr()), (c_uint64 * 2)(matrix.shape[1], matrix.shape[0]),
+        (c_uint64 * 1)(matrix.stride(0) * 2), (c_uint * 2)(columns, rows), (c_uint * 2)(1, 1), 0, _SWIZZLE_128,
+        _PROMOTE, 0))
+    return ctypes.string_at(map, 128)
 
 
 def architecture(device: torch.device) -> str:

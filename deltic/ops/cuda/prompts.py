@@ -157,12 +157,7 @@ class Prompts:
         else:
             delta = self._step.linear(self._attention(layer, layer.mixer, self._step.linear(x, layer.mixer.qkv), work),
                              layer.mixer.o_proj)
-        both = self._step.linear(self._norm(residual, delta, layer.post_norm), layer.dense.gate_up)
-        width = both.shape[1] // 2
-        gated = both.new_empty(len(both), width)
-        self._step._module.launch("k_gate", (-(-width // 2048), len(both)), 256,
-                                  args.Gate(x=both, y=gated, width=width))
-        return self._step.linear(gated, layer.dense.down)
+        return self._step.feed_forward(layer, self._norm(residual, delta, layer.post_norm))
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda.experts import ExpertsShape, shape_of
 from deltic.ops.cuda.layout import ALONE, FEW, HALF, INPUT, MOST, SPREAD, WARPS, WHOLE
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.packed import PackedMultiply, kinds_entries, parts_of, product_of
@@ -94,6 +95,7 @@ class Shapes:
     kinds: of tiles that have to be turned into plain numbers.
     parts: by the id of a weight that is quantized, its tiles.
     rings: states have replay rings beside them.
+    experts: of layers that are mixtures of them.
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -102,17 +104,19 @@ class Shapes:
     kinds: frozenset[str] = frozenset()
     parts: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict, compare=False)
     rings: bool = False
+    experts: ExpertsShape | None = None
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the largest block takes."""
-        return max(product.shared if isinstance(product, PackedMultiply) else
-                   max(product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1]
-                       for tokens in range(1, product.most + 1)) for product in self.products)
+        products = max(product.shared if isinstance(product, PackedMultiply) else
+                       max(product.shared(tokens, product.group(tokens, 1 << 20), 1 << 20)[1]
+                           for tokens in range(1, product.most + 1)) for product in self.products)
+        return max(products, self.experts.shared_memory if self.experts else 0)
 
     def source(self) -> str:
         text = [headers("input", "product", "gdn", "attention", "small", *["verify"] * self.rings,
-                        *["packed"] * bool(self.kinds))]
+                        *["packed"] * bool(self.kinds), *["experts", "grouped"] * (self.experts is not None))]
         text += {product.source(tokens): None for product in self.products for tokens in range(1, product.most + 1)}
         text += [entry(name, type, "256", name) for name, type in (
             ("enter", "Enter"), ("add_norm", "AddNorm"), ("gate", "Gate"))]
@@ -131,6 +135,7 @@ class Shapes:
                 text.append(entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
         if self.gdn and self.rings:
             text.append(entry("append", "Append", "256", "append"))
+        text += self.experts.entries() if self.experts else ()
         return "".join(text)
 
 
@@ -152,12 +157,13 @@ def heads_product(spec: GdnSpec, unit: int) -> Multiply:
 
 
 def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
-    """None where the kernels do not know the model: another dtype, experts, unusual sizes or forms of weights."""
-    if not decoder.norm.is_cuda or any(isinstance(layer.mlp, MoeWeights) for layer in decoder.layers):
+    """None where the kernels do not know the model: another dtype, unusual sizes or forms of weights."""
+    if not decoder.norm.is_cuda:
         return None
     found = _Found(blocks_of(decoder.norm.device))
     gdn: GdnSpec | None = None
     attention: AttentionSpec | None = None
+    experts: ExpertsShape | None = None
     for layer in decoder.layers:
         mixer = layer.mixer
         if isinstance(mixer, GdnWeights):
@@ -172,8 +178,14 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
             inner, outer = mixer.qkv, mixer.o_proj
         found.add(inner, True, STORE)
         found.add(outer, False, ADD, gdn if isinstance(mixer, GdnWeights) else None)
-        found.add(layer.dense.gate_up, True, GATE)
-        found.add(layer.dense.down, False, ADD)
+        if isinstance(layer.mlp, MoeWeights):
+            experts, before = shape_of(layer.mlp), experts
+            if experts is None or experts != (before or experts):
+                return None
+            found.add(layer.mlp.router, True, STORE)
+        else:
+            found.add(layer.dense.gate_up, True, GATE)
+            found.add(layer.dense.down, False, ADD)
     found.add(decoder.head, True, STORE)
     if isinstance(decoder.head, Tiles):
         found.add(decoder.head, False, STORE)
@@ -182,7 +194,8 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
     elif not _plain(decoder.embedding):
         return None
     rings = any(state.ring is not None for state in views.states)
-    shapes = Shapes(tuple(found.products), gdn, attention, frozenset(found.kinds), found.parts, rings)
+    shapes = Shapes(tuple(found.products), gdn, attention, frozenset(found.kinds), found.parts, rings,
+                    experts)
     return shapes if found.all_known and _known(shapes) and _stored(views) else None
 
 

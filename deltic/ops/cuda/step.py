@@ -16,6 +16,7 @@ from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import packed, prompts
 from deltic.ops.cuda.driver import Module, architecture, shared_memory
+from deltic.ops.cuda.experts import Experts
 from deltic.ops.cuda.layout import MOST, SPREAD, WARPS
 from deltic.ops.cuda.nvrtc import CompileError, compile_source
 from deltic.ops.cuda.rings import Fresh, Rings
@@ -32,7 +33,18 @@ from deltic.ops.cuda.shapes import (
     shapes_of,
     unit_of,
 )
-from deltic.ops.records import AttentionWeights, Batch, CacheViews, DecoderWeights, GdnSpec, GdnWeights, Layer, RopeSpec
+from deltic.ops.records import (
+    AttentionWeights,
+    Batch,
+    CacheViews,
+    DecoderWeights,
+    GdnSpec,
+    GdnWeights,
+    Layer,
+    MlpWeights,
+    MoeWeights,
+    RopeSpec,
+)
 from deltic.ops.ref import frequency_axis
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import frequencies
@@ -92,7 +104,7 @@ def _reads_prompts(device: torch.device) -> bool:
 def _own(ops: Ops) -> bool:
     """Whether every op that a step stands for is served as this backend serves it."""
     return all(getattr(ops, name) is getattr(TORCH, name) for name in (
-        "embed", "rope", "add_norm", "gdn_mixer", "attention_mixer", "mlp", "head"))
+        "embed", "rope", "add_norm", "gdn_mixer", "attention_mixer", "mlp", "moe", "head"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,8 @@ class Step:
         self._ended = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=self._device)
         self._frequencies, self._axes = _frequencies(decoder.rope, self._device)
         self._rings = (Rings(self._module, views, shapes.gdn, _MOST_ROWS) if shapes.gdn and shapes.rings else None)
+        mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
+        self._experts = Experts(self._module, shapes.experts, mixtures, self._blocks) if shapes.experts else None
         reads = reads and _reads_prompts(self._device)
         self._prompts = prompts.Prompts(self, shapes, self._device) if reads else None
 
@@ -185,15 +199,24 @@ class Step:
         logits = work.residual.new_empty(tokens, _rows(decoder.head))
         width = max(max(_rows(_inner(layer)), 1) for layer in decoder.layers)
         proj = work.residual.new_empty(tokens * width)
-        gated = work.y.new_empty(tokens, max(_columns(layer.dense.down) for layer in decoder.layers))
+        gated = work.y.new_empty(tokens, max(_columns(_last(layer)) for layer in decoder.layers))
         for layer in decoder.layers:
             self._multiply(_inner(layer), work.residual, layer.input_norm, proj, STORE)
             self._mix(layer, work, proj, _rows(_inner(layer)))
             self._project(layer, work, proj)
-            self._multiply(layer.dense.gate_up, work.residual, layer.post_norm, gated, GATE)
-            self._multiply(layer.dense.down, gated, None, work.residual, ADD)
+            self._add_feed_forward(layer, work.residual, gated)
         self._multiply(decoder.head, work.residual, decoder.norm, logits, STORE)
         return logits
+
+    def _add_feed_forward(self, layer: Layer, residual: Tensor, gated: Tensor) -> None:
+        """Of few tokens. gated: room for what lies between a dense layer's products."""
+        if self._experts and isinstance(layer.mlp, MoeWeights):
+            logits = residual.new_empty(len(residual), _rows(layer.mlp.router))
+            self._multiply(layer.mlp.router, residual, layer.post_norm, logits, STORE)
+            self._experts.few(layer.mlp, residual, layer.post_norm, self._decoder.eps, logits)
+        else:
+            self._multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
+            self._multiply(layer.dense.down, gated, None, residual, ADD)
 
     def _end(self, work: _Work) -> None:
         if work.fresh and self._rings:
@@ -278,14 +301,20 @@ class Step:
             self._mix(layer, work, proj, proj.shape[1])
             outer = _outer(layer)
             delta = self.linear(work.y.view(-1)[:len(proj) * _columns(outer)].view(len(proj), -1), outer)
-            both = self.linear(self.normed(work.residual, delta, layer.post_norm), layer.dense.gate_up)
-            width = both.shape[1] // 2
-            gated = both.new_empty(len(both), width)
-            self._module.launch("k_gate", (-(-width // 2048), len(both)), 256, args.Gate(x=both, y=gated, width=width))
-            delta = self.linear(gated, layer.dense.down)
+            delta = self.feed_forward(layer, self.normed(work.residual, delta, layer.post_norm))
         self._end(work)
         hidden = torch.empty_like(work.residual) if batch.layout.hidden else None
         return self.head(self.normed(work.residual, delta, decoder.norm, hidden)), hidden
+
+    def feed_forward(self, layer: Layer, x: Tensor) -> Tensor:
+        """Of many tokens: x [T, H] bf16, normed -> [T, H] bf16."""
+        if self._experts and isinstance(layer.mlp, MoeWeights):
+            return self._experts.many(layer.mlp, x)
+        both = self.linear(x, layer.dense.gate_up)
+        width = both.shape[1] // 2
+        gated = both.new_empty(len(both), width)
+        self._module.launch("k_gate", (-(-width // 2048), len(both)), 256, args.Gate(x=both, y=gated, width=width))
+        return self.linear(gated, layer.dense.down)
 
     def linear(self, x: Tensor, weight: object) -> Tensor:
         """By cuBLAS, of a quantized weight with a plain copy that is gone afterwards."""
@@ -330,6 +359,11 @@ def _inner(layer: Layer) -> object:
 
 def _outer(layer: Layer) -> object:
     return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
+
+
+def _last(layer: Layer) -> object:
+    """The last product of a layer, or of its first expert."""
+    return layer.mlp.down if isinstance(layer.mlp, MlpWeights) else layer.mlp.parts[0].down
 
 
 def _rows(weight: Any) -> int:

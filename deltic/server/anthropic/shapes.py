@@ -29,9 +29,7 @@ PING = event({"type": "ping"}, "ping")
 def error_response(problem: Problem) -> Response:
     """A problem in Anthropic's shape; what may be served later has the status that its clients know for that."""
     status = _OVERLOADED if problem.status == 503 and problem.retry_after is not None else problem.status
-    id = "req_" + uuid.uuid4().hex
-    response = json_response(_error(problem, status) | {"request_id": id}, status)
-    response.headers["request-id"] = id
+    response = json_response(_error(problem, status) | {"request_id": problem.request_id}, status)
     if problem.retry_after is not None:
         response.headers["retry-after"] = str(problem.retry_after)
     return response

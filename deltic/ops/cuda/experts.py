@@ -1,0 +1,255 @@
+"""Mixtures of experts: their kernels, where the experts lie, and what is launched for few tokens and for many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from ctypes import c_uint64
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.ops.cuda import arguments as args
+from deltic.ops.cuda.driver import Module, tensor_map
+from deltic.ops.cuda.layout import ALONE, FEW, MOST, WARPS, WHOLE
+from deltic.ops.records import MlpWeights, MoeWeights, Weight
+
+_GATE_BESIDE, _DOWN_BESIDE = 115 << 10, 98 << 10
+"""Bytes of shared memory of the blocks of both products, which then lie on a multiprocessor together."""
+_SUMS = 8 << 10
+"""Bytes of a group's sums."""
+_MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
+_COLUMNS = 64
+"""Of a stage of the grouped products."""
+_STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
+"""By the tokens of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """What the kernels are made for: count experts of `size` rows, of which a token passes per_token; shared: and one
+    more of the same size. normalised: as in `MoeWeights`."""
+
+    hidden: int
+    size: int
+    count: int
+    per_token: int
+    shared: bool
+    normalised: bool
+
+    @property
+    def each(self) -> int:
+        """Experts of a token."""
+        return self.per_token + self.shared
+
+    @property
+    def known(self) -> bool:
+        return (self.hidden % 64 == 0 and self.size % 8 == 0 and self.count <= _MOST_EXPERTS
+                and self.per_token <= _MOST_CHOSEN and self.shared_memory <= WHOLE)
+
+    @property
+    def _offset(self) -> int:
+        """Where the rings begin: behind the barriers and `Passed`."""
+        slots = min(self.count, MOST * self.per_token) + self.shared
+        passed = 8 * (self.count + 1) + 16 * slots + 4 * self.count + 64 * self.each + 128 * self.per_token + 64
+        return -(-(1024 + passed) // 128) * 128
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that the largest block takes."""
+        return max(self._few_bytes(max(self.most, 1)), *map(_tile_bytes, _STAGES))
+
+    @property
+    def most(self) -> int:
+        """Tokens whose input fits in a block's shared memory."""
+        return max((tokens for tokens in range(1, MOST + 1) if self._few_bytes(tokens) <= WHOLE), default=0)
+
+    def _few_bytes(self, tokens: int) -> int:
+        return max(self.gate_plan(tokens, 1)[2], self.down_plan(tokens, 1)[1])
+
+    def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
+        """Units between two sums, slots of the ring, bytes of shared memory."""
+        units = -(-(min(self.count, tokens * self.per_token) + self.shared) * (self.size // 4) // blocks)
+        group = max(1, min(_SUMS // (WARPS * 8 * 4 * tokens), units))
+        fixed = self._offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
+        slots = _slots(fixed, 16 * self.hidden, _GATE_BESIDE, units)
+        return group, slots, max(ALONE, fixed + slots * 16 * self.hidden)
+
+    def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
+        """Slots of the ring, bytes of shared memory."""
+        experts = min(self.count, tokens * self.per_token) + self.shared
+        slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
+        fixed = self._offset + 2 * WARPS * 16 * 4 * tokens
+        slots = _slots(fixed, slot, _DOWN_BESIDE, experts * -(-self.hidden // (16 * blocks)))
+        return slots, max(ALONE, fixed + slots * slot)
+
+    def entries(self) -> Iterator[str]:
+        """The text of all kernels."""
+        who = f"{self.count}, {self.per_token}, {_flag(self.shared)}"
+        few = f"{self.hidden}, {self.size}, {who}, {_flag(self.normalised)}"
+        for name, many in (("few", False), ("many", True)):
+            for kind, type in (("gate", "ExpertsGate"), ("down", "ExpertsDown")):
+                yield _entry(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
+                             f"experts_{kind}<{few}, {_flag(many)}, {self._offset}>")
+        yield _entry("route", "Route", "256", f"route<{who}, {_flag(self.normalised)}>")
+        yield _entry("group", "Group", "1024", f"group<{who}>")
+        yield _entry("combine", "Combine", "256", "::combine")
+        for tile, stages in _STAGES.items():
+            for kind, columns, rows in (("gate", self.hidden, 2 * self.size), ("down", self.size, self.hidden)):
+                yield _entry(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
+                             f"grouped<{columns}, {rows}, {tile}, {stages}, {_flag(kind == 'gate')}>")
+
+
+def shape_of(weights: MoeWeights) -> ExpertsShape | None:
+    """None where the kernels do not know them: another dtype, another size of the shared expert."""
+    first, shared = weights.parts[0], weights.shared is not None
+    if not (isinstance(first.down, Tensor) and all(map(_plain, _matrices(weights)))):
+        return None
+    if len(weights.parts) != len(weights.experts) + shared:  # some lie elsewhere
+        return None
+    hidden, size = first.down.shape
+    if any(_sizes(part) != ((2 * size, hidden), (hidden, size)) for part in weights.parts):
+        return None
+    shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, shared, weights.normalised)
+    return shape if shape.known else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Where the matrices of all experts lie, the shared one's last. gate, down [E] int64: pointers. gate_maps,
+    down_maps [E, 128] uint8: how the tensor memory accelerator finds boxes of them. router [n, H]: filled up to a
+    multiple of 8 rows."""
+
+    gate: Tensor
+    down: Tensor
+    gate_maps: Tensor
+    down_maps: Tensor
+    router: Tensor
+
+
+class Experts:
+    """The mixtures of a model's layers."""
+
+    def __init__(self, module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> None:
+        """blocks: multiprocessors of the card."""
+        self._module, self._shape, self._blocks = module, shape, blocks
+        self._tables = {id(layer): _table(layer, module.device) for layer in layers}
+        self._counts = torch.zeros(shape.count, dtype=torch.int32, device=module.device)
+
+    def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor) -> None:
+        """Adds what the experts give to the residual [T, H] float32 of up to 16 tokens. scale [H]: of the norm before
+        them. logits [T, n] float32: what the router gives."""
+        shape, table, tokens = self._shape, self._tables[id(weights)], len(residual)
+        if tokens > shape.most:
+            for part in range(2):
+                self.few(weights, residual.chunk(2)[part], scale, eps, logits.chunk(2)[part])
+            return
+        name = "many" if tokens > FEW else "few"
+        gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
+        group, slots, shared = shape.gate_plan(tokens, self._blocks)
+        self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGate(
+            x=residual, scale=scale, logits=logits, weights=table.gate, y=gated, eps=eps, tokens=tokens, group=group,
+            slots=slots), shared)
+        slots, shared = shape.down_plan(tokens, self._blocks)
+        self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDown(
+            x=gated, logits=logits, weights=table.down, y=residual, tokens=tokens, slots=slots), shared)
+
+    def many(self, weights: MoeWeights, x: Tensor) -> Tensor:
+        """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16."""
+        shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
+        pairs, tile = tokens * shape.each, _tile(tokens * shape.per_token / shape.count)
+        logits = torch.mm(x, table.router.t(), out_dtype=torch.float32)
+
+        def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=x.device)
+
+        expert, place, rows, total = empty(pairs), empty(pairs), empty(pairs), empty(4)
+        share, weight = empty(pairs, dtype=torch.float32), empty(pairs, dtype=torch.float32)
+        tiles = empty(shape.count + pairs // tile + 2, 4)
+        ordered, gated = x.new_empty(pairs, shape.hidden), x.new_empty(pairs, shape.size)
+        given = x.new_empty(pairs, shape.hidden)
+        self._module.launch("k_route", (-(-tokens // 8),), 256, args.Route(
+            logits=logits, expert=expert, place=place, counts=self._counts, share=share, tokens=tokens,
+            stride=logits.shape[1]))
+        self._module.launch("k_group", (-(-pairs // 32),), 1024, args.Group(
+            x=x, expert=expert, place=place, counts=self._counts, share=share, sorted=ordered, rows=rows, tiles=tiles,
+            total=total, weight=weight, tokens=tokens, hidden=shape.hidden, shift=tile.bit_length() - 1))
+        for kind, source, target, maps in (("gate", ordered, gated, table.gate_maps),
+                                           ("down", gated, given, table.down_maps)):
+            self._module.launch(f"k_grouped_{kind}_{tile}", (_resident(tile) * self._blocks,), WARPS * 32 + 32,
+                                args.Grouped(
+                x=_words(tensor_map(source, tile, _COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
+                weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count),
+                _tile_bytes(tile))
+        found = torch.empty_like(x)
+        self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.Combine(
+            x=given, y=found, hidden=shape.hidden, each=shape.each))
+        return found
+
+
+def _table(weights: MoeWeights, device: torch.device) -> _Table:
+    pairs = [_both(part) for part in weights.parts]
+    gate, down = (torch.tensor([pair[index].data_ptr() for pair in pairs], device=device) for index in range(2))
+    gate_maps, down_maps = (
+        torch.frombuffer(bytearray(b"".join(tensor_map(pair[index], rows, _COLUMNS) for pair in pairs)),
+                         dtype=torch.uint8).to(device) for index, rows in ((0, 64), (1, 128)))
+    router = weights.router
+    assert isinstance(router, Tensor)
+    filled = router.new_zeros(-(-len(router) // 8) * 8, router.shape[1])
+    filled[:len(router)] = router
+    return _Table(gate, down, gate_maps, down_maps, filled)
+
+
+def _both(part: MlpWeights) -> tuple[Tensor, Tensor]:
+    assert isinstance(part.gate_up, Tensor) and isinstance(part.down, Tensor)
+    return part.gate_up, part.down
+
+
+def _matrices(weights: MoeWeights) -> Iterator[Weight]:
+    yield weights.router
+    for part in weights.parts:
+        yield from (part.gate_up, part.down)
+
+
+def _plain(weight: Weight) -> bool:
+    return (isinstance(weight, Tensor) and weight.is_cuda and weight.dtype == torch.bfloat16
+            and weight.is_contiguous() and weight.data_ptr() % 16 == 0)
+
+
+def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    gate, down = _both(part)
+    return tuple(gate.shape), tuple(down.shape)
+
+
+def _slots(fixed: int, slot: int, beside: int, items: int) -> int:
+    """Of a ring; fixed: bytes of what else a block has. Three at least beside the next kernel's block, or more in all
+    the memory."""
+    few, most = (beside - fixed) // slot, (WHOLE - fixed) // slot
+    return max(2, min(few if few >= 3 else most, items, 16))
+
+
+def _tile(average: float) -> int:
+    """Tokens of a tile; average: tokens of an expert. So large that few experts have more than one tile."""
+    return 16 if average <= 10 else 32 if average <= 24 else 64 if average <= 64 else 128
+
+
+def _resident(tile: int) -> int:
+    """Blocks on a multiprocessor."""
+    return 1 if tile == 128 else 2
+
+
+def _tile_bytes(tile: int) -> int:
+    return 1024 + _STAGES[tile] * ((128 + tile) * 2 * _COLUMNS + 16)
+
+
+def _words(map: bytes) -> object:
+    return (c_uint64 * 16).from_buffer_copy(map)
+
+
+def _flag(value: bool) -> str:
+    return str(value).lower()
+
+
+def _entry(name: str, type: str, bounds: str, call: str) -> str:
+    return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
+            f"{{ {call}(a); }}\n")

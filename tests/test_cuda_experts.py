@@ -1,0 +1,256 @@
+"""Mixtures of experts on a GPU: as the oracle in float64 at odd shapes, a token's bits its own, few tokens and many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_cuda_kernels import CURSORS, NAN, batch_of, error, fill, randn, served
+from test_cuda_source import BLOCK, MULTIPROCESSOR, members
+from torch import Tensor
+
+from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
+from deltic.engine.batch import build, step_of
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
+from deltic.engine.scheduler import Plan, Row
+from deltic.ops import ref
+from deltic.ops.cuda import arguments
+from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.experts import Experts, ExpertsShape, shape_of
+from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
+from deltic.ops.records import MlpWeights, MoeWeights, Padded
+
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+TRUE = ExpertsShape(2048, 512, 256, 8, True, True)
+SHAPES = [ExpertsShape(192, 40, 5, 1, True, True), ExpertsShape(192, 40, 5, 3, True, True),
+          ExpertsShape(64, 24, 5, 5, False, False), ExpertsShape(128, 88, 60, 9, True, True),
+          ExpertsShape(64, 8, 60, 60, True, False), ExpertsShape(576, 200, 60, 1, False, True),
+          ExpertsShape(320, 136, 300, 12, True, True)]
+
+
+def source(shape: ExpertsShape) -> str:
+    return headers("input", "experts", "grouped") + "".join(shape.entries())
+
+
+# Without a card
+
+
+@pytest.mark.parametrize("name", ["ExpertsGate", "ExpertsDown", "Route", "Group", "Grouped", "Combine"])
+def test_structs_are_the_kernels(name: str) -> None:
+    found = [name for name, *_ in getattr(arguments, name)._fields_]
+    assert found == members(name)
+
+
+@pytest.mark.parametrize("shape", [TRUE, replace(TRUE, hidden=4096, size=1024, count=512, per_token=10), *SHAPES])
+def test_blocks_fit(shape: ExpertsShape) -> None:
+    assert shape.known and shape.shared_memory <= BLOCK
+    _, slots, first = shape.gate_plan(1, 132)
+    then, second = shape.down_plan(1, 132)
+    assert slots >= 2 and then >= 2 and 2 * max(slots, then) * 8 <= 512, "the barriers have no room"
+    if shape.hidden <= 2048:
+        assert first + second + 2048 <= MULTIPROCESSOR, "the second kernel has no room beside the first"
+
+
+def test_what_the_kernels_do_not_know() -> None:
+    for change in ({"hidden": 100}, {"size": 44}, {"count": 2000}, {"per_token": 100}):
+        assert not replace(TRUE, **change).known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [TRUE, SHAPES[2], SHAPES[4]], ids=str)
+def test_sources_compile(shape: ExpertsShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        for architecture in ("sm_90a", "sm_80"):
+            assert compile_source(source(shape), architecture)[:4] == b"\x7fELF"
+    except CompileError as failed:
+        if "not installed" not in str(failed):
+            raise
+        pytest.skip("NVRTC is not installed")
+
+
+# The operation
+
+
+def weights_of(shape: ExpertsShape) -> MoeWeights:
+    def part(seed: int) -> MlpWeights:
+        return MlpWeights(randn(2 * shape.size, shape.hidden, seed=seed, dtype=torch.bfloat16) * shape.hidden**-0.5,
+                          randn(shape.hidden, shape.size, seed=seed + 1, dtype=torch.bfloat16) * shape.size**-0.5)
+
+    router = randn(shape.count + shape.shared, shape.hidden, seed=1, dtype=torch.bfloat16) * shape.hidden**-0.5
+    parts = [part(10 + 2 * index) for index in range(shape.count + shape.shared)]
+    return MoeWeights(router, tuple(parts[:shape.count]), parts[-1] if shape.shared else None, shape.per_token,
+                      shape.normalised)
+
+
+def wide(weights: MoeWeights) -> MoeWeights:
+    def of(part: MlpWeights) -> MlpWeights:
+        assert isinstance(part.gate_up, Tensor) and isinstance(part.down, Tensor)
+        return MlpWeights(part.gate_up.double(), part.down.double())
+
+    assert isinstance(weights.router, Tensor)
+    return replace(weights, router=weights.router.double(), experts=tuple(map(of, weights.experts)),
+                   shared=weights.shared and of(weights.shared))
+
+
+class Mixture:
+    """One layer on the card."""
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        self.shape, self.weights = shape, weights_of(shape)
+        assert shape_of(self.weights) == shape
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.experts = Experts(Module(source(shape), device), shape, [self.weights], 24)
+        self.scale, self.wide = randn(shape.hidden, seed=3) * 0.1 + 1, wide(self.weights)
+
+    def input(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Residual, its norm [T, H] float64, and the router's products [T, n] float32."""
+        residual = randn(tokens, self.shape.hidden, seed=tokens) * 2
+        normed = residual.double() * (residual.double().square().mean(-1, True) + 1e-6).rsqrt() * self.scale.double()
+        assert isinstance(self.weights.router, Tensor)
+        return residual, normed, (normed @ self.weights.router.double().t()).float()
+
+    def few(self, residual: Tensor, logits: Tensor) -> Tensor:
+        found = residual.clone()
+        self.experts.few(self.weights, found, self.scale, 1e-6, logits.contiguous())
+        return found
+
+
+@pytest.fixture(scope="module", params=[*SHAPES, TRUE], ids=str)
+def mixture(request: pytest.FixtureRequest) -> Mixture:
+    return Mixture(request.param)
+
+
+@needs_card
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16])
+def test_few_tokens(mixture: Mixture, tokens: int) -> None:
+    residual, normed, logits = mixture.input(tokens)
+    wanted = ref.moe(normed, mixture.wide)
+    found = mixture.few(residual, logits)
+    assert error(found.double() - residual.double(), wanted) < 6e-3
+    for token in range(tokens):
+        alone = mixture.few(residual[token:token + 1], logits[token:token + 1])
+        assert torch.equal(alone[0], found[token]), "a token's sums depend on the batch"
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).cuda()
+    assert torch.equal(mixture.few(residual[order], logits[order]), found[order])
+
+
+@needs_card
+@pytest.mark.parametrize("tokens", [1, 17, 64, 300, 1500])
+def test_many_tokens(mixture: Mixture, tokens: int) -> None:
+    _, normed, _ = mixture.input(tokens)
+    x = normed.bfloat16()
+    sample = sorted({0, tokens // 3, tokens - 1})
+    found = mixture.experts.many(mixture.weights, x)
+    wanted = ref.moe(x[sample].double(), mixture.wide)
+    assert bool(found.isfinite().all()) and error(found[sample], wanted) < 8e-3
+    assert not bool(mixture.experts._counts.any())
+    again = mixture.experts.many(mixture.weights, x)
+    assert torch.equal(again, found), "the order in which pairs arrive is seen"
+    some = mixture.experts.many(mixture.weights, x[:tokens // 2 + 1].contiguous())
+    assert error(some, found[:tokens // 2 + 1]) < 3e-3
+
+
+@needs_card
+def test_a_sick_token_harms_nobody(mixture: Mixture) -> None:
+    residual, normed, logits = mixture.input(9)
+    well = mixture.few(residual, logits)
+    for bad in (NAN, float("inf")):
+        sick, told = residual.clone(), logits.clone()
+        sick[4, 7], told[4] = bad, NAN
+        found = mixture.few(sick, told)
+        others = [token for token in range(9) if token != 4]
+        assert torch.equal(found[others], well[others]) and not bool(found[4].isfinite().all())
+        x = normed.bfloat16().repeat(4, 1)
+        healthy = mixture.experts.many(mixture.weights, x)
+        x[20, 7] = bad
+        found = mixture.experts.many(mixture.weights, x)
+        others = [token for token in range(36) if token != 20]
+        assert torch.equal(found[others], healthy[others]) and not bool(found[20].isfinite().all())
+
+
+@needs_card
+def test_of_equals_the_first_is_chosen() -> None:
+    mixture = Mixture(ExpertsShape(64, 8, 60, 4, False, True))
+    residual, _, logits = mixture.input(3)
+    logits[:] = -5
+    logits[1, 50], logits[2, [7, 33, 34, 40, 41]] = -1, 2
+    found = mixture.few(residual, logits)
+    for token, chosen in ((0, [0, 1, 2, 3]), (1, [0, 1, 2, 50]), (2, [7, 33, 34, 40])):
+        others = logits.clone()
+        others[token] = torch.where(torch.isin(torch.arange(60), torch.tensor(chosen)).cuda(), logits[token], -1e30)
+        assert torch.equal(mixture.few(residual, others)[token], found[token])
+
+
+# Whole steps
+
+
+@pytest.fixture(scope="module", params=[ExpertsConfig(5, 5, 40, 40), ExpertsConfig(60, 9, 40, 40)], ids=str)
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003, experts=request.param)
+    yield load(RandomModel(shape=config), EngineConfig(
+        device="cuda", dtype="bfloat16", memory="2GiB", max_batch=64, max_context=4096, speculate="off"))
+    torch.cuda.empty_cache()
+
+
+@needs_card
+@pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
+@torch.inference_mode()
+def test_steps(runtime: Runtime, done: list[int]) -> None:
+    """As torch's; which experts a token passes, rounding decides now and then."""
+    fill(runtime)
+    batch = batch_of(done, len(done))
+    wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))
+    fill(runtime)
+    found = served(runtime)(replace(batch, memo={}))
+    assert found is not None
+    assert runtime.config.experts
+    assert error(found[0], wanted) < (5e-2 if runtime.config.experts.per_token == 5 else 0.2)
+
+
+@needs_card
+@torch.inference_mode()
+def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
+    done = [16 * row + row for row in range(16)]
+    whole = batch_of(done, 16)
+    fill(runtime)
+    together = served(runtime)(whole)
+    fill(runtime)
+    for row in range(16):
+        one = torch.cat([torch.tensor([1], device="cuda"), whole.ids[row:row + 1], whole.done[row:row + 1].repeat(3),
+                         torch.arange(2, device="cuda"), *(tensor[row:row + 1] for tensor in (
+                             whole.done, whole.store, whole.source, whole.target)), whole.pages[row]])
+        alone = served(runtime)(step_of(Padded(one, 1, whole.pages.shape[1])))
+        assert together and alone and torch.equal(alone[0][0], together[0][row])
+
+
+@needs_card
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@torch.inference_mode()
+def test_replayed_steps(runtime: Runtime, rows: int) -> None:
+    plan = Plan(tuple(Row((7 + row,), 20 + row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows)))
+    batch = build(plan, runtime.pools.device)
+    assert runtime.graphs and batch.padded
+    fill(runtime)
+    wanted = runtime.run(batch).clone()  # records
+    for _ in range(2):
+        fill(runtime)
+        assert torch.equal(runtime.run(build(plan, runtime.pools.device)), wanted)
+
+
+@needs_card
+@torch.inference_mode()
+def test_prompts(runtime: Runtime) -> None:
+    plan = Plan(tuple(Row(tuple((7 * row + 3 * i) % 5000 for i in range(90 + 70 * row)), 0,
+                          tuple(range(20 * row, 20 * row + 20)), row, 1) for row in range(3)))
+    batch = build(plan, runtime.pools.device)
+    wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))
+    found = served(runtime)(replace(batch, memo={}))
+    assert found is not None and runtime.config.experts
+    assert error(found[0], wanted) < (5e-2 if runtime.config.experts.per_token == 5 else 0.3)
+
+
