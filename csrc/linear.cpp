@@ -42,7 +42,7 @@ enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kInt8Fine, kForms };
 //   whole32  [columns / 32][T] int32: -128 times the sum of the codes; whole16 the same of 16 columns
 //   sums32   [columns / 32][T] float: the sum itself
 //   pairs32  [columns / 64][T] two int16: sums of two groups of 32; pairs16 [columns / 32][T] of two groups of 16
-// Of kInt8Fine, which has a scale for each 32 columns, blocks that are much larger than the others of their token may be
+// Of kInt8Fine, which has a scale for each 32 columns, blocks much larger than the others of their token may be
 // rounded twice: what the codes leave of them is rounded again, in steps of 1 / 254. All tokens of a tile have such a
 // second part where one has it; it is 0, which changes no bit, of those that do not need it.
 //   twice    [columns / 32] int32: whether a block has a second part
@@ -80,7 +80,7 @@ int64_t token_words(Form form, int64_t columns) {
 }
 
 // Blocks are rounded twice whose largest number, squared, is above so many times the mean of those of their token.
-constexpr float kLarge = 2.5f;
+constexpr float kLarge = 5.0f;
 
 struct Rounded {
     Floats inverse;
@@ -515,8 +515,8 @@ void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weig
     multiply(pool, &product, 1, &input, parts);
 }
 
-void linear_fine(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride,
-                 bool again) {
+void linear_fine(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,
+                 int64_t stride, bool again) {
     if (!tokens) return;
     Product product{&weight, x, nullptr, tokens, y, stride, true, again};
     Input input;
