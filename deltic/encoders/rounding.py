@@ -22,8 +22,8 @@ _SCALES: Final = tuple(1.0 + 0.0025 * step for step in range(33))
 
 def random_ids(vocab_size: int, first: int, length: int) -> Tensor:
     """Ids [N, length] from `first` on, always the same."""
-    rng = torch.Generator().manual_seed(0)
-    return torch.randint(min(first, vocab_size - 1), vocab_size, (TOKENS[0], length), generator=rng)
+    drawn = np.random.default_rng(0).integers(min(first, vocab_size - 1), vocab_size, (TOKENS[0], length))
+    return torch.from_numpy(drawn)
 
 
 def q8_0_blocks(matrix: Tensor, weights: Tensor) -> NDArray[Any]:
