@@ -80,7 +80,7 @@ int64_t token_words(Form form, int64_t columns) {
 }
 
 // Blocks are rounded twice whose largest number, squared, is above so many times the mean of those of their token.
-constexpr float kLarge = 5.0f;
+constexpr float kLarge = 4.5f;
 
 struct Rounded {
     Floats inverse;

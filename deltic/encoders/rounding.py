@@ -14,7 +14,7 @@ from torch import Tensor
 
 TOKENS: Final = (4, 64)
 """Sequences of random tokens, and tokens of each."""
-_PEAK: Final = 1.2
+_PEAK: Final = 1.0
 """Blocks are looked at where a column weighs so many times more than the block's mean."""
 _SCALES: Final = tuple(1.0 + 0.0025 * step for step in range(33))
 """What a block's least scale may be multiplied with: from where the largest number has the code 127 to 8 % more."""
