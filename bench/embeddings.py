@@ -2,9 +2,10 @@
 
     python bench/embeddings.py MODEL                 # a directory of all-MiniLM-L6-v2; 1,000 texts of 5 to 250 tokens
     python bench/embeddings.py --shape bge-m3        # random weights of that shape; 100 texts
+    python bench/embeddings.py --shape bge-m3 --device cuda --texts 256 --tokens 512   # beside the arithmetic limit
 
 Peers get their texts sorted by length, and the batch size at which they are fastest. They are measured where they are
-installed: sentence-transformers; onnxruntime with onnx, in 8 bits.
+installed: sentence-transformers; onnxruntime with onnx, in 8 bits; llama-cpp-python, on the file of --llama.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from deltic import Encoder
+from deltic.encoders.items import Item
 
 Run = Callable[[list[str]], Any]
 _BATCHES = (4, 16, 32)
@@ -134,10 +136,59 @@ class Onnx:
         return np.stack(found)  # type: ignore[arg-type]
 
 
+ARITHMETIC = 790e12
+"""Operations a second that cuBLAS reaches on large bfloat16 products of an H200."""
+
+
+def on_a_gpu(model: Path, args: argparse.Namespace) -> None:
+    """Items of so many tokens each, from ids to vectors on the host, beside what the card's arithmetic allows."""
+    with Encoder(model, device=args.device, dtype="bfloat16", token_budget=args.budget) as encoder:
+        config, draw, limit = encoder.model.config, random.Random(0), ARITHMETIC  # type: ignore[attr-defined]
+        items = [Item([0, *(draw.randrange(4, config.vocab_size) for _ in range(args.tokens - 2)), 2])
+                 for _ in range(args.texts)]
+        matrices = 2 * config.hidden_size * (4 * config.hidden_size + 2 * config.intermediate_size)
+        operations = args.texts * args.tokens * config.layers * (matrices + 4 * args.tokens * config.hidden_size)
+        times = []
+        for _ in range(args.rounds + 2):
+            started = time.perf_counter()
+            encoder.submit(items).future.result()
+            times.append(time.perf_counter() - started)
+        middle = statistics.median(times[2:])
+        print(json.dumps({
+            "task": "embed", "device": torch.cuda.get_device_name(), "texts": args.texts, "tokens": args.tokens,
+            "token_budget": args.budget, "seconds": [round(each, 4) for each in times[2:]],
+            "tokens_per_second": round(args.texts * args.tokens / middle), "tflops": round(operations / middle / 1e12),
+            "share_of_arithmetic_limit": round(operations / middle / limit, 3)}))
+        if args.profile:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA,
+                                                    torch.profiler.ProfilerActivity.CPU]) as found:
+                encoder.submit(items).future.result()
+            print(found.key_averages().table(sort_by="cuda_time_total", row_limit=25))
+
+
 def seconds(run: Run, texts: list[str], clock: Callable[[], float] = time.perf_counter) -> float:
     started = clock()
     run(texts)
     return clock() - started
+
+
+class Llama:
+    """llama.cpp's embeddings of a GGUF file, through llama-cpp-python; normalised, as its example does it."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        from llama_cpp import Llama as Model  # type: ignore[import-not-found]
+
+        self.model, self.batch = Model(str(model), embedding=True, n_threads=threads, n_threads_batch=threads,
+                                       n_ctx=8192, n_batch=8192, n_ubatch=8192, n_seq_max=64, verbose=False), 32
+
+    def __call__(self, texts: list[str]) -> Any:
+        order, found = sorted(range(len(texts)), key=lambda index: -len(texts[index])), [None] * len(texts)
+        for start in range(0, len(order), self.batch):
+            part = order[start:start + self.batch]
+            for index, vector in zip(part, self.model.embed([texts[index] for index in part], normalize=True),
+                                     strict=True):
+                found[index] = vector
+        return np.array(found)
 
 
 def tune(peer: Any, texts: list[str]) -> None:
@@ -149,12 +200,14 @@ def tune(peer: Any, texts: list[str]) -> None:
     peer.batch = min(times, key=lambda batch: times[batch])
 
 
-def contestants(model: Path, threads: int, only: list[str]) -> dict[str, Run]:
+def contestants(model: Path, threads: int, only: list[str], file: Path | None) -> dict[str, Run]:
     makers: dict[str, Callable[[], Run]] = {
         "deltic fp32": lambda: deltic(model, threads=threads), "sentence-transformers fp32": lambda: Peer(model),
         "deltic q8_0": lambda: deltic(model, threads=threads, quant="q8_0"),
         "onnxruntime int8": lambda: Onnx(model, threads), "deltic bf16": lambda: deltic(
             model, threads=threads, dtype="bfloat16")}
+    if file is not None:
+        makers |= {"deltic GGUF": lambda: deltic(file, threads=threads), "llama.cpp GGUF": lambda: Llama(file, threads)}
     found = {}
     for name, make in makers.items():
         if only and name not in only:
@@ -176,15 +229,22 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true",
                         help="count the process's seconds, not the clock's: with --threads 1, on a busy machine")
     parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--device", default="cpu", help="cuda: deltic alone, texts of --tokens tokens each")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--budget", type=int, default=32768, help="tokens of a batch on a GPU")
+    parser.add_argument("--profile", action="store_true", help="the time of each kernel on a GPU")
+    parser.add_argument("--llama", type=Path, help="a GGUF file of the model, for llama.cpp, and for deltic beside it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = args.model or random_model(Path(directory))
+        if args.device != "cpu":
+            return on_a_gpu(model, args)
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         tokenizer.no_truncation()
         texts = texts_of(tokenizer, args.texts or (1000 if args.model else 100), 5, 250)
-        runs = contestants(model, args.threads, args.only)
+        runs = contestants(model, args.threads, args.only, args.llama)
         for name, run in runs.items():
             torch.set_num_threads(args.threads if not name.startswith("deltic") else 1)
             run(texts[:20])

@@ -9,7 +9,7 @@
 namespace deltic {
 namespace {
 
-// Scratch slots; products and attention have 0 to 3.
+// Scratch slots; products and attention have 0 to 4.
 enum { kQkv = 24, kMixed, kDelta, kWide };
 
 // Tokens whose activations stay in the caches from one product to the next.
@@ -36,7 +36,8 @@ void encode(deltic_pool *pool, const deltic_encoder &model, const int64_t *start
         int64_t width = rows_of(layer.up);
         float *wide = scratch_of<float>(pool, kWide, kTogether * width);
         in_pieces(tokens, [&](Tokens part) {
-            linear(pool, x + part.first * hidden, part.count, layer.qkv, qkv + part.first * 3 * hidden, 3 * hidden);
+            with.linear_fine(pool, x + part.first * hidden, part.count, layer.qkv, qkv + part.first * 3 * hidden,
+                             3 * hidden, true);
         });
         with.full_attention(pool, {qkv, layer.qkv_bias, nullptr, nullptr, starts, sequences, model.heads, dim, 0,
                                    model.heads, 0, tokens, false, mixed});
@@ -45,11 +46,11 @@ void encode(deltic_pool *pool, const deltic_encoder &model, const int64_t *start
             auto add_norm = [&](const float *bias, const deltic_layer_norm &norm) {
                 with.layer_norm(pool, rows, delta, bias, norm.scale, norm.shift, rows, part.count, hidden, model.eps);
             };
-            linear(pool, mixed + part.first * hidden, part.count, layer.out, delta, hidden);
+            with.linear_fine(pool, mixed + part.first * hidden, part.count, layer.out, delta, hidden, false);
             add_norm(layer.out_bias, layer.attention_norm);
-            linear(pool, rows, part.count, layer.up, wide, width);
+            with.linear_fine(pool, rows, part.count, layer.up, wide, width, true);
             with.gelu(pool, wide, layer.up_bias, part.count, width, false);
-            linear(pool, wide, part.count, layer.down, delta, hidden);
+            with.linear_fine(pool, wide, part.count, layer.down, delta, hidden, false);
             add_norm(layer.down_bias, layer.output_norm);
         });
     }

@@ -3,9 +3,10 @@
 namespace deltic {
 namespace {
 
-#define DELTIC_TABLE(level) {level::linear,   level::linear_many, level::gdn,      level::attention, level::fold_ring, \
-                             level::store_kv, level::add_norm,    level::silu_mul, level::top,       level::adjust,    \
-                             level::draw_any,  level::full_attention, level::layer_norm, level::gelu, level::add_bias}
+#define DELTIC_TABLE(level) {level::linear,    level::linear_fine, level::linear_many, level::gdn, level::attention,   \
+                             level::fold_ring, level::store_kv,    level::add_norm,    level::silu_mul, level::top,    \
+                             level::adjust,    level::draw_any,    level::full_attention, level::layer_norm,           \
+                             level::gelu,      level::add_bias}
 
 constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable),

@@ -12,6 +12,7 @@ struct Product {
     int64_t count;
     float *y;
     int64_t stride;
+    bool fine = false, again = false;  // as of linear_fine
 };
 
 // Attention of all tokens of a sequence to each other; sequence i has the tokens from starts[i] to starts[i + 1].
@@ -30,6 +31,8 @@ struct Attention {
 #define DELTIC_KERNELS                                                                                                 \
     void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,              \
                 int64_t stride);                                                                                       \
+    void linear_fine(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,         \
+                     int64_t stride, bool again);                                                                      \
     void linear_many(deltic_pool *pool, const Product *products, int64_t count);                                       \
     void gdn(deltic_pool *pool, const deltic_gdn_layer &layer, const deltic_states &states, const deltic_batch &batch, \
             const float *proj, float *out);                                                                            \
@@ -67,6 +70,7 @@ DELTIC_DECLARE(bf16)
 
 struct Kernels {
     decltype(&portable::linear) linear;
+    decltype(&portable::linear_fine) linear_fine;
     decltype(&portable::linear_many) linear_many;
     decltype(&portable::gdn) gdn;
     decltype(&portable::attention) attention;

@@ -34,7 +34,7 @@ int tile_of(int64_t rest) {
 // ---- Activations, in tiles: column after column, each of all tokens of the tile.
 
 // The forms of activations that weights want.
-enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kForms };
+enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kInt8Fine, kForms };
 
 // A tile of T tokens rounded to 8 bits.
 //   codes    [columns / 4][T] int32: four codes
@@ -42,16 +42,23 @@ enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kForms };
 //   whole32  [columns / 32][T] int32: -128 times the sum of the codes; whole16 the same of 16 columns
 //   sums32   [columns / 32][T] float: the sum itself
 //   pairs32  [columns / 64][T] two int16: sums of two groups of 32; pairs16 [columns / 32][T] of two groups of 16
+// Of kInt8Fine, which has a scale for each 32 columns, blocks much larger than the others of their token may be
+// rounded twice: what the codes leave of them is rounded again, in steps of 1 / 254. All tokens of a tile have such a
+// second part where one has it; it is 0, which changes no bit, of those that do not need it.
+//   twice    [columns / 32] int32: whether a block has a second part
+//   codes2, scales2, whole2   of it, as above
 struct Int8Tile {
     const int32_t *codes;
     const float *scales;
     const int32_t *whole32, *whole16;
     const float *sums32;
     const int32_t *pairs32, *pairs16;
+    const int32_t *twice, *codes2;
+    const float *scales2;
+    const int32_t *whole2;
 
     static int64_t words(int64_t columns) {
-        return columns / 4 + columns / 32 + columns / 32 + columns / 16 + columns / 32 + (columns + 63) / 64 +
-               columns / 32;
+        return 2 * (columns / 4) + 7 * (columns / 32) + columns / 16 + (columns + 63) / 64;
     }
     Int8Tile(const void *from, int64_t columns, int tokens) {
         codes = (const int32_t *)from;
@@ -61,12 +68,19 @@ struct Int8Tile {
         sums32 = (const float *)(whole16 + columns / 16 * tokens);
         pairs32 = (const int32_t *)(sums32 + columns / 32 * tokens);
         pairs16 = pairs32 + (columns + 63) / 64 * tokens;
+        twice = pairs16 + columns / 32 * tokens;
+        codes2 = twice + columns / 32 * tokens;
+        scales2 = (const float *)(codes2 + columns / 4 * tokens);
+        whole2 = (const int32_t *)(scales2 + columns / 32 * tokens);
     }
 };
 
 int64_t token_words(Form form, int64_t columns) {
     return form == kFloat32 ? columns : form == kBfloat16 ? (columns + 1) / 2 : Int8Tile::words(columns);
 }
+
+// Blocks are rounded twice whose largest number, squared, is above so many times the mean of those of their token.
+constexpr float kLarge = 4.5f;
 
 struct Rounded {
     Floats inverse;
@@ -75,14 +89,10 @@ struct Rounded {
 
 // The scale of a block of columns; NaN where a number is not finite, so that the result is NaN too.
 Rounded scale_of(const float *x, int columns) {
-    Floats largest = {}, sick = {};
-    for (int i = 0; i < columns; i += kLanes) {
-        Floats v = loadf(x + i);
-        largest = maximum(largest, maximum(v, -v));
-        sick = sick + (v - v);
-    }
-    float most = max_lanes(largest), bad = sum_lanes(sick);
-    if (bad != 0) return {Floats{}, bad};
+    Ints largest = {};  // numbers without their signs are in the order of their bits
+    for (int i = 0; i < columns; i += kLanes) largest = maximum(largest, load<Ints>(x + i) & 0x7fffffff);
+    float most = std::bit_cast<float>(max_lanes(largest));
+    if (!(most < INFINITY)) return {Floats{}, NAN};
     if (most < 1e-30f) return {Floats{}, 0};
     return {splat(127.0f / most), most / 127.0f};
 }
@@ -93,36 +103,83 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
     auto *whole16 = const_cast<int32_t *>(tile.whole16), *pairs32 = const_cast<int32_t *>(tile.pairs32);
     auto *pairs16 = const_cast<int32_t *>(tile.pairs16);
     auto *sums32 = const_cast<float *>(tile.sums32), *scales = const_cast<float *>(tile.scales);
-    int before = 0;
     for (int64_t b = 0; b < columns / block; ++b) {
         Rounded rounded = scale_of(x + b * block, block);
         bool sick = rounded.scale != rounded.scale;
         scales[b * tokens + t] = rounded.scale;
-        for (int64_t g = b * block / 16; g < (b + 1) * block / 16; ++g) {
-            // adding 1.5 * 2^23 rounds to an integer, ties to even
-            Floats v = loadf(x + 16 * g) * rounded.inverse + 12582912.0f;
-            Ints q = sick ? Ints{} : (Ints)v - 0x4b400000;
-            int32_t four[4];
-            to_s8((int8_t *)four, q);
-            for (int i = 0; i < 4; ++i) codes[(4 * g + i) * tokens + t] = four[i];
-            int sum = int(sum_lanes(to_floats(q)));  // exact: below 2^24
-            whole16[g * tokens + t] = -128 * sum;
-            if (g % 2 == 0) {
-                before = sum;
-                continue;
+        for (int64_t g = b * block / 32; g < (b + 1) * block / 32; ++g) {
+            int32_t eight[8], sum[2];
+            for (int half = 0; half < 2; ++half) {
+                // adding 1.5 * 2^23 rounds to an integer, ties to even
+                Floats v = loadf(x + 32 * g + 16 * half) * rounded.inverse + 12582912.0f;
+                to_s8((int8_t *)(eight + 4 * half), sick ? Ints{} : (Ints)v - 0x4b400000);
             }
-            int both = before + sum;
-            pairs16[g / 2 * tokens + t] = (before & 0xffff) | sum << 16;
-            whole32[g / 2 * tokens + t] = -128 * both;
-            sums32[g / 2 * tokens + t] = float(both);
-            int32_t &pair = pairs32[g / 4 * tokens + t];
-            pair = g % 4 == 1 ? (both & 0xffff) : (pair & 0xffff) | both << 16;
+            for (int i = 0; i < 8; ++i) codes[(8 * g + i) * tokens + t] = eight[i];
+            sum16((const int8_t *)eight, sum);
+            int both = sum[0] + sum[1];
+            whole16[2 * g * tokens + t] = -128 * sum[0];
+            whole16[(2 * g + 1) * tokens + t] = -128 * sum[1];
+            pairs16[g * tokens + t] = (sum[0] & 0xffff) | sum[1] << 16;
+            whole32[g * tokens + t] = -128 * both;
+            sums32[g * tokens + t] = float(both);
+            int32_t &pair = pairs32[g / 2 * tokens + t];
+            pair = g % 2 == 0 ? (both & 0xffff) : (pair & 0xffff) | both << 16;
         }
     }
 }
 
+// 32 numbers to codes of steps of 1 / inverse, in place `t` of a tile, and -128 times their sum.
+DELTIC_INLINE void round_group(Floats low, Floats high, float inverse, const int32_t *codes, const int32_t *whole,
+                               int t, int tokens) {
+    int32_t eight[8], sum[2];
+    // adding 1.5 * 2^23 rounds to an integer, ties to even
+    to_s8((int8_t *)eight, (Ints)(low * inverse + 12582912.0f) - 0x4b400000);
+    to_s8((int8_t *)(eight + 4), (Ints)(high * inverse + 12582912.0f) - 0x4b400000);
+    for (int i = 0; i < 8; ++i) const_cast<int32_t *>(codes)[i * tokens + t] = eight[i];
+    sum16((const int8_t *)eight, sum);
+    const_cast<int32_t *>(whole)[t] = -128 * (sum[0] + sum[1]);
+}
+
+// The same with a second part, if `again`. Blocks that are not finite have the scale NaN, and codes that say nothing.
+void round_fine(const float *x, int64_t columns, bool again, const Int8Tile &tile, int t, int tokens) {
+    auto *scales = const_cast<float *>(tile.scales), *scales2 = const_cast<float *>(tile.scales2);
+    auto *twice = const_cast<int32_t *>(tile.twice);
+    float squares = 0;
+    for (int64_t g = 0; g < columns / 32; ++g) {
+        float scale = scale_of(x + 32 * g, 32).scale;
+        scales[g * tokens + t] = scale;
+        squares += scale * scale;
+    }
+    float large = again ? kLarge * squares / float(columns / 32) : INFINITY;
+    for (int64_t g = 0; g < columns / 32; ++g) {
+        float scale = scales[g * tokens + t], inverse = scale > 0 ? 1.0f / scale : 0.0f;
+        Floats low = loadf(x + 32 * g), high = loadf(x + 32 * g + 16);
+        round_group(low, high, inverse, tile.codes + 8 * g * tokens, tile.whole32 + g * tokens, t, tokens);
+        bool is_large = scale * scale > large;
+        scales2[g * tokens + t] = is_large ? scale / 254.0f : 0.0f;
+        if (!is_large) continue;
+        twice[g] = 1;
+        Floats rest[2] = {low, high};
+        for (Floats &part : rest) part = part - (part * inverse + 12582912.0f - 12582912.0f) * scale;
+        round_group(rest[0], rest[1], 254.0f * inverse, tile.codes2 + 8 * g * tokens, tile.whole2 + g * tokens, t,
+                    tokens);
+    }
+}
+
+// Tokens without a second part get one that is 0.
+void complete_fine(int64_t columns, const Int8Tile &tile, int tokens) {
+    for (int64_t g = 0; g < columns / 32; ++g)
+        for (int t = 0; t < tokens && tile.twice[g]; ++t)
+            if (tile.scales2[g * tokens + t] == 0) {
+                for (int i = 0; i < 8; ++i) const_cast<int32_t *>(tile.codes2)[(8 * g + i) * tokens + t] = 0;
+                const_cast<int32_t *>(tile.whole2)[g * tokens + t] = 0;
+            }
+}
+
 // Rows of a product's input from `first` on.
 void fill_tile(const Product &product, int64_t first, int64_t columns, int tokens, Form form, int32_t *tile) {
+    Int8Tile rounded(tile, columns, tokens);
+    if (form == kInt8Fine) std::memset(const_cast<int32_t *>(rounded.twice), 0, size_t(columns / 32) * 4);
     for (int t = 0; t < tokens; ++t) {
         const float *x = product.x + (product.rows ? product.rows[first + t] : first + t) * columns;
         if (form == kFloat32) {
@@ -134,10 +191,13 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
                 store_narrow((uint16_t *)pairs, load_part(x + k, count));
                 for (int64_t i = 0; i < (count + 1) / 2; ++i) tile[(k / 2 + i) * tokens + t] = pairs[i];
             }
+        } else if (form == kInt8Fine) {
+            round_fine(x, columns, product.again, rounded, t, tokens);
         } else {
-            round_token(x, columns, form == kInt8x256 ? 256 : 32, Int8Tile(tile, columns, tokens), t, tokens);
+            round_token(x, columns, form == kInt8x256 ? 256 : 32, rounded, t, tokens);
         }
     }
+    if (form == kInt8Fine) complete_fine(columns, rounded, tokens);
 }
 
 // ---- One panel times one tile: y[t][0 .. 15].
@@ -239,6 +299,33 @@ template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const in
     return total;
 }
 
+// Activations of kInt8Fine.
+template <class Format, int T> Sums<T> times_fine(const uint8_t *panel, const int32_t *memory, int64_t columns) {
+    constexpr int kGroups = Format::kWeights / 32;
+    constexpr int64_t kStep = Format::kBytes / kGroups;
+    Int8Tile tile(memory, columns, T);
+    Sums<T> total = {};
+    for (int64_t group = 0; group < columns / 32; ++group) {
+        const uint8_t *block = panel + group / kGroups * Format::kBytes;
+        int g = int(group % kGroups);
+        for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(block + g * kStep + kAhead + at, 0, 2);
+        Bytes c[8];
+        Ints dot[T];
+        Format::codes(block, g, c);
+        Floats scale = Format::scale(block, g);
+        dots<Format, T, 0, 8>(c, tile.codes + group * 8 * T, tile.whole32 + group * T, dot);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t)
+            total.of[t] = fma(to_floats(dot[t]) * scale, splat(tile.scales[group * T + t]), total.of[t]);
+        if (!tile.twice[group]) continue;
+        dots<Format, T, 0, 8>(c, tile.codes2 + group * 8 * T, tile.whole2 + group * T, dot);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t)
+            total.of[t] = fma(to_floats(dot[t]) * scale, splat(tile.scales2[group * T + t]), total.of[t]);
+    }
+    return total;
+}
+
 template <int T> struct Float32 {
     static constexpr auto times = times_floats<T, float, loadf>;
 };
@@ -251,6 +338,12 @@ template <int T> struct Bfloat16 {
 template <class Format> struct Int8 {
     template <int T> struct Sized {
         static constexpr auto times = times_int8<Format, T>;
+    };
+};
+
+template <class Format> struct Fine {
+    template <int T> struct Sized {
+        static constexpr auto times = times_fine<Format, T>;
     };
 };
 
@@ -292,7 +385,10 @@ template <template <int> class Format> KernelSet int8_set(int64_t columns) {
     return columns % 256 == 0 ? int8_set<Format<8>>() : int8_set<Format<1>>();
 }
 
-KernelSet kernels_for(int64_t type, int64_t columns) {
+KernelSet kernels_for(int64_t type, int64_t columns, bool fine) {
+    if (fine && type == DELTIC_Q8_0)
+        return columns % 256 == 0 ? kernel_set<Fine<Q8_0<8>>::Sized>(kInt8Fine)
+                                  : kernel_set<Fine<Q8_0<1>>::Sized>(kInt8Fine);
     switch (type) {
         case DELTIC_F32: return kernel_set<Float32>(kFloat32);
         case DELTIC_F16: return kernel_set<Float16>(kFloat32);
@@ -379,7 +475,7 @@ void multiply(deltic_pool *pool, const Product *products, int64_t count, Input *
         inputs[i] = {0, {}, fills};
         for (int64_t p = 0; p < product.weight->count; ++p) {
             const deltic_matrix &matrix = product.weight->parts[p];
-            KernelSet set = kernels_for(matrix.type, columns);
+            KernelSet set = kernels_for(matrix.type, columns, product.fine);
             int64_t bytes = panel_bytes(matrix), together = bytes * tiles < kPiece ? kPiece / (bytes * tiles) : 1;
             inputs[i].forms |= 1u << set.form;
             parts[matrices++] = {matrix, set, nullptr, i, bytes, together, pieces, row};
@@ -414,6 +510,15 @@ void multiply(deltic_pool *pool, const Product *products, int64_t count, Input *
 void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride) {
     if (!tokens) return;
     Product product{&weight, x, nullptr, tokens, y, stride};
+    Input input;
+    Part parts[4];
+    multiply(pool, &product, 1, &input, parts);
+}
+
+void linear_fine(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y,
+                 int64_t stride, bool again) {
+    if (!tokens) return;
+    Product product{&weight, x, nullptr, tokens, y, stride, true, again};
     Input input;
     Part parts[4];
     multiply(pool, &product, 1, &input, parts);

@@ -371,8 +371,41 @@ DELTIC_INLINE float max_lanes(Floats v) {
     return lane[0];
 }
 
+// The largest lane of numbers that are not negative.
+DELTIC_INLINE int32_t max_lanes(Ints v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t lane[16];
+    store(lane, v);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; ++i) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
+    return lane[0];
+#endif
+}
+// Sums of the first and of the second 16 of 32 numbers.
+DELTIC_INLINE void sum16(const int8_t *from, int32_t sums[2]) {
+#if defined(__AVX2__)
+    __m256i above = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)from), _mm256_set1_epi8(-128));
+    int64_t of8[4];
+    _mm256_storeu_si256((__m256i *)of8, _mm256_sad_epu8(above, _mm256_setzero_si256()));
+    for (int half = 0; half < 2; ++half) sums[half] = int32_t(of8[2 * half] + of8[2 * half + 1]) - 16 * 128;
+#else
+    for (int half = 0; half < 2; ++half) {
+        int32_t sum = 0;
+        for (int i = 0; i < 16; ++i) sum += from[16 * half + i];
+        sums[half] = sum;
+    }
+#endif
+}
+
 DELTIC_INLINE Floats choose(Ints mask, Floats yes, Floats no) {
     return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask));
+}
+DELTIC_INLINE Ints maximum(Ints a, Ints b) {
+    Registers x{.ints = a}, y{.ints = b};
+    for (int i = 0; i < kLanes / kNative; ++i) x.mask[i] = x.mask[i] < y.mask[i] ? y.mask[i] : x.mask[i];
+    return x.ints;
 }
 // The larger one, and the smaller one; a where either is NaN.
 DELTIC_INLINE Floats maximum(Floats a, Floats b) {

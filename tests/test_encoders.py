@@ -294,3 +294,35 @@ def test_what_is_wrong_with_a_directory(plain: dict[str, Any], tmp_path: Path, c
     write(tmp_path / name, [changes] if isinstance(before, list) else {**before, **changes} if changes else {})
     with pytest.raises(ModelError, match=message):
         Encoder(tmp_path)
+
+
+def test_columns_of_outliers_keep_their_weights() -> None:
+    """Of a block with a column that weighs much, that column is more exact, and the others are as good as before."""
+    from deltic.encoders.rounding import q8_0_blocks
+    from deltic.weights.gguf.blocks import BY_NAME, decode
+
+    rng = torch.Generator().manual_seed(0)
+    matrix, weights = torch.randn(50, 96, generator=rng), torch.ones(96)
+    weights[40] = 1e4
+    plain, found = (torch.from_numpy(decode(q8_0_blocks(matrix, each).reshape(-1), BY_NAME["Q8_0"])).view(50, 96)
+                    for each in (torch.ones(96), weights))
+    before, after = ((each - matrix).square().mean(0).sqrt() for each in (plain, found))
+    assert after[40] < 0.4 * before[40] and after.mean() < 1.1 * before.mean()
+    assert (found[:, :32] == plain[:, :32]).all() and (found[:, 64:] == plain[:, 64:]).all()
+
+
+def test_eight_bits_where_columns_are_outliers(tmp_path: Path) -> None:
+    """As trained encoders have them: a channel whose states are many times those of the others."""
+    model = save_encoder(tmp_path, "bert", hidden_size=288, num_attention_heads=4, intermediate_size=512,
+                         initializer_range=0.05)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" in name:
+                parameter[37] = 4.0 if name.endswith("weight") else 20.0
+    model.save_pretrained(tmp_path)
+    with Encoder(tmp_path) as exact, Encoder(tmp_path, quant="q8_0") as encoder:
+        wanted, found = exact.encode(TEXTS), encoder.encode(TEXTS)
+        others = [np.delete(vectors, 37, 1) for vectors in (wanted, found)]
+        lengths = [np.linalg.norm(vectors, axis=1) for vectors in others]
+        assert 1 - ((others[0] * others[1]).sum(1) / lengths[0] / lengths[1]).min() < 5e-5
+        assert all((encoder.encode(text) == vector).all() for text, vector in zip(TEXTS, found, strict=True))

@@ -14,7 +14,9 @@ from support import transformers_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from deltic import Encoder
+from deltic.cli import main
 from deltic.encoders.decoder import _AFTER, _BEFORE, _INSTRUCTION
+from deltic.encoders.open import is_encoder
 from deltic.errors import ModelError
 
 TEXTS = ["w1", "w2 w3 w4 w5 w6", " ".join(WORDS[:60]), "w7 w8"]
@@ -91,3 +93,26 @@ def test_other_poolings_of_decoders_are_refused(saved: tuple[Path, Any, Tokenize
     with pytest.raises(ModelError, match="decoders give the state of the last token"):
         Encoder(tmp_path, **OPTIONS)
     assert json.loads((saved[0] / "modules.json").read_text())
+
+
+def test_a_gguf_file_says_how_vectors_are_made(saved: tuple[Path, Any, Tokenizer], tmp_path: Path) -> None:
+    import gguf
+
+    words = Tokenizer(models.BPE(vocab={"w": 0, **{str(digit): digit + 1 for digit in range(10)}, "w1": 11,
+                                        "<|endoftext|>": 12}, merges=[("w", "1")]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.add_special_tokens(["<|endoftext|>"])
+    words.post_processor = processors.TemplateProcessing("$A <|endoftext|>", None, [("<|endoftext|>", 12)])
+    for file in saved[0].iterdir():
+        if file.suffix == ".safetensors" or file.name in ("config.json", "generation_config.json"):
+            (tmp_path / file.name).symlink_to(file)
+    save_recipe(tmp_path, "lasttoken")
+    words.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "model.gguf"
+    assert main(["convert", str(tmp_path), str(path), "--type", "F32"]) == 0
+    assert gguf.GGUFReader(path).fields["qwen3.pooling_type"].contents() == gguf.PoolingType.LAST
+    assert is_encoder(path)
+    with Encoder(tmp_path, **OPTIONS) as directory, Encoder(path, **OPTIONS) as file:
+        for kind in (None, "query"):
+            np.testing.assert_allclose(file.encode(["w1", "w12"], kind=kind),
+                                       directory.encode(["w1", "w12"], kind=kind), atol=1e-6)

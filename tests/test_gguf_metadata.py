@@ -225,7 +225,7 @@ def test_tokens_around_a_raw_prompt_and_named_templates(described):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"tokenizer.ggml.model": "t5"}, r"tokenizer\.ggml\.model 't5' is not supported"),
+    ({"tokenizer.ggml.model": "rwkv"}, r"tokenizer\.ggml\.model 'rwkv' is not supported"),
     ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.scores must be an array"),
     ({"tokenizer.ggml.pre": "gpt-4o"}, r"tokenizer\.ggml\.pre 'gpt-4o' is not supported"),
     ({"tokenizer.ggml.pre": 7}, r"tokenizer\.ggml\.pre 7"),

@@ -74,5 +74,5 @@ def test_the_same_vectors(ops: tuple[str, ...]) -> None:
 def test_in_eight_bits() -> None:
     vectors = found(quant="q8_0")
     likeness = (vectors * expected()).sum(1)
-    assert likeness.mean() >= 0.9995 and np.quantile(likeness, 0.01) >= 0.999, (likeness.min(), likeness.mean())
-    assert (nearest(vectors) == nearest(expected())).mean() >= 0.965
+    assert likeness.min() >= 0.999 and likeness.mean() >= 0.9998, (likeness.min(), likeness.mean())
+    assert (nearest(vectors) == nearest(expected())).mean() >= 0.98

@@ -16,10 +16,13 @@ import numpy as np
 import openai
 import pytest
 from encoder_models import save_encoder, save_recipe
+from starlette.testclient import TestClient
 from test_server_harness import serving, tiny
 
 from deltic import Encoder
 from deltic.config import Limits
+from deltic.encoders.items import Item
+from deltic.server.app import create_app
 from deltic.server.embeddings.app import create_encoder_app
 from deltic.server.embeddings.service import EmbeddingService
 from deltic.server.listen import Server, listen, url_of
@@ -220,3 +223,54 @@ def test_too_much_at_once(encoders: SimpleNamespace, tmp_path: Path) -> None:
             answer = http.post("/v1/embeddings", json={"input": ["w1"] * 20})
         assert answer.status_code == 503 and "max_live_tokens" in answer.text and answer.headers["retry-after"]
         first.future.cancel()
+
+
+def test_what_a_server_says_of_encoders_beside_a_chat_model(encoders: SimpleNamespace) -> None:
+    with serving(tiny(), encoders=encoders.services) as served:
+        chat, vectors, judge = served.client.models.list()
+        assert (chat.id, vectors.id, judge.id) == ("tiny", "vectors", "judge")
+        assert served.client.models.retrieve("judge").model_dump()["max_model_len"] == encoders.judge.max_length
+        anthropic = httpx.get(f"{served.url}/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+        assert [model["id"] for model in anthropic["data"]] == ["tiny"], "in that form there is chat alone"
+        served.client.embeddings.create(model="vectors", input="w1 w2")
+        page = httpx.get(f"{served.url}/metrics").text
+        assert 'deltic_texts_total{model="vectors"}' in page and 'deltic_steps_total{model="tiny"}' in page
+        assert 'deltic_text_tokens_waiting{model="judge"} 0' in page
+
+
+@pytest.mark.parametrize("beside, grace, status", [(False, 20.0, 200), (True, 20.0, 200), (False, 0.0, 503)])
+def test_a_server_that_ends_answers_what_runs(encoders: SimpleNamespace, beside: bool, grace: float, status: int
+                                              ) -> None:
+    """And what takes longer than it may is ended with a reason."""
+    found: list[httpx.Response] = []
+    with Encoder(encoders.vectors.name, token_budget=16) as encoder:
+        services, others = [EmbeddingService("vectors", encoder)], encoder.submit([Item((2, 7, 3))] * 50_000)
+        app = create_app(tiny(), encoders=services) if beside else create_encoder_app(services, LIMITS)
+        listener, ready = listen("127.0.0.1", 0), threading.Event()
+        server = Server(app, app.state.work, grace, ready.set, LIMITS)
+        running = threading.Thread(target=server.run_on, args=(listener,))
+        running.start()
+        assert ready.wait(20)
+        url = f"{url_of(listener)}/v1/embeddings"
+        asking = threading.Thread(target=lambda: found.append(
+            httpx.post(url, json={"input": ["w1 w2"] * 1000}, timeout=30)))
+        asking.start()
+        while not any(job.taken for job in tuple(encoder.batcher._jobs) if len(job.items) == 1000):
+            time.sleep(0.001)
+        server.should_exit = True
+        asking.join(30)
+        running.join(30)
+        listener.close()
+        others.future.cancel()
+    assert found[0].status_code == status and (status == 200 or "shutting down" in found[0].text), found[0].text
+
+
+def test_ready_says_when_a_server_ends(encoders: SimpleNamespace) -> None:
+    app = create_encoder_app(encoders.services, LIMITS)
+    with TestClient(app) as client:
+        assert client.get("/ready").json() == {"status": "ready"}
+        app.state.work.draining = True
+        answer = client.get("/ready")
+        assert answer.status_code == 503 and answer.json()["reason"] == "the server is shutting down"
+        refused = client.post("/v1/embeddings", json={"input": "w1"})
+        assert refused.status_code == 503 and "shutting down" in refused.text

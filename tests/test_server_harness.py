@@ -233,7 +233,7 @@ def serving(model: Any, drain_seconds: float = 0.2, *, listener: socket.socket |
             tls: SSLContext | None = None, **options: Any) -> Iterator[Served]:
     app = create_app(model, **options)
     listener, ready = listener or listen("127.0.0.1", 0), threading.Event()
-    server = Server(app, app.state.models, drain_seconds, ready.set, app.state.models.limits, tls)
+    server = Server(app, app.state.work, drain_seconds, ready.set, app.state.models.limits, tls)
     thread = threading.Thread(target=server.run_on, args=(listener,))
     thread.start()
     assert ready.wait(20)

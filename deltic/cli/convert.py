@@ -25,7 +25,8 @@ _MMPROJ = ("F32", "F16", "BF16", "Q8_0", "NONE")
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=text,
-                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny")
+                        help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B or "
+                             "BAAI/bge-m3, or tiny")
     parser.add_argument("target", metavar="DST.gguf", type=text, help="the file to write")
     parser.add_argument("--type", choices=_TYPES, type=str.upper, default="Q8_0",
                         help="how weights are stored; norms and other small tensors stay F32, and the head of a "
@@ -44,16 +45,24 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = _target(args)
+    from deltic.encoders.convert import convert_encoder, vector_keys
+    from deltic.encoders.open import open_stored
     from deltic.weights.gguf.convert import convert
-    from deltic.weights.hub import open_model
+    from deltic.weights.gguf.metadata import ARCHITECTURES
+    from deltic.weights.hub import open_model, resolve
 
     started, bar = time.perf_counter(), _bar()
-    files = open_model(args.source, args.revision)
-    tokenizer = files.tokenizer() or _tokenizer_of(files.path)
-    name = args.name or _name(args.source, files)
+    tower = dict[str, Any]()
     try:
-        written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp)
-        tower = _write_tower(args, files, name, path)
+        if encoder := open_stored(resolve(args.source, args.revision)):
+            written = convert_encoder(encoder, args.name or Path(args.source).resolve().name, path, args.type,
+                                      bar.update)
+        else:
+            files = open_model(args.source, args.revision)
+            tokenizer, name = files.tokenizer() or _tokenizer_of(files.path), args.name or _name(args.source, files)
+            written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp,
+                              vector_keys(files.path, ARCHITECTURES[files.config.architecture]))
+            tower = _write_tower(args, files, name, path)
     finally:
         bar.close()
     facts = {**_facts(path, args.type, written, time.perf_counter() - started), **tower}

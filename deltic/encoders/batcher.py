@@ -36,13 +36,18 @@ class Job:
     def __post_init__(self) -> None:
         self.found, self.left = [None] * len(self.items), len(self.items)
 
+    def fail(self, error: Exception) -> None:
+        """End it, if it is not done."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
+
     def put(self, index: int, vectors: Vectors) -> None:
         self.found[index] = vectors
         self.left -= 1
         if self.on_item is not None:
             self.on_item(1)
         if not self.left:
-            with suppress(InvalidStateError):  # nobody wants it any more
+            with suppress(InvalidStateError):
                 self.future.set_result([each for each in self.found if each is not None])
 
 
@@ -98,8 +103,7 @@ class Batcher:
             for wanted, places in by_output.items():
                 self._run(places, wanted)
         for job in self._jobs:
-            if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(UnavailableError("the model has been closed"))
+            job.fail(UnavailableError("the model has been closed"))
 
     def _run(self, places: Sequence[tuple[Job, int]], wanted: frozenset[Output]) -> None:
         items = [job.items[index] for job, index in places]
@@ -133,7 +137,7 @@ class Batcher:
         tokens = 0
         while self._jobs:
             job = self._jobs[0]
-            if job.future.cancelled():
+            if job.future.done():  # nobody wants it any more
                 self._waiting -= sum(map(len, job.items[job.taken:]))
                 self._jobs.popleft()
                 continue

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from deltic.config import EngineConfig
+from deltic.encoders.gguf import gives_vectors, read_gguf_recipe
 from deltic.encoders.items import Item, Output, Vectors
 from deltic.encoders.recipe import Recipe, read_recipe
 from deltic.encoders.texts import Texts
@@ -27,6 +28,7 @@ from deltic.engine.worker import Worker
 from deltic.errors import ModelError
 from deltic.ops.qtensor import QTensor
 from deltic.types import Embed, Request, VectorOut
+from deltic.weights.gguf.file import GgufFile
 from deltic.weights.safetensors import Progress
 
 _BUDGET: Final = 2048
@@ -78,10 +80,11 @@ class Decoder:
 def load_decoder(name: str, place: Path, task: str, options: EngineConfig, revision: str | None = None,
                  progress: Progress | None = None) -> Decoder:
     """Load a decoder whose states are vectors or, for task rerank, judge pairs. auto: as its name says."""
-    directory = place if place.is_dir() else place.parent
-    recipe = read_recipe(directory, pooling="lasttoken")
+    file = GgufFile.open(place) if place.is_file() else None
+    directory = place.parent if file else place
+    recipe = read_gguf_recipe(file) if file and gives_vectors(file) else read_recipe(directory, pooling="lasttoken")
     if recipe.pooling != ("lasttoken",) or recipe.dense:
-        raise ModelError(f"{directory}: decoders give the state of the last token; this one asks for "
+        raise ModelError(f"{place}: decoders give the state of the last token; this one asks for "
                          f"{', '.join(recipe.pooling)}{' and Dense layers' if recipe.dense else ''}")
     runtime = load(name, replace(options, speculate="off"), revision, progress)
     judges = task == "rerank" or (task == "auto" and "rerank" in place.name.lower())

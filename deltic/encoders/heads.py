@@ -58,13 +58,12 @@ class Heads:
         return len(self.dense[-1][0].bias) if self.dense else pooled
 
 
-def read_heads(directory: Path, config: EncoderConfig, sources: Mapping[str, Source], recipe: Recipe, form: Form,
+def read_heads(directory: Path, config: EncoderConfig, sources: Mapping[str, Source], recipe: Recipe, form: Form, *,
                mapping: Mapping[str, Any]) -> Heads:
     """What the directory has. ModelError names the file that cannot be used."""
     if config.labels:
-        dense, last = (_affine(sources[f"{name}.weight"].read(torch.float32), sources[f"{name}.bias"].read(
-            torch.float32), form) for name in classifier_names(config))
-        return Heads(classifier=(dense, last), activation=_score_activation(directory, mapping))
+        return Heads(classifier=read_classifier(config, sources, form),
+                     activation=_score_activation(directory, mapping))
     sparse, colbert = (_m3_layer(directory / f"{name}_linear.pt", config.hidden_size, form)
                        for name in ("sparse", "colbert"))
     layers, width = [], len(recipe.pooling) * config.hidden_size
@@ -72,6 +71,13 @@ def read_heads(directory: Path, config: EncoderConfig, sources: Mapping[str, Sou
         layers.append(_dense(place, width, form))
         width = len(layers[-1][0].bias)
     return Heads(tuple(layers), sparse, colbert)
+
+
+def read_classifier(config: EncoderConfig, sources: Mapping[str, Source], form: Form) -> tuple[Affine, Affine]:
+    """The layers of a reranker."""
+    dense, last = (_affine(sources[f"{name}.weight"].read(torch.float32), sources[f"{name}.bias"].read(torch.float32),
+                           form) for name in classifier_names(config))
+    return dense, last
 
 
 def _affine(weight: Tensor, bias: Tensor, form: Form) -> Affine:

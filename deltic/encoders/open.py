@@ -11,11 +11,14 @@ from deltic.config import EngineConfig
 from deltic.encoders.bert import load_bert
 from deltic.encoders.config import family_of
 from deltic.encoders.decoder import decoder_texts, load_decoder, reranker_pairs
+from deltic.encoders.gguf import gives_vectors, is_bert, read_gguf
 from deltic.encoders.items import Item, TextModel
+from deltic.encoders.stored import StoredEncoder, read_directory
 from deltic.encoders.texts import Texts
 from deltic.errors import ConfigError, ModelError
 from deltic.weights.files import read_json
-from deltic.weights.hub import resolve
+from deltic.weights.gguf.file import GgufFile
+from deltic.weights.hub import only_gguf, resolve
 from deltic.weights.safetensors import Progress
 
 Task = Literal["auto", "embed", "rerank"]
@@ -31,12 +34,31 @@ class Opened:
     pairs: Pairs
 
 
-def is_encoder(directory: Path) -> bool:
-    """Whether a model's directory holds an encoder of the BERT family, or says how vectors are made of its states."""
-    config = directory / "config.json"
+def is_encoder(place: Path) -> bool:
+    """Whether a model's directory or GGUF file holds an encoder of the BERT family, or says how vectors are made of its
+    states."""
+    place = _file_or_directory(place)
+    if place.is_file():
+        return gives_vectors(GgufFile.open(place))
+    config = place / "config.json"
     if not config.is_file():
         return False
-    return family_of(read_json(config)) is not None or (directory / "modules.json").is_file()
+    return family_of(read_json(config)) is not None or (place / "modules.json").is_file()
+
+
+def open_stored(place: Path) -> StoredEncoder | None:
+    """The encoder of the BERT family in a directory or a GGUF file; None if it is something else."""
+    place = _file_or_directory(place)
+    if place.is_file():
+        file = GgufFile.open(place)
+        return read_gguf(file) if is_bert(file) else None
+    config = place / "config.json"
+    return read_directory(place) if config.is_file() and family_of(read_json(config)) else None
+
+
+def _file_or_directory(place: Path) -> Path:
+    """The GGUF file of a directory that has nothing else."""
+    return (only_gguf(place) if place.is_dir() else None) or place
 
 
 def open_texts(model: str | Path, task: Task, options: EngineConfig, revision: str | None = None,
@@ -44,23 +66,24 @@ def open_texts(model: str | Path, task: Task, options: EngineConfig, revision: s
                ) -> Opened:
     """Load a model of vectors or scores. ModelError names the file that cannot be used; ConfigError the option."""
     place = resolve(model, revision, progress=progress is not None)
-    if place.is_dir() and (place / "config.json").is_file() and family_of(read_json(place / "config.json")):
-        return _encoder(str(model), place, task, options, progress, max_length)
+    stored = open_stored(place)
+    if stored is not None:
+        return _encoder(str(model), stored, task, options, progress, max_length)
     decoder = load_decoder(str(model), place, task, options, revision, progress)
     longest = _longest(max_length, decoder.max_length)
     texts = decoder_texts(decoder, longest)
     return Opened(decoder, texts, reranker_pairs(texts, instruction))
 
 
-def _encoder(name: str, place: Path, task: Task, options: EngineConfig, progress: Progress | None,
+def _encoder(name: str, stored: StoredEncoder, task: Task, options: EngineConfig, progress: Progress | None,
              max_length: int | None) -> Opened:
-    loaded = load_bert(name, place, options, progress)
+    loaded = load_bert(name, stored, options, progress)
     needed = {"embed": "dense", "rerank": "score"}.get(task)
     if needed is not None and needed not in loaded.outputs:
         raise ConfigError(f"task={task}: {name} gives {', '.join(sorted(loaded.outputs))}", "task")
-    texts = Texts.read(place / "tokenizer.json", _longest(max_length, loaded.max_length), loaded.recipe.lower)
+    texts = stored.texts(_longest(max_length, loaded.max_length))
     if texts.vocab_size > loaded.config.vocab_size:
-        raise ModelError(f"{place}: tokenizer.json has {texts.vocab_size} tokens, the model only "
+        raise ModelError(f"{stored.place}: the tokenizer has {texts.vocab_size} tokens, the model only "
                          f"{loaded.config.vocab_size}; take the files of one revision")
     return Opened(loaded, texts, texts.pairs)
 

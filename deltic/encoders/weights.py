@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -15,11 +15,25 @@ from torch import Tensor
 
 from deltic.config import DType, available_cores
 from deltic.encoders.config import EncoderConfig
+from deltic.encoders.rounding import TOKENS, q8_0_blocks, random_ids
 from deltic.errors import ModelError
-from deltic.ops.encoder import Affine, EncoderLayer, EncoderWeights, Norm
+from deltic.ops.encoder import (
+    Affine,
+    EncoderLayer,
+    EncoderWeights,
+    LayerStates,
+    Norm,
+    Ragged,
+    embeddings,
+    normed,
+    padded_attention,
+    run_layer,
+)
 from deltic.ops.memory import Arena
-from deltic.ops.qtensor import host_form, pack_tensor
+from deltic.ops.qtensor import Form as PackedForm
+from deltic.ops.qtensor import QTensor, host_form, pack_tensor
 from deltic.ops.records import Block
+from deltic.ops.torch.basic import embed
 from deltic.weights.files import Stored, find_tensors
 from deltic.weights.gguf.blocks import BY_NAME
 from deltic.weights.pickled import read_pickled
@@ -41,10 +55,12 @@ _FORMATS: Final[Mapping[str, tuple[str, ...]]] = {"none": (), "q8_0": ("Q8_0",),
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor that may be read."""
+    """A tensor that may be read. pack: makes a matrix that is stored in blocks what a form has of such; None: it is not
+    stored so."""
 
     shape: Shape
     read: Read
+    pack: Callable[[PackedForm], QTensor] | None = None
 
 
 def expected_tensors(config: EncoderConfig) -> dict[str, Shape]:
@@ -132,6 +148,11 @@ class Form:
     quant: str
     packed: bool
 
+    @property
+    def plain(self) -> torch.dtype:
+        """Of what is no matrix."""
+        return torch.float32 if self.device == "cpu" else TORCH_DTYPES[self.dtype]
+
 
 def read_weights(config: EncoderConfig, sources: Mapping[str, Source], form: Form,
                  progress: Progress | None = None) -> EncoderWeights:
@@ -144,47 +165,98 @@ class _Reader:
         self._sources, self._form, self._progress = sources, form, progress
         self._total, self._done = sum(int(np.prod(source.shape)) for source in sources.values()), 0
         self._arena = Arena()
-        self._host = host_form(self._arena)
+        self._host, self._kept = host_form(self._arena), dict[str, Tensor]()
 
     def weights(self, config: EncoderConfig) -> EncoderWeights:
-        with ThreadPoolExecutor(available_cores()) as pool:
+        with ThreadPoolExecutor(available_cores()) as pool, torch.inference_mode():
             words, places, kinds = (f"embeddings.{name}_embeddings.weight" for name in ("word", "position",
                                                                                        "token_type"))
-            return EncoderWeights(
-                self._matrix(words, pool), self._plain(places), self._plain(kinds), self._norm("embeddings.LayerNorm"),
-                tuple(self._layer(f"encoder.layer.{number}.", pool) for number in range(config.layers)), config.heads,
-                config.eps)
+            top = EncoderWeights(self._matrix(words, pool), self._plain(places), self._plain(kinds),
+                                 self._norm("embeddings.LayerNorm"), (), config.heads, config.eps)
+            sample = self._sample(top, config) if self._weighs(config) else None
+            layers = []
+            for number in range(config.layers):
+                layer = f"encoder.layer.{number}."
+                states = self._states(layer, sample, top) if sample is not None else None
+                layers.append(self._layer(layer, pool, states))
+                sample = states.result if states else None
+                self._kept.clear()
+            return replace(top, layers=tuple(layers))
 
-    def _layer(self, layer: str, pool: ThreadPoolExecutor) -> EncoderLayer:
+    def _weighs(self, config: EncoderConfig) -> bool:
+        """Whether matrices become Q8_0 here, with columns that weigh as random tokens say."""
+        plain = all(self._sources[name].pack is None for name in expected_tensors(config))
+        sizes = (config.hidden_size, config.intermediate_size)
+        return self._form.packed and self._form.quant == "q8_0" and plain and not any(size % 32 for size in sizes)
+
+    def _sample(self, top: EncoderWeights, config: EncoderConfig) -> Tensor:
+        """The first layer's input of some random tokens."""
+        length = min(TOKENS[1], config.max_length)
+        ids = random_ids(config.vocab_size, config.first_place + 4, length).flatten()
+        places = (torch.arange(length) + config.first_place).repeat(TOKENS[0])
+        batch = Ragged(ids, places, torch.zeros_like(ids), torch.arange(TOKENS[0] + 1) * length)
+        return normed(embeddings(top, batch, embed(ids, top.words, torch.float32)), top)
+
+    def _states(self, layer: str, sample: Tensor, top: EncoderWeights) -> LayerStates:
+        """What the layer makes of the sample, with its matrices as they are stored, which are kept for a while."""
+        names = [f"{layer}attention.self.{part}" for part in ("query", "key", "value")]
+        products = [*names, *(f"{layer}{part}.dense" for part in ("attention.output", "intermediate", "output"))]
+        self._kept = {f"{name}.weight": self._sources[f"{name}.weight"].read(torch.float32) for name in products}
+        plain = {name: Affine(self._kept[f"{name}.weight"], self._sources[f"{name}.bias"].read(torch.float32))
+                 for name in products}
+        qkv = Affine(torch.cat([self._kept[f"{name}.weight"] for name in names]),
+                     torch.cat([plain[name].bias for name in names]))
+        norms = [Norm(*(self._sources[f"{layer}{part}.LayerNorm.{kind}"].read(torch.float32)
+                        for kind in ("weight", "bias"))) for part in ("attention.output", "output")]
+        found = EncoderLayer(qkv, plain[products[3]], norms[0], plain[products[4]], plain[products[5]], norms[1])
+        return run_layer(found, sample, padded_attention([len(sample) // TOKENS[0]] * TOKENS[0]), top)
+
+    def _layer(self, layer: str, pool: ThreadPoolExecutor, states: LayerStates | None) -> EncoderLayer:
         parts = [f"{layer}attention.self.{part}" for part in ("query", "key", "value")]
-        qkv = Affine(tuple(self._matrix(f"{part}.weight", pool) for part in parts),
-                     torch.cat([self._plain(f"{part}.bias") for part in parts]))
-        return EncoderLayer(qkv, self._affine(f"{layer}attention.output.dense", pool),
+        given = [None] * 4 if states is None else [states.qkv, states.out, states.up, states.down]
+        qkv, out, up, down = (None if each is None else each.square().mean(0) for each in given)
+        blocks = tuple(self._matrix(f"{part}.weight", pool, qkv) for part in parts)
+        fused = blocks if self._form.packed else torch.cat([block for block in blocks if isinstance(block, Tensor)])
+        return EncoderLayer(Affine(fused, torch.cat([self._plain(f"{part}.bias") for part in parts])),
+                            self._affine(f"{layer}attention.output.dense", pool, out),
                             self._norm(f"{layer}attention.output.LayerNorm"),
-                            self._affine(f"{layer}intermediate.dense", pool),
-                            self._affine(f"{layer}output.dense", pool), self._norm(f"{layer}output.LayerNorm"))
+                            self._affine(f"{layer}intermediate.dense", pool, up),
+                            self._affine(f"{layer}output.dense", pool, down), self._norm(f"{layer}output.LayerNorm"))
 
-    def _affine(self, name: str, pool: ThreadPoolExecutor) -> Affine:
-        return Affine(self._matrix(f"{name}.weight", pool), self._plain(f"{name}.bias"))
+    def _affine(self, name: str, pool: ThreadPoolExecutor, columns: Tensor | None) -> Affine:
+        return Affine(self._matrix(f"{name}.weight", pool, columns), self._plain(f"{name}.bias"))
 
     def _norm(self, name: str) -> Norm:
         return Norm(self._plain(f"{name}.weight"), self._plain(f"{name}.bias"))
 
     def _plain(self, name: str) -> Tensor:
-        return self._read(name, torch.float32).to(self._form.device)
+        return self._read(name, self._form.plain).to(self._form.device)
 
-    def _matrix(self, name: str, pool: ThreadPoolExecutor) -> Block:
-        form, columns = self._form, self._sources[name].shape[1]
+    def _matrix(self, name: str, pool: ThreadPoolExecutor, weights: Tensor | None = None) -> Block:
+        """weights: how much each column counts, where that is known."""
+        form, source = self._form, self._sources[name]
+        columns = source.shape[1]
+        if form.packed and source.pack is not None:
+            self._count(source)
+            return source.pack(self._host)
+        if weights is not None and bool(torch.isfinite(self._kept[name]).all()):
+            self._count(source)
+            type = BY_NAME["Q8_0"]
+            flat = q8_0_blocks(self._kept.pop(name), weights).reshape(-1)
+            return self._host.pack(type.name, type.id, source.shape[0], columns, type.size(columns),
+                                   lambda start, count: flat[start:start + count])
         types = (BY_NAME[type] for type in _FORMATS[form.quant])
-        type = next((type for type in types if columns % type.weights == 0), None)
-        if form.packed and type is not None:
-            return quantized(name, self._read(name, torch.float32), type, pool, self._host)
+        fitting = next((type for type in types if columns % type.weights == 0), None)
+        if form.packed and fitting is not None:
+            return quantized(name, self._read(name, torch.float32), fitting, pool, self._host)
         tensor = self._read(name, TORCH_DTYPES[form.dtype])
         return pack_tensor(tensor, self._arena) if form.packed else tensor.to(form.device)
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self._sources[name].read(dtype)
-        self._done += tensor.numel()
+        self._count(self._sources[name])
+        return self._sources[name].read(dtype).contiguous()
+
+    def _count(self, source: Source) -> None:
+        self._done += int(np.prod(source.shape))
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return tensor.contiguous()

@@ -3,7 +3,9 @@ other, norms come behind the sums (BERT, arXiv 1810.04805). deltic/ops/cpu/encod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +18,16 @@ from deltic.ops.encoder_layers import Norm as Norm
 from deltic.ops.records import Block
 from deltic.ops.torch.basic import linear
 
+Attend = Callable[[Tensor, int], Tensor]
+"""From qkv [T, 3 H] and the number of heads to [T, H]."""
+
+_WIDEST: Final = 256
+"""Numbers of a head that flash attention takes, which knows no padding."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderWeights:
-    """words [V, H]; places [P, H], kinds [K, H] float32: of positions and of token types; norm: of their sum."""
+    """words [V, H]; places [P, H], kinds [K, H] as biases are: of positions and of token types; norm: of their sum."""
 
     words: Block
     places: Tensor
@@ -32,7 +40,7 @@ class EncoderWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Sequences one after another, without padding. ids, places, kinds [T] int64; starts [N + 1] int64."""
+    """Sequences one after another, without padding. ids, places, kinds [T] int64; starts [N + 1] int64, on the CPU."""
 
     ids: Tensor
     places: Tensor
@@ -52,24 +60,71 @@ def embeddings(weights: EncoderWeights, batch: Ragged, words: Tensor) -> Tensor:
 
 def run(weights: EncoderWeights, batch: Ragged, x: Tensor) -> Tensor:
     """The last layer's output [T, H] for the embeddings [T, H]."""
-    x, lengths = _norm(x, weights.norm, weights.eps), batch.lengths
+    x, attend = normed(x, weights), _attention_of(batch, x.device)
     for layer in weights.layers:
-        mixed = _attention(_affine(x, layer.qkv), lengths, weights.heads)
-        x = _norm(x + _affine(mixed, layer.out), layer.attention_norm, weights.eps)
-        x = _norm(x + _affine(F.gelu(_affine(x, layer.up)), layer.down), layer.output_norm, weights.eps)
+        x = run_layer(layer, x, attend, weights).result
     return x
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStates:
+    """What a layer's products are multiplied with, and what comes of it, all [T, width]."""
+
+    qkv: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+    result: Tensor
+
+
+def normed(x: Tensor, weights: EncoderWeights) -> Tensor:
+    """The first layer's input, of the embeddings."""
+    return _norm(x, weights.norm, weights.eps)
+
+
+def run_layer(layer: EncoderLayer, x: Tensor, attend: Attend, weights: EncoderWeights) -> LayerStates:
+    """One layer. weights: whose heads and eps count."""
+    mixed = attend(_affine(x, layer.qkv), weights.heads)
+    middle = _norm(_affine(mixed, layer.out).add_(x), layer.attention_norm, weights.eps)
+    wide = F.gelu(_affine(middle, layer.up))
+    result = _norm(_affine(wide, layer.down).add_(middle), layer.output_norm, weights.eps)
+    return LayerStates(x, mixed, middle, wide, result)
+
+
+def padded_attention(lengths: list[int]) -> Attend:
+    """Attention of sequences of these lengths, on any device, in any dtype."""
+    return lambda qkv, heads: _padded(qkv, lengths, heads)
+
+
 def _affine(x: Tensor, affine: Affine) -> Tensor:
+    if isinstance(affine.weight, Tensor) and not affine.weight.is_mkldnn and affine.bias.dtype == x.dtype:
+        return F.linear(x, affine.weight, affine.bias)
     return linear(x, affine.weight) + affine.bias.to(x.dtype)
 
 
 def _norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
-    return F.layer_norm(x.float(), norm.scale.shape, norm.scale, norm.shift, eps).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, norm.scale.dtype))
+    return F.layer_norm(wide, norm.scale.shape, norm.scale, norm.shift, eps).to(x.dtype)
 
 
-def _attention(qkv: Tensor, lengths: list[int], heads: int) -> Tensor:
-    """qkv [T, 3 H] -> [T, H]. Here alone sequences are padded, to the longest: there is one call for all of them."""
+def _attention_of(batch: Ragged, device: torch.device) -> Attend:
+    lengths = batch.lengths
+    if device.type == "cpu":
+        return padded_attention(lengths)
+    starts, longest = batch.starts.to(device, torch.int32), max(lengths)
+
+    def attend(qkv: Tensor, heads: int) -> Tensor:
+        dim = qkv.shape[1] // 3 // heads
+        if qkv.dtype not in (torch.float16, torch.bfloat16) or dim % 8 or dim > _WIDEST:
+            return _padded(qkv, lengths, heads)
+        query, key, value = qkv.view(-1, 3, heads, dim).unbind(1)
+        return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
+            query, key, value, starts, starts, longest, longest, 0.0, False, False)[0].flatten(1)
+    return attend
+
+
+def _padded(qkv: Tensor, lengths: list[int], heads: int) -> Tensor:
+    """Here alone sequences are padded, to the longest: there is one call for all of them."""
     width = qkv.shape[1] // 3
     wide = pad_sequence(list(qkv.split(lengths)), batch_first=True)  # [N, L, 3 H]
     count, longest = wide.shape[:2]

@@ -13,7 +13,7 @@ from deltic.ops.records import Weight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """Layer norm: scale, shift [H] float32."""
+    """Layer norm: scale, shift [H] float32, of an encoder on a GPU of the model's dtype."""
 
     scale: Tensor
     shift: Tensor
@@ -21,7 +21,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Affine:
-    """A product with a bias [rows] float32."""
+    """A product with a bias [rows] float32, of an encoder on a GPU of the model's dtype."""
 
     weight: Weight
     bias: Tensor

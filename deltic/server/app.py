@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from ssl import SSLContext
 from types import MappingProxyType
 from typing import Any, Final, TypedDict, Unpack
@@ -32,7 +33,7 @@ from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.gate import Gate, refusal
 from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
 from deltic.server.keys import Keys
-from deltic.server.listen import Server, hosts_of, listen, listen_unix, tls_context, url_of
+from deltic.server.listen import Draining, Server, hosts_of, listen, listen_unix, tls_context, url_of
 from deltic.server.metrics import CONTENT_TYPE, exposition
 from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, only
 from deltic.server.models import routes as model_routes
@@ -97,15 +98,16 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
 
     intake = Intake(limits, told["lenient"])
     registry = ModelRegistry(models, served, intake, records)
-    app_state: dict[str, Any] = {"models": registry, "intake": intake}
+    services = Services(tuple(told["encoders"]), intake)
+    app_state: dict[str, Any] = {"models": registry, "intake": intake, "work": _Work((registry, services))}
     store = ResponseStore(limits, None)
     if not isinstance(llm, ModelSet):
         app_state["bridge"], store = registry.keep(llm).bridge, ResponseStore(limits, llm.runtime.notes)
     check = check_of(api_keys)
     routes = [*openai.routes(registry, check), *responses.routes(registry, store, check),
-              *anthropic.routes(registry, check), *model_routes(registry, check), *requests.routes(records, check),
-              *embeddings.routes(Services(tuple(told["encoders"]), intake), check),
-              Route("/metrics", answering(_metrics(registry, request_log), check, error_response)),
+              *anthropic.routes(registry, check), *model_routes(registry, services, check),
+              *requests.routes(records, check), *embeddings.routes(services, check),
+              Route("/metrics", answering(_metrics(registry, services, request_log), check, error_response)),
               Route("/health", _health(registry)), Route("/ready", _ready(registry)), *page.routes()]
     routes.append(openapi.route(routes, check))
     app = application(routes, records, told["cors_origins"], told["allowed_hosts"],
@@ -162,13 +164,26 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
             llm.runtime.warm_up()
     gc.collect()  # what is garbage now would stay for as long as the server runs
     try:
-        Server(app, app.state.models, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)
+        Server(app, app.state.work, drain_seconds, lambda: on_ready(ready), limits, tls).run_on(listener)
     finally:
         listener.close()
         if not isinstance(llm, ModelSet):
             llm.close()
         if log := options.get("request_log"):  # after a second signal nobody else did
             log.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What runs requests of several kinds, as one."""
+
+    parts: tuple[Draining, ...]
+
+    async def drain(self, grace: float) -> None:
+        await asyncio.gather(*(part.drain(grace) for part in self.parts))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(part.stop() for part in self.parts))
 
 
 def _lifespan(models: ModelRegistry, store: ResponseStore,
@@ -205,11 +220,11 @@ def _ready(models: ModelRegistry) -> Endpoint:
     return ready
 
 
-def _metrics(models: ModelRegistry, request_log: RequestLog | None) -> Endpoint:
+def _metrics(models: ModelRegistry, encoders: Services, request_log: RequestLog | None) -> Endpoint:
     async def metrics(_: Request) -> Response:
         found = {served.name: snapshot(served.llm.engine) for served in models.loaded}
         lost = request_log.lost if request_log else 0
-        return Response(exposition(found, lost), media_type=CONTENT_TYPE)
+        return Response(exposition(found, lost) + encoders.metrics(), media_type=CONTENT_TYPE)
     return metrics
 
 

@@ -36,10 +36,10 @@ def exposition(models: Mapping[str, Snapshot], lost_lines: int = 0) -> str:
     return "".join(line + "\n" for found in families.values() for line in _lines(found))
 
 
-def samples(counters: Mapping[str, tuple[str, Iterable[tuple[str, Number]]]]) -> str:
-    """A page of counters. counters: by name what they count, and how much by model."""
-    return "".join(line + "\n" for name, (help, values) in counters.items() for line in (
-        f"# HELP deltic_{name} {help}", f"# TYPE deltic_{name} counter",
+def samples(figures: Mapping[str, tuple[str, str, Iterable[tuple[str, Number]]]]) -> str:
+    """A page of figures. figures: by name their kind (counter, gauge), what they count, and how much by model."""
+    return "".join(line + "\n" for name, (kind, help, values) in figures.items() for line in (
+        f"# HELP deltic_{name} {help}", f"# TYPE deltic_{name} {kind}",
         *(f'deltic_{name}{{model="{_escape(model)}"}} {value}' for model, value in values)))
 
 

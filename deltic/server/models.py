@@ -14,6 +14,7 @@ from deltic import __version__
 from deltic.errors import RequestError
 from deltic.server.anthropic import shapes as anthropic
 from deltic.server.body import Fields
+from deltic.server.embeddings.service import Services
 from deltic.server.http import Check, Endpoint, answering, json_response, written
 from deltic.server.model_registry import ModelEntry, ModelRegistry
 from deltic.server.openai.jobs import chat_job
@@ -22,9 +23,9 @@ from deltic.server.openai.shapes import error_response
 from deltic.server.served_model import ServedModel
 
 
-def routes(models: ModelRegistry, check: Check) -> list[Route]:
-    """/v1/models, /tokenize, /detokenize, /version."""
-    endpoints = _Endpoints(models)
+def routes(models: ModelRegistry, encoders: Services, check: Check) -> list[Route]:
+    """/v1/models, /tokenize, /detokenize, /version. encoders: what is listed too, where OpenAI's form is asked for."""
+    endpoints = _Endpoints(models, encoders)
     tokens = (("/tokenize", endpoints.tokenize), ("/detokenize", endpoints.detokenize))
     return [Route("/v1/models", _either(endpoints.models, check)),
             Route("/v1/models/{model:path}", _either(endpoints.model, check)),
@@ -67,16 +68,19 @@ async def _version(_: Request) -> Response:
 @dataclass(frozen=True, slots=True)
 class _Endpoints:
     registry: ModelRegistry
+    encoders: Services
 
     async def models(self, request: Request) -> Response:
         found = [self._model(request, entry) for entry in self.registry.entries()]
         if _is_anthropic(request):
             return json_response({"data": found, "has_more": False, "first_id": found[0]["id"],
                                   "last_id": found[-1]["id"]})
-        return json_response({"object": "list", "data": found})
+        return json_response({"object": "list", "data": [*found, *(each.fields() for each in self.encoders)]})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._model(request, self.registry.entry(request.path_params["model"])))
+        name = request.path_params["model"]
+        encoder = None if _is_anthropic(request) else self.encoders.named(name)
+        return json_response(encoder.fields() if encoder else self._model(request, self.registry.entry(name)))
 
     async def tokenize(self, request: Request) -> Response:
         served, body, ids = await self.registry.read(request, TokenizeRequest, _tokens)

@@ -165,7 +165,7 @@ def open_model(
     Raises ModelError naming the file and key that cannot be used.
     """
     directory = resolve(model, revision, token, progress)
-    single = directory if directory.is_file() else _only_gguf(directory)
+    single = directory if directory.is_file() else only_gguf(directory)
     if single is not None:
         gguf = GgufFile.open(single)
         config = config_from_gguf(gguf)
@@ -185,7 +185,7 @@ def open_model(
     return ModelFiles(directory, config, _generation(directory, config), None, _vision(directory, mapping, config))
 
 
-def _only_gguf(directory: Path) -> Path | None:
+def only_gguf(directory: Path) -> Path | None:
     """The GGUF file of a directory that has nothing else to run: parts of one model count as one."""
     if (directory / "config.json").exists() or any(directory.glob("*.safetensors")):
         return None

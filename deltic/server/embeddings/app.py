@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from ssl import SSLContext
@@ -21,15 +20,13 @@ from deltic.server import openapi, requests
 from deltic.server.app import application, check_of
 from deltic.server.body import Intake
 from deltic.server.embeddings.routes import routes
-from deltic.server.embeddings.service import EmbeddingService, Services
+from deltic.server.embeddings.service import ENDING, EmbeddingService, Services
 from deltic.server.http import Check, answering, json_response
 from deltic.server.listen import Server, hosts_of, url_of
-from deltic.server.metrics import CONTENT_TYPE, samples
+from deltic.server.metrics import CONTENT_TYPE
 from deltic.server.openai.shapes import error_response
 from deltic.server.records import Records
 from deltic.server.request_log import RequestLog
-
-_LOOK = 0.02
 
 
 class EncoderAppOptions(TypedDict, total=False):
@@ -58,7 +55,7 @@ def create_encoder_app(services: Sequence[EmbeddingService], limits: Limits, **o
             await asyncio.to_thread(log.close)
 
     app = application(paths, records, options.get("cors_origins", ()), options.get("allowed_hosts", ("*",)), lifespan)
-    app.state.work = _Work(records)
+    app.state.work = served
     return app
 
 
@@ -77,21 +74,6 @@ def serve_encoders(services: Sequence[EmbeddingService], limits: Limits, host: s
         listener.close()
 
 
-class _Work:
-    """What the server waits for at its end: the requests that are being answered."""
-
-    def __init__(self, records: Records) -> None:
-        self._records = records
-
-    async def drain(self, grace: float) -> None:
-        end = time.monotonic() + grace
-        while any(self._records) and time.monotonic() < end:
-            await asyncio.sleep(_LOOK)
-
-    async def stop(self) -> None:
-        """They end with their connections."""
-
-
 def _describe(service: EmbeddingService) -> str:
     encoder = service.encoder
     kind = "scores documents (/v1/rerank, /v1/score)" if encoder.scores else (
@@ -99,32 +81,22 @@ def _describe(service: EmbeddingService) -> str:
     return f"{service.name} {kind}, of up to {encoder.max_length:,} tokens"
 
 
-def model_fields(service: EmbeddingService) -> dict[str, object]:
-    """A model as /v1/models lists it."""
-    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "deltic",
-            "max_model_len": service.encoder.max_length}
-
-
 def _about(served: Services, check: Check) -> list[Route]:
     async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": [model_fields(service) for service in served.services]})
+        return json_response({"object": "list", "data": [service.fields() for service in served]})
 
     async def model(request: Request) -> Response:
-        return json_response(model_fields(served.find(request.path_params["model"])))
+        return json_response(served.find(request.path_params["model"]).fields())
 
     async def health(_: Request) -> Response:
-        return json_response({"status": "ok", "waiting_tokens": sum(
-            service.encoder.batcher.waiting for service in served.services)})
+        return json_response({"status": "ok", "waiting_tokens": served.waiting()})
 
     async def metrics(_: Request) -> Response:
-        counts = [(service.name, service.encoder.batcher) for service in served.services]
-        page = samples({
-            "texts_total": ("Texts that were run.", [(name, each.texts) for name, each in counts]),
-            "text_tokens_total": ("Their tokens.", [(name, each.tokens) for name, each in counts]),
-            "text_batches_total": ("Batches that they came in.", [(name, each.batches) for name, each in counts])})
-        return Response(page, media_type=CONTENT_TYPE)
+        return Response(served.metrics(), media_type=CONTENT_TYPE)
 
     async def ready(_: Request) -> Response:
+        if served.draining:
+            return json_response({"status": "not ready", "reason": ENDING}, 503)
         return json_response({"status": "ready"})
 
     guarded = {"/v1/models": models, "/v1/models/{model:path}": model, "/metrics": metrics}

@@ -53,7 +53,7 @@ class EmbeddingsRequest(Fields):
 
 class RerankRequest(Fields):
     """Cohere's and Jina's fields. Documents are texts, or objects with a `text`. truncate: cut long ones (default),
-    rather than refusing them; max_tokens_per_doc is honoured by the model's own length alone."""
+    rather than refusing them; where they are cut, the model's own length decides, not max_tokens_per_doc."""
 
     counted: ClassVar[Mapping[str, str]] = {"documents": "max_texts"}
 
@@ -63,6 +63,7 @@ class RerankRequest(Fields):
     top_n: int | None = None
     return_documents: bool | None = None
     truncate: bool | None = None
+    max_tokens_per_doc: int | None = None
 
     def texts(self) -> list[str]:
         """The documents' texts."""

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import torch
 
@@ -96,13 +97,14 @@ class Written:
 
 
 def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path, type: str,
-            progress: Progress | None = None, mtp: Literal["q8_0", "same", "none"] = "q8_0") -> Written:
+            progress: Progress | None = None, mtp: Literal["q8_0", "same", "none"] = "q8_0",
+            more: Mapping[str, Any] = MappingProxyType({})) -> Written:
     """Write the text model of `files` to `path` as a GGUF file of `type` (of FILE_TYPES), called `name`.
 
     mtp: its multi-token-prediction head, if there is one, with Q8_0 or more, with the type of most of the matrices, or
-    left out. One tensor is in memory at a time. `progress(done, total)` counts bytes of tensors. An existing file is
-    replaced when the new one is complete. Raises ModelError naming a tensor that cannot be read or stored, DelticError
-    where the file cannot be written.
+    left out. more: further metadata. One tensor is in memory at a time. `progress(done, total)` counts bytes of
+    tensors. An existing file is replaced when the new one is complete. Raises ModelError naming a tensor that cannot be
+    read or stored, DelticError where the file cannot be written.
     """
     config, kind = files.config, FILE_TYPES[type]
     sources = list(_sources(files))
@@ -119,7 +121,7 @@ def convert(files: ModelFiles, tokenizer: TokenizerTexts, name: str, path: Path,
     metadata = {
         **config_to_gguf(config), "general.type": "model", "general.name": name, "general.file_type": kind.id,
         "general.quantization_version": 2, **generation_to_gguf(files.generation),
-        **tokenizer_to_gguf(tokenizer, config, files.generation.eos_token_ids)}
+        **tokenizer_to_gguf(tokenizer, config, files.generation.eos_token_ids), **more}
     data = _data(sources, targets, config, progress)
     size = write_gguf(path, metadata, list(targets.values()), data)
     return Written(size, sum(math.prod(target.shape) for target in targets.values()),
@@ -144,7 +146,7 @@ def target_of(name: str, shape: tuple[int, ...], config: ModelConfig, kind: File
     theirs, form = gguf_name(name, config.architecture, config.layer_types)
     stored = form.shape(shape, config)
     wanted = BY_NAME[_wanted(theirs, stored, config, kind)]
-    return NewTensor(theirs, _fitting(wanted, stored), stored)
+    return NewTensor(theirs, fitting(wanted, stored), stored)
 
 
 def _wanted(name: str, shape: tuple[int, ...], config: ModelConfig, kind: FileType) -> str:
@@ -169,7 +171,7 @@ def _more_bits(block: int, blocks: int) -> bool:
     return block < eighth or block >= 7 * blocks // 8 or (block - eighth) % 3 == 2
 
 
-def _fitting(type: BlockType, shape: tuple[int, ...]) -> BlockType:
+def fitting(type: BlockType, shape: tuple[int, ...]) -> BlockType:
     smaller = BY_NAME[_FITTING.get(type.name, "F16")]
     return next((one for one in (type, smaller) if shape[-1] % one.weights == 0), BY_NAME["F16"])
 

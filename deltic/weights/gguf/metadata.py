@@ -12,21 +12,13 @@ from typing import Any, Final
 from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
 from deltic.errors import ModelError
 from deltic.weights.gguf.config import SAMPLING_KEYS
-from deltic.weights.gguf.tokenizer import (
-    CONTROL,
-    END_TEXTS,
-    ENDS,
-    NORMAL,
-    SPLITTERS,
-    UNUSED,
-    USER_DEFINED,
-    VARIABLES,
-    TokenizerTexts,
-)
+from deltic.weights.gguf.tokenizer import END_TEXTS, ENDS, SPLITTERS, VARIABLES, TokenizerTexts
+from deltic.weights.gguf.word_tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED
 
-_ARCHITECTURES: Final[Mapping[str, str]] = {
+ARCHITECTURES: Final[Mapping[str, str]] = {
     "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen2": "qwen2",
     "llama": "llama"}
+"""What GGUF files call our architectures."""
 _PRE: Final[Mapping[str, str]] = {
     "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35", "qwen3": "qwen2", "qwen3_moe": "qwen2", "qwen2": "qwen2"}
 """The pre-tokenizer of an architecture, for a pattern that is none of those that have a name."""
@@ -36,7 +28,7 @@ _DEFAULT_TEMPLATE: Final = "default"
 def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
     """The metadata of a model's shape, which `config_from_gguf` reads, but for factors that are not all the same: these
     are a tensor (`names.ROPE_FACTORS`)."""
-    architecture = _ARCHITECTURES[config.architecture]
+    architecture = ARCHITECTURES[config.architecture]
     heads = config.num_mtp_layers
     keys = {
         "block_count": config.num_hidden_layers + heads, "context_length": config.max_position_embeddings,
@@ -162,11 +154,12 @@ def _special_ids(texts: TokenizerTexts, names: Mapping[int, str], config: ModelC
 
 
 def _around(tokenizer: Mapping[str, Any], texts: TokenizerTexts) -> dict[str, bool]:
-    """Whether the tokenizer puts a bos token before a raw prompt."""
-    processor = tokenizer.get("post_processor") or {}
-    first: dict[str, Any] = next(iter(processor.get("single") or []), {})
-    put = first.get("SpecialToken", {}).get("id")
-    return {"tokenizer.ggml.add_bos_token": put is not None and put == texts.special_tokens.get("bos_token")}
+    """Whether the tokenizer puts a bos token before a raw prompt, and an eos token behind it."""
+    steps = (tokenizer.get("post_processor") or {}).get("single") or [{}]
+    put = {kind: step.get("SpecialToken", {}).get("id") for kind, step in (("bos", steps[0]), ("eos", steps[-1]))}
+    found = {kind: id is not None and id == texts.special_tokens.get(f"{kind}_token") for kind, id in put.items()}
+    return {"tokenizer.ggml.add_bos_token": found["bos"],
+            **({"tokenizer.ggml.add_eos_token": True} if found["eos"] else {})}
 
 
 def _templates(templates: Mapping[str, str]) -> dict[str, Any]:

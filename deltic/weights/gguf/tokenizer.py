@@ -12,15 +12,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from deltic.errors import ModelError, show
+from deltic.weights.gguf.word_tokenizers import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    added_tokens,
+    token_id,
+    token_scores,
+    token_types,
+    unigram,
+    wordpiece,
+)
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPACE: Final = "\u2581"
 _NFC: Final = {"type": "NFC"}
 _GPT2: Final[dict[str, Any]] = {
     "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -58,7 +69,6 @@ SPLITTERS: Final[Mapping[str, _Splitter]] = {
     "smollm": _Splitter([{"type": "Digits", "individual_digits": True}, _GPT2]), "deepseek-r1-qwen": _QWEN2}
 """By tokenizer.ggml.pre."""
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 VARIABLES: Final[Mapping[str, str]] = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
     "mask": "mask_token"}
@@ -97,8 +107,8 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     if "tokenizer.ggml.tokens" not in metadata:
         return ()
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    types = _types(metadata, len(tokens))
-    named = [_token_id(metadata, kind, len(tokens)) for kind in ENDS]
+    types = token_types(metadata, len(tokens))
+    named = [token_id(metadata, kind, len(tokens)) for kind in ENDS]
     known = [id for id, text in enumerate(tokens) if text in END_TEXTS and types[id] == CONTROL]
     return tuple(dict.fromkeys(id for id in (*named, *known) if id is not None))
 
@@ -106,17 +116,18 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
     """A tokenizer.json."""
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if not isinstance(model, str) or model not in ("gpt2", "llama"):
-        raise ModelError(f"tokenizer.ggml.model {show(model)} is not supported, only 'gpt2' (byte-level BPE) and "
-                         "'llama' (SentencePiece BPE)")
-    if model == "llama":
-        return _sentencepiece(metadata, tokens)
+    others = {"llama": _sentencepiece, "bert": wordpiece, "t5": unigram}
+    if not isinstance(model, str) or model not in ("gpt2", *others):
+        raise ModelError(f"tokenizer.ggml.model {show(model)} is not supported, only 'gpt2' (byte-level BPE), 'llama' "
+                         "(SentencePiece BPE), 'bert' (WordPiece) and 't5' (Unigram)")
+    if model in others:
+        return others[model](metadata, tokens)
     splitter = SPLITTERS.get(name) if isinstance(name, str) else None
     if splitter is None:
         raise ModelError(f"tokenizer.ggml.pre {show(name)} is not supported, only {', '.join(SPLITTERS)}")
-    types = _types(metadata, len(tokens))
+    types = token_types(metadata, len(tokens))
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types),
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens(tokens, types),
         "normalizer": splitter.normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splitter.cuts]},
         "post_processor": _post_processor(metadata, tokens, splitter.bos),
@@ -131,24 +142,22 @@ def _tokenizer(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
     """A tokenizer.json of a SentencePiece BPE: spaces are written as U+2581, what is no token as its bytes. Of two
     neighbours that make a token, those of the token with the highest score are merged first."""
-    scores, types = metadata.get("tokenizer.ggml.scores"), _types(metadata, len(tokens))
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
-        raise ModelError(f"tokenizer.ggml.scores must be an array of {len(tokens)} numbers, one for each token")
+    scores, types = token_scores(metadata, len(tokens)), token_types(metadata, len(tokens))
     bare = metadata.get("tokenizer.ggml.add_space_prefix") is False
-    prefix = [] if bare else [{"type": "Prepend", "prepend": _SPACE}]
+    prefix = [] if bare else [{"type": "Prepend", "prepend": SPACE}]
     unknown = next((tokens[id] for id, type in enumerate(types) if type == UNKNOWN), None)
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types),
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens(tokens, types),
         "normalizer": {"type": "Sequence", "normalizers": [
-            *prefix, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]},
+            *prefix, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]},
         "pre_tokenizer": None, "post_processor": _post_processor(metadata, tokens, True),
         "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
             {"type": "Fuse"}, *([] if bare else [{"type": "Strip", "content": " ", "start": 1, "stop": 0}])]},
         "model": {
             "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": BYTE in types, "ignore_merges": False,
-            "vocab": _vocabulary(tokens, types), "merges": _merges_by_score(tokens, types, scores.tolist())},
+            "vocab": _vocabulary(tokens, types), "merges": _merges_by_score(tokens, types, scores)},
     }
 
 
@@ -157,13 +166,6 @@ def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequen
     pairs = [(-scores[id], id, cut) for text, id in known.items() for cut in range(1, len(text))
              if text[:cut] in known and text[cut:] in known]
     return [[tokens[id][:cut], tokens[id][cut:]] for _, id, cut in sorted(pairs)]
-
-
-def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before it is cut; the special ones are not shown to readers."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return [{"id": id, "content": text, **flags, "special": types[id] != USER_DEFINED}
-            for id, text in enumerate(tokens) if types[id] in (UNKNOWN, CONTROL, USER_DEFINED)]
 
 
 def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
@@ -188,7 +190,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[list[str]]:
 
 def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str], bos: bool) -> dict[str, Any] | None:
     """Puts the tokens around a raw prompt that the metadata wants there. bos: it wants one where it does not say."""
-    around = [(_token_id(metadata, kind, len(tokens)) if metadata.get(f"tokenizer.ggml.add_{kind}_token", default)
+    around = [(token_id(metadata, kind, len(tokens)) if metadata.get(f"tokenizer.ggml.add_{kind}_token", default)
                is True else None) for kind, default in (("bos", bos), ("eos", False))]
     if around == [None, None]:
         return None
@@ -200,7 +202,7 @@ def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str], bos: boo
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
-    ids = {name: _token_id(metadata, kind, len(tokens)) for kind, name in VARIABLES.items()}
+    ids = {name: token_id(metadata, kind, len(tokens)) for kind, name in VARIABLES.items()}
     return {name: tokens[id] for name, id in ids.items() if id is not None}
 
 
@@ -223,17 +225,3 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     return value
 
 
-def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
-    value = metadata.get("tokenizer.ggml.token_type")
-    types = [NORMAL] * count if value is None else value.tolist() if isinstance(value, np.ndarray) else None
-    if types is None or len(types) != count:
-        raise ModelError(f"tokenizer.ggml.token_type must be an array of {count} integers, as many as there are tokens")
-    return types
-
-
-def _token_id(metadata: Mapping[str, Any], kind: str, count: int) -> int | None:
-    key = f"tokenizer.ggml.{kind}_token_id"
-    value = metadata.get(key)
-    if value is not None and (type(value) is not int or not 0 <= value < count):
-        raise ModelError(f"{key} must be the id of one of {count} tokens, not {show(value)}")
-    return value

@@ -1,0 +1,43 @@
+"""An encoder on disk: what its files say, all but the weights read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from deltic.encoders.config import EncoderConfig
+from deltic.encoders.heads import Heads, read_heads
+from deltic.encoders.recipe import Recipe, read_recipe
+from deltic.encoders.texts import Texts
+from deltic.encoders.weights import Form, Source, find_sources
+from deltic.errors import ModelError
+from deltic.weights.files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEncoder:
+    """sources: tensors by Hugging Face's names (`weights.expected_tensors`). heads: what comes behind, in a form.
+    texts: its tokenizer, for items of so many tokens at most."""
+
+    place: Path
+    config: EncoderConfig
+    sources: Mapping[str, Source]
+    recipe: Recipe
+    heads: Callable[[Form], Heads]
+    texts: Callable[[int], Texts]
+
+
+def read_directory(directory: Path) -> StoredEncoder:
+    """ModelError names the file, key or tensor that cannot be used."""
+    path = directory / "config.json"
+    mapping = read_json(path)
+    try:
+        config = EncoderConfig.from_hf(mapping)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    sources, recipe = find_sources(directory, config), read_recipe(directory)
+    heads = partial(read_heads, directory, config, sources, recipe, mapping=mapping)
+    return StoredEncoder(directory, config, sources, recipe, heads, lambda longest: Texts.read(
+        directory / "tokenizer.json", longest, recipe.lower))
