@@ -26,10 +26,10 @@ from common import record
 
 from deltic import RandomModel, Session
 from deltic.artifacts.executorch.export import CHUNK, Form, Kind, export
-from deltic.artifacts.executorch.names import words_of
+from deltic.artifacts.executorch.names import sidecar_of
 from deltic.artifacts.opening import open_program
 from deltic.artifacts.program import generation_config, hf_config
-from deltic.artifacts.words import write_json
+from deltic.artifacts.sidecar import write_json
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.weights.random import random_weights
 
@@ -57,10 +57,10 @@ def made(folder: Path, preset: str, shape: ModelConfig, kind: Kind) -> Path:
     began = time.perf_counter()
     weights = random_weights(shape, "float32")
     export(shape, GenerationDefaults(), weights, path, Form(kind, CONTEXT, CHUNK))
-    words = words_of(path)
-    words.mkdir(exist_ok=True)
-    write_json(words / "config.json", hf_config(shape))
-    write_json(words / "generation_config.json", generation_config(GenerationDefaults()))
+    sidecar = sidecar_of(path)
+    sidecar.mkdir(exist_ok=True)
+    write_json(sidecar / "config.json", hf_config(shape))
+    write_json(sidecar / "generation_config.json", generation_config(GenerationDefaults()))
     print(f"{path.name}: exported in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return path
 

@@ -17,7 +17,7 @@ from support import TAU, numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams, Session
 from deltic.artifacts.program import generation_config, hf_config
-from deltic.artifacts.words import write_json
+from deltic.artifacts.sidecar import write_json
 from deltic.cli import main
 from deltic.config import EngineConfig, GenerationDefaults
 from deltic.errors import DelticError, ModelError
@@ -28,7 +28,7 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 
 from deltic.artifacts.executorch import runtime
 from deltic.artifacts.executorch.export import Form, check, export
-from deltic.artifacts.executorch.names import words_of
+from deltic.artifacts.executorch.names import sidecar_of
 
 ROOT = Path(__file__).parents[1]
 SHAPE = odd_shape(num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), max_position_embeddings=96)
@@ -42,9 +42,9 @@ def exported(path: Path, model: RandomModel, form: Form) -> Path:
     assert model.shape
     weights = random_weights(model.shape, "float32", model.seed, initializer_range=model.initializer_range)
     export(model.shape, GenerationDefaults(), weights, path, form)
-    words_of(path).mkdir()
-    write_json(words_of(path) / "config.json", hf_config(model.shape))
-    write_json(words_of(path) / "generation_config.json", generation_config(GenerationDefaults()))
+    sidecar_of(path).mkdir()
+    write_json(sidecar_of(path) / "config.json", hf_config(model.shape))
+    write_json(sidecar_of(path) / "generation_config.json", generation_config(GenerationDefaults()))
     return path
 
 
@@ -147,7 +147,7 @@ def test_the_engine_computes_as_many_tokens_as_it_does_itself(small: Path) -> No
 def without_tokenizer(path: Path) -> Path:
     """With the smallest tokenizer there is: the tests speak in ids."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(ROOT / "deltic" / "models" / "tiny" / name, words_of(path) / name)
+        shutil.copyfile(ROOT / "deltic" / "models" / "tiny" / name, sidecar_of(path) / name)
     return path
 
 
@@ -190,22 +190,22 @@ def cut(path: Path) -> None:
 
 
 def with_vocabulary(path: Path, size: int) -> None:
-    write_json(words_of(path) / "config.json", hf_config(replace(SHAPE, vocab_size=size)))
+    write_json(sidecar_of(path) / "config.json", hf_config(replace(SHAPE, vocab_size=size)))
 
 
 @pytest.mark.parametrize(("damage", "told"), [
     (cut, "it is cut off"),
     (lambda path: path.write_bytes(b"not a program at all, but long enough to be one"), "is no ExecuTorch program"),
     (lambda path: path.write_bytes(b""), "is no ExecuTorch program"),
-    (lambda path: shutil.rmtree(words_of(path)), "comes with a directory"),
+    (lambda path: shutil.rmtree(sidecar_of(path)), "comes with a directory"),
     (lambda path: with_vocabulary(path, 510), "get_vocab_size 509"),
-    (lambda path: (words_of(path) / "config.json").unlink(), "there is no config.json"),
+    (lambda path: (sidecar_of(path) / "config.json").unlink(), "there is no config.json"),
 ])
 def test_what_is_not_whole_or_not_of_one_model_is_refused(small: Path, tmp_path: Path, damage: Callable[[Path], None],
                                                           told: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "small.pte"
     shutil.copyfile(small, path)
-    shutil.copytree(words_of(small), words_of(path))
+    shutil.copytree(sidecar_of(small), sidecar_of(path))
     damage(path)
     assert main(["run", str(path), "hello"]) == 2
     assert told in capsys.readouterr().err
@@ -353,7 +353,7 @@ def test_a_program_in_cpp_answers_without_python(embedded: dict[str, Path], tmp_
         assert done.returncode == 0 and done.stdout.strip() == ANSWER, done.stderr
     broken = tmp_path / "broken.pte"
     broken.write_bytes(b"nothing")
-    shutil.copytree(words_of(embedded["dynamic"]), words_of(broken))
+    shutil.copytree(sidecar_of(embedded["dynamic"]), sidecar_of(broken))
     done = subprocess.run([tmp_path / "runner", broken, QUESTION], capture_output=True, text=True, timeout=60,
                           check=False)
     assert done.returncode == 2 and "runner: error" in done.stderr

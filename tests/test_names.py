@@ -14,8 +14,8 @@ import pytest
 from support import odd_shape
 
 from deltic.artifacts.program import hf_config
+from deltic.artifacts.sidecar import write_json
 from deltic.artifacts.tvm.metadata import CONFIG, Metadata, read_config, write_config
-from deltic.artifacts.words import write_json
 from deltic.cli import command_parser
 from deltic.cli.parser import UsageError
 from deltic.config import ARCHITECTURES, ModelConfig, architecture

@@ -184,7 +184,7 @@ def model_of(program: Program, name: str, options: EngineConfig) -> ProgramModel
     threads = options.threads_for(info.config.parameter_count)
     ops = select(options.ops, "cpu", options.cpu_level, threads)
     cache = HybridCache(ProgramPools(program, sizes), options.prefix_cache, (), memory.rows)
-    return ProgramModel(name, info.words, info.config, options, info.generation, memory, cache, program, ops, threads)
+    return ProgramModel(name, info.sidecar, info.config, options, info.generation, memory, cache, program, ops, threads)
 
 
 def _checked(options: EngineConfig, info: ProgramInfo) -> EngineConfig:

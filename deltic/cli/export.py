@@ -108,7 +108,7 @@ def _say_what_is_left_out(files: ModelFiles) -> None:
 
 
 def _facts(args: argparse.Namespace, path: Path, size: int, max_context: int, seconds: float) -> dict[str, Any]:
-    from deltic.artifacts.executorch.names import words_of
+    from deltic.artifacts.executorch.names import sidecar_of
 
-    return {"path": str(path), "files": str(words_of(path)), "format": args.format, "type": args.type, "bytes": size,
+    return {"path": str(path), "files": str(sidecar_of(path)), "format": args.format, "type": args.type, "bytes": size,
             "tokens_per_call": "1" if args.static else "any", "max_context": max_context, "seconds": round(seconds, 2)}

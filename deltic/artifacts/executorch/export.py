@@ -13,9 +13,9 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
-from deltic.artifacts.executorch.names import words_of
+from deltic.artifacts.executorch.names import sidecar_of
 from deltic.artifacts.executorch.network import Embedding, Network
-from deltic.artifacts.words import write_words
+from deltic.artifacts.sidecar import write_sidecar
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.model.decoder import build
@@ -80,9 +80,9 @@ def export_files(files: ModelFiles, path: Path, form: Form, tell: Callable[[Stag
     bytes. The draft head and the vision tower are left out. ModelError for what cannot be exported."""
     check(files.config, form)
     config = replace(files.config, num_mtp_layers=0, max_position_embeddings=form.max_context)
-    words = words_of(path)
-    words.mkdir(exist_ok=True)
-    write_words(files, words, config)
+    sidecar = sidecar_of(path)
+    sidecar.mkdir(exist_ok=True)
+    write_sidecar(files, sidecar, config)
     return export(config, files.generation, files.load("float32", "cpu", None), path, form, tell)
 
 

@@ -19,6 +19,6 @@ def buffer_names(config: ModelConfig) -> list[tuple[str, Buffer]]:
             for kind in BUFFERS[layer]]
 
 
-def words_of(path: Path) -> Path:
+def sidecar_of(path: Path) -> Path:
     """The directory beside a program, with its config and tokenizer: `model.files` of `model.pte`."""
     return path.with_suffix(".files")

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from deltic.artifacts.executorch.names import buffer_names, words_of
+from deltic.artifacts.executorch.names import buffer_names, sidecar_of
 from deltic.artifacts.extras import need
 from deltic.artifacts.program import ProgramInfo
-from deltic.artifacts.words import read_words
+from deltic.artifacts.sidecar import read_sidecar
 from deltic.config import EngineConfig, ModelConfig
 from deltic.errors import ModelError
 
@@ -148,24 +148,24 @@ class ExecutorchProgram:
         try:
             found: NDArray[Any] = self._method.get_attribute(name).numpy()
         except RuntimeError as error:
-            raise ModelError(f"{self._path} has no buffer {name}: it is of another model than {self._info.words}, or "
+            raise ModelError(f"{self._path} has no buffer {name}: it is of another model than {self._info.sidecar}, or "
                              "was not exported by deltic; export it again") from error
         return found
 
 
 def open_program(path: Path, options: EngineConfig) -> ExecutorchProgram:
-    """The program in a .pte file. ModelError if its words are missing or of another model, if the file is not whole, or
-    if the runtime has not what it needs."""
+    """The program in a .pte file. ModelError if its sidecar is missing or of another model, if the file is not whole,
+    or if the runtime has not what it needs."""
     need("executorch", "executorch")
-    words = words_of(path)
-    if not words.is_dir():
-        raise ModelError(f"{path.name} comes with a directory {words.name} (config and tokenizer), which is not beside "
-                         "it: copy it too, or export the model again")
-    config, generation = read_words(words)
+    sidecar = sidecar_of(path)
+    if not sidecar.is_dir():
+        raise ModelError(f"{path.name} comes with a directory {sidecar.name} (config and tokenizer), which is not "
+                         "beside it: copy it too, or export the model again")
+    config, generation = read_sidecar(sidecar)
     _check_whole(path)
     program, said = _load(path, options.threads_for(config.parameter_count))
-    _check_facts(path, words, said, config)
-    info = ProgramInfo(config, generation, words, said["get_max_context_len"],
+    _check_facts(path, sidecar, said, config)
+    info = ProgramInfo(config, generation, sidecar, said["get_max_context_len"],
                        _slot_bytes(config, said["get_max_context_len"]))
     method = _method(path, program)
     chunk = said["get_max_seq_len"] if said.get("enable_dynamic_shape", True) else 1
@@ -225,10 +225,10 @@ def _check_whole(path: Path) -> None:
         raise ModelError(f"{path} has {size} bytes, but should have {wanted}: it is cut off; copy or export it again")
 
 
-def _check_facts(path: Path, words: Path, said: dict[str, Any], config: ModelConfig) -> None:
+def _check_facts(path: Path, sidecar: Path, said: dict[str, Any], config: ModelConfig) -> None:
     for name, own in (("get_vocab_size", config.vocab_size), ("get_n_layers", config.num_hidden_layers)):
         if said.get(name, own) != own:
-            raise ModelError(f"{path} says {name} {said[name]}, but {words.name}/config.json {own}: they are of "
+            raise ModelError(f"{path} says {name} {said[name]}, but {sidecar.name}/config.json {own}: they are of "
                              "different models; take the directory that was written with the program")
     for name in ("get_max_seq_len", "get_vocab_size"):
         if not isinstance(said.get(name), int):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from deltic.artifacts.extras import need
 from deltic.artifacts.program import hf_config
+from deltic.artifacts.sidecar import write_sidecar
 from deltic.artifacts.tvm import parameters
 from deltic.artifacts.tvm.metadata import Generation, Metadata, processor_flags, write_config
-from deltic.artifacts.words import write_words
 from deltic.config import ModelConfig
 from deltic.errors import ConfigError, ModelError
 from deltic.weights.hub import ModelFiles
@@ -49,11 +49,11 @@ def compile_model(files: ModelFiles, folder: Path, *, generation: Generation | N
     config = replace(files.config, num_mtp_layers=0)
     kept = _generation(config, generation)
     tensors = files.load("float32", "cpu", None)
-    words = replace(config, dtype=dtype, max_position_embeddings=max_context or config.max_position_embeddings)
-    write_words(files, folder, words)
-    library, taken = _build(config, kept, dtype, target, words.max_position_embeddings, chunk, folder / LIBRARY)
+    stated = replace(config, dtype=dtype, max_position_embeddings=max_context or config.max_position_embeddings)
+    write_sidecar(files, folder, stated)
+    library, taken = _build(config, kept, dtype, target, stated.max_position_embeddings, chunk, folder / LIBRARY)
     size = parameters.write(folder, kept, _in_order(config, tensors, taken.parameters))
-    write_config(folder, taken, words, hf_config(words))
+    write_config(folder, taken, stated, hf_config(stated))
     return Compiled(library, size)
 
 

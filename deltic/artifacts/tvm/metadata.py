@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from deltic.artifacts.words import load_json, read_words
+from deltic.artifacts.sidecar import load_json, read_sidecar
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.config.aliases import FORMATS, GENERATIONS, canonical
 from deltic.config.reading import integer
@@ -96,7 +96,7 @@ def _parameter(mapping: Any) -> tuple[str, tuple[int, ...], str]:
 
 def write_config(folder: Path, metadata: Metadata, config: ModelConfig, mapping: Mapping[str, Any]) -> None:
     """Write `CONFIG`. mapping: the model's config.json."""
-    from deltic.artifacts.words import write_json
+    from deltic.artifacts.sidecar import write_json
 
     files = sorted(path.name for path in folder.iterdir() if path.name.startswith(("tokenizer", "chat_template")))
     write_json(folder / CONFIG, {
@@ -116,17 +116,17 @@ def read_config(folder: Path) -> tuple[Metadata, ModelConfig, GenerationDefaults
         metadata = Metadata.of(mapping, parameters=False)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    config, generation = _words(folder, mapping)
+    config, generation = _sidecar(folder, mapping)
     if config.architecture != metadata.architecture:
         raise ModelError(f"{path} is of a {metadata.architecture}, but {folder / 'config.json'} of a "
                          f"{config.architecture}: they are not of one model")
     return metadata, config, generation
 
 
-def _words(folder: Path, mapping: Mapping[str, Any]) -> tuple[ModelConfig, GenerationDefaults]:
+def _sidecar(folder: Path, mapping: Mapping[str, Any]) -> tuple[ModelConfig, GenerationDefaults]:
     """Config and advice: of their own files or, as mlc has it, in `CONFIG`."""
     if (folder / "config.json").is_file():
-        return read_words(folder)
+        return read_sidecar(folder)
     nested = mapping.get("model_config")
     if not isinstance(nested, Mapping):
         raise ModelError(f"{folder} has neither config.json nor a model_config in {CONFIG}")

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from deltic.artifacts.sidecar import load_json
 from deltic.artifacts.tvm.metadata import DESCRIPTORS, Generation, Metadata
-from deltic.artifacts.words import load_json
 from deltic.config import available_cores
 from deltic.errors import ModelError, show
 

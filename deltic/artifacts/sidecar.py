@@ -19,7 +19,7 @@ _FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.json"
 _TEMPLATES: Final = "additional_chat_templates"
 
 
-def write_words(files: ModelFiles, folder: Path, config: ModelConfig | None = None) -> None:
+def write_sidecar(files: ModelFiles, folder: Path, config: ModelConfig | None = None) -> None:
     """Write config.json, generation_config.json and the tokenizer's files of a model into a directory.
 
     config: what to write instead of the model's own, such as one without a draft head. ModelError if the shape cannot
@@ -44,8 +44,8 @@ def write_words(files: ModelFiles, folder: Path, config: ModelConfig | None = No
         shutil.copytree(files.path / _TEMPLATES, folder / _TEMPLATES, dirs_exist_ok=True)
 
 
-def read_words(folder: Path) -> tuple[ModelConfig, GenerationDefaults]:
-    """The config and the advice for sampling that `write_words` has left; ModelError naming the file and key."""
+def read_sidecar(folder: Path) -> tuple[ModelConfig, GenerationDefaults]:
+    """The config and the advice for sampling that `write_sidecar` has left; ModelError naming the file and key."""
     path = folder / "config.json"
     try:
         config = ModelConfig.from_hf(load_json(path))
