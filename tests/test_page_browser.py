@@ -250,7 +250,7 @@ def test_settings_are_sent_and_kept(page: Page, played: Any) -> None:
     page.click("#settings-form [type=submit]")
     page.open(f"{served.url}/?again")
     say(page, "Hi")
-    sampling = engine.seen[-1].sampling
+    sampling = engine.seen[-1].output
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.5, 0.9, 33, 7)
     page.press(",", ALT, "Comma")
     assert {name: page.eval(f"document.querySelector('[name={name}]').value") for name in values} == values
