@@ -18,7 +18,7 @@ _URL = "http://127.0.0.1:8000"
 _PATIENCE = 1.0  # seconds; llm asks each time that it starts
 
 
-@hookimpl  # type: ignore[untyped-decorator]
+@hookimpl
 def register_models(register: Callable[..., None]) -> None:
     """`deltic`: the server's first model; and `deltic/NAME` for each that it has, if it runs now."""
     base = os.environ.get("DELTIC_URL", _URL).rstrip("/") + "/v1"
