@@ -290,8 +290,7 @@ template <class Kind> void attend(deltic_pool *pool, const Attention &work) {
 
 // erf, within 5e-7: a quotient of polynomials in x^2 that was fitted to it by least squares with moving weights.
 DELTIC_INLINE Floats error_function(Floats x) {
-    x = choose(less(splat(4.0f), x), splat(4.0f), x);
-    x = choose(less(x, splat(-4.0f)), splat(-4.0f), x);
+    x = maximum(minimum(x, splat(4.0f)), splat(-4.0f));
     Floats s = x * x;
     Floats above = splat(1.97474037e-06f), below = splat(3.74798874e-05f);
     above = fma(above, s, splat(2.88040697e-04f));

@@ -37,7 +37,7 @@ int tile_of(int64_t rest) {
 enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kInt8Fine, kForms };
 
 // A tile of T tokens rounded to 8 bits.
-//   codes    [columns / 4][T] int32: four codes
+//   codes    [columns / 32][T][8] int32: four codes
 //   scales   [columns / block][T] float
 //   whole32  [columns / 32][T] int32: -128 times the sum of the codes; whole16 the same of 16 columns
 //   sums32   [columns / 32][T] float: the sum itself
@@ -114,7 +114,7 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
                 Floats v = loadf(x + 32 * g + 16 * half) * rounded.inverse + 12582912.0f;
                 to_s8((int8_t *)(eight + 4 * half), sick ? Ints{} : (Ints)v - 0x4b400000);
             }
-            for (int i = 0; i < 8; ++i) codes[(8 * g + i) * tokens + t] = eight[i];
+            std::memcpy(codes + 8 * (g * tokens + t), eight, sizeof eight);
             sum16((const int8_t *)eight, sum);
             int both = sum[0] + sum[1];
             whole16[2 * g * tokens + t] = -128 * sum[0];
@@ -128,41 +128,64 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
     }
 }
 
-// 32 numbers to codes of steps of 1 / inverse, in place `t` of a tile, and -128 times their sum.
-DELTIC_INLINE void round_group(Floats low, Floats high, float inverse, const int32_t *codes, const int32_t *whole,
-                               int t, int tokens) {
-    int32_t eight[8], sum[2];
+// 32 numbers to codes of steps of 1 / inverse. Returns their sums, in no order.
+DELTIC_INLINE Ints round_group(Floats low, Floats high, float inverse, int32_t *codes) {
     // adding 1.5 * 2^23 rounds to an integer, ties to even
-    to_s8((int8_t *)eight, (Ints)(low * inverse + 12582912.0f) - 0x4b400000);
-    to_s8((int8_t *)(eight + 4), (Ints)(high * inverse + 12582912.0f) - 0x4b400000);
-    for (int i = 0; i < 8; ++i) const_cast<int32_t *>(codes)[i * tokens + t] = eight[i];
-    sum16((const int8_t *)eight, sum);
-    const_cast<int32_t *>(whole)[t] = -128 * (sum[0] + sum[1]);
+    Ints first = (Ints)(low * inverse + 12582912.0f) - 0x4b400000;
+    Ints second = (Ints)(high * inverse + 12582912.0f) - 0x4b400000;
+    to_s8((int8_t *)codes, first);
+    to_s8((int8_t *)(codes + 4), second);
+    return first + second;
 }
 
-// The same with a second part, if `again`. Blocks that are not finite have the scale NaN, and codes that say nothing.
+// One token into place `t` of a tile, with a second part if `again`. Blocks that are not finite have the scale NaN, and
+// codes that say nothing. Four blocks are looked at together.
 void round_fine(const float *x, int64_t columns, bool again, const Int8Tile &tile, int t, int tokens) {
     auto *scales = const_cast<float *>(tile.scales), *scales2 = const_cast<float *>(tile.scales2);
+    auto *codes = const_cast<int32_t *>(tile.codes), *codes2 = const_cast<int32_t *>(tile.codes2);
+    auto *whole = const_cast<int32_t *>(tile.whole32), *whole2 = const_cast<int32_t *>(tile.whole2);
     auto *twice = const_cast<int32_t *>(tile.twice);
-    float squares = 0;
-    for (int64_t g = 0; g < columns / 32; ++g) {
-        float scale = scale_of(x + 32 * g, 32).scale;
-        scales[g * tokens + t] = scale;
-        squares += scale * scale;
+    int64_t groups = columns / 32;
+    float kept[groups + kLanes], lane[kLanes];
+    Floats squares = {};
+    for (int64_t g = 0; g < groups; g += 4) {
+        int count = int(least(4, groups - g));
+        Ints largest[4] = {};  // numbers without their signs are in the order of their bits
+        for (int i = 0; i < count; ++i)
+            largest[i] = maximum(load<Ints>(x + 32 * (g + i)) & 0x7fffffff,
+                                 load<Ints>(x + 32 * (g + i) + 16) & 0x7fffffff);
+        Floats most = (Floats)max_of_four(largest), scale = most / 127.0f;
+        scale = choose(less(most, splat(1e-30f)), Floats{}, scale);
+        scale = choose(less(most, splat(INFINITY)), scale, splat(NAN));
+        squares = fma(scale, scale, squares);
+        store(kept + g, scale);
+        store(lane, scale);
+        for (int i = 0; i < count; ++i) scales[(g + i) * tokens + t] = lane[i];
     }
-    float large = again ? kLarge * squares / float(columns / 32) : INFINITY;
-    for (int64_t g = 0; g < columns / 32; ++g) {
-        float scale = scales[g * tokens + t], inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        Floats low = loadf(x + 32 * g), high = loadf(x + 32 * g + 16);
-        round_group(low, high, inverse, tile.codes + 8 * g * tokens, tile.whole32 + g * tokens, t, tokens);
-        bool is_large = scale * scale > large;
-        scales2[g * tokens + t] = is_large ? scale / 254.0f : 0.0f;
-        if (!is_large) continue;
-        twice[g] = 1;
-        Floats rest[2] = {low, high};
-        for (Floats &part : rest) part = part - (part * inverse + 12582912.0f - 12582912.0f) * scale;
-        round_group(rest[0], rest[1], 254.0f * inverse, tile.codes2 + 8 * g * tokens, tile.whole2 + g * tokens, t,
-                    tokens);
+    // the four sums are there four times
+    float large = again ? kLarge / 4 * sum_lanes(squares) / float(groups) : INFINITY;
+    for (int64_t g = 0; g < groups; g += 4) {
+        int count = int(least(4, groups - g));
+        Floats scale = loadf(kept + g);
+        store(lane, choose(less(Floats{}, scale), 1.0f / scale, Floats{}));
+        Ints sums[4] = {};
+        for (int i = 0; i < count; ++i)
+            sums[i] = round_group(loadf(x + 32 * (g + i)), loadf(x + 32 * (g + i) + 16), lane[i],
+                                  codes + 8 * ((g + i) * tokens + t));
+        int32_t sum[kLanes];
+        store(sum, sum_of_four(sums) * -128);
+        for (int i = 0; i < count; ++i) whole[(g + i) * tokens + t] = sum[i];
+        for (int64_t i = g; i < g + count; ++i) {
+            float mine = kept[i], inverse = lane[i - g];
+            bool is_large = mine * mine > large;
+            scales2[i * tokens + t] = is_large ? mine / 254.0f : 0.0f;
+            if (!is_large) continue;
+            twice[i] = 1;
+            Floats rest[2] = {loadf(x + 32 * i), loadf(x + 32 * i + 16)};
+            for (Floats &part : rest) part = part - (part * inverse + 12582912.0f - 12582912.0f) * mine;
+            Ints left[4] = {round_group(rest[0], rest[1], 254.0f * inverse, codes2 + 8 * (i * tokens + t))};
+            whole2[i * tokens + t] = -128 * sum_of_four(left)[0];
+        }
     }
 }
 
@@ -171,7 +194,7 @@ void complete_fine(int64_t columns, const Int8Tile &tile, int tokens) {
     for (int64_t g = 0; g < columns / 32; ++g)
         for (int t = 0; t < tokens && tile.twice[g]; ++t)
             if (tile.scales2[g * tokens + t] == 0) {
-                for (int i = 0; i < 8; ++i) const_cast<int32_t *>(tile.codes2)[(8 * g + i) * tokens + t] = 0;
+                std::memset(const_cast<int32_t *>(tile.codes2) + 8 * (g * tokens + t), 0, 32);
                 const_cast<int32_t *>(tile.whole2)[g * tokens + t] = 0;
             }
 }
@@ -239,7 +262,7 @@ DELTIC_INLINE void dots(const Bytes c[8], const int32_t *x, const int32_t *whole
 #pragma GCC unroll 8
     for (int i = From; i < To; ++i)
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) out[t] = dot4(out[t], c[i], x[i * T + t]);
+        for (int t = 0; t < T; ++t) out[t] = dot4(out[t], c[i], x[8 * t + i]);
 }
 
 template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {

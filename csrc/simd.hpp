@@ -383,6 +383,31 @@ DELTIC_INLINE int32_t max_lanes(Ints v) {
     return lane[0];
 #endif
 }
+// Lanes i, i + 4, ... of the result: what `join` makes of all lanes of v[i].
+template <typename Join> DELTIC_INLINE Ints of_four(const Ints v[4], Join &&join) {
+#if defined(__AVX512F__)
+    auto *r = (const __m512i *)v;
+    auto both = [&](__m512i a, __m512i b) { return (__m512i)join((Ints)a, (Ints)b); };
+    __m512i first = both(_mm512_unpacklo_epi32(r[0], r[1]), _mm512_unpackhi_epi32(r[0], r[1]));
+    __m512i second = both(_mm512_unpacklo_epi32(r[2], r[3]), _mm512_unpackhi_epi32(r[2], r[3]));
+    __m512i all = both(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+    all = both(all, _mm512_shuffle_i32x4(all, all, 0x4e));
+    return (Ints)both(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+#else
+    Ints turned[4], all;
+    for (int i = 0; i < kLanes; ++i)
+        for (int j = 0; j < 4; ++j) turned[j][i] = v[i % 4][i / 4 * 4 + j];
+    all = join(join(turned[0], turned[1]), join(turned[2], turned[3]));
+    Ints found;
+    for (int i = 0; i < 4; ++i) {
+        Ints lane = splat(all[i]);
+        for (int j = 4; j < kLanes; j += 4) lane = join(lane, splat(all[i + j]));
+        for (int j = 0; j < kLanes; j += 4) found[i + j] = lane[0];
+    }
+    return found;
+#endif
+}
+
 // Sums of the first and of the second 16 of 32 numbers.
 DELTIC_INLINE void sum16(const int8_t *from, int32_t sums[2]) {
 #if defined(__AVX2__)
@@ -406,6 +431,12 @@ DELTIC_INLINE Ints maximum(Ints a, Ints b) {
     Registers x{.ints = a}, y{.ints = b};
     for (int i = 0; i < kLanes / kNative; ++i) x.mask[i] = x.mask[i] < y.mask[i] ? y.mask[i] : x.mask[i];
     return x.ints;
+}
+DELTIC_INLINE Ints max_of_four(const Ints v[4]) {
+    return of_four(v, [](Ints a, Ints b) __attribute__((always_inline)) { return maximum(a, b); });
+}
+DELTIC_INLINE Ints sum_of_four(const Ints v[4]) {
+    return of_four(v, [](Ints a, Ints b) __attribute__((always_inline)) { return a + b; });
 }
 // The larger one, and the smaller one; a where either is NaN.
 DELTIC_INLINE Floats maximum(Floats a, Floats b) {
