@@ -134,7 +134,7 @@ class Bert:
         later would come to lie there, and the next batch would take more."""
         if self._workspace is None:
             return nullcontext()
-        return torch.cuda.use_mem_pool(self._workspace, self._machine.device)
+        return torch.cuda.use_mem_pool(self._workspace, self._machine.device.index)
 
     def _runner(self) -> Callable[[Ragged, Tensor], Tensor]:
         native = None

@@ -55,7 +55,8 @@ class Ragged:
 
 def embeddings(weights: EncoderWeights, batch: Ragged, words: Tensor) -> Tensor:
     """The sum of each token's embeddings [T, H], before its norm; words [T, H]: those of the ids."""
-    return words + weights.places[batch.places].to(words.dtype) + weights.kinds[batch.kinds].to(words.dtype)
+    return words + F.embedding(batch.places, weights.places).to(words.dtype) + F.embedding(
+        batch.kinds, weights.kinds).to(words.dtype)
 
 
 def run(weights: EncoderWeights, batch: Ragged, x: Tensor) -> Tensor:
