@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from deltic.artifacts.executorch.library import load_operators
 from deltic.artifacts.executorch.names import buffer_names, sidecar_of
 from deltic.artifacts.extras import need
 from deltic.artifacts.program import ProgramInfo
@@ -174,7 +175,10 @@ def open_program(path: Path, options: EngineConfig) -> ExecutorchProgram:
 
 def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
     """The program, and what its methods beside `forward` say."""
-    portable = _register_operators()
+    import torch  # noqa: F401  whose libraries the next one needs
+
+    # not portable_lib or executorch.runtime, which bring along all that exporting needs
+    portable = import_module("executorch.extension.pybindings._C")
     portable._unsafe_reset_threadpool(threads)
     try:
         program = portable._load_program(str(path))
@@ -183,15 +187,15 @@ def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
     except RuntimeError as error:
         raise ModelError(f"{path} cannot be loaded ({error}): export it again with this version of executorch") from (
             error)
-    return program, {name: found[0] if len(found) == 1 else [*found] for name, found in said.items()}
+    facts = {name: found[0] if len(found) == 1 else [*found] for name, found in said.items()}
+    load_operators() if facts.get("use_deltic_operators") else _load_llama_operators()
+    return program, facts
 
 
-def _register_operators() -> Any:
-    """Load the library with the delta rule and attention, which lies in executorch's package; returns the runtime."""
+def _load_llama_operators() -> None:
+    """Have the runtime know the operators of the library that lies in executorch's package."""
     import torch
 
-    # not portable_lib or executorch.runtime, which bring along all that exporting needs
-    portable = import_module("executorch.extension.pybindings._C")
     place = find_spec(_OPERATORS)
     folders = [] if place is None else [Path(folder) for folder in place.submodule_search_locations or ()]
     found = [file for folder in folders for file in sorted(folder.glob("*custom_ops_aot_lib.*"))]
@@ -202,7 +206,6 @@ def _register_operators() -> Any:
         torch.ops.load_library(str(found[0]))
     except OSError as error:
         raise ModelError(f"{found[0]} cannot be loaded: {error}") from error
-    return portable
 
 
 def _method(path: Path, program: Any) -> Any:

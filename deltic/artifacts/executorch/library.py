@@ -1,0 +1,84 @@
+"""The library with deltic's operators for ExecuTorch's runtime, compiled on this machine when it is first wanted: it
+depends on the headers of the executorch that is installed here."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from deltic.artifacts.extras import need
+from deltic.errors import ModelError
+
+SOURCE: Final = Path(__file__).with_name("operators.cpp")
+KERNELS: Final = Path(__file__).parents[2] / "ops" / "cpu" / "libdeltic.so"
+"""deltic's compiled kernels, with their header beside them."""
+_FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-shared", "-DET_USE_THREADPOOL", "-DNDEBUG",
+                 "-DC10_USING_CUSTOM_GENERATED_MACROS")
+
+
+def load_operators() -> None:
+    """Have ExecuTorch's runtime know deltic's operators. ModelError if their library is not there and cannot be made."""
+    path = built()
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ModelError(f"the operator library {path} cannot be loaded: {error}") from error
+
+
+def built() -> Path:
+    """The library, which is compiled unless that was done before. ModelError saying what is missing."""
+    need("executorch", "executorch")
+    if not KERNELS.is_file():
+        raise ModelError("deltic's operators for ExecuTorch need its compiled kernels, which this installation has not: "
+                         "install g++ and then deltic again")
+    place = _folder() / f"{_digest()}.so"
+    if not place.is_file():
+        _compile(place)
+    return place
+
+
+def _compile(place: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise ModelError("deltic's operators for ExecuTorch have to be compiled once, and there is no C++ compiler: "
+                         "install g++, or export the model with --operators executorch")
+    package = _package()
+    headers = package / "include"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=place.parent) as folder:
+        fresh = Path(folder) / place.name
+        command = [
+            compiler, *_FLAGS, "-isystem", headers, "-isystem", headers / "executorch/runtime/core/portable_type/c10",
+            "-I", KERNELS.parent, SOURCE, "-o", fresh, KERNELS, f"-Wl,-rpath,{KERNELS.parent}", f"-L{package / 'lib'}",
+            f"-Wl,-rpath,{package / 'lib'}", "-lexecutorch", "-lexecutorch_threadpool"]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ModelError(f"deltic's operators for ExecuTorch cannot be compiled: {compiler} failed: "
+                             f"{done.stderr.strip()[-400:] or f'exit status {done.returncode}'}")
+        fresh.replace(place)
+
+
+def _package() -> Path:
+    spec = find_spec("executorch")
+    assert spec is not None and spec.submodule_search_locations, "it was looked for before"
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _digest() -> str:
+    """Of all that the library is made of, and of where its libraries lie."""
+    parts = (SOURCE.read_bytes(), KERNELS.with_name("deltic.h").read_bytes(), str(KERNELS).encode(),
+             str(_package()).encode(), version("executorch").encode(), " ".join(_FLAGS).encode())
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "deltic" / "executorch"
