@@ -35,8 +35,9 @@ from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.weights.random import random_weights
 
 PROMPT, CONTEXT = 64, 512
-PROGRAMS = {"fp32": Form("fp32", CONTEXT, CHUNK), "8da4w": Form("8da4w", CONTEXT, CHUNK),
-            "fp32-deltic": Form("fp32", CONTEXT, CHUNK, "deltic"), "8da4w-deltic": Form("8da4w", CONTEXT, CHUNK, "deltic")}
+_PLAIN, _QUANTIZED = Form("fp32", CONTEXT, CHUNK), Form("8da4w", CONTEXT, CHUNK)
+PROGRAMS = {"fp32": _PLAIN, "8da4w": _QUANTIZED, "fp32-deltic": replace(_PLAIN, operators="deltic"),
+            "8da4w-deltic": replace(_QUANTIZED, operators="deltic")}
 """By name: what is multiplied how, and whose operators compute the rest."""
 
 

@@ -64,22 +64,22 @@ def forced(one: Session, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Te
 
 def says_the_same(engine: Session, made: Session, count: int) -> None:
     """Three prompts, after each of which the same `count` tokens are forced on both: logits within tau, and the same
-    choice wherever the engine's best two are 2 tau apart, as they are at 95 % of the positions. In the middle the other
+    choice wherever the engine's best two are 2 tau apart, as they are at 95 % of all positions. In the middle the other
     one goes astray and has its state restored; at the end it is rewound to the prompt's end, and reads all at once."""
-    middle = count // 2
+    middle, wanted, found = count // 2, list[Tensor](), list[Tensor]()
     for prompt in (numbers(seed, length, engine.vocab_size) for seed, length in ((1, 3), (2, CHUNK), (3, 53))):
         answer = numbers(len(prompt), count, engine.vocab_size)
-        wanted = forced(engine, prompt, answer)
+        wanted.append(forced(engine, prompt, answer))
         made.reset()
-        found = [made.prefill(prompt).clone()]
+        found.append(made.prefill(prompt)[None].clone())
         begin = made.snapshot()
-        found += stepwise_logits(made, answer[:middle])
+        found.append(stepwise_logits(made, answer[:middle]))
         halfway = made.snapshot()
         made.commit(numbers(9, 7, engine.vocab_size))
         made.restore(halfway)
-        found += stepwise_logits(made, answer[middle:])
-        same_logits(wanted, torch.stack(found), decided=DECIDED)
+        found.append(stepwise_logits(made, answer[middle:]))
         made.restore(begin)
-        same_logits(wanted[-1:], made.prefill(answer)[None])
+        same_logits(wanted[-1][-1:], made.prefill(answer)[None])
         made.drop(halfway)
         made.drop(begin)
+    same_logits(torch.cat(wanted), torch.cat(found), decided=DECIDED)

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from artifact_cases import ATTENTION, checkpoint, exported, says_the_same, session
 from support import TAU, numbers, odd_shape
 
 from deltic import LLM, RandomModel, SamplingParams, Session
@@ -21,6 +23,7 @@ from deltic.artifacts.sidecar import write_json
 from deltic.cli import main
 from deltic.config import EngineConfig, GenerationDefaults
 from deltic.errors import DelticError, ModelError
+from deltic.ops.cpu import missing
 from deltic.weights.hub import resolve
 from deltic.weights.random import random_weights
 
@@ -28,6 +31,7 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 
 from deltic.artifacts.executorch import runtime
 from deltic.artifacts.executorch.export import Form, check, export
+from deltic.artifacts.executorch.mixers import Operators
 from deltic.artifacts.executorch.names import sidecar_of
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +41,7 @@ QUESTION, ANSWER = "What is the capital of France?", "The capital of France is P
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 
-def exported(path: Path, model: RandomModel, form: Form) -> Path:
+def program_of(path: Path, model: RandomModel, form: Form) -> Path:
     """A program of random weights, with its words but for a tokenizer."""
     assert model.shape
     weights = random_weights(model.shape, "float32", model.seed, initializer_range=model.initializer_range)
@@ -49,9 +53,24 @@ def exported(path: Path, model: RandomModel, form: Form) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two layers, which takes up to 16 tokens a call."""
-    return exported(tmp_path_factory.mktemp("program") / "small.pte", MODEL, Form("fp32", 96, 16))
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Operators], Path]:
+    """A model of two layers over these operators, which takes up to 16 tokens a call."""
+    @cache
+    def exported(operators: Operators) -> Path:
+        return program_of(tmp_path_factory.mktemp(operators) / "small.pte", MODEL, Form("fp32", 96, 16, operators))
+    return exported
+
+
+@pytest.fixture(scope="module")
+def small(programs: Callable[[Operators], Path]) -> Path:
+    """Over ExecuTorch's own operators."""
+    return programs("executorch")
+
+
+@pytest.fixture(params=["executorch", pytest.param("deltic", marks=pytest.mark.skipif(
+    bool(missing()) or not shutil.which("g++"), reason="needs g++ and the kernels"))])
+def either(request: pytest.FixtureRequest, programs: Callable[[Operators], Path]) -> Path:
+    return programs(request.param)
 
 
 def opened(path: Path) -> runtime.ExecutorchProgram:
@@ -65,34 +84,17 @@ def fed(program: runtime.ExecutorchProgram, slot: int, ids: Sequence[int], chunk
     return found.copy()
 
 
-def same_as_engine(session: Session, program: runtime.ExecutorchProgram, prompts: Sequence[Sequence[int]]) -> None:
-    """Teacher-forced: logits within tau at every position, so the same choice wherever it is decided."""
-    decided, positions = 0, 0
-    for ids in prompts:
-        clean = session.snapshot()
-        program.start(0)
-        for index, token in enumerate(ids):
-            wanted = (session.step(token) if index else session.prefill([token])).numpy()
-            given = program.feed(0, [token])
-            assert abs(wanted - given).max() < TAU, index
-            second, first = np.sort(wanted)[-2:]
-            if first - second > 2 * TAU:
-                decided += 1
-                assert wanted.argmax() == given.argmax()
-            positions += 1
-        session.restore(clean)
-    assert decided >= 0.95 * positions
 
 
 # Numbers
 
 
-def test_a_program_says_what_the_engine_says_token_by_token(small: Path) -> None:
-    same_as_engine(Session(MODEL, threads=1, memory="8MiB"), opened(small), [numbers(1, 60, 509), numbers(2, 60, 509)])
+def test_a_program_says_what_the_engine_says_token_by_token(either: Path) -> None:
+    says_the_same(Session(MODEL, threads=1, memory="8MiB"), session(either), count=40)
 
 
-def test_logits_depend_neither_on_chunks_nor_on_who_was_there_before(small: Path) -> None:
-    program, ids = opened(small), numbers(3, 80, 509)
+def test_logits_depend_neither_on_chunks_nor_on_who_was_there_before(either: Path) -> None:
+    program, ids = opened(either), numbers(3, 80, 509)
     program.start(0)
     alone = fed(program, 0, ids, 1)
     for chunk in (7, 16, 50):
@@ -103,9 +105,9 @@ def test_logits_depend_neither_on_chunks_nor_on_who_was_there_before(small: Path
     assert sorted(program.slots) == [0, 1, 2] and program.position(2) == 80
 
 
-def test_at_position_0_the_program_itself_forgets(small: Path) -> None:
+def test_at_position_0_the_program_itself_forgets(either: Path) -> None:
     """For runners that clear nothing."""
-    program, ids = opened(small), numbers(8, 20, 509)
+    program, ids = opened(either), numbers(8, 20, 509)
     program.start(0)
     wanted = fed(program, 0, ids, 20)
     fed(program, 0, numbers(9, 40, 509), 8)
@@ -113,8 +115,8 @@ def test_at_position_0_the_program_itself_forgets(small: Path) -> None:
     assert (fed(program, 0, ids, 20) == wanted).all()
 
 
-def test_a_copy_is_the_sequence_to_the_bit(small: Path) -> None:
-    program, ids = opened(small), numbers(4, 30, 509)
+def test_a_copy_is_the_sequence_to_the_bit(either: Path) -> None:
+    program, ids = opened(either), numbers(4, 30, 509)
     program.start(0)
     fed(program, 0, ids, 30)
     program.copy(0, 1)
@@ -179,6 +181,14 @@ def test_a_program_that_fails_on_several_tokens_is_given_one_at_a_time(small: Pa
 
 def test_every_command_finds_a_program_by_its_path(small: Path) -> None:
     assert resolve(small) == resolve(str(small)) == small
+
+
+@pytest.mark.parametrize("operators", ["executorch", pytest.param("deltic", marks=pytest.mark.slow)])
+def test_attention_alone(operators: Operators, tmp_path: Path) -> None:
+    """A Qwen3, which has no states: three prompts."""
+    source = checkpoint(tmp_path / "model", ATTENTION, 0.2)
+    made = exported(tmp_path / "made.pte", source, max_context=128, chunk=16, operators=operators)
+    says_the_same(session(source), session(made), count=40)
 
 
 # Refusals
@@ -265,30 +275,16 @@ def deltic(*words: object) -> str:
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Programs of the embedded model."""
     folder = tmp_path_factory.mktemp("embedded")
-    for name, words in {"dynamic": (), "static": ("--static",), "8da4w": ("--type", "8da4w")}.items():
+    for name, words in {"dynamic": (), "static": ("--static",), "8da4w": ("--type", "8da4w"),
+                        "deltic": ("--operators", "deltic")}.items():
         deltic("export", "tiny", "-o", folder / f"{name}.pte", "--max-context", 2048, *words)
     return {path.stem: path for path in folder.glob("*.pte")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["dynamic", "static"])
-def test_the_embedded_model_says_the_same(embedded: dict[str, Path], form: str) -> None:
-    session = Session(None, dtype="float32", threads=1, memory="64MiB")
-    same_as_engine(session, opened(embedded[form]), [numbers(seed, 200, 3000) for seed in range(3)])
+@pytest.mark.parametrize("form", ["dynamic", "static", "deltic"])
+def test_the_embedded_model_answers(embedded: dict[str, Path], form: str) -> None:
     assert deltic("run", embedded[form], QUESTION).strip() == ANSWER
-
-
-@pytest.mark.slow
-def test_a_true_shape_says_the_same(tmp_path: Path) -> None:
-    from deltic.config import ModelConfig
-
-    shape = replace(ModelConfig.preset("qwen3.5-0.8b", 4), max_position_embeddings=512, num_mtp_layers=0)
-    model = RandomModel(shape=shape)
-    for name, chunk in {"dynamic": 128, "static": 1}.items():
-        path = exported(tmp_path / f"{name}.pte", model, Form("fp32", 512, chunk))
-        session = Session(model, dtype="float32", threads=2, memory="512MiB")
-        same_as_engine(session, opened(path), [numbers(seed, 200, 248_000) for seed in range(3)])
-        path.unlink()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ _FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-shared", "-DET_USE_THREADPOOL",
 
 
 def load_operators() -> None:
-    """Have ExecuTorch's runtime know deltic's operators. ModelError if their library is not there and cannot be made."""
+    """Have ExecuTorch's runtime know deltic's operators. ModelError if there is no library of them."""
     path = built()
     try:
         ctypes.CDLL(str(path))
@@ -37,8 +37,8 @@ def built() -> Path:
     """The library, which is compiled unless that was done before. ModelError saying what is missing."""
     need("executorch", "executorch")
     if not KERNELS.is_file():
-        raise ModelError("deltic's operators for ExecuTorch need its compiled kernels, which this installation has not: "
-                         "install g++ and then deltic again")
+        raise ModelError("deltic's operators for ExecuTorch need its compiled kernels, which are not installed: "
+                         "install g++ and then deltic again, or export the model with --operators executorch")
     place = _folder() / f"{_digest()}.so"
     if not place.is_file():
         _compile(place)

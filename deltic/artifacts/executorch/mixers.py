@@ -1,9 +1,9 @@
-"""The mixers of an exported network, whose K/V and states lie in buffers that each call changes, over one of two sets of
-operators. Either makes any number of tokens one call.
+"""The mixers of an exported network, whose K/V and states lie in buffers that each call changes, over one of two sets
+of operators. With either, any number of tokens is one call.
 
 executorch: `llama::gated_delta_rule`, `update_cache`, `custom_sdpa`, which ExecuTorch's own packages have; what lies
-around them is made of its core operators. deltic: `deltic::gated_delta_net` and `deltic::attention`, each of which is all
-that lies between a layer's projections, over deltic's kernels.
+around them is made of its core operators. deltic: `deltic::gated_delta_net` and `deltic::attention`, each of which is
+all that lies between a layer's projections, over deltic's kernels.
 """
 
 from __future__ import annotations

@@ -16,14 +16,10 @@
 
 #include "deltic.h"
 
-using executorch::aten::Tensor;
-using executorch::runtime::Error;
-using executorch::runtime::EValue;
-using executorch::runtime::Kernel;
-using executorch::runtime::KernelRuntimeContext;
-using executorch::runtime::Span;
-
 namespace {
+
+using namespace executorch::runtime;
+using executorch::aten::Tensor;
 
 // The threads of all programs, who take turns.
 class Threads {
@@ -69,7 +65,7 @@ struct Step {
 // Gives the output its shape, and what the call says to the runtime.
 template <typename Call> void run(KernelRuntimeContext& context, Tensor& output, int64_t tokens, int64_t width, Call call) {
     executorch::aten::SizesType sizes[] = {int32_t(tokens), int32_t(width)};
-    if (executorch::runtime::resize_tensor(output, {sizes, 2}) != Error::Ok)
+    if (resize_tensor(output, {sizes, 2}) != Error::Ok)
         return context.fail(Error::InvalidArgument);
     int status = threads().with(call);
     if (status) context.fail(status == -1 ? Error::MemoryAllocationFailed : Error::InvalidArgument);
@@ -151,6 +147,6 @@ void attention(KernelRuntimeContext& context, Span<EValue*> stack) {
 
 const Kernel KERNELS[] = {Kernel("deltic::gated_delta_net.out", gated_delta_net),
                           Kernel("deltic::attention.out", attention)};
-[[maybe_unused]] const Error REGISTERED = executorch::runtime::register_kernels({KERNELS, 2});
+[[maybe_unused]] const Error REGISTERED = register_kernels({KERNELS, 2});
 
 }  // namespace

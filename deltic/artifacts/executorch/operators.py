@@ -3,7 +3,7 @@ library of `operators.cpp` alone, in ExecuTorch's runtime."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ for _name, _schema in _SCHEMAS.items():
 
 
 @torch.library.impl(_LIBRARY, "gated_delta_net", "Meta")
-def _gated_delta_net(projected: Tensor, position: Tensor, conv: Tensor, decay: Tensor, dt_bias: Tensor, norm: Tensor,
-                     conv_state: Tensor, recurrent_state: Tensor, key_heads: int, eps: float) -> Tensor:
-    _, heads, _, columns = recurrent_state.shape
+def _gated_delta_net(projected: Tensor, *others: Any) -> Tensor:
+    _, heads, _, columns = others[6].shape  # of the recurrent state
     return projected.new_empty(projected.shape[0], heads * columns)
 
 
 @torch.library.impl(_LIBRARY, "attention", "Meta")
-def _attention(joined: Tensor, position: Tensor, cosines: Tensor, sines: Tensor, q_norm: Tensor | None,
-               k_norm: Tensor | None, keys: Tensor, values: Tensor, heads: int, gate: bool, eps: float) -> Tensor:
+def _attention(joined: Tensor, *others: Any) -> Tensor:
+    keys, _, heads, _, _ = others[5:]
     return joined.new_empty(joined.shape[0], heads * keys.shape[3])
