@@ -29,7 +29,7 @@ from deltic.weights.random import random_weights
 
 pytest.importorskip("executorch", reason="the extra deltic[executorch] is not installed")
 
-from deltic.artifacts.executorch import runtime
+from deltic.artifacts.executorch import library, runtime
 from deltic.artifacts.executorch.export import Form, check, export
 from deltic.artifacts.executorch.mixers import Operators
 from deltic.artifacts.executorch.names import sidecar_of
@@ -227,6 +227,14 @@ def test_a_missing_operator_library_is_named(small: Path, monkeypatch: pytest.Mo
         opened(small)
 
 
+def test_a_program_whose_operators_cannot_be_had_is_refused(
+        programs: Callable[[Operators], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(library, "KERNELS", tmp_path / "libdeltic.so")
+    assert main(["run", str(programs("deltic")), "hello"]) == 2
+    assert "operators for ExecuTorch need its compiled kernels" in capsys.readouterr().err
+
+
 def test_more_tokens_than_were_exported_are_refused(small: Path) -> None:
     llm = LLM(str(without_tokenizer(small)), threads=1, memory="8MiB")
     assert llm.engine.max_context == 96
@@ -339,11 +347,11 @@ def test_a_program_in_cpp_answers_without_python(embedded: dict[str, Path], tmp_
     place, source = Path(executorch.__path__[0]), ROOT / "examples" / "executorch"
     command = (source / "build.sh").read_text(encoding="utf-8")
     assert "python" not in command.lower()
-    subprocess.run(["sh", source / "build.sh", place, tmp_path / "runner"], check=True, timeout=600)
+    subprocess.run(["sh", source / "build.sh", place, tmp_path / "runner", library.built()], check=True, timeout=600)
     linked = subprocess.run(["ldd", tmp_path / "runner"], capture_output=True, text=True, check=True).stdout
     names = " ".join(line.split()[0] for line in linked.splitlines())
     assert "libexecutorch.so" in names and "python" not in names and "libtorch" not in names
-    for form in ("dynamic", "static", "8da4w"):
+    for form in ("dynamic", "static", "8da4w", "deltic"):
         done = subprocess.run([tmp_path / "runner", embedded[form], QUESTION], capture_output=True, text=True,
                               timeout=60, check=False)
         assert done.returncode == 0 and done.stdout.strip() == ANSWER, done.stderr

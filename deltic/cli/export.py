@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         size = export_files(files, path, form, steps.begin)
     finally:
         steps.end()
-    facts = _facts(args, path, size, form.max_context, steps.seconds)
+    facts = {**_facts(args, path, size, form.max_context, steps.seconds), **_library(args)}
     print(json.dumps(facts, ensure_ascii=False) if args.json else table(facts))
     _say_what_is_left_out(files)
     return 0
@@ -103,6 +103,20 @@ def _target(args: argparse.Namespace) -> Path:
     if path.exists() and not args.force:
         raise UsageError(f"{args.output} exists; give --force to replace it, or another name")
     return path
+
+
+def _library(args: argparse.Namespace) -> dict[str, Any]:
+    """The operator library that such a program needs on this machine, if it can be had."""
+    if args.operators != "deltic":
+        return {}
+    from deltic.artifacts.executorch.library import built
+    from deltic.errors import ModelError
+
+    try:
+        return {"library": str(built())}
+    except ModelError as error:
+        print(f"deltic: the program cannot be run here: {error}", file=sys.stderr)
+        return {"library": None}
 
 
 def _say_what_is_left_out(files: ModelFiles) -> None:

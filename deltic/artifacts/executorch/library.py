@@ -50,20 +50,24 @@ def _compile(place: Path) -> None:
     if not compiler:
         raise ModelError("deltic's operators for ExecuTorch have to be compiled once, and there is no C++ compiler: "
                          "install g++, or export the model with --operators executorch")
-    package = _package()
-    headers = package / "include"
     place.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=place.parent) as folder:
-        fresh = Path(folder) / place.name
-        command = [
-            compiler, *_FLAGS, "-isystem", headers, "-isystem", headers / "executorch/runtime/core/portable_type/c10",
-            "-I", KERNELS.parent, SOURCE, "-o", fresh, KERNELS, f"-Wl,-rpath,{KERNELS.parent}", f"-L{package / 'lib'}",
-            f"-Wl,-rpath,{package / 'lib'}", "-lexecutorch", "-lexecutorch_threadpool"]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    with TemporaryDirectory(dir=place.parent) as temporary:
+        fresh = Path(temporary) / place.name
+        done = subprocess.run([compiler, *_arguments(), "-o", fresh], capture_output=True, text=True, check=False)
         if done.returncode:
             raise ModelError(f"deltic's operators for ExecuTorch cannot be compiled: {compiler} failed: "
                              f"{done.stderr.strip()[-400:] or f'exit status {done.returncode}'}")
         fresh.replace(place)
+
+
+def _arguments() -> list[str]:
+    """Of the compiler."""
+    package = _package()
+    headers, folders = package / "include", (KERNELS.parent, package / "lib")
+    return [*_FLAGS, "-isystem", f"{headers}", "-isystem", f"{headers}/executorch/runtime/core/portable_type/c10",
+            f"-I{KERNELS.parent}", f"{SOURCE}", *(f"-L{folder}" for folder in folders),
+            *(f"-Wl,-rpath,{folder}" for folder in folders), f"-l:{KERNELS.name}", "-lexecutorch",
+            "-lexecutorch_threadpool"]
 
 
 def _package() -> Path:
@@ -74,8 +78,8 @@ def _package() -> Path:
 
 def _digest() -> str:
     """Of all that the library is made of, and of where its libraries lie."""
-    parts = (SOURCE.read_bytes(), KERNELS.with_name("deltic.h").read_bytes(), str(KERNELS).encode(),
-             str(_package()).encode(), version("executorch").encode(), " ".join(_FLAGS).encode())
+    parts = (SOURCE.read_bytes(), KERNELS.with_name("deltic.h").read_bytes(), version("executorch").encode(),
+             "\0".join(_arguments()).encode())
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 
