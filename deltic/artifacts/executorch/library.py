@@ -20,8 +20,7 @@ from deltic.errors import ModelError
 SOURCE: Final = Path(__file__).with_name("operators.cpp")
 KERNELS: Final = Path(__file__).parents[2] / "ops" / "cpu" / "libdeltic.so"
 """deltic's compiled kernels, with their header beside them."""
-_FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-shared", "-DET_USE_THREADPOOL", "-DNDEBUG",
-                 "-DC10_USING_CUSTOM_GENERATED_MACROS")
+_FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-shared", "-DNDEBUG", "-DC10_USING_CUSTOM_GENERATED_MACROS")
 
 
 def load_operators() -> None:
@@ -66,8 +65,7 @@ def _arguments() -> list[str]:
     headers, folders = package / "include", (KERNELS.parent, package / "lib")
     return [*_FLAGS, "-isystem", f"{headers}", "-isystem", f"{headers}/executorch/runtime/core/portable_type/c10",
             f"-I{KERNELS.parent}", f"{SOURCE}", *(f"-L{folder}" for folder in folders),
-            *(f"-Wl,-rpath,{folder}" for folder in folders), f"-l:{KERNELS.name}", "-lexecutorch",
-            "-lexecutorch_threadpool"]
+            *(f"-Wl,-rpath,{folder}" for folder in folders), f"-l:{KERNELS.name}", "-lexecutorch"]
 
 
 def _package() -> Path:

@@ -2,17 +2,14 @@
 // kernels of deltic.h. Whoever loads this library can load programs of `deltic export --operators deltic`.
 //
 // All tensors are float32 and contiguous but `position` [1] int64: how many tokens the sequence has had. There is one
-// sequence. Schemas: deltic/artifacts/executorch/operators.py. With ET_USE_THREADPOOL defined, as many threads compute as
-// ExecuTorch's thread pool has, else one.
+// sequence. Schemas: deltic/artifacts/executorch/operators.py.
 
-#include <mutex>
 #include <numeric>
 #include <vector>
 
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/kernel/kernel_runtime_context.h>
 #include <executorch/runtime/kernel/operator_registry.h>
-#include <executorch/runtime/kernel/thread_parallel_interface.h>
 
 #include "deltic.h"
 
@@ -21,28 +18,20 @@ namespace {
 using namespace executorch::runtime;
 using executorch::aten::Tensor;
 
-// The threads of all programs, who take turns.
-class Threads {
+// The kernels' scratch memory, of the thread that calls. No other thread helps it: those of ExecuTorch's pool wait for the
+// next product by spinning, and would be in the way of more.
+class Pool {
 public:
-    template <typename Call> int with(Call call) {
-        std::lock_guard<std::mutex> held(lock_);
-        if (int64_t wanted = executorch::extension::get_thread_count(); wanted != count_) {
-            deltic_pool_free(pool_);
-            pool_ = deltic_pool_new(int(wanted), deltic_best_level());
-            count_ = pool_ ? wanted : 0;
-        }
-        return pool_ ? call(pool_) : -1;
-    }
+    ~Pool() { deltic_pool_free(pool_); }
+    deltic_pool* get() { return pool_; }
 
 private:
-    std::mutex lock_;
-    deltic_pool* pool_ = nullptr;
-    int64_t count_ = 0;
+    deltic_pool* pool_ = deltic_pool_new(1, deltic_best_level());
 };
 
-Threads& threads() {
-    static auto* shared = new Threads;  // never freed: other threads may compute until the process is over
-    return *shared;
+deltic_pool* pool() {
+    thread_local Pool own;
+    return own.get();
 }
 
 const float* numbers(const EValue* value) { return value->toTensor().const_data_ptr<float>(); }
@@ -63,11 +52,12 @@ struct Step {
 };
 
 // Gives the output its shape, and what the call says to the runtime.
-template <typename Call> void run(KernelRuntimeContext& context, Tensor& output, int64_t tokens, int64_t width, Call call) {
+template <typename Call>
+void run(KernelRuntimeContext& context, Tensor& output, int64_t tokens, int64_t width, Call call) {
     executorch::aten::SizesType sizes[] = {int32_t(tokens), int32_t(width)};
     if (resize_tensor(output, {sizes, 2}) != Error::Ok)
         return context.fail(Error::InvalidArgument);
-    int status = threads().with(call);
+    int status = pool() ? call(pool()) : -1;
     if (status) context.fail(status == -1 ? Error::MemoryAllocationFailed : Error::InvalidArgument);
 }
 
@@ -102,8 +92,8 @@ void gated_delta_net(KernelRuntimeContext& context, Span<EValue*> stack) {
     states.slots = 1;
     const Step step(tokens, *stack[1]->toTensor().const_data_ptr<int64_t>());
     Tensor& output = stack[10]->toTensor();
-    run(context, output, tokens, values, [&](deltic_pool* pool) {
-        return deltic_gdn(pool, &layer, &states, &step.batch, projected.const_data_ptr<float>(),
+    run(context, output, tokens, values, [&](deltic_pool* own) {
+        return deltic_gdn(own, &layer, &states, &step.batch, projected.const_data_ptr<float>(),
                           output.mutable_data_ptr<float>());
     });
 }
@@ -138,8 +128,8 @@ void attention(KernelRuntimeContext& context, Span<EValue*> stack) {
     step.batch.pages = table.data();
     step.batch.store = store.data();
     Tensor& output = stack[11]->toTensor();
-    run(context, output, tokens, width, [&](deltic_pool* pool) {
-        return deltic_attention(pool, &layer, &kv, &step.batch, numbers(stack[2]) + position * layer.rotary_dim,
+    run(context, output, tokens, width, [&](deltic_pool* own) {
+        return deltic_attention(own, &layer, &kv, &step.batch, numbers(stack[2]) + position * layer.rotary_dim,
                                 numbers(stack[3]) + position * layer.rotary_dim, joined.const_data_ptr<float>(),
                                 output.mutable_data_ptr<float>());
     });
