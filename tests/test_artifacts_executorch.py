@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from artifact_cases import ATTENTION, checkpoint, exported, says_the_same, session
 from support import TAU, numbers, odd_shape
 
@@ -30,6 +31,7 @@ from deltic.weights.random import random_weights
 pytest.importorskip("executorch", reason="the extra deltic[executorch] is not installed")
 
 from deltic.artifacts.executorch import library, runtime
+from deltic.artifacts.executorch.calls import Bound, Calls, Native
 from deltic.artifacts.executorch.export import Form, check, export
 from deltic.artifacts.executorch.mixers import Operators
 from deltic.artifacts.executorch.names import sidecar_of
@@ -115,6 +117,42 @@ def test_at_position_0_the_program_itself_forgets(either: Path) -> None:
     assert (fed(program, 0, ids, 20) == wanted).all()
 
 
+def runs_beside(calls: Calls, rounds: int) -> bool:
+    """Whether another thread runs while this one is in the program: nobody makes it let go of the interpreter."""
+    begun, ran, kept = threading.Event(), list[bool](), sys.getswitchinterval()
+    other = threading.Thread(target=lambda: ran.append(begun.wait()))
+    other.start()
+    sys.setswitchinterval(60)
+    try:
+        begun.set()
+        for _ in range(rounds):
+            calls.run([1] * 16, 0)
+            if ran:
+                return True
+        return False
+    finally:
+        sys.setswitchinterval(kept)
+        other.join()
+
+
+@pytest.mark.skipif(bool(missing()) or not shutil.which("g++"), reason="needs g++ and the kernels")
+def test_others_run_while_a_program_computes(small: Path) -> None:
+    """A library that is called with the interpreter's lock held shows that the test can tell."""
+    assert runs_beside(opened(small)._calls, 5000)
+    assert not runs_beside(Native(ctypes.PyDLL(str(library.built())), small, 509), 20)
+
+
+def test_without_the_library_a_program_computes_the_same(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, ids = opened(small), numbers(8, 40, 509)
+    program.start(0)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    bound = opened(small)
+    assert isinstance(bound._calls, Bound)
+    bound.start(0)
+    assert (fed(bound, 0, ids, 16) == fed(program, 0, ids, 16)).all()
+
+
 def test_a_copy_is_the_sequence_to_the_bit(either: Path) -> None:
     program, ids = opened(either), numbers(4, 30, 509)
     program.start(0)
@@ -153,27 +191,28 @@ def without_tokenizer(path: Path) -> Path:
     return path
 
 
-def test_a_program_that_fails_on_several_tokens_is_given_one_at_a_time(small: Path) -> None:
+def test_a_program_that_fails_on_several_tokens_is_given_one_at_a_time(small: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     program, ids = opened(small), numbers(6, 20, 509)
     program.start(0)
     wanted = fed(program, 0, ids, 1)
-    real, calls = program._method, list[int]()
+    calls, real, given = program._calls, program._calls.run, list[int]()
 
-    def single(given: list[torch.Tensor]) -> Any:
-        calls.append(given[0].shape[1])
-        if given[0].shape[1] > 1:
+    def single(tokens: Sequence[int], position: int) -> Any:
+        given.append(len(tokens))
+        if len(tokens) > 1:
             raise RuntimeError("static shapes")
-        return real(given)
+        return real(tokens, position)
 
-    program._method = single
+    monkeypatch.setattr(calls, "run", single)
     program._proven = False
     program.start(1)
-    assert (fed(program, 1, ids, 20) == wanted).all() and calls == [16] + [1] * 20
+    assert (fed(program, 1, ids, 20) == wanted).all() and given == [16] + [1] * 20
 
-    def broken(given: list[torch.Tensor]) -> Any:
+    def broken(tokens: Sequence[int], position: int) -> Any:
         raise RuntimeError("broken")
 
-    program._method = broken
+    monkeypatch.setattr(calls, "run", broken)
     with pytest.raises(ModelError, match=r"fails at position 0: broken"):
         program.start(2)
         program.feed(2, [1])

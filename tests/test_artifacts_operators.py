@@ -36,7 +36,6 @@ pytest.importorskip("executorch", reason="the extra deltic[executorch] is not in
 
 from deltic.artifacts.executorch import library
 from deltic.artifacts.executorch.export import lower, quiet
-from deltic.artifacts.executorch.library import load_operators
 from deltic.artifacts.executorch.mixers import DelticAttention, DelticRecurrent, Table
 
 pytestmark = pytest.mark.skipif(bool(missing()) or not shutil.which("g++"), reason="needs g++ and the kernels")
@@ -74,7 +73,7 @@ def method_of(core: Core, width: int, path: Path) -> Any:
         program = lower(traced, {}, "fp32")
     with path.open("wb") as file:
         program.write_to_file(file)
-    load_operators()
+    library.load()
     runtime = import_module("executorch.extension.pybindings._C")
     return runtime._load_program(str(path)).load_method("forward")
 

@@ -19,8 +19,8 @@ TRUE = replace(ModelConfig.preset("qwen3.5-0.8b", 4), num_mtp_layers=0, max_posi
 KINDS = {
     "dynamic": ("executorch", "export", "made.pte"),
     "static": ("executorch", "export", "made.pte", "--static"),
-    "dynamic over deltic": ("executorch", "export", "made.pte", "--operators", "deltic"),
-    "static over deltic": ("executorch", "export", "made.pte", "--operators", "deltic", "--static"),
+    "dynamic-deltic": ("executorch", "export", "made.pte", "--operators", "deltic"),
+    "static-deltic": ("executorch", "export", "made.pte", "--operators", "deltic", "--static"),
     "tvm": ("tvm", "compile", "made"),
 }
 """The package that each kind needs, and the command that makes it: in a process of its own, which gives its memory

@@ -67,8 +67,8 @@ class ProgramPools:
 class ProgramModel:
     """A `Model` whose steps run in a program, one sequence after another.
 
-    path: the directory with the tokenizer's files. threads: those that compute for it. What else a `Runtime` has, a
-    program has not.
+    path: the directory with the tokenizer's files. threads: those that compute for it. tokenizer, notes: as of a
+    `Runtime`. What else that has, a program has not.
     """
 
     name: str
@@ -81,7 +81,9 @@ class ProgramModel:
     program: Program
     ops: Ops
     threads: int
-    tokenizer = notes = vision = mtp_runner = draft = encode = experts = cast(Any, None)
+    tokenizer: Any = None
+    notes: Any = None
+    vision = mtp_runner = draft = encode = experts = cast(Any, None)
     verifies = False
 
     @property

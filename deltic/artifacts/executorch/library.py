@@ -1,5 +1,5 @@
-"""The library with deltic's operators for ExecuTorch's runtime, compiled on this machine when it is first wanted: it
-depends on the headers of the executorch that is installed here."""
+"""deltic's library for ExecuTorch's runtime, with its operators and with what calls programs. It is compiled on this
+machine when it is first wanted, because it depends on the headers of the executorch that is installed here."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import Final
 from deltic.artifacts.extras import need
 from deltic.errors import ModelError
 
-SOURCE: Final = Path(__file__).with_name("operators.cpp")
+SOURCES: Final = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("operators", "program"))
 KERNELS: Final = Path(__file__).parents[2] / "ops" / "cpu" / "libdeltic.so"
 """deltic's compiled kernels, with their header beside them."""
 _FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-shared", "-DNDEBUG", "-DC10_USING_CUSTOM_GENERATED_MACROS")
 
 
-def load_operators() -> None:
-    """Have ExecuTorch's runtime know deltic's operators. ModelError if there is no library of them."""
+def load() -> ctypes.CDLL:
+    """Have ExecuTorch's runtime know deltic's operators; returns the library. ModelError if it cannot be had."""
     path = built()
     try:
-        ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
-        raise ModelError(f"the operator library {path} cannot be loaded: {error}") from error
+        raise ModelError(f"deltic's library for ExecuTorch, {path}, cannot be loaded: {error}") from error
 
 
 def built() -> Path:
@@ -64,7 +64,7 @@ def _arguments() -> list[str]:
     package = _package()
     headers, folders = package / "include", (KERNELS.parent, package / "lib")
     return [*_FLAGS, "-isystem", f"{headers}", "-isystem", f"{headers}/executorch/runtime/core/portable_type/c10",
-            f"-I{KERNELS.parent}", f"{SOURCE}", *(f"-L{folder}" for folder in folders),
+            f"-I{KERNELS.parent}", *map(str, SOURCES), *(f"-L{folder}" for folder in folders),
             *(f"-Wl,-rpath,{folder}" for folder in folders), f"-l:{KERNELS.name}", "-lexecutorch"]
 
 
@@ -76,8 +76,8 @@ def _package() -> Path:
 
 def _digest() -> str:
     """Of all that the library is made of, and of where its libraries lie."""
-    parts = (SOURCE.read_bytes(), KERNELS.with_name("deltic.h").read_bytes(), version("executorch").encode(),
-             "\0".join(_arguments()).encode())
+    files = (*SOURCES, KERNELS.with_name("deltic.h"))
+    parts = (*(file.read_bytes() for file in files), version("executorch").encode(), "\0".join(_arguments()).encode())
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 
