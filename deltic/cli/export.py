@@ -34,8 +34,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                              "that have it; 8da4w: int8 inputs, int4 weights in groups of 32, int8 embeddings")
     parser.add_argument("--operators", choices=_OPERATORS, default="executorch",
                         help="what computes recurrent layers and attention. executorch: operators of its own packages, "
-                             "also those for phones (default); deltic: deltic's kernels, which read prompts several "
-                             "times as fast, and which an app has to bring along")
+                             "also those for phones (default); deltic: deltic's kernels, which read prompts faster, "
+                             "and which an app has to bring along")
     parser.add_argument("--static", action="store_true",
                         help="take exactly one token a call, instead of up to 128: for backends without dynamic shapes")
     parser.add_argument("--max-context", metavar="TOKENS", type=whole(2), default=2048,
