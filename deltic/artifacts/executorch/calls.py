@@ -70,8 +70,9 @@ class Native:
                                                         byref(dimensions)))
         shape = tuple(sizes[:dimensions.value])
         assert content.value, "a buffer lies somewhere"
-        room = (c_float * int(np.prod(shape))).from_address(content.value)
-        return np.frombuffer(room, np.float32).reshape(shape)
+        found: NDArray[np.float32] = np.ctypeslib.as_array(
+            (c_float * int(np.prod(shape))).from_address(content.value)).reshape(shape)
+        return found
 
     def run(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
         """As of `Calls`."""
