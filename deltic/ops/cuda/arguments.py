@@ -76,7 +76,7 @@ class Gate(Arguments):
 
 
 class Choice(Arguments):
-    _fields_ = fields("logits temperature key score bounds token chosen", "", "vocabulary parts rows")
+    _fields_ = fields("logits temperature key score bounds token chosen landing", "", "vocabulary parts rows")
 
 
 class PromptConv(Arguments):
