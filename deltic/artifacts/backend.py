@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,6 +89,7 @@ class ProgramModel:
     encode: Any = None
     experts: Any = None
     verifies: bool = False
+    numbers: Any = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
