@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -198,7 +197,7 @@ def _serve(args: argparse.Namespace) -> None:
     for token in range(llm.runtime.config.vocab_size):
         if not words.tokenizer.token_bytes(token):
             words.tokenizer._bytes[token] = f" w{token}".encode()
-    llm._chat_processor, llm.runtime = words, replace(llm.runtime, path=resolve(None))
+    llm._chat_processor, llm.runtime.path = words, resolve(None)
     params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True, max_repeat=0)
     with llm.worker.hold() as engine:
         llm.runtime.warm_up()
@@ -209,6 +208,7 @@ def _serve(args: argparse.Namespace) -> None:
             while engine.has_work:
                 engine.step()
             seconds = time.perf_counter() - began
+        engine.runtime.cache.clear()  # the server warms up once more, in pages that nobody may have
     print(json.dumps({"requests_per_second": round(args.offline / seconds, 2), "requests": args.offline,
                       "tokens_per_second": round(args.offline * args.new / seconds, 1)}), flush=True)
     steps = _Steps(llm.engine)
