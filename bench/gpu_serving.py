@@ -206,7 +206,8 @@ def _serve(args: argparse.Namespace) -> None:
                 engine.add(Request(str(index), tuple(_prompt(args, first + index)), params))
             began = time.perf_counter()
             while engine.has_work:
-                engine.step()
+                failed = [event.error for event in engine.step() if event.error]
+                assert not failed, failed[0]
             seconds = time.perf_counter() - began
         engine.runtime.cache.clear()  # the server warms up once more, in pages that nobody may have
     print(json.dumps({"requests_per_second": round(args.offline / seconds, 2), "requests": args.offline,
