@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import random
 import time
@@ -37,8 +38,11 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where the host's time goes")
     args = parser.parse_args()
     runtime = load(RandomModel(args.model), EngineConfig(
-        device="cuda", dtype="bfloat16", memory=args.memory, host_memory="8GiB", max_batch=2, speculate="off",
+        device="cuda", dtype="bfloat16", memory=args.memory, host_memory="14GiB", max_batch=2, speculate="off",
         max_context=args.tokens + 2048, token_budget=args.budget))
+    gc.collect()
+    gc.freeze()  # as a server does
+    pinned = list[float]()
     times: dict[str, list[float]] = {"cold": [], "warm": [], "host": []}
     engine, draw, vocabulary = Engine(runtime), random.Random(0), runtime.config.vocab_size
     _first_token(engine, [draw.randrange(vocabulary) for _ in range(args.tokens // 10)])
@@ -54,6 +58,10 @@ def main() -> None:
                     tier._settle()
             if name == "host":  # the same pools with nothing in them
                 engine = Engine(replace(runtime, cache=HybridCache(runtime.pools, True, runtime.cache.tiers)))
+                kept = [tensor for tier in runtime.cache.tiers for item in tier.store._items.values()  # type: ignore[attr-defined]
+                        for tensor in item.values()]
+                pinned.append(round(sum(each.nbytes for each in kept if each.is_pinned())
+                                    / sum(each.nbytes for each in kept), 3))
             fresh = [draw.randrange(vocabulary) for _ in range(args.new)]
             if args.profile:
                 profile = cProfile.Profile()
@@ -71,15 +79,16 @@ def main() -> None:
     record("gpu", {"task": "reuse", "model": runtime.name, "tokens": args.tokens, "new": args.new,
                    "cold_ms": round(cold * 1e3, 2), "warm_ms": round(warm * 1e3, 2), "host_ms": round(host * 1e3, 2),
                    "cold_over_warm": round(cold / warm, 1), "bytes": size, "pinned_gb_s": round(rate / 1e9, 1),
-                   "host_over_copy": round(host / (size / rate), 2),
+                   "pinned": pinned, "host_over_copy": round(host / (size / rate), 2),
                    "runs_ms": {name: [round(value * 1e3, 1) for value in values] for name, values in times.items()}})
 
 
 def _first_token(engine: Engine, prompt: list[int]) -> tuple[float, list[int], int]:
     """Seconds to the first token, the answer, and the tokens that were reused."""
-    engine.add(Request("r", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)))
+    request = Request("r", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True))
     torch.cuda.synchronize()
     began, first, answer, cached = time.perf_counter(), 0.0, list[int](), 0
+    engine.add(request)
     while engine.has_work:
         for event in engine.step():
             first = first or time.perf_counter() - began

@@ -3,6 +3,7 @@ engine's own speed is left over HTTP when requests come as they like.
 
     python bench/gpu_serving.py start --model qwen3.5-4b      # twice: with nothing compiled yet, and again
     python bench/gpu_serving.py poisson --requests 1000
+    python bench/gpu_serving.py poisson --device cpu --layers 4 --requests 20 --offline 8 --prompt 64 --new 16 --batch 4
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from common import environment, record
 from http_load import Reply, percentile, post
+
+if TYPE_CHECKING:
+    from deltic.engine.engine import Engine
+    from deltic.types import Event
 
 SHARE = 0.9
 """Of the requests that the engine can answer in a second, so many come."""
@@ -32,6 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("start", "poisson"))
     parser.add_argument("--model", default="qwen3.5-4b")
+    parser.add_argument("--device", default="cuda", help="cpu only shows that everything works")
+    parser.add_argument("--layers", type=int, help="of the model; default: all")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--offline", type=int, default=256, help="requests that the engine answers alone")
@@ -56,7 +63,8 @@ def _start(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model, cache = args.directory or Path(directory) / "model", Path(directory) / "cache"
         if not model.exists():
-            subprocess.run([sys.executable, "-c", _MAKE, args.model, str(model)], check=True, env=environment())
+            subprocess.run([sys.executable, "-c", _MAKE, args.model, str(model), args.device, str(args.layers or 0)],
+                           check=True, env=environment())
         runs = [_ready(args, model, cache) for _ in range(2)]
     record("gpu", {"task": "start", "model": args.model, "batch": args.batch,
                    **{f"{name}_s": [run[name] for run in runs] for name in runs[0]}})
@@ -69,7 +77,8 @@ from safetensors.torch import save_file
 from deltic.config import ModelConfig
 from deltic.weights.hub import resolve
 from deltic.weights.random import random_tensors
-config, target = ModelConfig.preset(sys.argv[1]), Path(sys.argv[2])
+target, device = Path(sys.argv[2]), sys.argv[3]
+config = ModelConfig.preset(sys.argv[1], int(sys.argv[4]) or None)
 shutil.copytree(resolve(None), target, ignore=shutil.ignore_patterns("*.safetensors"))
 file = target / "config.json"
 linear, rope = config.linear, config.rope
@@ -83,7 +92,7 @@ known = json.loads(file.read_text()) | {
 known["rope_parameters"]["mrope_section"] = list(rope.mrope_section or known["rope_parameters"]["mrope_section"])
 file.write_text(json.dumps(known))
 assert ModelConfig.from_hf(known).parameter_count == config.parameter_count
-save_file({name: tensor.cpu() for name, tensor in random_tensors(config, "bfloat16", device="cuda")},
+save_file({name: tensor.cpu() for name, tensor in random_tensors(config, "bfloat16", device=device)},
           target / "model.safetensors")
 """
 
@@ -91,7 +100,7 @@ save_file({name: tensor.cpu() for name, tensor in random_tensors(config, "bfloat
 def _ready(args: argparse.Namespace, model: Path, cache: Path) -> dict[str, float]:
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "deltic", "serve", str(model), "--port", "0", "--device", "cuda", "--max-batch",
+        [sys.executable, "-m", "deltic", "serve", str(model), "--port", "0", "--device", args.device, "--max-batch",
          str(args.batch)], stdout=subprocess.PIPE, text=True, env={**environment(), "XDG_CACHE_HOME": str(cache)})
     try:
         port, ready = _port(process), time.perf_counter() - began
@@ -130,6 +139,8 @@ def _poisson(args: argparse.Namespace) -> None:
         offline = json.loads(process.stdout.readline())
         port = _port(process)
         found = asyncio.run(_requests(args, port, SHARE * offline["requests_per_second"]))
+        process.terminate()
+        found["steps"] = json.loads(process.stdout.readlines()[-1])
     finally:
         process.terminate()
         process.wait(60)
@@ -181,12 +192,12 @@ def _serve(args: argparse.Namespace) -> None:
     from deltic.weights.hub import resolve
 
     options = {"max_batch": args.batch, "max_context": 2048}
-    llm = LLM(RandomModel(args.model), device="cuda", dtype="bfloat16", speculate="off", **options)
+    llm = LLM(RandomModel(args.model, args.layers), device=args.device, dtype="bfloat16", speculate="off", **options)
     words = LLM(max_context=2048, device="cpu").chat_processor
     for token in range(llm.runtime.config.vocab_size):
         if not words.tokenizer.token_bytes(token):
             words.tokenizer._bytes[token] = f" w{token}".encode()
-    llm._chat_processor, llm.runtime = words, replace(llm.runtime, path=resolve(None))
+    llm._chat_processor, llm.runtime.path = words, resolve(None)
     params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True, max_repeat=0)
     with llm.worker.hold() as engine:
         llm.runtime.warm_up()
@@ -195,11 +206,39 @@ def _serve(args: argparse.Namespace) -> None:
                 engine.add(Request(str(index), tuple(_prompt(args, first + index)), params))
             began = time.perf_counter()
             while engine.has_work:
-                engine.step()
+                failed = [event.error for event in engine.step() if event.error]
+                assert not failed, failed[0]
             seconds = time.perf_counter() - began
+        engine.runtime.cache.clear()  # the server warms up once more, in pages that nobody may have
     print(json.dumps({"requests_per_second": round(args.offline / seconds, 2), "requests": args.offline,
                       "tokens_per_second": round(args.offline * args.new / seconds, 1)}), flush=True)
+    steps = _Steps(llm.engine)
     app_module.serve(llm, port=0)
+    print(json.dumps(steps.report()), flush=True)
+
+
+class _Steps:
+    """How long the engine's steps take in which no prompt is read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._step = engine, engine.step
+        self._times, self._prompts = list[float](), 0
+        engine.step = self._timed  # type: ignore[method-assign]
+
+    def _timed(self) -> list[Event]:
+        began, read = time.perf_counter(), self._engine.stats.prompt_tokens
+        events = self._step()
+        if self._engine.stats.prompt_tokens > read:
+            self._prompts += 1
+        elif events:
+            self._times.append(time.perf_counter() - began)
+        return events
+
+    def report(self) -> dict[str, Any]:
+        usual = median(self._times)
+        return {"decode": len(self._times), "with_prompts": self._prompts, "median_ms": round(usual * 1e3, 3),
+                "longest_ms": round(max(self._times) * 1e3, 3),
+                "later_than_three_medians": sum(time > 3 * usual for time in self._times)}
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def source_of(tokens: Sequence[int], logits: bool = False) -> Source:
 
 def check_loaded(loaded: Loaded, tokens: Sequence[int]) -> None:
     found = torch.tensor(hashes(list(tokens)), dtype=torch.float32)
-    assert loaded.tokens == tuple(tokens)
+    assert list(loaded.tokens) == list(tokens)
     assert torch.equal(torch.cat([run["keys"] for _, run in loaded.runs]), found)
     assert bool((loaded.state["recurrent"] == found[-1]).all())
 

@@ -88,7 +88,7 @@ def test_what_a_bucket_holds() -> None:
     assert whole.pages.shape == (4, 16) and whole.pages[3].tolist() == [3, 4, 7] + [0] * 13
     assert whole.store.tolist() == [3 * PAGE, 4 * PAGE + 4, 7 * PAGE + 8, 7 * PAGE + 8]
     assert batch.starts.tolist() == [0, 1, 2, 3] and batch.logit_tokens.tolist() == [0, 1, 2]
-    assert batch.positions.tolist() == [[0, 19, 38]] * 3 and batch.span == (0, 3)
+    assert batch.positions.tolist() == [[0, 19, 38]] * 3 and batch.span is None
 
 
 def test_all_steps_of_a_bucket_have_one_layout() -> None:
@@ -101,6 +101,32 @@ def test_all_steps_of_a_bucket_have_one_layout() -> None:
 
     assert len({layout(3, 40, 255), layout(0, 0, 1), layout(17, 30, 80, 200)}) == 1
     assert len({layout(3, 40, 255), layout(3, 40), layout(3, 40, 256), layout(3, 40, 255, 9, 9)}) == 4
+
+
+def test_steps_one_after_another_have_the_memory_of_their_bucket() -> None:
+    """Each holds what one of its own would, whatever came before; a token that is not known comes from what was drawn.
+    A second memory writes to the same places on the device, where a graph reads them."""
+    draw, places = Random(4), dict[tuple[int, int, int | None], torch.Tensor]()
+    memories, drawn, seen = (BatchMemory(places), BatchMemory(places)), torch.arange(1000, 1100), set[int]()
+    for _ in range(200):
+        rows = [Row((draw.randrange(99),), draw.randrange(300), [draw.randrange(1, 50) for _ in range(19)], slot, 1,
+                    target=draw.choice([None, 77]), drawn=None) for slot in range(draw.choice([1, 2, 3, 5]))]
+        alone = decoding(Plan(tuple(rows)), CPU, hidden=True).padded
+        assert alone
+        fresh = step_of(alone)
+        chosen = draw.choice([None, drawn])
+        if chosen is not None:
+            rows = [replace(row, tokens=(-1,), drawn=draw.randrange(100)) for row in rows]
+        batch = decoding(Plan(tuple(rows)), CPU, chosen, draw.choice(memories), hidden=True)
+        assert batch.padded and batch.padded.bucket in places and batch.layout.rows == len(rows)
+        found = step_of(batch.padded)
+        ids = fresh.ids.tolist() if chosen is None else [1000 + (row.drawn or 0) for row in (*rows, *rows[-1:] * 8)]
+        assert found.ids.tolist() == ids[:len(found.ids)]
+        assert found.count is not None and found.count.tolist() == [len(rows)]
+        for name in ("positions", "starts", "done", "pages", "store", "source", "target"):
+            assert torch.equal(getattr(found, name), getattr(fresh, name)), name
+        seen.add(found.ids.data_ptr())
+    assert len(seen) == len(places) == 4
 
 
 @pytest.mark.parametrize("change", [{"tokens": (1, 2)}, {"logits": 0}, {"emits": ((21, 3),)}, {"append": True},

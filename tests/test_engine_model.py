@@ -14,6 +14,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import allocate
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
+from deltic.engine.batch import Numbers
 from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.model import Model
@@ -48,6 +49,7 @@ class Successor:
     draft: Model | None = None
     encode: Encode | None = None
     verifies: bool = False
+    numbers: Numbers = field(default_factory=dict)
     steps: int = 0
 
     @property

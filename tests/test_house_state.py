@@ -21,6 +21,7 @@ CACHES = {
         "row", "short_conv", "state_copy", "swiglu")},
     "deltic/artifacts/tvm/library.py runtime": "a library that can be loaded once",
     "deltic/cache/host.py _copying": "a stream of a device, which orders what is put into it",
+    "deltic/cache/pools.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/nvrtc.py _library": "a library without a state that we know of",

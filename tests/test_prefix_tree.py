@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ from deltic.cache.ledger import Ledger
 from deltic.cache.operations import CopySlot
 from deltic.cache.pools import CachePools
 from deltic.cache.tree import Checkpoint, PrefixTree
-from deltic.types import PAGE
+from deltic.types import PAGE, common_length
 
 Prefix = tuple[int, ...]
 PAGES, SLOTS = 400, 100
@@ -62,20 +63,27 @@ class TreeMachine(RuleBasedStateMachine):
         self.checkpoints: dict[Prefix, Kept] = {}
         self.nodes: dict[Prefix, int] = {}
         self.locked: list[tuple[Prefix, Checkpoint]] = []
+        self.near: list[tuple[Prefix, Any]] = []
 
     def needed(self) -> set[Prefix]:
         """Every full page below some checkpoint."""
         return {prefix[:end] for prefix in self.checkpoints for end in range(PAGE, len(prefix) + 1, PAGE)}
 
-    @rule(prompt=KEPT, logits=st.sampled_from((None, "logits")))
-    def insert(self, prompt: Prefix, logits: Any) -> None:
+    @rule(prompt=KEPT, logits=st.sampled_from((None, "logits")), near=st.booleans())
+    def insert(self, prompt: Prefix, logits: Any, near: bool) -> None:
         taken = self.slots.take(), self.pages.take(-(-len(prompt) // PAGE))
         assert taken[0] and taken[1]
         (slot,), pages = taken
         full, rest = divmod(len(prompt), PAGE)
         page = pages[full] if rest else None
         free = self.slots.free, self.pages.free
-        self.tree.insert(prompt, pages, slot, page, logits)
+        # on the way of others that this one goes, too, or beyond its end; some are gone
+        nodes = [node for other, node in self.near
+                 if near and common_length(other, prompt) >= min(PAGE * node.depth, len(prompt))]
+        kept = self.tree.insert(prompt, pages, slot, page, logits, nodes[-1] if nodes else None)
+        passed = [prefix for prefix in self.checkpoints if len(prefix) < len(prompt) and prompt[:len(prefix)] == prefix]
+        assert prompt in self.checkpoints or not passed or (kept.above and kept.above.done == max(map(len, passed)))
+        self.near.append((prompt, kept.node))
         if prompt in self.checkpoints:
             known = self.checkpoints[prompt]
             known.logits = known.logits or logits
@@ -191,9 +199,9 @@ class MatchesAnyEnd(PrefixTree):
 
 
 class SharesAgain(PrefixTree):
-    def _child(self, node: Any, key: bytes, page: int) -> Any:
-        self._pages.share([page])
-        return super()._child(node, key, page)
+    def _extend(self, node: Any, keys: bytes, pages: Sequence[int]) -> Any:
+        self._pages.share(pages)
+        return super()._extend(node, keys, pages)
 
 
 class KeepsStranded(PrefixTree):

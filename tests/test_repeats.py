@@ -89,8 +89,9 @@ def test_every_end_is_as_a_look_at_everything_says(pieces: list[tuple[list[int],
 def test_what_is_kept_does_not_grow() -> None:
     repeats = Repeats(1 << 31)
     for token in range(5000):
-        assert not repeats.push(token % 3)
-    assert len(repeats._equal) == len(repeats._enough) == len(repeats._last) == LONGEST
+        assert not repeats.push(token % 3 if token < 2500 else token)
+        assert len(repeats._equal) <= LONGEST and len(repeats._last) <= LONGEST
+    assert sum(map(len, repeats._places.values())) == len(repeats._places) == LONGEST == len(repeats._last)
 
 
 # In an engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -83,6 +83,7 @@ class ProgramModel:
     threads: int
     tokenizer: Any = None
     notes: Any = None
+    numbers: Any = field(default_factory=dict)
     vision = mtp_runner = draft = encode = experts = cast(Any, None)
     verifies = False
 

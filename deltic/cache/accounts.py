@@ -39,7 +39,7 @@ class Accounts:
         self.tree = PrefixTree(self.pages, self.slots, sizes.slot_tokens)
         self.leases: dict[int, Lease] = {}
         self.snapshots: dict[int, Snapshot] = {}
-        self.spares: list[int] = []
+        self.spares: dict[int, None] = {}
         """Slots for steps in flight to write states to that are not committed yet."""
         self.queue: list[Operation] = []
 

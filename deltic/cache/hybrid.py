@@ -18,6 +18,7 @@ what it has been given lies in the tiers too (host memory, disk), and comes back
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,9 +66,9 @@ class HybridCache:
         return not self.accounts.leases and not self.accounts.snapshots and not self._rests
 
     def admit(self, prompt: Sequence[int] = (), room: int = 0, fetch: Fetch = NOTHING,
-              end: bool = True) -> Lease | None:
-        """A lease at the deepest kept position that `prompt` begins with, or at its start. Its keys are the prompt:
-        that very list, if it is one.
+              end: bool = True, keys: list[int] | None = None) -> Lease | None:
+        """A lease at the deepest kept position that `prompt` begins with, or at its start. Its keys are `keys`, which
+        begin with the prompt and will do so; by default the prompt: that very list, if it is one.
 
         None, and nothing is given up for it, if no pages for `room` tokens in all could be had; None if no slot could.
         Without `room`, for a sequence that is alone, a start from nothing comes before none: the kept position itself
@@ -83,7 +84,8 @@ class HybridCache:
         if lease is None and not (checkpoint and room):
             lease = self._begin(pages)
         if lease:
-            lease.keys = prompt if isinstance(prompt, list) else [*prompt]
+            lease.keys = keys or (prompt if isinstance(prompt, list) else [*prompt])
+            lease.prompt = prompt if keys and isinstance(prompt, array) else array("q")
             lease.shared = match.shared
         return lease
 
@@ -145,7 +147,8 @@ class HybridCache:
         slot, pages = copy
         self.tree.use(checkpoint)
         self._queue(CopySlot(checkpoint.slot, slot))
-        lease = self.accounts.book(Lease(slot, pages, done=checkpoint.done, logits=checkpoint.logits))
+        lease = self.accounts.book(Lease(slot, pages, done=checkpoint.done, logits=checkpoint.logits,
+                                         node=checkpoint.node))
         _guard(lease, checkpoint)
         return lease
 
@@ -195,8 +198,10 @@ class HybridCache:
               lasting: bool = True) -> Checkpoint:
         """Put a state of the lease into the tree, which takes over its slot and partial page, and into the tiers if it
         shall be lasting."""
-        tokens = lease.keys[:done]
-        checkpoint = self.tree.insert(tokens, lease.pages, slot, page, logits)
+        tokens = lease.prefix(done)
+        checkpoint = self.tree.insert(tokens, lease.pages, slot, page, logits, lease.node)
+        if lease.node is None or not lease.node.kept or lease.node.depth < checkpoint.node.depth:
+            lease.node = checkpoint.node
         self.tree.keep_logits(self.rows - self._rows_held)
         if lasting and self.tiers:
             item = self.pools.hold(Offer(tokens, checkpoint.logits, self.tiers))
@@ -239,7 +244,15 @@ class HybridCache:
         assert self.pages.alone(lease.pages[done // PAGE:]), "tokens are taken back that others have"
         lease.behind = max(lease.behind - (lease.done - done), 0)
         lease.done = done
+        self._cut(lease)
         return True
+
+    def _cut(self, lease: Lease) -> None:
+        """The keys after the cursor may become others."""
+        if lease.done < len(lease.prompt):
+            lease.prompt = lease.prompt[:lease.done]
+        if lease.node and lease.done < lease.node.depth * PAGE:
+            lease.node = None
 
     def settle(self, lease: Lease) -> None:
         """Bring the state in the slot forward to the cursor, so that all of the replay ring is free."""
@@ -262,12 +275,13 @@ class HybridCache:
     def set_aside(self, count: int) -> None:
         """Have so many spare slots, or as many as leave one for each of as many sequences and one more."""
         spares, free = self.accounts.spares, self.slots.free
-        spares += self.slots.take(max(min(count - len(spares), free - count - 1), 0)) or []
+        spares.update(dict.fromkeys(self.slots.take(max(min(count - len(spares), free - count - 1), 0)) or ()))
 
     def exchange_spare(self, lease: Lease, spare: int) -> None:
         """The lease's state is the one that a step wrote to this spare slot; its own becomes a spare one."""
         spares = self.accounts.spares
-        spares[spares.index(spare)] = lease.slot
+        del spares[spare]
+        spares[lease.slot] = None
         del self.accounts.leases[lease.slot]
         lease.slot = spare
         self.accounts.book(lease)
@@ -305,6 +319,7 @@ class HybridCache:
         if snapshot is None:
             self.pages.release(lease.pages)
             lease.pages, lease.keys, lease.done, lease.behind = [], [], 0, 0
+            self._cut(lease)
             return True
         self.accounts.expect(snapshot)
         others = {page for holder in self.accounts.holders if holder is not lease for page in holder.pages}
@@ -315,6 +330,7 @@ class HybridCache:
         pages = self.accounts.share_pages(snapshot.pages, snapshot.done)
         assert pages is not None
         lease.pages, lease.keys, lease.done, lease.behind = pages, [*snapshot.tokens], snapshot.done, 0
+        lease.prompt, lease.node = array("q"), None
         self._queue(CopySlot(snapshot.slot, lease.slot))
         return True
 
@@ -378,7 +394,7 @@ class HybridCache:
         for checkpoint in lease.guarded:
             checkpoint.guards -= 1
         if keep and self.reuse and lease.done:
-            passed = self.tree.supersede(lease.tokens, lease.expected)
+            passed = self.tree.supersede(lease.prefix(lease.done), lease.expected, lease.node)
             end = self._keep(lease, lease.done, lease.slot, lease.pages[full] if rest else None, lasting=lasting)
             end.expected = True
             _succeed(passed, end, lease.expected)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltic.cache.tree import Checkpoint
+from deltic.cache.tree import Checkpoint, Node
 from deltic.types import PAGE
 
 
@@ -25,6 +26,8 @@ class Lease:
     guarded: the checkpoints to which the sequence would return.
     ring: its replay ring, if it has one.
     behind: committed tokens that are in the ring and not in the state.
+    prompt: what the keys begin with, once more as an array, of which parts are quickly had; it never changes.
+    node: of the tree, on the way of the keys.
     """
 
     slot: int
@@ -39,6 +42,13 @@ class Lease:
     guarded: list[Checkpoint] = field(default_factory=list)
     ring: int | None = None
     behind: int = 0
+    prompt: array[int] = field(default_factory=lambda: array("q"))
+    node: Node | None = None
+
+    def prefix(self, done: int) -> array[int]:
+        """The first `done` keys."""
+        known = self.prompt[:done]
+        return known if len(known) == done else known + array("q", self.keys[len(known):done])
 
     @property
     def tokens(self) -> list[int]:

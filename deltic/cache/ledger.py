@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+_MANY = 64
+"""Units from which on it is quicker to put all in order than to take one after the other."""
+
 
 class Ledger:
     """Units 0 .. size - 1 with reference counts. The lowest free unit is taken first, so that units in use stay
@@ -24,7 +27,11 @@ class Ledger:
         """Own `count` units, or none at all if there are not so many."""
         if count > len(self._free):
             return None
-        units = [heapq.heappop(self._free) for _ in range(count)]
+        if count < _MANY:
+            units = [heapq.heappop(self._free) for _ in range(count)]
+        else:
+            self._free.sort()  # which is a heap, too
+            units, self._free = self._free[:count], self._free[count:]
         for unit in units:
             self._owners[unit] = 1
         return units

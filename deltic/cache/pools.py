@@ -3,23 +3,29 @@ layers; and how the operations that the accounts queue are carried out on them."
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from functools import cache
+from itertools import count, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltic.cache.door import PoolDoor
 from deltic.cache.operations import CopyPage, CopySlot, FoldRing, Operation, PoolSizes, RestoreItem, StoreItem
-from deltic.cache.prefix import Loaded, Source
+from deltic.cache.prefix import Loaded, Source, Tensors
 from deltic.cache.tiers import Offer
 from deltic.config import ModelConfig
 from deltic.ops import Ops
 from deltic.ops.memory import is_shortage, memory_for, reserve
 from deltic.ops.records import PAGE, RING, KvView, RingView, StateView
 
+_SPANS = 32
+"""Pieces of the flat pool to which a prefix is copied one by one; of more it is copied whole, and then distributed."""
 STATE_LAYOUT = 1
 """Grows when the meaning of what lies in pages or slots changes, so that older files are not taken for new ones."""
 
@@ -76,6 +82,7 @@ class CachePools:
     rings: inputs, keys, updates, decays of `RingView`, each with a leading dimension G; None without rings.
     tiled: as in `GdnSpec`.
     vocabulary: size of the logits that are kept with states; None: any.
+    arriving: of each attention layer, as in `KvView`.
     held: what queued operations name by a number.
     numbers: the next ones.
 
@@ -92,6 +99,7 @@ class CachePools:
     rings: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     tiled: bool = False
     vocabulary: int | None = None
+    arriving: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     held: dict[int, object] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=count)
 
@@ -127,7 +135,8 @@ class CachePools:
         return self.keys.device
 
     def kv_views(self) -> tuple[KvView, ...]:
-        return tuple(KvView(keys, values) for keys, values in zip(self.keys, self.values, strict=True))
+        return tuple(KvView(keys, values, self.arriving[layer])
+                     for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)))
 
     def state_views(self) -> tuple[StateView, ...]:
         rings: list[RingView | None] = [None] * len(self.recurrent)
@@ -141,19 +150,27 @@ class CachePools:
         self.held[number] = content
         return number
 
+    def wait(self) -> None:
+        """Have what follows wait for all K/V that is on its way."""
+        for copies in self.arriving.values():
+            while copies:
+                copies.pop().wait()
+
     def apply(self, operations: Sequence[Operation]) -> None:
         """Carry these out, in order."""
         for operation in operations:
             match operation:
                 case CopySlot(source, target):
-                    self.ops.copy_slots(self.slot_tensors, self._index(source), self._index(target))
+                    self._copy(self.ops.copy_slots, self.slot_tensors, source, target)
                 case CopyPage(source, target):
-                    self.ops.copy_pages(self.page_tensors, self._index(source), self._index(target))
+                    self.wait()
+                    self._copy(self.ops.copy_pages, self.page_tensors, source, target)
                 case FoldRing(slot, ring, base, done):
                     self.ops.fold_ring(self.state_views(), slot, ring, base, done, slot)
                 case StoreItem(item, pages, slot):
                     offer = self.held.pop(item)
                     assert isinstance(offer, Offer)
+                    self.wait()
                     offer.make(_source(self, offer, pages, slot))
                 case RestoreItem(item, pages, start, slot):
                     loaded = self.held.pop(item)
@@ -162,13 +179,18 @@ class CachePools:
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
         """Whether the states in these slots, and the K/V of the first `done` tokens in these pages, are finite."""
+        self.wait()
         index = torch.tensor(pages[:-(-done // PAGE)], dtype=torch.int64, device=self.device)
         return (all(bool(pool[:, slot].isfinite().all()) for pool in self.slot_tensors for slot in slots)
                 and all(bool(layer.index_select(0, index).flatten(0, 1)[:done].isfinite().all())
                         for pool in self.page_tensors for layer in pool))
 
-    def _index(self, unit: int) -> Tensor:
-        return torch.tensor([unit], device=self.device)
+    def _copy(self, by: Callable[[tuple[Tensor, ...], Tensor, Tensor], None], tensors: tuple[Tensor, ...], source: int,
+              target: int) -> None:
+        if self.device.type == "cpu":
+            return by(tensors, torch.tensor([source]), torch.tensor([target]))
+        for tensor in tensors:  # a number that had to be brought to the device would wait for all that it is to do
+            tensor[:, target].copy_(tensor[:, source])
 
 
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
@@ -216,7 +238,8 @@ def _source(pools: CachePools, offer: Offer, pages: Sequence[int], slot: int) ->
     """What a tier may read of a prefix in the pools, before they change."""
     def run(start: int) -> dict[str, Tensor]:
         with _named_shortage():
-            tokens = torch.tensor(offer.tokens[start:], dtype=torch.int64)
+            # a copy: nobody else may change what is kept
+            tokens = torch.frombuffer(array("q", offer.tokens[start:]), dtype=torch.int64)
             return {"tokens": tokens, **_read_kv(pools, pages, start, len(offer.tokens))}
 
     def state() -> dict[str, Tensor]:
@@ -240,16 +263,68 @@ def _named_shortage() -> Iterator[None]:
 
 
 def _restore(pools: CachePools, loaded: Loaded, pages: Sequence[int], known: int, slot: int) -> None:
-    """Write what came from a tier into a slot, and into pages of the prefix from the token `known` on."""
-    for start, tensors in loaded.runs:
-        skip = max(known - start, 0)
-        if skip < tensors["keys"].shape[1]:
-            index = _places(pools, pages, start + skip, start + tensors["keys"].shape[1])
-            for pool, name in zip(pools.page_tensors, ("keys", "values"), strict=True):
-                for layer, kept in zip(pool, tensors[name], strict=True):  # whole ones come without a wait
-                    layer.flatten(0, 1).index_copy_(0, index, kept.to(pool.device, non_blocking=True)[skip:])
+    """Write what came from a tier into a slot, and into pages of the prefix from the token `known` on. Steps of a GPU
+    need not wait for more than the layers that they have come to."""
     for name, pool in pools.named_slots.items():
         pool[:, slot] = loaded.state[name].to(pool.device, non_blocking=True)
+    runs = [_run(pools, tensors, pages, start, max(known, start)) for start, tensors in loaded.runs
+            if known < start + tensors["keys"].shape[1]]
+    if not pools.keys.is_cuda:
+        for layer in range(len(pools.keys)):
+            _restore_layer(pools, layer, runs)
+        return
+    beside = _beside(pools.device)
+    beside.wait_stream(torch.cuda.current_stream(pools.device))
+    with torch.cuda.stream(beside):
+        for layer in range(len(pools.keys)):
+            _restore_layer(pools, layer, runs)
+            pools.arriving[layer].append(_Arrival(beside.record_event(), loaded))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """K/V whose first `skip` tokens are known, and where the others go: which of them, place in the flat pool and count
+    of those that lie one after another; or the places of all, where these are many."""
+
+    tensors: Tensors
+    skip: int
+    spans: list[tuple[int, int, int]]
+    places: Tensor | None
+
+
+def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, first: int) -> _Run:
+    """Of K/V from the position `start` on that which is wanted from `first` on."""
+    end = start + tensors["keys"].shape[1]
+    spans = [(position - start, place, tokens) for position, place, tokens in _spans(pages, first, end)]
+    return _Run(tensors, first - start, spans, _places(pools, pages, first, end) if len(spans) > _SPANS else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Copies that are done with this event, and what they are copies of, which must stay until then."""
+
+    event: torch.cuda.Event
+    loaded: Loaded
+
+    def wait(self) -> None:
+        self.event.wait()
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_Run]) -> None:
+    """The K/V of one attention layer."""
+    for run in runs:
+        for pool, name in zip(pools.page_tensors, ("keys", "values"), strict=True):
+            flat, kept = pool[layer].flatten(0, 1), run.tensors[name][layer]
+            if run.places is not None:  # as a whole, which waits for nobody
+                flat.index_copy_(0, run.places, kept.to(pool.device, non_blocking=True)[run.skip:])
+                continue
+            for token, place, tokens in run.spans:
+                flat[place:place + tokens].copy_(kept[token:token + tokens], non_blocking=True)
 
 
 def _read_kv(pools: CachePools, pages: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
@@ -264,7 +339,21 @@ def _read_state(pools: CachePools, slot: int) -> dict[str, Tensor]:
     return {name: pool[:, slot].clone() for name, pool in pools.named_slots.items()}
 
 
+def _spans(pages: Sequence[int], start: int, end: int) -> list[tuple[int, int, int]]:
+    """Where the tokens from `start` to `end` lie in the flat pool: position, place and count of those that lie one
+    after another."""
+    spans = list[tuple[int, int, int]]()
+    wanted = pages[start // PAGE:-(-end // PAGE)]
+    breaks = [index for index, (page, next) in enumerate(pairwise(wanted), 1) if next != page + 1]
+    for first, last in pairwise((0, *breaks, len(wanted))):
+        position = max(start, (start // PAGE + first) * PAGE)
+        until = min(end, (start // PAGE + last) * PAGE)
+        spans.append((position, wanted[first] * PAGE + position % PAGE, until - position))
+    return spans
+
+
 def _places(pools: CachePools, pages: Sequence[int], start: int, end: int) -> Tensor:
     """Where the tokens from `start` to `end` lie in the flat pool."""
     positions = torch.arange(start, end)
-    return (torch.tensor(list(pages))[positions // PAGE] * PAGE + positions % PAGE).to(pools.device)
+    places = torch.frombuffer(array("q", pages), dtype=torch.int64)[positions // PAGE] * PAGE + positions % PAGE
+    return places.pin_memory().to(pools.device, non_blocking=True) if pools.keys.is_cuda else places.to(pools.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Loaded:
     """A prefix as it came from a tier. runs: K/V tensors, each with the position of its first token, in order.
     state: the tensors of the recurrent state. logits [V] of the last token, if known."""
 
-    tokens: tuple[int, ...]
+    tokens: array[int]
     runs: tuple[tuple[int, Tensors], ...]
     state: Tensors
     logits: Tensor | None
@@ -134,8 +135,8 @@ class LostError(Exception):
 def read_prefix(read: Callable[[Item], dict[str, Tensor]], items: Sequence[Item], state: Item,
                 writing: Sequence[Future[int]]) -> Loaded:
     """A prefix out of its K/V items and its state, once they are written; LostError names the one that is no good.
-    read: as `read_item`. For a thread of its own."""
-    tokens: list[int] = []
+    read: as `read_item`. For a thread of its own, unless all of it is in this process."""
+    tokens = array("q")
     runs: list[tuple[int, Tensors]] = []
     for future in writing:
         future.exception()  # wait until it is there
@@ -144,7 +145,7 @@ def read_prefix(read: Callable[[Item], dict[str, Tensor]], items: Sequence[Item]
         fresh = tensors.pop("tokens", None)
         if fresh is None or fresh.numel() != item.done - item.start:
             raise LostError(item, "its tokens do not fit")
-        tokens += fresh.tolist()
+        tokens.frombytes(fresh.contiguous().numpy().tobytes())
         runs.append((item.start, tensors))
     tensors = read(state)
     logits = tensors.pop("logits", None)
@@ -152,7 +153,7 @@ def read_prefix(read: Callable[[Item], dict[str, Tensor]], items: Sequence[Item]
     for item in (*items, state):
         if prefix.key(item.done) != item.key:
             raise LostError(item, "its tokens are others than it says")
-    return Loaded(tuple(tokens), tuple(runs), tensors, logits)
+    return Loaded(tokens, tuple(runs), tensors, logits)
 
 
 def read_item(store: TierStore, door: Door, item: Item) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ class PrefixHash:
     """Keys of ever longer prefixes of one token sequence."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        numbers = array("q", tokens)
+        numbers = array("q", tokens)  # of an array a plain copy
         if sys.byteorder == "big":
             numbers.byteswap()
         self._bytes = numbers.tobytes()

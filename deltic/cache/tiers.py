@@ -4,6 +4,7 @@ comes back from the one that knows most of a prompt. No tensors: what comes is l
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Fetch:
             log.warning("%s tier: %s", self.tier.name, error)
             self.tier.lose(error.item)
             return
-        self.loaded = loaded if list(loaded.tokens) == list(self.tokens[:loaded.done]) else None
+        self.loaded = loaded if loaded.tokens == array("q", self.tokens[:loaded.done]) else None
         self._over = True
 
 

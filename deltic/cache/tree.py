@@ -20,6 +20,7 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from deltic.cache.ledger import Ledger
@@ -32,7 +33,8 @@ _BYTES = 8 * PAGE
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One full page of tokens, whose 64-bit keys are `key`. depth: pages from the root, this one included."""
+    """One full page of tokens, whose 64-bit keys are `key`. depth: pages from the root, this one included. kept: it is
+    still in the tree."""
 
     parent: Node | None
     key: bytes
@@ -40,6 +42,7 @@ class Node:
     depth: int
     children: dict[bytes, Node] = field(default_factory=dict)
     checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)
+    kept: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +105,7 @@ class PrefixTree:
         self._checkpoints: dict[Checkpoint, None] = {}
         self._ends: dict[Checkpoint, None] = {}
         self._age = 0.0
+        self._matched: tuple[array[int], bool, int, Match] | None = None
         self.evictions = self.changes = 0
 
     def __len__(self) -> int:
@@ -110,12 +114,17 @@ class PrefixTree:
 
     def match(self, tokens: Sequence[int], end: bool = True) -> Match:
         """The deepest checkpoint that `tokens` begin with; at their very end only one that knows its logits, and none
-        without `end`."""
+        without `end`. The same array, which must not have changed, is looked up once as long as the tree stays as it
+        is."""
+        if self._matched and self._matched[0] is tokens and self._matched[1:3] == (end, self.changes):
+            return self._matched[3]
         best = None
         for node, rest in self._walk(tokens):
             if node.checkpoints:
                 best = self._deepest(node, rest, len(tokens), end) or best
-        return Match(best, node.depth * PAGE)
+        found = Match(best, node.depth * PAGE)
+        self._matched = (tokens, end, self.changes, found) if isinstance(tokens, array) else None
+        return found
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
         """The full pages here that hold the beginning of `tokens`."""
@@ -144,11 +153,13 @@ class PrefixTree:
             later.expected = later.uses > 0
         checkpoint.later = []
 
-    def supersede(self, tokens: Sequence[int], expected: Collection[int]) -> list[Checkpoint]:
+    def supersede(self, tokens: Sequence[int], expected: Collection[int], near: Node | None = None
+                  ) -> list[Checkpoint]:
         """A conversation has come to the end of `tokens`: on the way there, following prompts are expected at these
-        positions only, and where several had resumed. Returns the checkpoints at these positions."""
-        found = []
-        for node, rest in self._walk(tokens):
+        positions only, and where several had resumed. Returns the checkpoints at these positions. near: as in
+        `insert`."""
+        found, start = [], self._nearest(near, len(tokens))
+        for node, rest in chain(_upward(start), self._walk(tokens, start)):
             if not node.checkpoints:
                 continue
             on_the_way = [checkpoint for checkpoint in node.checkpoints.values() if rest.startswith(checkpoint.tail)]
@@ -167,16 +178,25 @@ class PrefixTree:
         return pages[::-1]
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, page: int | None,
-               logits: Any = None) -> Checkpoint:
-        """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`."""
-        keys, node, above = _keys(tokens), self._root, None
-        for index, full in enumerate(pages[:len(tokens) // PAGE]):
-            key = keys[index * _BYTES:(index + 1) * _BYTES]
+               logits: Any = None, near: Node | None = None) -> Checkpoint:
+        """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`. near: a node
+        that was on their way; if it still is there, nobody goes it again."""
+        node = start = self._nearest(near, len(tokens))
+        keys, above, full = _keys(tokens[node.depth * PAGE:]), None, len(tokens) // PAGE
+        place, last = 0, (full - node.depth) * _BYTES
+        while place < last:
+            key = keys[place:place + _BYTES]
             if node.checkpoints:
                 above = _above(node, key, len(tokens)) or above
-            node = node.children.get(key) or self._child(node, key, full)
-        tail = keys[node.depth * _BYTES:]
+            child = node.children.get(key)
+            if child is None:
+                break
+            node, place = child, place + _BYTES
+        node, tail = self._extend(node, keys[place:last], pages[node.depth:full]), keys[last:]
         above = _above(node, tail, len(tokens)) or above
+        if above is None:
+            passed = (_above(node, rest, len(tokens)) for node, rest in _upward(start) if node.checkpoints)
+            above = next(filter(None, passed), None)
         checkpoint = node.checkpoints.get(tail)
         if checkpoint is None:
             checkpoint = node.checkpoints[tail] = Checkpoint(node, tail, slot, page, len(tokens), above)
@@ -243,10 +263,20 @@ class PrefixTree:
         saved = checkpoint.saved
         return checkpoint.age + saved / (self._slot_tokens + saved)
 
-    def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, bytes]]:
-        """The nodes on the way of `tokens` as far as there are some, the root first, each with the keys of the page
-        that comes next, or of what is left. Keys are made as the way goes on: a stranger's way is short."""
-        node: Node | None = self._root
+    def _nearest(self, node: Node | None, length: int) -> Node:
+        """A node on the way of so many tokens, or the last one before it that is not past their end; the root, if it is
+        no more in the tree."""
+        if node is None or not node.kept:
+            return self._root
+        while node.parent is not None and node.depth * PAGE > length:
+            node = node.parent
+        return node
+
+    def _walk(self, tokens: Sequence[int], first: Node | None = None) -> Iterator[tuple[Node, bytes]]:
+        """The nodes on the way of `tokens` as far as there are some, from the first one or the root on, each with the
+        keys of the page that comes next, or of what is left. Keys are made as the way goes on: a stranger's way is
+        short."""
+        node: Node | None = first or self._root
         keys, start, block = b"", 0, 4
         while node is not None:
             rest = keys[start:start + _BYTES]
@@ -263,10 +293,14 @@ class PrefixTree:
                 and (one.done < length or (end and one.logits is not None))]
         return max(fits, key=lambda one: one.done, default=None)
 
-    def _child(self, node: Node, key: bytes, page: int) -> Node:
-        child = node.children[key] = Node(node, key, page, node.depth + 1)
-        self._pages.share([page])
-        return child
+    def _extend(self, node: Node, keys: bytes, pages: Sequence[int]) -> Node:
+        """Add nodes below one, each below the one before, for these pages and their keys; returns the last."""
+        for start, page in zip(range(0, len(keys), _BYTES), pages, strict=True):
+            key = keys[start:start + _BYTES]
+            child = node.children[key] = Node(node, key, page, node.depth + 1)
+            node = child
+        self._pages.share(pages)
+        return node
 
     def _remove(self, checkpoint: Checkpoint) -> None:
         del self._checkpoints[checkpoint]
@@ -282,6 +316,7 @@ class PrefixTree:
         node = checkpoint.node
         while node.parent is not None and not node.children and not node.checkpoints:
             del node.parent.children[node.key]
+            node.kept = False
             self._pages.release([node.page])
             node = node.parent
 
@@ -291,6 +326,13 @@ class PrefixTree:
             node = stack.pop()
             stack += node.children.values()
             yield node
+
+
+def _upward(node: Node) -> Iterator[tuple[Node, bytes]]:
+    """The nodes above one, the nearest first, each with the keys of the page that comes next on the way to it."""
+    while node.parent is not None:
+        yield node.parent, node.key
+        node = node.parent
 
 
 def _above(node: Node, rest: bytes, length: int) -> Checkpoint | None:

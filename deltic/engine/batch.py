@@ -17,9 +17,11 @@ from deltic.ops.records import PAGE, RING, Batch, Given, Layout, Padded
 
 RowsOf = Callable[[str], Tensor]
 """Gives the rows [tokens, H] float32 of a picture, by its digest, on the device."""
+Numbers = dict[tuple[int, int, int | None], Tensor]
+"""Where the integers of a bucket's steps lie on the device, by `Padded.bucket`, and as many more as it has rows."""
 
-_SHAPES = 64
-"""Of steps with drafts, whose memory is kept."""
+_LAYOUTS = 64
+"""Of a bucket's steps, whose batches are kept."""
 _FEWEST_PAGES = 16
 """Pages of the smallest bucket."""
 
@@ -31,12 +33,25 @@ class PageTable:
     def __init__(self) -> None:
         self._numbers, self._width = array("q"), 0
         self._tensor = self._rows = torch.zeros(0, 0, dtype=torch.int64)
+        self._view: Any = self._tensor.numpy()
         self._lists: list[List[int]] = []
         self._written: list[int] = []
+
+    def write(self, rows: List[Row], into: Any) -> None:
+        """Write the table of these rows into an array [R or more, P] int64; the last one's pages to all that follow."""
+        self._update(rows, into.shape[1])
+        into[:len(rows)] = self._view[:len(rows), :into.shape[1]]
+        into[len(rows):] = self._view[len(rows) - 1, :into.shape[1]]
 
     def of(self, rows: List[Row], width: int) -> Tensor:
         """[R, P] int64, on the host, of at least so many pages; valid until the next call. The same tensor as last
         time where it has room for the pages, and there are as many rows."""
+        self._update(rows, width)
+        if len(rows) != len(self._rows):
+            self._rows = self._tensor[:len(rows)]
+        return self._rows
+
+    def _update(self, rows: List[Row], width: int) -> None:
         if len(rows) > len(self._lists) or width > self._width:
             self._grow(power_of_two(max(len(rows), len(self._lists))), power_of_two(max(width, self._width)))
         for place, row in enumerate(rows):
@@ -48,43 +63,84 @@ class PageTable:
             if start < end:
                 self._numbers[first + start:first + end] = array("q", pages[start:])
             self._written[place] = end
-        if len(rows) != len(self._rows):
-            self._rows = self._tensor[:len(rows)]
-        return self._rows
 
     def _grow(self, places: int, width: int) -> None:
         self._numbers, self._width = array("q", bytes(8 * places * width)), width
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64).view(places, width)
+        self._view = self._tensor.numpy()
         self._lists, self._written, self._rows = [()] * places, [0] * places, self._tensor[:0]
 
 
-class BatchMemory:
-    """What stays from one step's batch to the next: the page table and, on a CPU, the last batch itself, whose memory
-    one of the same shape is written into."""
+class Upload:
+    """Integers at one place on a device, of which there are others in every step. The host writes them into pinned
+    memory, from which they are copied beside what it does: two pieces by turns, so that it need not wait. On a CPU it
+    writes to the place itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Tensor) -> None:
+        """numbers [N] int64: where they are to be."""
+        self.numbers, self._turn = numbers, 0
+        hosts = [torch.zeros_like(numbers, device="cpu", pin_memory=True) for _ in range(2)] if numbers.is_cuda else []
+        self._pieces = [(host, host.numpy(), torch.cuda.Event()) for host in hosts]
+
+    def begin(self) -> Any:
+        """The array [N] to write to. What is in it is of a step before."""
+        if not self._pieces:
+            return self.numbers.numpy()
+        self._turn ^= 1
+        _, array, copied = self._pieces[self._turn]
+        if not copied.query():
+            copied.synchronize()
+        return array
+
+    def send(self) -> None:
+        """Have what was written copied, behind all that the device was given before."""
+        if self._pieces:
+            host, _, copied = self._pieces[self._turn]
+            self.numbers.copy_(host, non_blocking=True)
+            copied.record()
+
+
+class _Bucket:
+    """What the steps of a bucket share: the place of their integers, and batches by their layout, whose tensors are
+    views of it. draws: of those integers the last ones: instead of tokens that are not known, numbers of draws."""
+
+    def __init__(self, numbers: Tensor, rows: int, pages: int) -> None:
+        self.upload, self.draws = Upload(numbers), numbers[len(numbers) - rows:]
+        self.numbers, self._shape = numbers[:len(numbers) - rows], (rows, pages)
+        self.batches: dict[Layout | int, Batch] = {}
+
+    def write(self, numbers: array[int], rows: List[Row], pages: PageTable) -> Any:
+        """Write a step's integers and the rows' pages. Returns the array of draws."""
+        count, width = self._shape
+        host, end = self.upload.begin(), len(numbers) + count * width
+        host[:len(numbers)] = numbers
+        pages.write(rows, host[len(numbers):end].reshape(count, width))
+        return host[end:]
+
+
+class BatchMemory:
+    """What stays from one step's batch to the next: the page table, on a GPU where the integers of a bucket's steps
+    lie, on a CPU the last batch itself, whose memory one of the same shape is written into."""
+
+    def __init__(self, numbers: Numbers | None = None) -> None:
+        """numbers: of the buckets, where others know of them too."""
         self.pages = PageTable()
         self._shape: _Shape | None = None
         self._batch: Batch | None = None
         self._numbers, self._appends = array("q"), bytearray()
-        self._verified: dict[object, tuple[Tensor, Batch]] = {}
+        self._places = {} if numbers is None else numbers
+        self._buckets: dict[tuple[int, int, int | None], _Bucket] = {}
 
-    def verified(self, padded: Callable[[Tensor], Padded], host: Tensor, layout: Layout,
-                 device: torch.device) -> Batch:
-        """The batch of a bucket's numbers on the host. Its memory is that of the last one of this shape: of a step
-        whose draws the host has seen, which was copied long ago."""
-        key = len(host), layout
-        if key not in self._verified:
-            if len(self._verified) >= _SHAPES:
-                self._verified.clear()
-            pinned = host.pin_memory() if device.type == "cuda" else host.clone()
-            self._verified[key] = pinned, step_of(padded(torch.empty_like(host, device=device)), layout)
-        pinned, batch = self._verified[key]
-        assert batch.padded
-        pinned.copy_(host)
-        batch.padded.numbers.copy_(pinned, non_blocking=True)
-        batch.memo.clear()
-        return batch
+    def bucket(self, rows: int, pages: int, tokens: int | None, size: int, device: torch.device) -> _Bucket:
+        """That of these rows, pages and tokens, which takes so many integers."""
+        key = rows, pages, tokens
+        found = self._buckets.get(key)
+        if found is None:
+            numbers = self._places.get(key)
+            if numbers is None:
+                numbers = self._places[key] = torch.zeros(size + rows, dtype=torch.int64, device=device)
+            found = self._buckets[key] = _Bucket(numbers, rows, pages)
+        return found
 
     def batch(self, shape: _Shape, numbers: array[int], appends: List[bool], pages: Tensor) -> Batch:
         """The batch of these numbers, on the host; valid until the next call."""
@@ -117,7 +173,7 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     embeddings of pictures' tokens. verified: `Model.verifies`.
     """
     rows = plan.rows
-    if device.type == "cuda" and (verified or not hidden) and decodes(plan):
+    if device.type == "cuda" and (verified or not hidden) and (drawn is not None or decodes(plan)):
         return decoding(plan, device, drawn, memory, hidden)
     if device.type == "cuda" and verified and drawn is None and verifies(plan):
         return verifying(plan, device, memory, hidden)
@@ -204,23 +260,33 @@ def decodes(plan: Plan) -> bool:
 
 def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memory: BatchMemory | None = None,
              hidden: bool = False) -> Batch:
-    """A plan that `decodes`, with its bucket: both are views of one upload. drawn, memory, hidden: as in `build`."""
-    rows = [*plan.rows]
-    real, pages = len(rows), power_of_two(max(_FEWEST_PAGES, *(len(row.pages) for row in rows)))
-    rows += [rows[-1]] * (power_of_two(real) - real)
-    done = [row.done for row in rows]
-    slots = [row.slot for row in rows]
+    """A plan that `decodes`, with its bucket: both are views of one upload, valid until the next step of the bucket.
+    drawn, memory, hidden: as in `build`."""
+    rows, real, memory = plan.rows, len(plan.rows), memory or BatchMemory()
+    count, pages = power_of_two(real), power_of_two(max(_FEWEST_PAGES, max([len(row.pages) for row in rows])))
+    bucket = memory.bucket(count, pages, None, 2 + 9 * count + count * pages, device)
+    done, slots = [row.done for row in rows], [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
-    numbers = array("q", (real,))
-    for values in ([_ids(row)[0] for row in rows], *_rotary(rows, done), range(len(rows) + 1), done,
-                   [_flat(row, row.done) for row in rows], slots, targets):
-        numbers.extend(values)
-    host = _with_pages(numbers, plan, len(rows), pages, memory)
-    padded = Padded(on_device(host, device), len(rows), pages, hidden=hidden)
+    ids = [row.tokens[0] if row.drawn is None else row.drawn for row in rows]
+    fill, numbers = count - real, array("q", (real,))
+    for column in (ids, *_rotary(rows, done)):
+        numbers.extend(column)
+        numbers.extend((column[-1],) * fill)
+    numbers.extend(range(count + 1))
+    for column in (done, [_flat(row, row.done) for row in rows], slots, targets):
+        numbers.extend(column)
+        numbers.extend((column[-1],) * fill)
+    draws = bucket.write(numbers, rows, memory.pages)
+    draws[:] = numbers[1:1 + count]
+    bucket.upload.send()
     if drawn is not None:
-        _take_drawn(padded.numbers[1:1 + len(rows)], drawn)
-    layout = Layout((1,) * real, tuple(row.done + 1 for row in plan.rows), real, real, hidden=hidden)
-    return step_of(padded, layout, _span(slots[:real], targets[:real]))
+        torch.index_select(drawn, 0, bucket.draws, out=bucket.numbers[1:1 + count])
+    batch = bucket.batches.get(real)
+    if batch is None or batch.layout.hidden != hidden:
+        layout = Layout((1,) * real, (pages * PAGE,) * real, real, real, hidden=hidden)
+        batch = bucket.batches[real] = step_of(Padded(bucket.numbers, count, pages, hidden=hidden), layout)
+    batch.memo.clear()
+    return batch
 
 
 def verifies(plan: Plan) -> bool:
@@ -231,7 +297,8 @@ def verifies(plan: Plan) -> bool:
 
 
 def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = None, hidden: bool = False) -> Batch:
-    """A plan that `verifies`, with its bucket: both are views of one upload. memory, hidden: as in `build`."""
+    """A plan that `verifies`, with its bucket: both are views of one upload, valid until the next step of the bucket.
+    memory, hidden: as in `build`."""
     rows, real = plan.rows, len(plan.rows)
     tokens, count = [token for row in rows for token in row.tokens], power_of_two(real)
     size, pages = power_of_two(max(len(tokens), count)), draft_pages(max(len(row.pages) for row in rows))
@@ -257,24 +324,17 @@ def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = Non
     numbers.extend(range(size))
     chunks = tuple([len(row.tokens) for row in rows])
     layout = Layout(chunks, (pages * PAGE,) * real, chunks.count(1), len(tokens), appends=True, hidden=hidden)
-    host = _with_pages(numbers, plan, count, pages, memory)
-
-    def padded(numbers: Tensor) -> Padded:
-        return Padded(numbers, count, pages, size, hidden)
-
-    if memory is None:
-        return step_of(padded(on_device(host, device)), layout)
-    return memory.verified(padded, host, layout, device)
-
-
-def _with_pages(numbers: array[int], plan: Plan, rows: int, pages: int, memory: BatchMemory | None) -> Tensor:
-    """The numbers of a bucket, on the host, after which come the rows' pages."""
-    real, known = len(plan.rows), (memory.pages if memory else PageTable()).of(plan.rows, pages)[:, :pages]
-    numbers.extend((0,) * (rows * pages))
-    host = torch.frombuffer(numbers, dtype=torch.int64)
-    below = host[-rows * pages:].view(rows, pages)
-    below[:real], below[real:] = known, known[-1]
-    return host
+    memory = memory or BatchMemory()
+    bucket = memory.bucket(count, pages, size, len(numbers) + count * pages, device)
+    bucket.write(numbers, rows, memory.pages)
+    bucket.upload.send()
+    batch = bucket.batches.get(layout)
+    if batch is None:
+        if len(bucket.batches) >= _LAYOUTS:
+            bucket.batches.clear()
+        batch = bucket.batches[layout] = step_of(Padded(bucket.numbers, count, pages, size, hidden), layout)
+    batch.memo.clear()
+    return batch
 
 
 def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:

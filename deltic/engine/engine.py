@@ -94,6 +94,8 @@ class Engine:
         if self.ahead:
             runtime.cache.set_aside(runtime.memory.max_batch)
         self._flight: InFlight | None = None
+        self._sound: dict[Sequence, Share] = {}
+        """Those that have drawn a sound token since what they have emitted was kept."""
         self._spacing = grid_spacing(runtime.cache.sizes.slot_tokens)
         self._sequences: dict[str, list[Sequence]] = {}
         self._events: list[Event] = []
@@ -110,16 +112,17 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError if it cannot be served as asked."""
-        self._check(request)
+        keys = self._check(request)
         if isinstance(request.output, SamplingParams):
             request = replace(request, output=request.output.with_defaults(self._defaults()))
         first = self._sequence(request, 0, None)
-        first.prompt_keys = array("q", first.keys).tobytes()
+        first.prompt_keys = keys
         self._sequences[request.id] = [first]
         self.scheduler.add(first)
 
     def abort(self, request: str) -> None:
         """End a request now, in whatever state it is; its choices finish with reason "abort"."""
+        self._keep_emitted()
         for sequence in self._sequences.get(request, ())[:]:
             sequence.finish = "abort"
             self._end(sequence)
@@ -131,6 +134,7 @@ class Engine:
     def pause(self, request: str) -> None:
         """Have a request give up its places until `resume`; what it has read stays as long as there is room for it.
         Its answers are the same. Unknown and paused requests stay as they are."""
+        self._keep_emitted()
         for sequence in self._sequences.get(request, ()):
             self.speculator.forget(sequence)
             self.scheduler.pause(sequence)
@@ -145,6 +149,7 @@ class Engine:
         """Collect a step: the one in flight, or else one that is launched now. Where the step after it needs nothing
         that the host has to see first, it is launched before that, so that no device waits for the host."""
         began, before, read = time.perf_counter(), self.launcher.seconds, self.stats.prompt_tokens
+        self._keep_emitted()
         flight = self._flight if self._flight and self._flight.live else self._launch()
         self._flight = None
         if flight:
@@ -166,6 +171,7 @@ class Engine:
 
     def check(self) -> None:
         """Assert the cache's accounts, and that nothing is leased when nothing is running."""
+        self._keep_emitted()
         self.runtime.cache.check()
         queued = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.paused]
         live = {sequence for group in self._sequences.values() for sequence in group}
@@ -175,6 +181,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait until the cache's tiers have everything; the engine must not be used afterwards."""
+        self._keep_emitted()
         self.runtime.cache.close()
         if self.runtime.experts:
             self.runtime.experts.close()
@@ -234,12 +241,23 @@ class Engine:
             try:
                 if share.error:
                     raise share.error
-                if chosen.healthy[share.draw]:
-                    if share.lease.emitting:
-                        self.runtime.cache.keep_emitted(share.lease, share.end)
-                    if sequence.splits:
-                        self._split(sequence, share.end)
+                if chosen.healthy[share.draw] and share.lease.emitting:
+                    self._sound[sequence] = share
+                if chosen.healthy[share.draw] and sequence.splits:
+                    self._keep_emitted()
+                    self._split(sequence, share.end)
                 self._follow(share, chosen, share.draw)
+            except Exception as error:
+                self._blame(sequence, error)
+
+    def _keep_emitted(self) -> None:
+        """Put the states that sound sequences have emitted into the tree: once their tokens are out, as a long prompt
+        has many pages, and before anybody looks there."""
+        while self._sound:
+            sequence, share = self._sound.popitem()
+            try:
+                if share.live:
+                    self.runtime.cache.keep_emitted(share.lease, share.end)
             except Exception as error:
                 self._blame(sequence, error)
 
@@ -373,6 +391,8 @@ class Engine:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
+        if sequence in self._sound:
+            self._keep_emitted()
         # the state of a sequence that has drawn a token is known to be sound
         self.scheduler.remove(sequence, keep=sequence.finish != "error" and sequence.generated > 0)
         self.speculator.forget(sequence)
@@ -408,7 +428,8 @@ class Engine:
     def _defaults(self) -> Mapping[str, Any]:
         return {**self.runtime.generation.sampling(), "max_repeat": self.runtime.options.max_repeat}
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request) -> array[int]:
+        """Returns the keys of the prompt."""
         vocabulary = self.runtime.config.vocab_size
         if request.id in self._sequences:
             raise RequestError(f"a request with id {request.id!r} is already running", "id")
@@ -417,17 +438,29 @@ class Engine:
         if len(request.prompt) >= self.max_context:
             raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {self.max_context}, "
                                "answer included: shorten it, or raise --max-context", "prompt")
-        if not 0 <= min(request.ids) <= max(request.ids) < vocabulary:
+        ids = _array(request.ids)
+        if ids is None or not all(0 <= int(bound) < vocabulary for bound in torch.frombuffer(ids, dtype=torch.int64
+                                                                                          ).aminmax()):
             raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
         keys = request.prompt.keys if isinstance(request.prompt, Prompt) else None
         if isinstance(request.prompt, Prompt) and request.prompt.pictures and self.pictures is None:
             raise RequestError("this model reads text only: leave pictures out", "prompt")
         if keys and any(0 <= key != id for id, key in zip(request.ids, keys, strict=True)):
             raise RequestError("the prompt has keys that are neither its ids nor negative", "prompt")
+        known = array("q", keys) if keys else ids
         if isinstance(request.output, Embed):
-            return
+            return known
         bias, stops = request.output.logit_bias, request.output.stop_token_ids
         foreign = [token for token in (*bias, *stops) if token >= vocabulary]
         if foreign:
             raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
                                "logit_bias" if foreign[0] in bias else "stop_token_ids")
+        return known
+
+
+def _array(ids: tuple[int, ...]) -> array[int] | None:
+    """None where some are larger than any token."""
+    try:
+        return array("q", ids)
+    except OverflowError:
+        return None

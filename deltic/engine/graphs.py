@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Graphs:
         padded = batch.padded
         if padded is None:
             return None
+        if torch.cuda.current_device() == padded.numbers.device.index:
+            return self._run(padded)[:batch.layout.logits]
         with torch.cuda.device(padded.numbers.device):
             return self._run(padded)[:batch.layout.logits]
 
@@ -62,14 +64,14 @@ class Graphs:
             logits = self._forward(step_of(padded)).clone()
             self.capture(padded)
             return logits
-        captured.numbers.copy_(padded.numbers)
+        if captured.numbers.data_ptr() != padded.numbers.data_ptr():
+            captured.numbers.copy_(padded.numbers)
         captured.graph.replay()
         return captured.logits
 
     def capture(self, padded: Padded) -> None:
-        """Record the bucket of this step."""
-        numbers = padded.numbers.clone()
-        static = step_of(replace(padded, numbers=numbers))
+        """Record the bucket of this step. Its numbers stay those that the graph reads."""
+        numbers, static = padded.numbers, step_of(padded)
         graph, logits = record(lambda: self._forward(static), self._pool)
         self._pool = self._pool or graph.pool()
         borrowed = torch.as_tensor(_Borrowed(logits), device=numbers.device)

@@ -72,7 +72,7 @@ class InFlight:
     drafting: the sequences that drafts were asked for.
     drawn [L] int64: the tokens, on the device; of a CPU until the next step has been launched.
     chosen: what was drawn; None where it has not been waited for.
-    sampled: the same.
+    sampled: the same, on the host but for what has landed there (`Sampled.landed`).
     vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as `arrived`.
     raw [L, V]: the model's logits, where the probability of another token than the drawn one may be reported.
     batch: its rows, on the device.
@@ -122,7 +122,7 @@ class Launcher:
 
     def __init__(self, runtime: Model, pictures: Pictures | None = None) -> None:
         self._runtime, self._pictures, self.seconds = runtime, pictures, 0.0
-        self._memory, self._params, self._masks = BatchMemory(), SamplingTable(), Masks()
+        self._memory, self._params, self._masks = BatchMemory(runtime.numbers), SamplingTable(lands=True), Masks()
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
                before: InFlight | None = None) -> InFlight:
@@ -143,6 +143,10 @@ class Launcher:
             self.seconds += time.perf_counter() - began
         if flight.sampled is None:
             return None
+        if flight.sampled.landed and flight.sampling and flight.sampling.landing is not None:
+            numbers = flight.sampling.landing.tolist()
+            sound = numbers[len(numbers) // 2:]
+            return Chosen(flight.sampled, numbers[:len(sound)], sound, sound, flight.raw)
         return flight.chosen or _chosen(flight.sampled, flight.raw)
 
     @torch.inference_mode()
@@ -205,7 +209,7 @@ class Launcher:
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if not sampled.tokens.is_cuda:
             flight.chosen = _chosen(sampled, flight.raw)
-        else:
+        elif not sampled.landed:
             flight.sampled = _on_host(sampled)
 
 

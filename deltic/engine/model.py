@@ -10,6 +10,7 @@ from torch import Tensor
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
+from deltic.engine.batch import Numbers
 from deltic.engine.experts import Experts
 from deltic.engine.mtp import MtpRunner
 from deltic.engine.pictures import Encode
@@ -32,6 +33,7 @@ class Model(Protocol):
     experts: those that are not all in memory, if it has such.
     verifies: steps with drafts have buckets, as those that only decode (`engine.batch`); then drafts and prompts are
         not to be in one step.
+    numbers: where the integers of buckets' steps lie, if it has recorded such.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Model(Protocol):
     encode: Encode | None
     experts: Experts | None
     verifies: bool
+    numbers: Numbers
 
     @property
     def device(self) -> torch.device:

@@ -17,7 +17,7 @@ from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
-from deltic.engine.batch import buckets, build, draft_buckets
+from deltic.engine.batch import BatchMemory, Numbers, buckets, build, draft_buckets
 from deltic.engine.experts import Experts
 from deltic.engine.graphs import Graphs
 from deltic.engine.model import Model
@@ -66,7 +66,7 @@ class Runtime:
     step: runs a batch in one call, where the ops have that.
     mtp_runner: the draft head over this cache.
     graphs: replays decode steps, on a GPU.
-    verifies: as in `Model`.
+    verifies, numbers: as in `Model`.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Runtime:
     mtp_runner: MtpRunner | None = field(init=False)
     graphs: Graphs | None = field(init=False)
     verifies: bool = field(init=False)
+    numbers: Numbers = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         pools, ops = self.pools, self.decoder.ops
@@ -133,6 +134,8 @@ class Runtime:
         """As `run`; with the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks for
         them."""
         use_torch_threads(self.decoder.ops, self.threads)
+        if batch.padded is not None:
+            self.pools.wait()
         logits = self.graphs.run(batch) if self.graphs else None
         if logits is not None:
             return logits, None
@@ -144,6 +147,7 @@ class Runtime:
         hidden = None if hidden is None else hidden.float()
         if self.mtp_runner is not None:
             assert hidden is not None, "a draft head needs all hidden states"
+            self.pools.wait()
             self.mtp_runner.follow(batch, hidden)
         return logits, hidden
 
@@ -154,12 +158,13 @@ class Runtime:
         may have taken those yet."""
         if self.graphs is None or (self.mtp_runner is not None and not self.verifies):
             return
-        head = self.mtp_runner is not None
+        head, memory = self.mtp_runner is not None, BatchMemory(self.numbers)
         for rows, pages in buckets(self.memory.max_batch, self.memory.max_context):
             row = Row((0,), 0, (0,) * pages, 0, 1)
-            logits = self.run(build(Plan((row,) * rows), self.device, hidden=head, verified=self.verifies))
+            logits = self.run(build(Plan((row,) * rows), self.device, hidden=head, memory=memory,
+                                    verified=self.verifies))
         if self.verifies and self._drafts:
-            self._warm_up_drafts()
+            self._warm_up_drafts(memory)
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)
@@ -173,7 +178,7 @@ class Runtime:
             return Mtp().tokens if self.mtp_runner else 0
         return speculation.tokens if speculation else 0
 
-    def _warm_up_drafts(self) -> None:
+    def _warm_up_drafts(self, memory: BatchMemory) -> None:
         most, head = self._drafts, self.mtp_runner
         for rows, pages in draft_buckets(min(self.memory.max_batch, DRAFT_ROWS), self.memory.max_context):
             each = 1
@@ -181,7 +186,8 @@ class Runtime:
                 # as if one token had been left in the ring before, or as many were appended
                 row = Row((0,) * min(each, most + 1), int(each == 1), (0,) * pages, 0, min(each, most + 1), base=0,
                           append=each > 1)
-                self.run(build(Plan((row,) * rows), self.device, hidden=head is not None, verified=True))
+                self.run(build(Plan((row,) * rows), self.device, hidden=head is not None, memory=memory,
+                               verified=True))
                 each *= 2
             for drafts in draft_sizes(most):
                 if head:
@@ -196,6 +202,7 @@ class Runtime:
         found = self.step(batch) if self.step is not None and not self.options.debug_layers else None
         if found is not None:
             return found
+        self.pools.wait()
         hidden = self.decoder.forward(batch, self.views, self._observer())
         logits = self.decoder.logits(hidden[batch.logit_tokens] if batch.layout.hidden else hidden)
         return logits, hidden if batch.layout.hidden else None

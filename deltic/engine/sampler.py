@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from deltic.engine.batch import upload
+from deltic.engine.batch import Upload, upload
 from deltic.engine.masks import forbids, offsets
 from deltic.engine.penalties import Penalties, penalizes, wanted
 from deltic.engine.sequence import Sequence
@@ -38,10 +38,14 @@ class SamplingTable:
     """The parameters of one step's draws after another's: all but keys and penalties stay as long as the same sequences
     draw. On a CPU what is drawn with them stays only until the next draw."""
 
-    def __init__(self) -> None:
+    def __init__(self, lands: bool = False) -> None:
+        """lands: a GPU is to write what it draws to memory of the host, to be read before the next draw but one."""
+        self._lands, self._turn = lands, 0
+        self._landings: dict[tuple[int, int], Tensor] = {}  # kept: a step that nobody waits for writes there, too
         self._sequences: list[Sequence] = []
         self._sampling = Sampling(*(torch.empty(0),) * 5)
-        self._adjusts, self._keys = False, array("q")
+        self._adjusts, self._keys = False, Upload(torch.empty(0, dtype=torch.int64))
+        self._turns = self._sampling, self._sampling
 
     def of(self, draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:
         """Row i makes draw i. vocabulary: of how many tokens there are logits: of all when a sequence is first drawn
@@ -50,21 +54,29 @@ class SamplingTable:
         if sequences != self._sequences:
             params = [sequence.sampling for sequence in sequences]
             self._sequences, self._sampling = sequences, _sampling(params, device)
-            if device.type == "cpu":
-                self._keys = array("q", bytes(8 * len(draws)))
-                self._sampling = replace(self._sampling, key=upload(self._keys, torch.int64, device), kept={})
+            if not self._sampling.greedy or device.type == "cpu":
+                self._keys = Upload(torch.zeros(len(draws), dtype=torch.int64, device=device))
+                self._sampling = replace(self._sampling, key=self._keys.numbers,
+                                         kept={} if device.type == "cpu" else None)
+            self._turns = self._landing(len(draws), device, 0), self._landing(len(draws), device, 1)
             self._adjusts = any(p.min_tokens or penalizes(p) for p in params)
         adjusts = self._adjusts or any(draw.mask is not None for draw in draws)
         adjust = _adjust(draws, device, vocabulary) if adjusts else None
-        sampling = self._sampling if adjust is None else replace(self._sampling, adjust=adjust)
-        if sampling.greedy:
-            return sampling
-        keys = array("q", [0 if draw.sequence.sampling.temperature == 0 else
-                           sample_key(draw.sequence.seed, draw.sequence.choice, draw.position) for draw in draws])
-        if device.type != "cpu":
-            return replace(sampling, key=upload(keys, torch.int64, device))
-        self._keys[:] = keys
-        return sampling
+        if not self._sampling.greedy:
+            self._keys.begin()[:] = [0 if draw.sequence.sampling.temperature == 0 else
+                                     sample_key(draw.sequence.seed, draw.sequence.choice, draw.position)
+                                     for draw in draws]
+            self._keys.send()
+        self._turn ^= 1
+        sampling = self._turns[self._turn]
+        return sampling if adjust is None else replace(sampling, adjust=adjust)
+
+    def _landing(self, draws: int, device: torch.device, turn: int) -> Sampling:
+        if not self._lands or device.type != "cuda":
+            return self._sampling
+        if (draws, turn) not in self._landings:
+            self._landings[draws, turn] = torch.zeros(2 * draws, dtype=torch.int64, pin_memory=True)
+        return replace(self._sampling, landing=self._landings[draws, turn])
 
 
 def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:

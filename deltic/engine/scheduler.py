@@ -292,14 +292,15 @@ class Scheduler:
         """Whether a tier is still bringing more of this sequence's prompt than the tree knows."""
         if sequence.origin or sequence.scoring or not self.cache.tiers:
             return False
-        sequence.fetch = sequence.fetch or self.cache.fetch(sequence.keys[:-1] if sequence.embeds else sequence.keys)
+        keys = sequence.key_array
+        sequence.fetch = sequence.fetch or self.cache.fetch(keys[:-1] if sequence.embeds else keys)
         return not sequence.fetch.poll()
 
     def _known(self, sequence: Sequence) -> int:
         """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""
         known, changes = sequence.known
         if changes != self.cache.tree.changes:
-            known = self.cache.known(sequence.keys, not sequence.embeds)
+            known = self.cache.known(sequence.key_array, not sequence.embeds)
             sequence.known = known, self.cache.tree.changes
         return known
 
@@ -333,7 +334,7 @@ class Scheduler:
     def _lease(self, sequence: Sequence) -> Lease | None:
         # beside others it must fit with its next token: else it would only push them out, or be pushed
         room = len(sequence.tokens) + 1 if self.running else 0
-        origin, lease, keys = sequence.origin, None, sequence.own_keys()
+        origin, lease, keys, known = sequence.origin, None, sequence.own_keys(), sequence.key_array
         if origin is not None:
             if self.cache.make_room(-(-room // PAGE) - origin.snapshot.done // PAGE):
                 lease = self.cache.fork(origin.snapshot, keys)
@@ -341,11 +342,10 @@ class Scheduler:
                 return None
             self._forget_origin(sequence)
         if lease is None:
-            diverged = self.cache.tree.diverged(keys) if log.isEnabledFor(logging.DEBUG) else 0
-            known = keys[:len(sequence.scores)] if sequence.scoring else keys
-            lease = self.cache.admit(known, room, sequence.fetch or NOTHING, not sequence.embeds)
+            diverged = self.cache.tree.diverged(known) if log.isEnabledFor(logging.DEBUG) else 0
+            known = known[:len(sequence.scores)] if sequence.scoring else known
+            lease = self.cache.admit(known, room, sequence.fetch or NOTHING, not sequence.embeds, keys)
             if lease is not None:
-                lease.keys = keys
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None
         if lease is not None:
@@ -453,7 +453,7 @@ def _reuse(tokens: int, diverged: int, lease: Lease) -> str:
 
 def _common(sequence: Sequence, other: Sequence) -> int:
     """The last position of another sequence's prompt whose state this one could begin with."""
-    common, vector = common_length(sequence.prompt_keys, other.prompt_keys) // 8, sequence.embeds or other.embeds
+    common, vector = common_length(sequence.prompt_keys, other.prompt_keys), sequence.embeds or other.embeds
     return common if common == len(other.request.prompt) and not vector else min(common, len(sequence.tokens) - 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ class Sequence:
     tokens: ids of prompt and answer; those after `lease.done` are still to be processed. Until it first runs they are
         the request's own prompt, of which many that wait need no copies.
     keys: what prefixes are compared by, of text the tokens themselves.
-    prompt_keys: those of the prompt as bytes, 8 a token, which are quickly compared; choices share them.
+    prompt_keys: those of the prompt as an array, of which parts are quickly compared; choices share it.
     lease: None while waiting.
     positions, offset, pictures: as in `Prompt`.
     blind: the first position that stands for a picture nobody has encoded yet; None: there is none.
@@ -85,7 +86,7 @@ class Sequence:
     repeats: Repeats | None = None
     lease: Lease | None = None
     origin: Origin | None = None
-    prompt_keys: bytes = b""
+    prompt_keys: array[int] = field(default_factory=lambda: array("q"))
     boundaries: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
     hold: tuple[int, Sequence] | None = None
@@ -123,6 +124,11 @@ class Sequence:
             self.blind = self.pictures[0].start if self.pictures else None
         self.group = self.request.group or self.request.id
         self.client = self.request.client or self.group
+
+    @property
+    def key_array(self) -> array[int]:
+        """The keys as an array that nobody changes: the same one until there is an answer."""
+        return self.prompt_keys if len(self.prompt_keys) == len(self.keys) else array("q", self.keys)
 
     @property
     def done(self) -> int:

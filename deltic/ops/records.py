@@ -146,10 +146,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class KvView:
-    """One attention layer's K/V pages: keys, values [pages, PAGE, kv_heads, head_dim], in the model's dtype."""
+    """One attention layer's K/V pages: keys, values [pages, PAGE, kv_heads, head_dim], in the model's dtype. arriving:
+    copies to them that are under way beside the stream of steps; who uses the pages there calls `wait` before."""
 
     keys: Tensor
     values: Tensor
+    arriving: list[Any] = field(default_factory=list, compare=False)
+
+    def wait(self) -> None:
+        """Have what follows in the stream wait for all copies."""
+        while self.arriving:
+            self.arriving.pop().wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +465,7 @@ class Sampling:
     filtered: some row has top_k, top_p or min_p.
     top_logprobs: how many of the most probable tokens to report (None: no log-probabilities at all).
     kept: as in `Batch`, of draws one after another; then what was drawn stays only until the next draw.
+    landing [2 * L] int64: pinned memory, where a device may write tokens, then whether logits are healthy, as well.
     """
 
     temperature: Tensor
@@ -470,15 +478,17 @@ class Sampling:
     filtered: bool = False
     top_logprobs: int | None = None
     kept: dict[Any, Any] | None = None
+    landing: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens [L] int64.
 
-    healthy [L] bool: the raw logits are finite and not all equal.
+    healthy [L] bool, or int64 of 0 and 1: the raw logits are finite and not all equal.
     possible [L] bool: some token is not forbidden; of healthy rows. With log-probabilities (of the raw logits):
         logprobs [L], top_tokens [L, n], top_logprobs [L, n] float32.
+    landed: all of it lies in `Sampling.landing` too, as soon as the device has come so far.
     """
 
     tokens: Tensor
@@ -487,3 +497,4 @@ class Sampled:
     logprobs: Tensor | None = None
     top_tokens: Tensor | None = None
     top_logprobs: Tensor | None = None
+    landed: bool = False

@@ -80,7 +80,7 @@ class ResidualNorm(Arguments):
 
 
 class Choice(Arguments):
-    _fields_ = fields("logits temperature key score bounds token chosen", "", "vocabulary parts rows")
+    _fields_ = fields("logits temperature key score bounds token chosen landing", "", "vocabulary parts rows")
 
 
 class PromptConv(Arguments):

@@ -110,7 +110,8 @@ def _square(tokens: int, context: int) -> Square:
 
 
 class Attend:
-    """Attention of a context's tokens to K/V that are stored already."""
+    """Attention of a context's tokens to K/V that are stored already. A row of few tokens after a long context has
+    little to do in each block of 64 queries: alone, torch splits its context."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._cudnn = torch.backends.cudnn.is_available()
@@ -124,6 +125,12 @@ class Attend:
         GRAIN."""
         begin, square = GRAIN + context.first, context.square
         keys, values = (pool.flatten(0, 1).index_select(0, context.places) for pool in (kv.keys, kv.values))
+        if len(context.queries) == 2 and (square is None or not self._cudnn):
+            # one row alone: its context is split among the card's multiprocessors
+            rows = (x[None] for x in (query[begin:begin + context.tokens], keys[:context.context],
+                                      values[:context.context]))
+            return Attended(torch.ops.aten._flash_attention_forward(
+                *rows, None, None, context.tokens, context.context, 0.0, True, False)[0][0])
         if square is None or not self._cudnn:
             return Attended(torch.ops.aten._flash_attention_forward(
                 query[begin:begin + context.tokens], keys, values, context.queries,

@@ -214,6 +214,7 @@ class Prompts:
         """proj [T, (2 heads + 2 kv_heads) D] -> [T, heads * D]: what lies between the projections."""
         batch, plan = work.batch, work.plan
         spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.singles
+        kv.wait()
         y = proj.new_empty(len(proj), spec.queries)
         self._single_rows(layer, proj, y, work.singles)
         if not plan.rows:

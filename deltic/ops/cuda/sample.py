@@ -42,10 +42,13 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     module = _module(logits.device) if plain else None
     if module is None:
         return TORCH.sample(logits, sampling)
-    with torch.cuda.device(logits.device):
-        tokens, sound = _drawer(module, *logits.shape, get_ident())(logits, sampling).view(2, -1)
-        healthy = sound.bool()
-    return Sampled(tokens, healthy, healthy)
+    draw = _drawer(module, *logits.shape, get_ident())
+    if torch.cuda.current_device() == logits.device.index:
+        tokens, healthy = draw(logits, sampling)
+    else:
+        with torch.cuda.device(logits.device):
+            tokens, healthy = draw(logits, sampling)
+    return Sampled(tokens, healthy, healthy, landed=sampling.landing is not None)
 
 
 def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor) -> None:
@@ -56,30 +59,33 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, chosen: Tensor) ->
     parts = _parts(rows)
     scratch = torch.empty(3, rows * parts, dtype=torch.int64, device=logits.device)
     given = Choice(logits=logits, temperature=temperature, key=keys, score=scratch[0], bounds=scratch[1],
-                   token=scratch[2], chosen=chosen, vocabulary=vocabulary, parts=parts, rows=rows)
+                   token=scratch[2], chosen=chosen, landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
     module.launch("k_choose_part", (parts, rows), 256, given, overlap=False)
     module.launch("k_choose", (rows,), 32, given, overlap=False)
 
 
 @cache
-def _drawer(module: Module, rows: int, vocabulary: int, thread: int) -> Callable[[Tensor, Sampling], Tensor]:
-    """Draws from so many rows: tokens, then whether they are sound [2 * rows] int64, until the thread's next call."""
+def _drawer(module: Module, rows: int, vocabulary: int, thread: int
+            ) -> Callable[[Tensor, Sampling], tuple[Tensor, Tensor]]:
+    """Draws from so many rows: tokens and whether they are sound, [rows] int64 each, until the thread's next call."""
     device = module.device
     parts = _parts(rows)
     numbers = torch.empty(rows * (2 + 3 * parts), dtype=torch.int64, device=device)
     chosen: Tensor
     chosen, token, score, bounds = numbers.split((2 * rows, *(rows * parts,) * 3))
     given = Choice(logits=None, temperature=None, key=None, score=score, bounds=bounds, token=token, chosen=chosen,
-                   vocabulary=vocabulary, parts=parts, rows=rows)
+                   landing=None, vocabulary=vocabulary, parts=parts, rows=rows)
+    tokens, sound = chosen.view(2, -1)
     steps = (module.prepare("k_choose_part", (parts, rows), 256, given),
              module.prepare("k_choose", (rows,), 32, given))
 
-    def draw(logits: Tensor, sampling: Sampling) -> Tensor:
-        given.logits, given.temperature, given.key = (
-            tensor.data_ptr() for tensor in (logits, sampling.temperature, sampling.key))
+    def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        given.logits, given.temperature = logits.data_ptr(), sampling.temperature.data_ptr()
+        given.key = sampling.key.data_ptr()
+        given.landing = None if sampling.landing is None else sampling.landing.data_ptr()
         for step in steps:
             step()
-        return chosen
+        return tokens, sound
 
     return draw
 

@@ -9,6 +9,7 @@ struct Choice {
     float *bounds;             // [L, parts, 2]: lowest, highest; NaN if there is one
     i64 *token;                // [L, parts]
     i64 *chosen;               // [2, L]: tokens, then whether the logits are sound
+    i64 *landing;              // the same in memory of the host; may be null
     int vocabulary, parts, rows;
 };
 
@@ -53,17 +54,38 @@ struct Best {
     }
 };
 
+// The best of a part's logits themselves, four at a time, of which the first is at a multiple of four.
+DEVICE void best_logit(Best &best, const float *logits, int begin, int end) {
+    float top = -3.4e38f, low = 3e38f, high = -3e38f, odd = 0;
+    int token = 0x7fffffff;
+    const float4 *quads = reinterpret_cast<const float4 *>(logits);
+#pragma unroll 4
+    for (int i = begin / 4 + threadIdx.x; i < end / 4; i += 256) {
+        const float4 four = __ldcg(quads + i);
+        const float x[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (x[j] > top) top = x[j], token = 4 * i + j;
+            low = fminf(low, x[j]), high = fmaxf(high, x[j]), odd += x[j] - x[j];  // NaN of what is not finite
+        }
+    }
+    best.join(top, token, low, high, odd == 0);
+}
+
 // Grid [parts, rows], 256 threads.
 DEVICE void choose_part(const Choice &a) {
     __shared__ double scores[32];
     __shared__ i64 tokens[32];
     __shared__ float bounds[64];
-    const int row = blockIdx.y, part = blockIdx.x, size = (a.vocabulary + a.parts - 1) / a.parts;
+    const int row = blockIdx.y, part = blockIdx.x, size = (a.vocabulary + 4 * a.parts - 1) / (4 * a.parts) * 4;
     const float *logits = a.logits + i64(row) * a.vocabulary;
     const float temperature = a.temperature[row];
     const u64 key = u64(a.key[row]);
     Best best{-1e308, 0x7fffffff, 3e38f, -3e38f, true};
-    for (int i = part * size + threadIdx.x; i < min((part + 1) * size, a.vocabulary); i += 256) {
+    const int begin = part * size, end = min(begin + size, a.vocabulary);
+    if (temperature == 0 && a.vocabulary % 4 == 0)
+        best_logit(best, logits, begin, end);
+    else for (int i = begin + threadIdx.x; i < end; i += 256) {
         const float x = __ldcg(logits + i);
         best.join(temperature == 0 ? double(x) : double(x) / fmax(double(temperature), 1e-9) + noise(key, i), i, x, x,
                   x - x == 0);
@@ -92,7 +114,9 @@ DEVICE void choose(const Choice &a) {
         best.join(s, t, l, h, __shfl_xor_sync(~0u, int(best.sound), i));
     }
     if (threadIdx.x == 0) {
-        a.chosen[row] = best.token < a.vocabulary ? best.token : 0;
-        a.chosen[a.rows + row] = best.sound && best.high - best.low >= 1e-6f;
+        const i64 token = best.token < a.vocabulary ? best.token : 0;
+        const i64 sound = best.sound && best.high - best.low >= 1e-6f;
+        a.chosen[row] = token, a.chosen[a.rows + row] = sound;
+        if (a.landing) a.landing[row] = token, a.landing[a.rows + row] = sound;
     }
 }

@@ -1,0 +1,40 @@
+"""On a GPU: a prefix that comes back from the host's memory, beside the step that needs it, gives the same answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import greedy, numbers, serve
+
+from deltic.cache.hybrid import HybridCache
+from deltic.config import EngineConfig
+from deltic.engine.loading import load
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+
+
+@pytest.mark.parametrize("spans", [32, 0])
+def test_what_comes_from_the_host_is_what_was_there(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages lie one after another, and as if they lay all over the pool."""
+    monkeypatch.setattr("deltic.cache.pools._SPANS", spans)
+    runtime = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", host_memory="256MiB",
+                                      max_batch=2, max_context=4096, speculate="off"))
+    prompt = numbers(5, 1500, runtime.config.vocab_size)
+    wanted = serve(runtime, [greedy(prompt, 24)])["a", 0]
+    longer = (*prompt, *wanted.tokens, *numbers(6, 40, runtime.config.vocab_size))
+    known = serve(runtime, [greedy(longer, 24)])["a", 0]
+    assert known.last.usage
+    assert known.last.usage.cached_tokens >= 1500
+    for tier in runtime.cache.tiers:
+        while tier._pending:
+            torch.cuda.synchronize()
+            tier._settle()
+    for tensor in (runtime.pools.keys, runtime.pools.values, runtime.pools.recurrent, runtime.pools.conv):
+        tensor.fill_(float("nan"))
+    empty = replace(runtime, cache=HybridCache(runtime.pools, True, runtime.cache.tiers))
+    found = serve(empty, [greedy(longer, 24)])["a", 0]
+    assert found.last.usage
+    assert found.last.usage.cached_tokens >= 1500 and found.tokens == known.tokens
+    assert not any(runtime.pools.arriving.values())
