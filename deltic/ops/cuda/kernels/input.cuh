@@ -1,7 +1,7 @@
 
 // The input of a product of up to 16 tokens, in shared memory.
 enum { kStore, kAdd, kGate };  // what becomes of a product's sums
-enum { kPlain, kFixed, kBoth };  // as what an input is kept
+enum { kPlain, kFixed, kBoth, kPaired };  // as what an input is kept
 
 // What is kept of 64 columns of a tile as whole numbers: those of its groups of 32 columns j and j + 4. Each is 256 times
 // a number of eight bits and another one: of both groups first the former, then the latter, 32 bytes each; then, as float, the
@@ -13,6 +13,7 @@ constexpr int LINE_BYTES = 144, LINES_BYTES = 4 * LINE_BYTES;
 // (packed.cuh), where K is a multiple of 256: each 256 columns as whole numbers of 16 bits, the largest is 32,512.
 template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct Input {
     static constexpr int WARPS = 8;
+    static constexpr bool FIXED = FORM == kFixed || FORM == kBoth;  // there are whole numbers
     const Args &a;
     const int tid, warp, lane;
     float *squares;  // [WARPS, 16]
@@ -23,13 +24,21 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
         : a(args), tid(threadIdx.x), warp(threadIdx.x >> 5), lane(threadIdx.x & 31), squares(of_squares) {}
     static DEVICE void meet() { meet_eight_warps(); }
     DEVICE char *place(int column, int token) const { return xs + (column / 32 * a.tokens + token) * 64 + column % 32 * 2; }
-    DEVICE void put4(int column, int token, uint2 v) { *(uint2 *)place(column, token) = v; }
+    // kPaired: of eight columns the first two, the third two, the second and the fourth, as a lane wants them in product.cuh.
+    DEVICE void put4(int column, int token, uint2 v) {
+        if constexpr (FORM == kPaired) {
+            char *const to = place(column & ~7, token) + (column & 4);
+            *(u32 *)to = v.x, *(u32 *)(to + 8) = v.y;
+        } else *(uint2 *)place(column, token) = v;
+    }
+    DEVICE void put_words(int column, int token, uint4 v) {
+        *(uint4 *)place(column, token) = FORM == kPaired ? make_uint4(v.x, v.z, v.y, v.w) : v;
+    }
     // Eight columns of a thread; a warp has those of a tile.
     DEVICE void put8(int column, int token, const float (&v)[8]) {
         if constexpr (FORM != kFixed)
-            *(uint4 *)place(column, token) =
-                make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]), narrow2(v[6], v[7]));
-        if constexpr (FORM != kPlain) {
+            put_words(column, token, make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]), narrow2(v[6], v[7])));
+        if constexpr (FIXED) {
             u32 most = 0, q[8], sum = 0;
 #pragma unroll
             for (int i = 0; i < 8; ++i) most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
@@ -158,12 +167,12 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
         } else if constexpr (NORM) {
             constexpr int N = K > 2048 ? 2 : 4;
             if (a.tokens == 1) {
-                if constexpr (FORM == kPlain) stage_normalised<1>(0);
-                else stage_normalised_tiles<1>(0);
+                if constexpr (FIXED) stage_normalised_tiles<1>(0);
+                else stage_normalised<1>(0);
             } else {
                 for (int token = 0; token < a.tokens; token += N) {
-                    if constexpr (FORM == kPlain) stage_normalised<N>(token);
-                    else stage_normalised_tiles<N>(token);
+                    if constexpr (FIXED) stage_normalised_tiles<N>(token);
+                    else stage_normalised<N>(token);
                 }
             }
         } else {
@@ -179,7 +188,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
                 for (int n = 0; n < N; ++n) {
                     const int e = first + n * 256, token = e / (K / 8), column = (e - token * (K / 8)) * 8;
                     if (e >= count) continue;
-                    if constexpr (FORM == kPlain) *(uint4 *)place(column, token) = v[n];
+                    if constexpr (!FIXED) put_words(column, token, v[n]);
                     else {
                         const float f[8] = {low(v[n].x), high(v[n].x), low(v[n].y), high(v[n].y),
                                             low(v[n].z), high(v[n].z), low(v[n].w), high(v[n].w)};
