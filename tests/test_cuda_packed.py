@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import numbers, odd_shape
-from test_cuda_kernels import HEADS, NAN, error, normed, randn
+from test_cuda_kernels import HEADS, NAN, error, in_slices, normed, randn
 from test_cuda_tiles import packed
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from deltic.ops.cuda.arguments import Enter
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.nvrtc import compile_source
 from deltic.ops.cuda.packed import PackedMultiply, launch, product_of, unpack
-from deltic.ops.cuda.shapes import ADD, GATE, STORE, Shapes
+from deltic.ops.cuda.shapes import ADD, GATE, STORE, Shapes, gdn_slice
 from deltic.ops.cuda.step import Step
 from deltic.ops.cuda.tiles import KINDS, Tiles, tiles_of
 from deltic.ops.records import GdnSpec
@@ -65,7 +65,8 @@ def known() -> list[PackedMultiply]:
                   if columns <= 4096]
         found += [PackedMultiply(columns, True, STORE, frozenset(kind for kind, _ in MIXED), 4, high)
                   for columns in (1024, 2560)]
-        found += [PackedMultiply(spec.values, False, ADD, frozenset({"Q4_K"}), 1, high, spec.value_dim, 16)
+        found += [PackedMultiply(spec.values, False, ADD, frozenset({"Q4_K"}), 1, high, spec.value_dim,
+                                 gdn_slice(spec, "few"))
                   for spec in HEADS[1:]]
     return found
 
@@ -92,12 +93,11 @@ def products() -> Module:
 
 
 def multiply(module: Module, parts: tuple[Tiles, ...], x: Tensor, scale: Tensor | None, y: Tensor, out: int,
-             gate: Tensor | None = None, spec: GdnSpec | None = None) -> None:
-    heads = (spec.value_dim, 16) if spec else (0, 0)
-    product = product_of(parts, scale is not None and not spec, out, BLOCKS, *heads)
+             spec: GdnSpec | None = None) -> None:
+    heads = (spec.value_dim, gdn_slice(spec, "few")) if spec else (0, 0)
+    product = product_of(parts, scale is not None, out, BLOCKS, *heads)
     assert len(x) <= product.most
-    launch(module, product, parts, len(x), BLOCKS, x=x, scale=scale, y=y, eps=1e-6,
-           gate=None if gate is None else gate.data_ptr(), stride=0 if gate is None else gate.stride(0))
+    launch(module, product, parts, len(x), BLOCKS, x=x, scale=scale, y=y, eps=1e-6)
     torch.cuda.synchronize()
 
 
@@ -162,9 +162,10 @@ def test_products_of_heads(products: Module, spec: GdnSpec) -> None:
     core, gates = randn(2, spec.values, seed=1), randn(2, spec.values + 60, seed=2)[:, 8:8 + spec.values]
     norm, old = randn(spec.value_dim, seed=3) * 0.1 + 1, randn(2, 1003, seed=5)
     y = old.clone()
-    multiply(products, parts, core, norm, y, ADD, gates, spec)
+    left = in_slices(core, gates, spec, norm)
+    multiply(products, parts, left, None, y, ADD, spec)
     assert error(y, old.double() + normed(core.double(), gates.double(), spec, norm.double()) @ weight.t()) < 4e-3
-    multiply(products, parts, core[:1], norm, old[:1], ADD, gates, spec)
+    multiply(products, parts, left[:1], None, old[:1], ADD, spec)
     assert torch.equal(old[0], y[0])
 
 

@@ -163,6 +163,11 @@ def gdn_slice(spec: GdnSpec, kind: str) -> int:
     return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
 
 
+def heads_stride(spec: GdnSpec) -> int:
+    """Floats from token to token of what heads in slices give."""
+    return (spec.values + spec.values // gdn_slice(spec, "few") + 3) // 4 * 4
+
+
 def heads_product(spec: GdnSpec, unit: int) -> Multiply:
     """The output projection of heads in slices."""
     return Multiply(spec.values, False, ADD, unit, spec.value_dim, gdn_slice(spec, "few"))

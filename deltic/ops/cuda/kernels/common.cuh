@@ -107,6 +107,8 @@ DEVICE u32 load_shared_half(u32 p) {
 // The compiler no longer knows what it has worked out of it.
 DEVICE void forget(u32 &v) { asm volatile("" : "+r"(v)); }
 DEVICE void forget(uint4 &v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
+// Floats from token to token of heads that are yet to be normed: so many columns, and squares of their slices.
+constexpr __device__ int heads_stride(int columns, int slice) { return (columns + columns / slice + 3) / 4 * 4; }
 // Of the warps that multiply.
 DEVICE void meet_eight_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 // A copy to shared memory that nobody waits for before `await_copies`.

@@ -8,8 +8,8 @@ enum { kPlain, kFixed, kBoth, kPaired };  // as what an input is kept
 // sums of both groups and what the numbers are multiplied with. 144 bytes, so that those of four lie in different banks.
 constexpr int LINE_BYTES = 144, LINES_BYTES = 4 * LINE_BYTES;
 
-// Args: has x, scale, gate, eps, tokens and stride as `Product` says. HEAD: columns of a value head, whose outputs are
-// normed and gated first as in gdn.cuh, squares by slices of SLICE; 0: not. FORM: kPlain: bfloat16. kFixed, for tiles
+// Args: has x, scale, eps and tokens as `Product` says. HEAD: columns of a value head, whose outputs are normed first,
+// with squares by slices of SLICE; 0: not. FORM: kPlain: bfloat16. kFixed, for tiles
 // (packed.cuh), where K is a multiple of 256: each 256 columns as whole numbers of 16 bits, the largest is 32,512.
 template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct Input {
     static constexpr int WARPS = 8;
@@ -135,30 +135,28 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
             if (lane == 0 && token + n < a.tokens) squares[warp * 16 + token + n] = all;
         }
     }
-    // Eight columns of a thread, which have their squares from the threads that have the head's others.
+    // Heads, which lack the factors of their norms only, and behind them the squares of their slices, as gdn.cuh leaves them.
     DEVICE void stage_heads(int token) {
-        for (int first = 0; first < K; first += 2048) {
-            const int k = first + tid * 8, place_k = min(k, K - 8);
-            float v[8], z[8], scale[8], square[8], mean = 0;
-            load_all<8>(v, (const float *)a.x + i64(token) * K + place_k);
-            load_all<8>(z, a.gate + i64(token) * a.stride + place_k);
-            load_all<8>(scale, a.scale + place_k % HEAD);
+        constexpr int PASSES = (K + 2047) / 2048, SLICES = HEAD / SLICE, STRIDE = heads_stride(K, SLICE);
+        const float *const x = (const float *)a.x + i64(token) * STRIDE;
+        float v[PASSES][8], squares[PASSES][SLICES];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) square[j] = __fmul_rn(v[j], v[j]);
+        for (int p = 0; p < PASSES; ++p) {
+            const int k = min(p * 2048 + tid * 8, K - 8);
+            load_all<8>(v[p], x + k);
 #pragma unroll
-            for (int other = SLICE / 16; other; other >>= 1)
+            for (int i = 0; i < SLICES; ++i) squares[p][i] = load(x + K + k / HEAD * SLICES + i);
+        }
 #pragma unroll
-                for (int j = 0; j < 8; ++j) square[j] += __shfl_xor_sync(~0u, square[j], other);
+        for (int p = 0; p < PASSES; ++p) {
+            const int k = p * 2048 + tid * 8;
+            float mean = 0;
 #pragma unroll
-            for (int other = 4; other; other >>= 1)
-#pragma unroll
-                for (int j = 0; j < other; ++j) square[j] += square[j + other];
-#pragma unroll
-            for (int i = 0; i < HEAD / SLICE; ++i) mean += __shfl_sync(~0u, square[0], i * (SLICE / 8), HEAD / 8);
+            for (int i = 0; i < SLICES; ++i) mean += squares[p][i];
             const float factor = rsqrtf(mean / HEAD + a.eps);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = wide(narrow(v[j] * factor * scale[j] * silu(z[j])));  // as where they are stored
-            if (k < K) put8(k, token, v);
+            for (int j = 0; j < 8; ++j) v[p][j] = wide(narrow(__fmul_rn(v[p][j], factor)));  // as where they are stored
+            if (k < K) put8(k, token, v[p]);
         }
     }
     DEVICE void stage() {

@@ -147,10 +147,9 @@ struct Packed {
     const char *data[4];  // of each part of the weight, whose rows follow one another
     const void *x;        // this and the next ones as of `Product`
     const float *scale;
-    const float *gate;
     void *y;              // kStore: float [T, total]; kAdd: float [T, total], added to; kGate: bf16 [T, total]
     float eps;
-    int tokens, total, stride;
+    int tokens, total;
     int inverse;             // 65536 / tokens + 1, to divide by
     int slots, slot;         // of the ring, at least 2; bytes of one: of HIGH tiles for each warp
     int parts, rounds;       // rounds: sums over a block's tiles
@@ -465,7 +464,7 @@ DEVICE void packed(const Packed &a) {
     extern __shared__ __align__(128) char shared[];
     PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
-    if ((NORM && m.tid * 32 < K) || m.tid * 32 < HEAD) prefetch(a.scale + m.tid * 32);
+    if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();
     wait();
     launch_dependents();  // only now, so that what comes next finds the room that the kernel before has left

@@ -10,9 +10,8 @@
 
 struct Product {
     const u16 *weight;   // [rows, K]
-    const void *x;       // residual [T, K] float, to be normalised; or [T, K] bf16; or [T, K] float of heads
-    const float *scale;  // [K] of the norm; [HEAD] of the heads'
-    const float *gate;   // [T, stride] of the heads, which they are multiplied with the SiLU of
+    const void *x;       // residual [T, K] float, to be normalised; or [T, K] bf16; or [T, heads_stride] float of heads
+    const float *scale;  // [K] of the norm
     void *y;             // kStore: float [T, rows]; kAdd: float [T, rows], added to; kGate: bf16 [T, rows / 2]
     float eps;
     int tokens, rows;
@@ -20,10 +19,9 @@ struct Product {
     int group;         // units between two sums over the warps
     int inverse;       // 65536 / tokens + 1, to divide by
     int slots;         // of the ring, at least 2
-    int stride;
 };
 
-// HEAD: columns of a value head, whose outputs are normed and gated first as in gdn.cuh, squares by slices of SLICE; 0: not.
+// HEAD: columns of a value head, whose outputs are normed first, with squares by slices of SLICE; 0: not.
 // FOURS: of tokens, at most.
 template <int K, bool NORM, int OUT, int FOURS, int ROWS, int HEAD, int SLICE>
 struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
@@ -220,7 +218,7 @@ template <int K, bool NORM, int OUT, int FOURS, int ROWS, int HEAD, int SLICE> D
     extern __shared__ __align__(128) char shared[];
     Multiplier<K, NORM, OUT, FOURS, ROWS, HEAD, SLICE> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
-    if ((NORM && m.tid * 32 < K) || m.tid * 32 < HEAD) prefetch(a.scale + m.tid * 32);
+    if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();
     launch_dependents();
     wait();
