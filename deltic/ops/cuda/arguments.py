@@ -9,13 +9,13 @@ from deltic.ops.cuda.driver import Arguments, fields
 
 
 class Product(Arguments):
-    _fields_ = fields("weight x scale gate y", "eps", "tokens rows whole rest group inverse slots stride")
+    _fields_ = fields("weight x scale y", "eps", "tokens rows whole rest group inverse slots")
 
 
 class Packed(Arguments):
     _fields_: ClassVar = [
         ("data", c_void_p * 4),
-        *fields("x scale gate y", "eps", "tokens total stride inverse slots slot parts rounds round sums"),
+        *fields("x scale y", "eps", "tokens total inverse slots slot parts rounds round sums"),
         *((name, c_int * 4) for name in ("kind", "row", "rows", "whole", "rest", "shift"))]
 
 

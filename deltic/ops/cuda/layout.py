@@ -2,6 +2,8 @@
 
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
+FOUR = 4
+"""Tokens that one instruction of the tensor cores multiplies with plain weights."""
 SPREAD = 2
 """Tokens of a step whose heads are spread over the card in slices, if that many find room."""
 WARPS = 8

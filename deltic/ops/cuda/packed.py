@@ -11,16 +11,22 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.layout import ALONE, FEW, INPUT, MOST, SPREAD, WARPS, WHOLE
+from deltic.ops.cuda.layout import ALONE, FEW, MOST, SPREAD, WARPS, WHOLE
 from deltic.ops.cuda.tiles import COLUMNS, KINDS, ROWS, Tiles, tiles_of
 from deltic.ops.records import Block, Weight
 
 _HALF = 86 << 10
 """Bytes of shared memory of a block beside which there is room for the next product's and for one of the attention."""
+_INPUT = 144 << 10
+"""Bytes of input that a block keeps in shared memory at most."""
 _SUMS = 16 << 10
 """Bytes of a block's sums, if they fit; of two rounds' sums."""
 _PARTS, _SLOTS = 4, 16
 """Most parts of a weight; most slots of a ring."""
+_LINES = 4 * 144
+"""Bytes of a tile's columns of x, as whole numbers."""
+_LONG = 32
+"""Units of a block, for each multiprocessor one, from which on the next kernel's need not find room beside it."""
 
 
 def parts_of(weight: Weight, gate: bool) -> tuple[Tiles, ...] | None:
@@ -59,7 +65,7 @@ class PackedMultiply:
     @property
     def most(self) -> int:
         """Tokens whose input fits in a block's shared memory, and that it is used for."""
-        return min(SPREAD if self.head else MOST, INPUT // (self.columns * 2))
+        return min(SPREAD if self.head else MOST, _INPUT // _input(self.columns, self.kinds))
 
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
@@ -78,7 +84,7 @@ class PackedMultiply:
         return max(self.plan(tokens, (1 << 20,) * self.parts).shared for tokens in range(1, self.most + 1))
 
     def _high(self, tokens: int) -> int:
-        return self.high if tokens <= FEW else 1
+        return self.high if tokens <= FEW // 2 else 1
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> Plan:
         """counts: units of the parts that a block has at most."""
@@ -93,8 +99,8 @@ class PackedMultiply:
             round = max(fits, default=high)
         rounds = -(-most // round)
         sums = sum(min(round, count) for count in counts) * unit
-        slot = high * WARPS * max(KINDS[kind].nbytes for kind in self.kinds)
-        fixed = 1024 + tokens * self.columns * 2 + tokens * self.columns // 8 + sums * min(rounds, 2)
+        slot = _slot(self.kinds, high)
+        fixed = 1024 + tokens * _input(self.columns, self.kinds) + sums * min(rounds, 2)
         beside = (_HALF - fixed) // slot
         # what a block has in all
         wanted = sum(-(-(-(-min(round, count) // high) * tile) // WARPS) for count in counts) * rounds
@@ -119,16 +125,31 @@ def _class(tokens: int) -> int:
     return 1 if tokens == 1 else 8 if tokens <= 8 else 16
 
 
+def _slot(kinds: frozenset[str], high: int) -> int:
+    """Bytes of a slot of the ring."""
+    return high * WARPS * max(KINDS[kind].nbytes for kind in kinds)
+
+
+def _input(columns: int, kinds: frozenset[str]) -> int:
+    """Bytes of a token's input."""
+    return columns // COLUMNS * _LINES + columns * 2 * ("BF16" in kinds)
+
+
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
                slice: int = 0) -> PackedMultiply:
-    high = 2 if max(len(part.data) for part in parts) > blocks else 1
-    return PackedMultiply(parts[0].columns, norm, out, frozenset(part.type for part in parts), len(parts), high, head,
-                          slice)
+    columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
+    room = _HALF - 1024 - _input(columns, kinds) - units // blocks * (columns // COLUMNS * ROWS * 4)
+    high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG * blocks) else 1
+    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
+
+
+def _units(part: Tiles) -> int:
+    return len(part.data)
 
 
 def launch(module: Module, product: PackedMultiply, parts: tuple[Tiles, ...], tokens: int, blocks: int,
            **values: Any) -> None:
-    """values: the members x, scale, gate, y, eps and stride of `arguments.Packed`."""
+    """values: the members x, scale, y and eps of `arguments.Packed`."""
     plan, filled = arguments(product, parts, tokens, blocks, **values)
     module.launch(product.name(tokens), (blocks,), WARPS * 32 + 32, filled, plan.shared)
 

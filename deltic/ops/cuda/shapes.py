@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda.experts import ExpertsShape, shape_of
-from deltic.ops.cuda.layout import ALONE, FEW, HALF, INPUT, MOST, SPREAD, SQUEEZED, WARPS, WHOLE
+from deltic.ops.cuda.layout import ALONE, FOUR, HALF, INPUT, MOST, SPREAD, SQUEEZED, WARPS, WHOLE
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.packed import PackedMultiply, kinds_entries, parts_of, product_of
 from deltic.ops.cuda.tiles import Tiles
@@ -48,14 +48,14 @@ class Multiply:
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
         return (f"product_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
-                f"_{self.unit}_{'many' if tokens > FEW else 'few'}")
+                f"_{self.unit}_{'many' if tokens > FOUR else 'few'}")
 
     def source(self, tokens: int, squeezed: bool = False) -> str:
         """The kernel's text. squeezed: with few registers."""
-        many, norm = (str(flag).lower() for flag in (tokens > FEW, self.norm))
-        threads = SQUEEZED if squeezed and tokens <= FEW else WARPS * 32 + 32
+        fours, norm = MOST // FOUR if tokens > FOUR else 1, str(self.norm).lower()
+        threads = SQUEEZED if squeezed and tokens <= FOUR else WARPS * 32 + 32
         return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
-                f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {many}, "
+                f"(const __grid_constant__ Product a) {{ product<{self.columns}, {norm}, {self.out}, {fours}, "
                 f"{self.unit}, {self.head}, {self.slice}>(a); }}\n")
 
     def group(self, tokens: int, units: int) -> int:
@@ -161,6 +161,11 @@ def entry(name: str, type: str, bounds: str, call: str) -> str:
 def gdn_slice(spec: GdnSpec, kind: str) -> int:
     """Columns of a value head that four warps have; of few rows so few that a row's heads spread over the card."""
     return 16 if kind == "few" and spec.value_dim == 128 and spec.value_heads <= 16 else 32
+
+
+def heads_stride(spec: GdnSpec) -> int:
+    """Floats from token to token of what heads in slices give."""
+    return (spec.values + spec.values // gdn_slice(spec, "few") + 3) // 4 * 4
 
 
 def heads_product(spec: GdnSpec, unit: int) -> Multiply:

@@ -30,6 +30,7 @@ from deltic.ops.cuda.shapes import (
     blocks_of,
     gdn_slice,
     heads_product,
+    heads_stride,
     shapes_of,
     unit_of,
 )
@@ -110,7 +111,8 @@ def _own(ops: Ops) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Work:
     """One step's memory. residual [T, H], turns [T, rotary] float32; y: what mixers give, [T, values or queries] bf16;
-    core [T, values] float32: what heads in slices give, neither normed nor gated. mixed, mass: parts of the attention.
+    core [T, ...] float32: what heads in slices give, not
+    normed yet, and behind each row of them the squares of its slices. mixed, mass: parts of the attention.
     kind: of the projections: few (float32) or many (bf16). fresh: where rows have tokens in replay rings."""
 
     batch: Batch
@@ -166,7 +168,7 @@ class Step:
         return _Work(batch, kind, parts, empty(tokens, self._hidden) if residual is None else residual,
                      empty(tokens, rotary),
                      empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
-                     empty(min(tokens, SPREAD), gdn.values if gdn else 1), empty(tokens, heads, parts, size),
+                     empty(min(tokens, SPREAD), heads_stride(gdn) if gdn else 1), empty(tokens, heads, parts, size),
                      empty(tokens, heads, parts, 2), self._rings.begin(tokens) if behind and self._rings else None)
 
     def _begin(self, batch: Batch, kind: str) -> _Work:
@@ -203,7 +205,7 @@ class Step:
         for layer in decoder.layers:
             self._multiply(_inner(layer), work.residual, layer.input_norm, proj, STORE)
             self._mix(layer, work, proj, _rows(_inner(layer)))
-            self._project(layer, work, proj)
+            self._project(layer, work)
             self._add_feed_forward(layer, work.residual, gated)
         self._multiply(decoder.head, work.residual, decoder.norm, logits, STORE)
         return logits
@@ -222,7 +224,7 @@ class Step:
         if work.fresh and self._rings:
             self._rings.end(work.batch, work.fresh)
 
-    def _project(self, layer: Layer, work: _Work, proj: Tensor) -> None:
+    def _project(self, layer: Layer, work: _Work) -> None:
         """From what the mixer gave to the residual."""
         mixer, weight = layer.mixer, _outer(layer)
         if not isinstance(mixer, GdnWeights) or not self._spreads(mixer.spec, work):
@@ -231,8 +233,8 @@ class Step:
         parts = self._shapes.parts.get(id(weight))
         product = (packed.product_of(parts, False, ADD, blocks, spec.value_dim, gdn_slice(spec, "few")) if parts
                    else heads_product(spec, unit_of(_rows(weight), ADD, blocks)))
-        self._launch(product, weight, len(work.residual), x=work.core, scale=mixer.norm, gate=proj[spec.channels:],
-                     y=work.residual, eps=spec.eps, stride=_rows(mixer.in_proj))
+        self._launch(product, weight, len(work.residual), x=work.core, scale=None, y=work.residual,
+                     eps=spec.eps)
 
     def _multiply(self, weight: object, x: Tensor, scale: Tensor | None, y: Tensor, out: int) -> None:
         parts = self._shapes.parts.get(id(weight))
@@ -242,7 +244,7 @@ class Step:
             half = len(x) // 2
             self._multiply(weight, x[:half], scale, y[:half], out)
             return self._multiply(weight, x[half:], scale, y[half:], out)
-        self._launch(product, weight, len(x), x=x, scale=scale, gate=None, y=y, eps=self._decoder.eps, stride=0)
+        self._launch(product, weight, len(x), x=x, scale=scale, y=y, eps=self._decoder.eps)
 
     def _launch(self, product: Multiply | packed.PackedMultiply, weight: object, tokens: int, **values: Any) -> None:
         if isinstance(product, packed.PackedMultiply):

@@ -2,7 +2,7 @@
 device.
 
 Nothing is rounded: a tile has the codes and scales of its blocks, in another order (kernels/packed.cuh). A warp reads
-it so that lane l has of row l // 4, and of each 16 columns, the four from l % 4 * 4 on.
+it so that lane l has, of row l // 4, two sets of 32 columns: those from l % 4 * 32 on, and those 128 further on.
 """
 
 from __future__ import annotations
@@ -104,8 +104,15 @@ def tiles_of(weight: Tensor) -> Tiles:
 
 
 def _lanes(codes: Tensor) -> Tensor:
-    """[rows, columns] -> [units, tiles, 8 rows, 8 groups of 32, 2 halves, 4 lanes, 4 columns]."""
-    return codes.view(-1, ROWS, codes.shape[1] // COLUMNS, 8, 2, 4, 4).transpose(1, 2)
+    """[rows, columns] -> [units, tiles, 8 rows, 4 lanes, 2 sets, 8, 4 columns]."""
+    columns = codes.view(-1, ROWS, codes.shape[1] // COLUMNS, 2, 4, 8, 4)
+    found: Tensor = columns.permute(0, 2, 1, 4, 3, 5, 6)
+    return found
+
+
+def _unlanes(lanes: Tensor) -> Tensor:
+    """[units, tiles, 8 rows, 4 lanes, 2 sets, ...] -> [units, tiles, 8 rows, 8, ...], in the order of columns."""
+    return lanes.transpose(3, 4).flatten(3, 4)
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -116,6 +123,19 @@ def _join(parts: list[Tensor]) -> Tensor:
 def _scales(values: Tensor) -> Tensor:
     """[rows, tiles, n] -> [units, tiles, 8, n]."""
     return values.view(-1, ROWS, *values.shape[1:]).transpose(1, 2)
+
+
+def _lane_scales(values: Tensor) -> Tensor:
+    """Of groups of 32 columns or less [rows, tiles, n] -> [units, tiles, 8, 4 lanes, n / 4]."""
+    groups = _scales(values).unflatten(-1, (2, 4, -1))
+    found: Tensor = groups.transpose(3, 4).flatten(4)
+    return found
+
+
+def _group_scales(data: Tensor) -> Tensor:
+    """The inverse: [units, tiles, 8, 4 lanes, n / 4] -> [units, tiles, 8, n]."""
+    found: Tensor = data.unflatten(-1, (2, -1)).transpose(3, 4).flatten(3)
+    return found
 
 
 def _words(words: Tensor) -> Tensor:
@@ -132,10 +152,6 @@ def _unwords(data: Tensor, count: int) -> Tensor:
 
 
 # Q8_0
-
-_BYTE_ORDER: Final = [0, 2, 1, 3]
-"""Of four columns: so two and two of them lie 16 bits apart."""
-
 
 def _as_bytes(type: str, raw: Tensor) -> Tensor:
     """Blocks of Q4_0, Q5_0 or IQ4_NL [rows, bytes] as blocks of Q8_0."""
@@ -154,14 +170,25 @@ def _as_bytes(type: str, raw: Tensor) -> Tensor:
 
 def _pack_q8_0(raw: Tensor) -> Tensor:
     blocks = raw.unflatten(1, (-1, 34))
-    lanes = _lanes(blocks[..., 2:].reshape(len(raw), -1))[..., _BYTE_ORDER]
-    words = lanes.permute(0, 1, 2, 5, 3, 4, 6).contiguous().view(torch.int32).flatten(4)
-    return _join([_words(words), _scales(blocks[..., :2].reshape(len(raw), -1, 16))])
+    scales = blocks[..., :2].contiguous().view(torch.int16).view(len(raw), -1, 8)
+    return _join([_words(_int32(_lanes(blocks[..., 2:].reshape(len(raw), -1)))), _lane_scales(scales)])
 
 
 def _q8_0(data: Tensor) -> Tensor:
-    words = _unwords(data, 16).contiguous().view(torch.int8).unflatten(-1, (8, 2, 4))[..., _BYTE_ORDER]
-    return _scaled(words.permute(0, 1, 2, 4, 5, 3, 6), _halves(data[..., 2048:]).view(*data.shape[:2], ROWS, 8))
+    codes = _unlanes(_bytes(_unwords(data, 16)).view(torch.int8).unflatten(4, (2, 8)))
+    return _scaled(codes, _group_scales(_halves(data[..., 2048:]).unflatten(-1, (ROWS, 4, 2))))
+
+
+def _int32(bytes: Tensor) -> Tensor:
+    """uint8 [units, tiles, rows, lanes, ..., 4] -> words [units, tiles, rows, lanes, n]."""
+    found: Tensor = bytes.contiguous().view(torch.int32).flatten(4)
+    return found
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """The inverse: -> uint8 [units, tiles, rows, lanes, n, 4]."""
+    found: Tensor = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    return found
 
 
 # Types of 256
@@ -183,47 +210,33 @@ def _fields(packed: Tensor, bits: int, run: int) -> Tensor:
 
 def _affine(blocks: Tensor) -> list[Tensor]:
     """The scales of tiles of Q4_K and Q5_K."""
-    scales, minima = _six_bits(blocks[..., 4:16])
-    return [_scales(scales), _scales(minima), _scales(blocks[..., :4])]
+    both = torch.cat([_lane_scales(values) for values in _six_bits(blocks[..., 4:16])], -1)
+    return [both, _scales(blocks[..., :4])]
 
 
 def _pack_q4_k(raw: Tensor) -> Tensor:
     blocks = raw.unflatten(1, (-1, 144))
-    lanes = _lanes(_fields(blocks[..., 16:], 4, 32).flatten(1)).to(torch.int32)
-    words = (lanes << _shifts(raw.device)).sum((4, 6), dtype=torch.int32).transpose(3, 4)
-    return _join([_words(words << 3 | words >> 29 & 7), *_affine(blocks)])
-
-
-def _shifts(device: torch.device) -> Tensor:
-    """Of the codes of a word of Q4_K, [2 halves, 1, 4 columns]: neighbours lie 16 bits apart."""
-    return torch.tensor([[0, 16, 4, 20], [8, 24, 12, 28]], dtype=torch.int32, device=device)[:, None]
+    low, high = _lanes(_fields(blocks[..., 16:], 4, 32).flatten(1)).unbind(4)
+    return _join([_words(_int32(low | high << 4)), *_affine(blocks)])
 
 
 def _q4_k(data: Tensor) -> Tensor:
-    words = _unwords(data, 8)
-    words = words << 29 | words >> 3 & 0x1fffffff
-    return _affinely(words.transpose(3, 4)[..., None, :, None] >> _shifts(data.device) & 15, data[..., 1024:])
+    codes = _bytes(_unwords(data, 8))
+    return _affinely(_unlanes(torch.stack((codes & 15, codes >> 4), 4)), data[..., 1024:])
 
 
 def _six_bit_words(codes: Tensor) -> Tensor:
     """Codes of up to six bits [rows, columns] in three words for 16 of a lane's."""
-    lanes = _lanes(codes).to(torch.int32).unflatten(3, (4, 2)).unflatten(-1, (2, 2))
-    # [units, tiles, rows, lanes, 4 chunks, 8 pairs, 2 in a pair]
-    pairs = lanes.permute(0, 1, 2, 6, 3, 4, 5, 7, 8).flatten(5, 7)
-    p = [pairs[..., i, :] for i in range(8)]
-    halves = torch.stack((p[0] | p[1] << 6 | (p[6] & 15) << 12, p[2] | p[3] << 6 | (p[7] & 15) << 12,
-                          p[4] | p[5] << 6 | p[6] >> 4 << 12 | p[7] >> 4 << 14), -2)
-    return _words((halves[..., 0] | halves[..., 1] << 16).flatten(4))
+    *first, last = _lanes(codes).unflatten(5, (2, 4)).unbind(6)
+    return _words(_int32(torch.stack([code << 2 | last >> 4 - 2 * index & 3 for index, code in enumerate(first)], 6)))
 
 
 def _six_bit_codes(data: Tensor) -> Tensor:
-    """The inverse: [units, tiles, rows, 8 groups, 2 halves, 4 lanes, 4 columns]."""
-    x, y, z = (word[..., None] >> torch.tensor([0, 16], dtype=torch.int32, device=data.device) & 0xffff
-               for word in _unwords(data, 12).unflatten(-1, (4, 3)).unbind(-1))
-    pairs = torch.stack((x & 63, x >> 6 & 63, y & 63, y >> 6 & 63, z & 63, z >> 6 & 63,
-                         x >> 12 | z >> 8 & 48, y >> 12 | z >> 10 & 48), -2)
-    found: Tensor = pairs.unflatten(-2, (2, 2, 2)).permute(0, 1, 2, 4, 5, 6, 3, 7, 8).flatten(-2).flatten(3, 4)
-    return found
+    """The inverse: [units, tiles, rows, 8 groups, 32]."""
+    found = _bytes(_unwords(data, 12)).unflatten(4, (2, 2, 3))
+    x, y, z = (found & 3).unbind(6)
+    codes = torch.cat((found >> 2, (x << 4 | y << 2 | z).unsqueeze(6)), 6)
+    return _unlanes(codes.flatten(5))
 
 
 def _pack_q5_k(raw: Tensor) -> Tensor:
@@ -239,21 +252,24 @@ def _q5_k(data: Tensor) -> Tensor:
 def _pack_q6_k(raw: Tensor) -> Tensor:
     blocks = raw.unflatten(1, (-1, 210))
     codes = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
-    return _join([_six_bit_words(codes.flatten(1)), _scales(blocks[..., 192:208] ^ 128), _scales(blocks[..., 208:])])
+    scales = _lane_scales(blocks[..., 192:208] ^ 128)
+    return _join([_six_bit_words(codes.flatten(1) ^ 32), scales, _scales(blocks[..., 208:])])
 
 
 def _q6_k(data: Tensor) -> Tensor:
-    scales = (data[..., 1536:1664].float() - 128).unflatten(-1, (ROWS, 16)) * _halves(data[..., 1664:])[..., None]
-    return _scaled((_six_bit_codes(data) - 32).flatten(3, 4), scales, 16)
+    own = _group_scales(data[..., 1536:1664].unflatten(-1, (ROWS, 4, 4)))
+    scales = (own.float() - 128) * _halves(data[..., 1664:])[..., None]
+    return _scaled((_six_bit_codes(data) ^ 32).to(torch.int8) - 32, scales, 16)
 
 
 def _pack_bf16(raw: Tensor) -> Tensor:
-    return _join([_lanes(raw.view(torch.int16)).permute(0, 1, 3, 2, 5, 4, 6)])
+    groups = raw.view(torch.int16).view(-1, ROWS, raw.shape[1] // 2 // COLUMNS, 8, 32)
+    return _join([groups.permute(0, 2, 3, 1, 4)])
 
 
 def _bf16(data: Tensor) -> Tensor:
-    lanes = data.contiguous().view(torch.bfloat16).unflatten(-1, (8, ROWS, 4, 2, 4))
-    found: Tensor = lanes.permute(0, 1, 3, 2, 5, 4, 6).float()
+    groups = data.contiguous().view(torch.bfloat16).unflatten(-1, (8, ROWS, 32))
+    found: Tensor = groups.transpose(2, 3).float()
     return found
 
 
@@ -268,7 +284,8 @@ def _scaled(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:
 
 
 def _affinely(codes: Tensor, scales: Tensor) -> Tensor:
-    factor, minimum = (scales[..., at:at + 64].float().unflatten(-1, (ROWS, 8)) for at in (0, 64))
+    both = scales[..., :128].float().unflatten(-1, (ROWS, 4, 4)).chunk(2, -1)
+    factor, minimum = map(_group_scales, both)
     units = _halves(scales[..., 128:]).unflatten(-1, (ROWS, 2))
     found: Tensor = _scaled(codes, factor * units[..., :1]) - (minimum * units[..., 1:])[..., None]
     return found

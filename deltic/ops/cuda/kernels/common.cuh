@@ -42,17 +42,23 @@ DEVICE float warp_sum(float v) {
     for (int i = 16; i; i >>= 1) v += __shfl_xor_sync(~0u, v, i);
     return v;
 }
+DEVICE u32 warp_max(u32 v) {
+    u32 r;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
+    return r;
+}
 // Denormal numbers are zero here, which costs nothing but spares instructions.
 DEVICE float exponential(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
     return y;
 }
-DEVICE float sigmoid(float x) {
+DEVICE float reciprocal(float x) {
     float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + exponential(-x)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+DEVICE float sigmoid(float x) { return reciprocal(1.f + exponential(-x)); }
 DEVICE float silu(float x) { return x * sigmoid(x); }
 // Activations: written by kernels that may still be running when this one starts, so never from the first-level cache.
 DEVICE float load(const float *p) { return __ldcg(p); }
@@ -98,6 +104,11 @@ DEVICE u32 load_shared_half(u32 p) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p) : "memory");
     return v;
 }
+// The compiler no longer knows what it has worked out of it.
+DEVICE void forget(u32 &v) { asm volatile("" : "+r"(v)); }
+DEVICE void forget(uint4 &v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
+// Floats from token to token of heads that are yet to be normed: so many columns, and squares of their slices.
+constexpr __device__ int heads_stride(int columns, int slice) { return (columns + columns / slice + 3) / 4 * 4; }
 // Of the warps that multiply.
 DEVICE void meet_eight_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 // A copy to shared memory that nobody waits for before `await_copies`.
@@ -150,31 +161,23 @@ DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// The same with eight rows of the first matrix; the other eight are whatever lies in registers, and so are their products.
-DEVICE void multiply_eight(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
-    asm("{ .reg .b32 p, q; mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,p,%5,q}, {%6,%7}, {%0,%1,%2,%3}; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a2), "r"(b0), "r"(b1));
-}
-// Both without what was there.
-DEVICE void multiply_first(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
-}
-DEVICE void multiply_first(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
-    asm("{ .reg .b32 p, q; mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,p,%5,q}, {%6,%7}, {%8,%8,%8,%8}; }"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
+// Whole numbers of eight bits, of the first matrix with a sign or without; sums come with the bits of the float 12,582,912.
+template <bool SIGNED> DEVICE void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, bool fresh) {
+    const int bias = 0x4b400000;
+    const int c0 = fresh ? bias : d[0], c1 = fresh ? bias : d[1], c2 = fresh ? bias : d[2], c3 = fresh ? bias : d[3];
+    if constexpr (SIGNED)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+    else
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
 // x & mask | bits in one instruction.
 DEVICE u32 select(u32 x, u32 mask, u32 bits) {
     u32 r;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
-    return r;
-}
-// Two bfloat16 numbers and two others, where the sums need no rounding.
-DEVICE u32 add_pairs(u32 x, u32 y) {
-    u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x3f803f80u), "r"(y));
     return r;
 }
 DEVICE float half_of(u32 x) {

@@ -11,7 +11,7 @@ struct Gdn {
     const float *decay, *dt_bias, *norm;
     float *state;        // [slots, Hv, DK, DV]
     u16 *ring;           // [slots, 4, C]
-    void *y;             // [T, Hv * DV] bf16; of blocks of slices: float, neither normed nor gated
+    void *y;             // [T, Hv * DV] bf16; of blocks of slices: [T, heads_stride] float, not normed yet, and squares
     const i64 *count, *starts, *done, *source, *target;
     float eps;
     int key_heads, value_heads, stride, tiled, heads;  // heads: of all rows
@@ -200,11 +200,12 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         __syncthreads();
         const Rates r = rates(of);
         float u, found = tid < BV ? output(value, f, r, m.parts[part], u) : 0.f;
-        const i64 at = output_place(token);
-        if (!NORMS && tid < BV) ((float *)a.y)[at] = found;
-        if (NORMS && warp == 0) {
+        const float gated = __fmul_rn(found, __fmul_rn(of.scale, silu(of.gate)));
+        float *const row = (float *)a.y + i64(start + token) * heads_stride(a.value_heads * DV, BV);
+        if (!NORMS && tid < BV) row[head * DV + slice * BV + tid] = gated;
+        if (warp == 0) {
             const float square = warp_sum(__fmul_rn(found, found));
-            if (lane == 0) m.squares[token & 1][slice] = square;
+            if (lane == 0) (NORMS ? m.squares[token & 1][slice] : row[a.value_heads * DV + head * SLICES + slice]) = square;
         }
         update(m.mixed, value, f, r, m.parts[part], last);
         __syncthreads();
@@ -212,7 +213,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
             float mean = 0;
 #pragma unroll
             for (int i = 0; i < SLICES; ++i) mean += m.squares[token & 1][i];
-            ((u16 *)a.y)[at] = narrow(found * rsqrtf(mean / DV + a.eps) * of.scale * silu(of.gate));
+            ((u16 *)a.y)[output_place(token)] = narrow(__fmul_rn(gated, rsqrtf(mean / DV + a.eps)));
         }
     }
     DEVICE const In *inputs(int token) const { return (const In *)a.proj + i64(start + token) * a.stride; }
@@ -232,7 +233,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     DEVICE void rest(int n, Gates of, float *last) {
         for (; n < tokens; ++n) {
             of.beta = load(gates(n) + head), of.steep = load(gates(n) + a.value_heads + head);
-            if (NORMS && tid < BV) of.gate = load(inputs(n) + channels + head * DV + slice * BV + tid);
+            if (tid < BV) of.gate = load(inputs(n) + channels + head * DV + slice * BV + tid);
             advance(n, of, [&](int i) { return load(inputs(n) + channel(i)); }, last, [] {});
         }
         if (older() || (source == target && done)) return;
@@ -262,7 +263,8 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_spread(const Gdn &a)
     for (int i = 0; i < Slice::ROWS; ++i)
         g.s[i] = g.done ? load4_once(old + i * Slice::GROUPS * DV, policy) : make_float4(0, 0, 0, 0);
     g.load_history();
-    const Gates of{0, 0, 0, __ldg(a.decay + g.head), __ldg(a.dt_bias + g.head), 0};
+    const float scale = g.tid < BV ? __ldg(a.norm + g.slice * BV + g.tid) : 0.f;
+    const Gates of{0, 0, 0, __ldg(a.decay + g.head), __ldg(a.dt_bias + g.head), scale};
     wait();
     g.rest(0, of, g.state(g.target));
 }

@@ -1,49 +1,68 @@
 
 // The input of a product of up to 16 tokens, in shared memory.
 enum { kStore, kAdd, kGate };  // what becomes of a product's sums
+enum { kPlain, kFixed, kBoth, kPaired };  // as what an input is kept
 
-// Args: has x, scale, gate, eps, tokens and stride as `Product` says. HEAD: columns of a value head, whose outputs are
-// normed and gated first as in gdn.cuh, squares by slices of SLICE; 0: not. PACKED: for tiles (packed.cuh), K is a multiple
-// of 256, and sums over 32 columns are wanted too.
-template <class Args, int K, bool NORM, int HEAD, int SLICE, bool PACKED> struct Input {
+// What is kept of 64 columns of a tile as whole numbers: those of its groups of 32 columns j and j + 4. Each is 256 times
+// a number of eight bits and another one: of both groups first the former, then the latter, 32 bytes each; then, as float, the
+// sums of both groups and what the numbers are multiplied with. 144 bytes, so that those of four lie in different banks.
+constexpr int LINE_BYTES = 144, LINES_BYTES = 4 * LINE_BYTES;
+
+// Args: has x, scale, eps and tokens as `Product` says. HEAD: columns of a value head, whose outputs are normed first,
+// with squares by slices of SLICE; 0: not. FORM: kPlain: bfloat16. kFixed, for tiles
+// (packed.cuh), where K is a multiple of 256: each 256 columns as whole numbers of 16 bits, the largest is 32,512.
+template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct Input {
     static constexpr int WARPS = 8;
+    static constexpr bool FIXED = FORM == kFixed || FORM == kBoth;  // there are whole numbers
     const Args &a;
     const int tid, warp, lane;
     float *squares;  // [WARPS, 16]
     char *xs;        // [K / 32, T, 64 bytes]
-    char *sums;      // of tiles [K / 256, T, 32 bytes]: over 32 columns, as two bf16, the second what the first has lost
+    char *lines;     // [K / 256, T, 4, LINE_BYTES]
 
     DEVICE Input(const Args &args, float *of_squares)
         : a(args), tid(threadIdx.x), warp(threadIdx.x >> 5), lane(threadIdx.x & 31), squares(of_squares) {}
     static DEVICE void meet() { meet_eight_warps(); }
-    // Of a tile a lane has four columns each of both halves of 32; else eight in a row.
-    DEVICE char *place(int column, int token) const {
-        const int j = column % 32, at = PACKED ? (j & 12) * 4 + (j >> 4) * 8 : j * 2;
-        return xs + (column / 32 * a.tokens + token) * 64 + at;
-    }
-    DEVICE void keep_sum(int column, int token, float sum) {
-        if (column % 32) return;
-        const u16 first = narrow(sum);
-        u16 *to = (u16 *)(sums + (column / 256 * a.tokens + token) * 32 + column / 64 % 4 * 8 + column / 32 % 2 * 2);
-        to[0] = first, to[2] = narrow(sum - wide(first));
-    }
-    // Of tiles whole warps come here, with columns one behind the other.
+    DEVICE char *place(int column, int token) const { return xs + (column / 32 * a.tokens + token) * 64 + column % 32 * 2; }
+    // kPaired: of eight columns the first two, the third two, the second and the fourth, as a lane wants them in product.cuh.
     DEVICE void put4(int column, int token, uint2 v) {
-        *(uint2 *)place(column, token) = v;
-        if constexpr (PACKED) {
-            float sum = (low(v.x) + high(v.x)) + (low(v.y) + high(v.y));
-            for (int other = 1; other < 8; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
-            keep_sum(column, token, sum);
+        if constexpr (FORM == kPaired) {
+            char *const to = place(column & ~7, token) + (column & 4);
+            *(u32 *)to = v.x, *(u32 *)(to + 8) = v.y;
+        } else *(uint2 *)place(column, token) = v;
+    }
+    DEVICE void put_words(int column, int token, uint4 v) {
+        *(uint4 *)place(column, token) = FORM == kPaired ? make_uint4(v.x, v.z, v.y, v.w) : v;
+    }
+    // Eight columns of a thread; a warp has those of a tile.
+    DEVICE void put8(int column, int token, const float (&v)[8]) {
+        if constexpr (FORM != kFixed)
+            put_words(column, token, make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]), narrow2(v[6], v[7])));
+        if constexpr (FIXED) {
+            u32 most = 0, q[8], sum = 0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
+            const float top = __uint_as_float(warp_max(most)), inverse = top > 1e-30f ? 32512.f * reciprocal(top) : 0.f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum += q[i] = __float_as_uint(__fmaf_rn(v[i], inverse, BIAS));
+            const int group = column / 32 % 8;
+            char *const line = lines + ((column / 256 * a.tokens + token) * 4 + group % 4) * LINE_BYTES,
+                       *const at = line + group / 4 * 32 + column % 32;
+            *(uint2 *)(at + 64) = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x40), bytes_of_four(q[4], q[5], q[6], q[7], 0x40));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) q[i] += 128;
+            *(uint2 *)at = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x51), bytes_of_four(q[4], q[5], q[6], q[7], 0x51));
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (column % 32 == 0) {
+                *(float *)(line + 128 + group / 4 * 4) = float(int(sum - 32 * __float_as_uint(BIAS)));
+                if (group < 4) *(float *)(line + 136) = top * (1.f / 32512.f);
+            }
         }
     }
-    DEVICE void put8(int column, int token, uint4 v) {
-        if constexpr (PACKED) {
-            *(uint2 *)place(column, token) = make_uint2(v.x, v.y);
-            *(uint2 *)place(column + 4, token) = make_uint2(v.z, v.w);
-            float sum = ((low(v.x) + high(v.x)) + (low(v.y) + high(v.y))) + ((low(v.z) + high(v.z)) + (low(v.w) + high(v.w)));
-            for (int other = 1; other < 4; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
-            keep_sum(column, token, sum);
-        } else *(uint4 *)place(column, token) = v;
+    static constexpr float BIAS = 12582912.f;  // a number of which the last bit is one
+    static DEVICE u32 bytes_of_four(u32 a, u32 b, u32 c, u32 d, u32 which) {
+        return __byte_perm(__byte_perm(a, b, which), __byte_perm(c, d, which), 0x5410);
     }
     // x into shared memory; with a norm, times its scale: what is the same for a whole token is multiplied at the end.
     template <int N> DEVICE void stage_normalised(int token) {
@@ -76,32 +95,68 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, bool PACKED> struct
             if (lane == 0 && token + n < a.tokens) squares[warp * 16 + token + n] = all;
         }
     }
-    // Eight columns of a thread, which have their squares from the threads that have the head's others.
+    // The same for tiles, where a warp has 256 columns.
+    template <int N> DEVICE void stage_normalised_tiles(int token) {
+        constexpr int PASSES = (K + 2047) / 2048;
+        float v[PASSES][N][8];
+#pragma unroll
+        for (int p = 0; p < PASSES; ++p)
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const int k = p * 2048 + tid * 8;
+                if (k < K && token + n < a.tokens) load_all<8>(v[p][n], (const float *)a.x + i64(token + n) * K + k);
+                else {
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) v[p][n][i] = 0;
+                }
+            }
+        float sum[N];
+#pragma unroll
+        for (int p = 0; p < PASSES; ++p) {
+            const int k = p * 2048 + tid * 8;
+            float s[8];
+            if (k < K) load_all<8>(s, a.scale + k);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                float f[8], part[2];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const float x = v[p][n][i];
+                    part[i % 2] = i < 2 ? __fmul_rn(x, x) : __fmaf_rn(x, x, part[i % 2]);
+                    f[i] = __fmul_rn(x, s[i]);
+                }
+                sum[n] = __fadd_rn(__fadd_rn(part[0], part[1]), p ? sum[n] : 0.f);
+                if (k < K && token + n < a.tokens) put8(k, token + n, f);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float all = warp_sum(sum[n]);
+            if (lane == 0 && token + n < a.tokens) squares[warp * 16 + token + n] = all;
+        }
+    }
+    // Heads, which lack the factors of their norms only, and behind them the squares of their slices, as gdn.cuh leaves them.
     DEVICE void stage_heads(int token) {
-        for (int first = 0; first < K; first += 2048) {
-            const int k = first + tid * 8, place_k = min(k, K - 8);
-            float v[8], z[8], scale[8], square[8], mean = 0;
-            load_all<8>(v, (const float *)a.x + i64(token) * K + place_k);
-            load_all<8>(z, a.gate + i64(token) * a.stride + place_k);
-            load_all<8>(scale, a.scale + place_k % HEAD);
+        constexpr int PASSES = (K + 2047) / 2048, SLICES = HEAD / SLICE, STRIDE = heads_stride(K, SLICE);
+        const float *const x = (const float *)a.x + i64(token) * STRIDE;
+        float v[PASSES][8], squares[PASSES][SLICES];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) square[j] = __fmul_rn(v[j], v[j]);
+        for (int p = 0; p < PASSES; ++p) {
+            const int k = min(p * 2048 + tid * 8, K - 8);
+            load_all<8>(v[p], x + k);
 #pragma unroll
-            for (int other = SLICE / 16; other; other >>= 1)
+            for (int i = 0; i < SLICES; ++i) squares[p][i] = load(x + K + k / HEAD * SLICES + i);
+        }
 #pragma unroll
-                for (int j = 0; j < 8; ++j) square[j] += __shfl_xor_sync(~0u, square[j], other);
+        for (int p = 0; p < PASSES; ++p) {
+            const int k = p * 2048 + tid * 8;
+            float mean = 0;
 #pragma unroll
-            for (int other = 4; other; other >>= 1)
-#pragma unroll
-                for (int j = 0; j < other; ++j) square[j] += square[j + other];
-#pragma unroll
-            for (int i = 0; i < HEAD / SLICE; ++i) mean += __shfl_sync(~0u, square[0], i * (SLICE / 8), HEAD / 8);
+            for (int i = 0; i < SLICES; ++i) mean += squares[p][i];
             const float factor = rsqrtf(mean / HEAD + a.eps);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = v[j] * factor * scale[j] * silu(z[j]);
-            if (k < K)
-                put8(k, token, make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]),
-                                          narrow2(v[6], v[7])));
+            for (int j = 0; j < 8; ++j) v[p][j] = wide(narrow(__fmul_rn(v[p][j], factor)));  // as where they are stored
+            if (k < K) put8(k, token, v[p]);
         }
     }
     DEVICE void stage() {
@@ -109,14 +164,35 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, bool PACKED> struct
             for (int token = 0; token < a.tokens; ++token) stage_heads(token);
         } else if constexpr (NORM) {
             constexpr int N = K > 2048 ? 2 : 4;
-            if (a.tokens == 1) stage_normalised<1>(0);
-            else
-                for (int token = 0; token < a.tokens; token += N) stage_normalised<N>(token);
+            if (a.tokens == 1) {
+                if constexpr (FIXED) stage_normalised_tiles<1>(0);
+                else stage_normalised<1>(0);
+            } else {
+                for (int token = 0; token < a.tokens; token += N) {
+                    if constexpr (FIXED) stage_normalised_tiles<N>(token);
+                    else stage_normalised<N>(token);
+                }
+            }
         } else {
-#pragma unroll 4
-            for (int e = tid; e < a.tokens * (K / 8); e += 256) {
-                const int token = e / (K / 8);
-                put8((e - token * (K / 8)) * 8, token, load8((const u16 *)a.x + i64(e) * 8));
+            // all that a thread loads of a token is on its way before it waits for any of it
+            constexpr int N = K > 8192 ? 6 : K > 4096 ? 4 : 2;
+            const int count = a.tokens * (K / 8);
+            for (int first = tid; first < count; first += 256 * N) {
+                uint4 v[N];
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+                    if (first + n * 256 < count) v[n] = load8((const u16 *)a.x + i64(first + n * 256) * 8);
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    const int e = first + n * 256, token = e / (K / 8), column = (e - token * (K / 8)) * 8;
+                    if (e >= count) continue;
+                    if constexpr (!FIXED) put_words(column, token, v[n]);
+                    else {
+                        const float f[8] = {low(v[n].x), high(v[n].x), low(v[n].y), high(v[n].y),
+                                            low(v[n].z), high(v[n].z), low(v[n].w), high(v[n].w)};
+                        put8(column, token, f);
+                    }
+                }
             }
         }
         meet();

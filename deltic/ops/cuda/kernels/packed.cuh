@@ -1,8 +1,10 @@
 // Products with weights that stay quantized. See product.cuh: the same blocks of one warp that copies and eight that
 // multiply, but a weight is tiles of 8 rows and 256 columns, one behind the other (deltic/ops/cuda/tiles.py has their
-// layout). A warp has every 8th tile of a block, or every 8th pair of tiles one below the other. Its codes become bfloat16 numbers without rounding, those of four
-// bits with an offset that is taken off the tile's sum; a group's sum, float32, is multiplied with its scale.
-// So weights are what the file says, and a row's sum has one order: tiles from left to right, groups from left to right.
+// layout). A warp has every 8th tile of a block, or every 8th pair of tiles one below the other. Its codes are multiplied
+// as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight, by the tensor cores; a
+// group's sum, which is exact, is multiplied with its scale. So weights are what the file says, the activations are
+// rounded to 2^-16 of the largest of 256, and a row's sum has one order: tiles from left to right, of each tile the
+// groups j and j + 4, and these sums in pairs.
 
 enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16 };
 #define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16)
@@ -10,134 +12,129 @@ enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16 };
 struct Shared {
     u32 at;
     DEVICE uint4 four(int i) const { return load_shared(at + i); }
-    DEVICE uint2 two(int i) const { return load_shared2(at + i); }
     DEVICE u32 one(int i) const { return load_shared1(at + i); }
     DEVICE u32 half(int i) const { return load_shared_half(at + i); }
 };
 struct Global {
     const char *at;
     DEVICE uint4 four(int i) const { return __ldg((const uint4 *)(at + i)); }
-    DEVICE uint2 two(int i) const { return __ldg((const uint2 *)(at + i)); }
     DEVICE u32 one(int i) const { return __ldg((const u32 *)(at + i)); }
     DEVICE u32 half(int i) const { return __ldg((const u16 *)(at + i)); }
 };
 DEVICE u32 word(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 template <int N> DEVICE u32 word_of(const uint4 (&v)[N], int i) { return word(v[i / 4], i % 4); }
-// A byte, and a byte less 128, as a number.
+// A byte, a byte less 128, and a 16th of a byte, as a number.
 DEVICE float byte_of(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + i)) - 8388608.f; }
 DEVICE float signed_byte_of(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + i)) - 8388736.f; }
+DEVICE float small_byte_of(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x49000000u, 0x7440 + i)) - 524288.f; }
 
-// What a lane has of a tile: row lane / 4; of each 16 columns four, from lane % 4 * 4 on.
-// load: its codes and scales. codes: of 32 columns as bfloat16 plus OFFSET, columns 0, 1; 2, 3; 16, 17; 18, 19 from its first one on.
-// scale: of 16 columns, in its unit. GROUP: columns of one scale. AFFINE: there are minima.
+// What a lane has of a tile: of row lane / 4 the groups of 32 columns j = lane % 4 and j + 4.
+// load: its codes and scales. codes: eight of set 0, group j, or 1, group j + 4: 8 i and on, a whole number in each byte.
+// SUMS: of a lane's columns, of each 32 or 16 in their order. scales: 32 bits for each lane, at SCALES.
+// part: their sum with scales and all, given the sums' `line`. numbers: what four codes stand for.
 template <int KIND> struct Tile;
 
-template <> struct Tile<kQ8_0> {  // codes [4, lane, 16], scales fp16 [8, 8]
-    static constexpr int BYTES = 2048 + 128, GROUP = 32, OFFSET = 0;
-    static constexpr bool AFFINE = false;
-    uint4 w[4], d;
+template <> struct Tile<kQ8_0> {  // codes [4, lane, 16]; scales fp16 [lane, 2]
+    static constexpr int BYTES = 2048 + 128, SCALES = 2048, SUMS = 2;
+    static constexpr bool SIGNED = true;
+    uint4 w[4];
+    u32 s, d;
     template <class L> DEVICE void load(const L &from, int lane) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) w[i] = from.four(i * 512 + lane * 16);
-        d = from.four(2048 + (lane >> 2) * 16);
+        s = from.one(SCALES + lane * 4), d = 0;
     }
-    // The low seven bits of a byte over 128, less 128 or, for negative numbers, 256.
-    static DEVICE u32 two(u32 w) { return add_pairs(select(w, 0x007f007fu, 0x43004300u), select(w, 0x00800080u, 0xc300c300u)); }
-    DEVICE void codes(int g, u32 (&a)[4]) const {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const u32 x = word_of(w, 2 * g + h);
-            a[2 * h] = two(x), a[2 * h + 1] = two(x >> 8);
-        }
+    DEVICE void codes(int set, int i, u32 (&a)[2]) const { a[0] = word_of(w, set * 8 + i * 2), a[1] = word_of(w, set * 8 + i * 2 + 1); }
+    static DEVICE float part(u32 s, u32, const float (&sum)[2], const uint4 &line) {
+        return __fmul_rn(__uint_as_float(line.z), __fmaf_rn(half_of(s >> 16), sum[1], __fmul_rn(half_of(s), sum[0])));
     }
-    DEVICE float scale(int i) const { return half_of(word(d, i / 4) >> i / 2 % 2 * 16); }
-    DEVICE float unit() const { return 1.f; }
+    DEVICE float factor(int set, int) const { return half_of(s >> 16 * set); }
+    DEVICE float less(int) const { return 0; }
 };
 
-// Scales and minima of 32 columns, six bits each, in units of 256: scales [8, 8], minima [8, 8], units fp16 [8, 2].
+// Scales and minima of six bits: bytes [lane, 4], two of each; their units fp16 [8, 2].
 struct Affine {
-    static constexpr int GROUP = 32, SCALES = 64 + 64 + 32;
-    static constexpr bool AFFINE = true;
-    uint2 s;
-    u32 two, m, d;  // of the lane's two groups: scales, minima
+    static constexpr int SUMS = 2;
+    u32 s, d;
     template <class L> DEVICE void load_scales(const L &from, int lane, int at) {
-        s = from.two(at + (lane >> 2) * 8);
-        two = from.half(at + lane * 2);
-        m = from.half(at + 64 + lane * 2);
-        d = from.one(at + 128 + (lane >> 2) * 4);
+        s = from.one(at + lane * 4), d = from.one(at + 128 + (lane >> 2) * 4);
     }
-    DEVICE float scale(int i) const { return byte_of(i < 8 ? s.x : s.y, i / 2 % 4); }
-    DEVICE float unit() const { return half_of(d); }
-    DEVICE float unit_of_minima() const { return half_of(d >> 16); }
-    static DEVICE u32 pair(u32 bytes) { return add_pairs(__byte_perm(bytes, 0x43434343u, 0x4140), 0xc300c300u); }
-    DEVICE u32 scales() const { return pair(two); }
-    DEVICE u32 minima() const { return pair(m); }
+    // unit: of the scales, given theirs as numbers.
+    static DEVICE float part(u32 s, u32 d, float unit, float first, float second, const float (&sum)[2], const uint4 &line) {
+        const float v = __fmaf_rn(second, sum[1], __fmul_rn(first, sum[0]));
+        const float low = __fmaf_rn(byte_of(s, 3), __uint_as_float(line.y), __fmul_rn(byte_of(s, 2), __uint_as_float(line.x)));
+        return __fmul_rn(__uint_as_float(line.z), __fmaf_rn(unit, v, -__fmul_rn(half_of(d >> 16), low)));
+    }
+    DEVICE float less(int set) const { return half_of(d >> 16) * byte_of(s, 2 + set); }
 };
-template <> struct Tile<kQ4_K> : Affine {  // codes [2, lane, 16]: 8 of four bits a word, turned left by three
-    static constexpr int BYTES = 1024 + SCALES, OFFSET = 16;
+template <> struct Tile<kQ4_K> : Affine {  // codes [2, lane, 16]: the low bits of a byte of set 0, the high ones of 1
+    static constexpr int BYTES = 1024 + 128 + 32, SCALES = 1024;
+    static constexpr bool SIGNED = false;
     uint4 w[2];
     template <class L> DEVICE void load(const L &from, int lane) {
         w[0] = from.four(lane * 16), w[1] = from.four(512 + lane * 16);
-        load_scales(from, lane, 1024);
+        load_scales(from, lane, SCALES);
     }
-    DEVICE void codes(int g, u32 (&a)[4]) const {
-        const u32 x = word_of(w, g);
+    DEVICE void codes(int set, int i, u32 (&a)[2]) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = select(__funnelshift_r(x, x, 4 * i), 0x00780078u, 0x41804180u);
+        for (int n = 0; n < 2; ++n) a[n] = word_of(w, i * 2 + n) & (set ? 0xf0f0f0f0u : 0x0f0f0f0fu);
     }
+    static DEVICE float part(u32 s, u32 d, const float (&sum)[2], const uint4 &line) {
+        return Affine::part(s, d, half_of(d), byte_of(s, 0), small_byte_of(s, 1), sum, line);
+    }
+    DEVICE float factor(int set, int) const { return half_of(d) * (set ? small_byte_of(s, 1) : byte_of(s, 0)); }
 };
 
-// Codes of six bits [3, lane, 16]: 16 of them in three words. In a half of a word two and four bits more, which are the low
-// ones of the last four and, in the third word, their high ones.
-// START: of a code 0.
-template <int START, int N> DEVICE void six_bits(const uint4 (&w)[N], int g, u32 (&a)[4]) {
-    const int first = g / 2 * 3;
-    const u32 x = word_of(w, first), y = word_of(w, first + 1), z = word_of(w, first + 2);
-    const u32 mask = 0x003f003fu, over = 0x43004300u, less = START == 32 ? 0xc320c320u : 0xc300c300u;
-    if (g % 2 == 0) a[0] = select(x, mask, over), a[1] = select(x >> 6, mask, over);
-    if (g % 2 == 0) a[2] = select(y, mask, over), a[3] = select(y >> 6, mask, over);
-    if (g % 2) a[0] = select(z, mask, over), a[1] = select(z >> 6, mask, over);
-    if (g % 2) a[2] = select(z >> 8, 0x00300030u, select(x >> 12, 0x000f000fu, over));
-    if (g % 2) a[3] = select(z >> 10, 0x00300030u, select(y >> 12, 0x000f000fu, over));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = add_pairs(a[i], less);
+// Codes of six bits [3, lane, 16]: 16 columns in three words. The upper six bits of a byte are one of the first twelve, the
+// lower two those of one of the last four, the highest ones first.
+template <int N> DEVICE void six_bits(const uint4 (&w)[N], int set, int i, u32 (&a)[2]) {
+    const int first = (set * 2 + i / 2) * 3;
+    const u32 mask = 0xfcfcfcfcu, x = word_of(w, first), y = word_of(w, first + 1), z = word_of(w, first + 2);
+    if (i % 2 == 0) a[0] = x & mask, a[1] = y & mask;
+    else a[0] = z & mask, a[1] = select(z << 2, 0x0c0c0c0cu, select(y << 4, 0x30303030u, x << 6 & 0xc0c0c0c0u));
 }
-template <> struct Tile<kQ6_K> {  // scales of 16 columns plus 128 [8, 16], in units fp16 [8]
-    static constexpr int BYTES = 1536 + 128 + 16, GROUP = 16, OFFSET = 0;
-    static constexpr bool AFFINE = false;
-    uint4 w[3], s;
-    u32 d;
+template <> struct Tile<kQ6_K> {  // scales of 16 columns plus 128: bytes [lane, 4]; units fp16 [8]
+    static constexpr int BYTES = 1536 + 128 + 16, SCALES = 1536, SUMS = 4;
+    static constexpr bool SIGNED = true;
+    uint4 w[3];
+    u32 s, d;
     template <class L> DEVICE void load(const L &from, int lane) {
 #pragma unroll
         for (int i = 0; i < 3; ++i) w[i] = from.four(i * 512 + lane * 16);
-        s = from.four(1536 + (lane >> 2) * 16);
-        d = from.half(1664 + (lane >> 2) * 2);
+        s = from.one(SCALES + lane * 4), d = from.half(SCALES + 128 + (lane >> 2) * 2);
     }
-    DEVICE void codes(int g, u32 (&a)[4]) const { six_bits<32>(w, g, a); }
-    DEVICE float scale(int i) const { return signed_byte_of(word(s, i / 4), i % 4); }
-    DEVICE float unit() const { return half_of(d); }
+    DEVICE void codes(int set, int i, u32 (&a)[2]) const { six_bits(w, set, i, a); }
+    static DEVICE float part(u32 s, u32 d, const float (&sum)[4], const uint4 &line) {
+        float v = __fmul_rn(signed_byte_of(s, 0), sum[0]);
+#pragma unroll
+        for (int i = 1; i < 4; ++i) v = __fmaf_rn(signed_byte_of(s, i), sum[i], v);
+        return __fmul_rn(__uint_as_float(line.z), __fmul_rn(half_of(d) * .25f, v));
+    }
+    DEVICE float factor(int set, int i) const { return half_of(d) * .25f * signed_byte_of(s, set * 2 + i / 2); }
+    DEVICE float less(int) const { return 0; }
 };
-template <> struct Tile<kQ5_K> : Affine {
-    static constexpr int BYTES = 1536 + SCALES, OFFSET = 0;
+template <> struct Tile<kQ5_K> : Affine {  // codes as of kQ6_K
+    static constexpr int BYTES = 1536 + 128 + 32, SCALES = 1536;
+    static constexpr bool SIGNED = true;
     uint4 w[3];
     template <class L> DEVICE void load(const L &from, int lane) {
 #pragma unroll
         for (int i = 0; i < 3; ++i) w[i] = from.four(i * 512 + lane * 16);
-        load_scales(from, lane, 1536);
+        load_scales(from, lane, SCALES);
     }
-    DEVICE void codes(int g, u32 (&a)[4]) const { six_bits<0>(w, g, a); }
+    DEVICE void codes(int set, int i, u32 (&a)[2]) const { six_bits(w, set, i, a); }
+    static DEVICE float part(u32 s, u32 d, const float (&sum)[2], const uint4 &line) {
+        return Affine::part(s, d, half_of(d) * .25f, byte_of(s, 0), byte_of(s, 1), sum, line);
+    }
+    DEVICE float factor(int set, int) const { return half_of(d) * .25f * byte_of(s, set); }
 };
-template <> struct Tile<kBF16> {  // the numbers themselves
-    static constexpr int BYTES = 4096, GROUP = 256, OFFSET = 0;
-    static constexpr bool AFFINE = false;
+template <> struct Tile<kBF16> {  // the numbers themselves [8 groups, lane, 8]: of 32 columns those from lane % 4 * 8 on
+    static constexpr int BYTES = 4096;
     uint4 w[8];
     template <class L> DEVICE void load(const L &from, int lane) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) w[i] = from.four(i * 512 + lane * 16);
     }
-    DEVICE void codes(int g, u32 (&a)[4]) const { a[0] = w[g].x, a[1] = w[g].y, a[2] = w[g].z, a[3] = w[g].w; }
-    DEVICE float scale(int) const { return 1.f; }
-    DEVICE float unit() const { return 1.f; }
 };
 DEVICE int bytes_of(int kind) {
 #define BYTES_OF(k) if (kind == k) return Tile<k>::BYTES;
@@ -150,10 +147,9 @@ struct Packed {
     const char *data[4];  // of each part of the weight, whose rows follow one another
     const void *x;        // this and the next ones as of `Product`
     const float *scale;
-    const float *gate;
     void *y;              // kStore: float [T, total]; kAdd: float [T, total], added to; kGate: bf16 [T, total]
     float eps;
-    int tokens, total, stride;
+    int tokens, total;
     int inverse;             // 65536 / tokens + 1, to divide by
     int slots, slot;         // of the ring, at least 2; bytes of one: of HIGH tiles for each warp
     int parts, rounds;       // rounds: sums over a block's tiles
@@ -165,35 +161,54 @@ struct Packed {
 // TOKENS: up to 1, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
 // the tensor cores have 16 rows.
 template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE>
-struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, true> {
-    using Base = Input<Packed, K, NORM, HEAD, SLICE, true>;
-    using Base::a, Base::tid, Base::warp, Base::lane, Base::WARPS;
+struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 1) ? kBoth : kFixed> {
+    static constexpr bool PLAIN = (KINDS >> kBF16) & 1;
+    using Base = Input<Packed, K, NORM, HEAD, SLICE, PLAIN ? kBoth : kFixed>;
+    using Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::BIAS;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
-    static constexpr bool HELD = WARPS % TILES == 0 && HALVES == 1 && HIGH == 1;  // a warp's tiles are all of the same columns of x
+    static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1;  // a warp's tiles are all of the same columns of x
     int lap = 0, place = 0;
-    u32 barrier, ring, at;     // of the current slot
-    u32 x[HALVES], totals[HALVES];  // of the lane's token: its first columns; its first sums
-    float *partial;               // [rounds, tiles of one, T, 8]: two at most
-    float old = 0;
-    uint4 held[HELD ? 8 : 1];
+    u32 barrier, ring, at;  // of the current slot
+    u32 x[HALVES];          // of plain numbers: of the lane's token, its first columns
+    u32 line;               // of whole numbers, of the first tile and token: the lane's line
+    u32 first, step;        // of one token: the lane's first numbers, and how far it is to those of the next tile
+    float *partial;         // [rounds, tiles of one, T, 8]: two at most
+    float old = 0, alone = 0;  // alone: the norm's factor of the only token
+    uint4 held[HELD ? 5 : 1];
 
     DEVICE PackedMultiplier(const Packed &args, char *shared) : Base(args, (float *)(shared + 512)) {
         char *next = shared + 1024 + a.slots * a.slot;
-        this->xs = next, next += K * 2 * a.tokens;
-        Base::sums = next, next += K / 8 * a.tokens;
+        lines = next, next += TILES * LINES_BYTES * a.tokens;
+        if constexpr (PLAIN) this->xs = next, next += K * 2 * a.tokens;
         partial = (float *)next;
         barrier = shared_address(shared), ring = at = shared_address(shared + 1024);
+        line = shared_address(lines) + (lane & 3) * LINE_BYTES;
+        if constexpr (TOKENS == 1) {
+            // Of the second matrix's eight columns two belong to a group of 32 columns of each tile: one for the upper half
+            // of its numbers, one for the lower; where its rows are another group's there are zeros. So a lane finds in its
+            // sums those of its own group.
+            const bool own = (lane & 3) == lane >> 3;
+            first = own ? line + (lane >> 2 & 1) * 64 : shared_address(shared + 448), step = own ? LINES_BYTES : 0;
+            forget(first), forget(step);
+            if (tid < 16) ((u32 *)(shared + 448))[tid] = 0;
+        }
+        if constexpr (PLAIN) {
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {  // tokens that do not exist are the last one
-            const int token = TOKENS == 1 ? 0 : min(8 * half + (lane >> 2), a.tokens - 1);
-            x[half] = shared_address(this->xs) + token * 64 + (lane & 3) * 16;
-            totals[half] = shared_address(Base::sums) + token * 32 + (lane & 3) * 8;
+            for (int half = 0; half < HALVES; ++half) {  // tokens that do not exist are the last one
+                const int token = TOKENS == 1 ? 0 : min(8 * half + (lane >> 2), a.tokens - 1);
+                x[half] = shared_address(this->xs) + token * 64 + (lane & 3) * 16;
+            }
         }
     }
     DEVICE int tokens() const { return TOKENS == 1 ? 1 : a.tokens; }
     DEVICE void next() {
         at += a.slot, barrier += 8;
         if (++place == a.slots) place = 0, lap ^= 1, at = ring, barrier -= a.slots * 8;
+    }
+    // The current slot may be written again.
+    DEVICE void release() {
+        __syncwarp();
+        if (lane == 0) arrive_barrier(barrier + 8 * a.slots);
     }
     // A part's units of this block in a round: how many, and the first.
     DEVICE int units(int p, int round, int &first) const {
@@ -237,70 +252,123 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, true> {
             }
         if (copied <= a.slots) __syncthreads();
     }
-    DEVICE void multiply_rows(float (&d)[4], const u32 (&c)[HIGH][4], int first, u32 x, u32 y, bool fresh) {
-        if constexpr (HIGH == 2) {
-            if (fresh) multiply_first(d, c[0][first], c[1][first], c[0][first + 1], c[1][first + 1], x, y);
-            else multiply(d, c[0][first], c[1][first], c[0][first + 1], c[1][first + 1], x, y);
-        } else {
-            if (fresh) multiply_first(d, c[0][first], c[0][first + 1], x, y);
-            else multiply_eight(d, c[0][first], c[0][first + 1], x, y);
-        }
+    // The sums of a row, of which the tensor cores have made two.
+    DEVICE float whole(int upper, int lower) const {
+        return __fmaf_rn(__int_as_float(upper) - BIAS, 256.f, __int_as_float(lower) - BIAS);
     }
-    // A tile's products with all tokens, [T, 8], and those of the tile below it, `below` further on.
-    template <int KIND> DEVICE void multiply_tile(const Tile<KIND> (&w)[HIGH], int tile, float *to, int below) {
-        constexpr int GROUP = Tile<KIND>::GROUP;
-        const int step = 64 * tokens(), begin = tile * 8 * step;
-        float sum[HALVES][HIGH][COLUMNS] = {}, all[HALVES][2][4] = {};
+    // Adds the products of a lane's i-th eight columns of a set of the tiles' groups.
+    template <bool SIGNED> DEVICE void multiply_eight(int (&d)[4], const u32 (&c)[HIGH][2], u32 x, u32 y, bool fresh) {
+        multiply_bytes<SIGNED>(d, c[0][0], c[HIGH - 1][0], c[0][1], c[HIGH - 1][1], x, y, fresh);
+    }
+    // A tile's products with one token, [8], and those of the tile below it, `below` further on. Releases the slot.
+    template <int KIND> DEVICE void multiply_one(const Tile<KIND> (&w)[HIGH], int tile, float *to, int below) {
+        constexpr int SUMS = Tile<KIND>::SUMS, RUN = 8 / SUMS;
+        int d[SUMS][4];
 #pragma unroll
-        for (int g = 0; g < 8; ++g) {
-            u32 c[HIGH][4];
+        for (int n = 0; n < 4; ++n) {
+            const uint4 v = HELD ? held[HELD ? n : 0] : load_shared(first + tile * step + n * 16);
 #pragma unroll
-            for (int n = 0; n < HIGH; ++n) w[n].codes(g, c[n]);
+            for (int i = 0; i < 2; ++i) {
+                const int at = n * 2 + i;
+                u32 c[HIGH][2];
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                const uint4 v = HELD ? held[HELD ? g : 0] : load_shared(x[half] + begin + g * step);
-                float d[4], e[4];
-                if constexpr (GROUP == 256) {
-                    multiply_rows(all[half][g % 2], c, 0, v.x, v.y, false);
-                    multiply_rows(all[half][g % 2], c, 2, v.z, v.w, false);
-                    continue;
-                }
-                multiply_rows(d, c, 0, v.x, v.y, true);
-                if constexpr (GROUP == 32) multiply_rows(d, c, 2, v.z, v.w, false);
-                else multiply_rows(e, c, 2, v.z, v.w, true);
-#pragma unroll
-                for (int n = 0; n < HIGH; ++n)
-#pragma unroll
-                    for (int i = 0; i < COLUMNS; ++i) {
-                        float &s = sum[half][n][i];
-                        s = __fmaf_rn(w[n].scale(2 * g), d[2 * n + i], s);
-                        if constexpr (GROUP == 16) s = __fmaf_rn(w[n].scale(2 * g + 1), e[2 * n + i], s);
-                    }
+                for (int h = 0; h < HIGH; ++h) w[h].codes(at / 4, at % 4, c[h]);
+                multiply_eight<Tile<KIND>::SIGNED>(d[at / RUN], c, i ? v.z : v.x, i ? v.w : v.y, at % RUN == 0);
             }
         }
+        release();
+        const uint4 v = HELD ? held[HELD ? 4 : 0] : load_shared(line + tile * LINES_BYTES + 128);
+        float sum[HIGH];
+#pragma unroll
+        for (int h = 0; h < HIGH; ++h) {
+            float s[SUMS];
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) s[i] = whole(d[i][2 * h], d[i][2 * h + 1]);
+            sum[h] = Tile<KIND>::part(w[h].s, w[h].d, s, v);
+#pragma unroll
+            for (int other = 1; other < 4; other *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], other);
+        }
+        const int mine = lane & 3;
+        if (mine == 0 || (HIGH == 2 && mine == 1 && below)) to[(mine ? below : 0) + (lane >> 2)] = mine ? sum[HIGH - 1] : sum[0];
+    }
+    // The same with all tokens, [T, 8], four at a time; scales: of the lane's row.
+    template <int KIND>
+    DEVICE void multiply_many(Tile<KIND> (&w)[HIGH], uint4 (&scales)[HIGH], int tile, float *to, int below) {
+        constexpr int SUMS = Tile<KIND>::SUMS, RUN = 8 / SUMS;
+#pragma unroll 1
+        for (int four = 0; four < a.tokens; four += 4) {  // tokens that do not exist are the last one
+            const int token = four + (lane & 3), base = tile * a.tokens;
+            const u32 from = line + (base + min(four + (lane >> 3), a.tokens - 1)) * LINES_BYTES + (lane >> 2 & 1) * 64,
+                      sums = shared_address(lines) + (base + min(token, a.tokens - 1)) * LINES_BYTES + 128;
+            float s[4][HIGH][SUMS], pair[HIGH], sum[HIGH];
+#pragma unroll
+            for (int h = 0; h < HIGH; ++h) {  // or there would not be registers enough for all that is the same each time
+                forget(scales[h]);
+#pragma unroll
+                for (uint4 &four : w[h].w) forget(four);
+            }
+#pragma unroll
+            for (int n = 0; n < SUMS; ++n) {
+                int d[4][4];
+                uint4 v;
+#pragma unroll
+                for (int i = 0; i < RUN; ++i) {
+                    const int at = n * RUN + i;
+                    if (i % 2 == 0) v = load_shared(from + at / 2 * 16);
+                    u32 c[HIGH][2];
+#pragma unroll
+                    for (int h = 0; h < HIGH; ++h) w[h].codes(at / 4, at % 4, c[h]);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const bool own = (lane & 3) == j;
+                        multiply_eight<Tile<KIND>::SIGNED>(d[j], c, own ? i % 2 ? v.z : v.x : 0, own ? i % 2 ? v.w : v.y : 0, i == 0);
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int h = 0; h < HIGH; ++h) s[j][h][n] = whole(d[j][2 * h], d[j][2 * h + 1]);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint4 v = load_shared(sums + j * LINE_BYTES);
+#pragma unroll
+                for (int h = 0; h < HIGH; ++h) {
+                    const float part = Tile<KIND>::part(word(scales[h], j), w[h].d, s[j][h], v);
+                    pair[h] = j % 2 ? pair[h] + part : part;
+                    if (j % 2) sum[h] = j == 1 ? pair[h] : sum[h] + pair[h];
+                }
+            }
+            if (token < a.tokens) {
+#pragma unroll
+                for (int h = 0; h < HIGH; ++h)
+                    if (h == 0 || below) to[h * below + token * 8 + (lane >> 2)] = sum[h];
+            }
+        }
+        release();
+    }
+    // The same of tiles of plain numbers.
+    DEVICE void multiply_plain(const Tile<kBF16> (&w)[HIGH], int tile, float *to, int below) {
+        const int step = 64 * tokens(), begin = tile * 8 * step;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
-            float offset[4], low[4];
-            if constexpr (Tile<KIND>::AFFINE) {
-                const uint2 v = load_shared2(totals[half] + tile * 32 * tokens());
-                u32 s[HIGH][4], m[HIGH][4];
+            float d[2][4] = {};
 #pragma unroll
-                for (int n = 0; n < HIGH; ++n) s[n][0] = s[n][1] = w[n].scales(), m[n][0] = m[n][1] = w[n].minima();
-                if constexpr (Tile<KIND>::OFFSET > 0) multiply_rows(offset, s, 0, v.x, v.y, true);
-                multiply_rows(low, m, 0, v.x, v.y, true);
+            for (int g = 0; g < 8; ++g) {
+                const uint4 v = load_shared(x[half] + begin + g * step), &o = w[0].w[g], &u = w[HIGH - 1].w[g];
+                multiply(d[g % 2], o.x, u.x, o.y, u.y, v.x, v.y);
+                multiply(d[g % 2], o.z, u.z, o.w, u.w, v.z, v.w);
             }
 #pragma unroll
-            for (int n = 0; n < HIGH; ++n)
+            for (int h = 0; h < HIGH; ++h)
 #pragma unroll
                 for (int i = 0; i < COLUMNS; ++i) {
-                    const int o = 2 * n + i, token = 8 * half + (lane & 3) * 2 + i;
-                    float v = GROUP == 256 ? all[half][0][o] + all[half][1][o] : sum[half][n][i];
-                    if constexpr (Tile<KIND>::OFFSET > 0) v = __fmaf_rn(-float(Tile<KIND>::OFFSET), offset[o], v);
-                    if constexpr (GROUP < 256) v = w[n].unit() * v;
-                    if constexpr (Tile<KIND>::AFFINE) v = __fmaf_rn(-w[n].unit_of_minima(), low[o], v);
-                    if (token < tokens() && (n == 0 || below)) to[n * below + token * 8 + (lane >> 2)] = v;
+                    const int token = 8 * half + (lane & 3) * 2 + i;
+                    if (token < tokens() && (h == 0 || below))
+                        to[h * below + token * 8 + (lane >> 2)] = d[0][2 * h + i] + d[1][2 * h + i];
                 }
         }
+        release();
     }
     template <int KIND> DEVICE void multiply_tiles(int count, float *to) {
         constexpr int EACH = Tile<KIND>::BYTES;
@@ -314,11 +382,18 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, true> {
                 Tile<KIND> w[HIGH];
 #pragma unroll
                 for (int n = 0; n < HIGH; ++n) w[n].load(Shared{at + (n * WARPS + warp) * EACH}, lane);
-                multiply_tile<KIND>(w, tile, to + (row * HIGH * TILES + tile) * 8 * tokens(),
-                                    row * HIGH + 1 < count ? TILES * 8 * tokens() : 0);
-            }
-            __syncwarp();
-            if (lane == 0) arrive_barrier(barrier + 8 * a.slots);
+                float *const first = to + (row * HIGH * TILES + tile) * 8 * tokens();
+                const int below = row * HIGH + 1 < count ? TILES * 8 * tokens() : 0;
+                if constexpr (KIND == kBF16) multiply_plain(w, tile, first, below);
+                else if constexpr (TOKENS == 1) multiply_one<KIND>(w, tile, first, below);
+                else {
+                    uint4 scales[HIGH];
+#pragma unroll
+                    for (int n = 0; n < HIGH; ++n)
+                        scales[n] = load_shared(at + (n * WARPS + warp) * EACH + Tile<KIND>::SCALES + (lane >> 2) * 16);
+                    multiply_many<KIND>(w, scales, tile, first, below);
+                }
+            } else release();
             next();
             row += WARPS / TILES, tile += WARPS % TILES;
             if (WARPS % TILES && tile >= TILES) tile -= TILES, ++row;
@@ -352,7 +427,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, true> {
                 if (row >= a.rows[p]) continue;
                 const i64 to = i64(token) * a.total + a.row[p] + row;
                 if (OUT == kAdd && (round || o != tid)) old = load((const float *)a.y + to);
-                const float f = NORM ? this->factor(token) : 1.f, v = sum(from + slot * each, token, n) * f;
+                const float f = !NORM ? 1.f : TOKENS == 1 ? alone : this->factor(token),
+                            v = sum(from + slot * each, token, n) * f;
                 if constexpr (OUT == kGate)
                     ((u16 *)a.y)[to] = narrow(silu(v) * (sum(from + (count + slot) * each, token, n) * f));
                 else ((float *)a.y)[to] = OUT == kAdd ? old + v : v;
@@ -363,8 +439,10 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, true> {
     DEVICE void run() {
         if constexpr (HELD) {
 #pragma unroll
-            for (int g = 0; g < 8; ++g) held[g] = load_shared(x[0] + (warp % TILES * 8 + g) * 64 * tokens());
+            for (int n = 0; n < 4; ++n) held[n] = load_shared(first + warp % TILES * step + n * 16);
+            held[4] = load_shared(line + warp % TILES * LINES_BYTES + 128);
         }
+        if (NORM && TOKENS == 1) alone = this->factor(0);
         for (int round = 0; round < a.rounds; ++round) {
             float *begin = partial + (round & 1) * a.sums, *to = begin;
             for (int p = 0; p < a.parts; ++p) {
@@ -386,7 +464,7 @@ DEVICE void packed(const Packed &a) {
     extern __shared__ __align__(128) char shared[];
     PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
-    if ((NORM && m.tid * 32 < K) || m.tid * 32 < HEAD) prefetch(a.scale + m.tid * 32);
+    if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();
     wait();
     launch_dependents();  // only now, so that what comes next finds the room that the kernel before has left
@@ -400,19 +478,25 @@ template <int KIND, class F> DEVICE void unpack_lane(const char *from, int lane,
     Tile<KIND> w;
     w.load(Global{from}, lane);
 #pragma unroll
-    for (int g = 0; g < 8; ++g) {
-        u32 c[4];
-        w.codes(g, c);
-        float low_end = 0;
-        if constexpr (Tile<KIND>::AFFINE)
-            low_end = -w.unit_of_minima() * __ldg((const unsigned char *)from + Tile<KIND>::BYTES - 96 + (lane >> 2) * 8 + g);
+    for (int at = 0; at < 8; ++at) {
+        if constexpr (KIND == kBF16) {
+            const uint4 v = w.w[at];
+            const int column = at * 32 + (lane & 3) * 8;
+            f(column, make_float4(low(v.x), high(v.x), low(v.y), high(v.y)));
+            f(column + 4, make_float4(low(v.z), high(v.z), low(v.w), high(v.w)));
+        } else {
+            const int set = at / 4, i = at % 4, column = (set * 4 + (lane & 3)) * 32 + i * 8;
+            const float factor = w.factor(set, i), less = w.less(set);
+            u32 c[2];
+            w.codes(set, i, c);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float s = w.unit() * w.scale(2 * g + h), o = Tile<KIND>::OFFSET;
-            const u32 x = c[2 * h], y = c[2 * h + 1];
-            f(g * 32 + h * 16 + (lane & 3) * 4,
-              make_float4(__fmaf_rn(s, low(x) - o, low_end), __fmaf_rn(s, high(x) - o, low_end),
-                          __fmaf_rn(s, low(y) - o, low_end), __fmaf_rn(s, high(y) - o, low_end)));
+            for (int n = 0; n < 2; ++n) {
+                float v[4];
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+                    v[b] = __fmaf_rn(factor, Tile<KIND>::SIGNED ? signed_byte_of(c[n] ^ 0x80808080u, b) : byte_of(c[n], b), -less);
+                f(column + n * 4, make_float4(v[0], v[1], v[2], v[3]));
+            }
         }
     }
 }

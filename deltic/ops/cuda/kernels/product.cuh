@@ -2,15 +2,16 @@
 //
 // A block works on units of ROWS rows of the weight, cut into segments of 1,024 columns. One warp copies segments into a
 // ring of slots in shared memory, the first ones before the kernel waits for its input; the copies are asynchronous and
-// leave other data in the second-level cache. Eight warps multiply: each has every 8th piece of 64 columns. x is the
-// tensor cores' matrix of 16 rows; tokens that do not exist are zeros. The sum over the warps is made in their order. So a
-// token's sums have one order, whatever the batch.
+// leave other data in the second-level cache. Eight warps multiply: each has every 8th piece of 64 columns. Of eight columns
+// that a lane has of a row, the tensor cores take two and two as those of one of their 16 rows, the others as those of
+// another one; and of each of four tokens, too, in two of their eight columns. So one instruction multiplies 32 columns
+// of 8 rows, and half of what it gives is of no use. The sum over the warps is made in their order. So a token's sums have
+// one order, whatever the batch.
 
 struct Product {
     const u16 *weight;   // [rows, K]
-    const void *x;       // residual [T, K] float, to be normalised; or [T, K] bf16; or [T, K] float of heads
-    const float *scale;  // [K] of the norm; [HEAD] of the heads'
-    const float *gate;   // [T, stride] of the heads, which they are multiplied with the SiLU of
+    const void *x;       // residual [T, K] float, to be normalised; or [T, K] bf16; or [T, heads_stride] float of heads
+    const float *scale;  // [K] of the norm
     void *y;             // kStore: float [T, rows]; kAdd: float [T, rows], added to; kGate: bf16 [T, rows / 2]
     float eps;
     int tokens, rows;
@@ -18,27 +19,27 @@ struct Product {
     int group;         // units between two sums over the warps
     int inverse;       // 65536 / tokens + 1, to divide by
     int slots;         // of the ring, at least 2
-    int stride;
 };
 
-// HEAD: columns of a value head, whose outputs are normed and gated first as in gdn.cuh, squares by slices of SLICE; 0: not.
-template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE>
-struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, false> {
-    using Base = Input<Product, K, NORM, HEAD, SLICE, false>;
+// HEAD: columns of a value head, whose outputs are normed first, with squares by slices of SLICE; 0: not.
+// FOURS: of tokens, at most.
+template <int K, bool NORM, int OUT, int FOURS, int ROWS, int HEAD, int SLICE>
+struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
+    using Base = Input<Product, K, NORM, HEAD, SLICE, kPaired>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
-    static constexpr int HALVES = MANY ? 2 : 1, PIECES = K / 64, WIDEST = 1024;
+    static constexpr int PIECES = K / 64, WIDEST = 1024;
     static constexpr int SEGMENT = K < WIDEST ? K : WIDEST, SEGMENTS = (K + WIDEST - 1) / WIDEST,
                          LOADS = SEGMENT > 512 ? 4 : 2;
     // a unit that is one segment is copied at once; other rows lie 64 bytes further apart than they are long, so that two
     // of them are not in the same banks: of the former, odd rows are read the other way round
-    static constexpr bool JOINED = SEGMENTS == 1;
+    static constexpr bool JOINED = SEGMENTS == 1, HELD = JOINED && FOURS == 1;  // HELD: x stays in registers
     static constexpr int LINE = SEGMENT * 2 + (JOINED ? 0 : 64), SLOT = ROWS * LINE, WIDTH = OUT == kGate ? ROWS / 2 : ROWS;
     static constexpr int COPIES = JOINED ? ROWS / WIDTH : ROWS;  // of a segment
     int count, pieces, lap = 0, slot = 0;  // pieces: bytes of 32 columns of x
     u32 barrier, at, input;   // of the current slot: its barrier, the lane's first fragment; the lane's first one of x
     char *ring;               // [slots, ROWS, LINE]
     float *partial;           // [2, group, WARPS, T, 8]
-    float old = 0;
+    float old = 0, alone = 0;  // alone: the norm's factor of the only token
     bool odd;
 
     DEVICE Multiplier(const Product &args, char *shared) : Base(args, (float *)(shared + 512)) {
@@ -50,7 +51,7 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, false> {
         barrier = shared_address(shared);
         odd = JOINED && (lane & 4);
         at = shared_address(ring) + (lane >> 2) % ROWS * LINE + warp * 128 + (lane & 3) * 16 + odd * 64;
-        input = shared_address(xs) + warp * 2 * pieces + (lane >> 2) * 64 + (lane & 3) * 16;
+        input = shared_address(xs) + warp * 2 * pieces + (lane & 3) * 16 + (lane >> 2 & 1) * 8;
     }
     DEVICE void next() {
         at += SLOT, barrier += 8;
@@ -94,15 +95,12 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, false> {
     DEVICE bool exists(int segment, int j) const {
         return K % WIDEST == 0 || segment * (WIDEST / 64) + j / 2 * WARPS + warp < PIECES;
     }
-    DEVICE void load_x(uint4 (&f)[LOADS][HALVES], int segment) const {
+    // Of tokens from 4 * four on; those that do not exist are the last one.
+    DEVICE void load_x(uint2 (&f)[LOADS], int segment, int four) const {
+        const u32 from = input + min(4 * four + (lane >> 3), a.tokens - 1) * 64 + segment * (WIDEST / 32) * pieces;
 #pragma unroll
         for (int j = 0; j < LOADS; ++j)
-#pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                f[j][half] = make_uint4(0, 0, 0, 0);
-                if (exists(segment, j) && (lane >> 2) + 8 * half < a.tokens)
-                    f[j][half] = load_shared(input + half * 512 + (segment * (WIDEST / 32) + j / 2 * (WARPS * 2) + j % 2) * pieces);
-            }
+            if (exists(segment, j)) f[j] = load_shared2(from + (j / 2 * (WARPS * 2) + j % 2) * pieces);
     }
     // A lane's fragments of the current slot, when they are there.
     DEVICE void load_slot(uint4 (&v)[LOADS], int segment) {
@@ -111,74 +109,66 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, false> {
 #pragma unroll
         for (int j = 0; j < LOADS; ++j)
             if (exists(segment, j)) v[j] = load_shared(at + j / 2 * (WARPS * 128) + (odd ? -(j % 2) : j % 2) * 64);
-#pragma unroll
-        for (int j = 0; j < LOADS && JOINED; j += 2) {
-            const uint4 first = v[j];
-            v[j] = odd ? v[j + 1] : first, v[j + 1] = odd ? first : v[j + 1];
-        }
         next();
     }
-    // What so many slots before the current one held is in registers.
-    DEVICE void release(int slots) {
+    // What the slot before the current one held, or with `more` the one before that, is in registers.
+    DEVICE void release(bool more) {
         __syncwarp();
-        if (lane < slots) {
-            const int place = slot - 1 - lane;
-            arrive_barrier(barrier + 8 * a.slots + 8 * (place - slot + (place < 0 ? a.slots : 0)));
+        if (lane == 0) {
+            const int before = 1 + more;
+            arrive_barrier(barrier + 8 * (a.slots - before + (slot < before ? a.slots : 0)));
         }
     }
-    DEVICE void multiply_slot(float (&d)[2][4], const uint4 (&f)[LOADS][HALVES], const uint4 (&v)[LOADS], int segment) {
+    DEVICE void multiply_slot(float (&d)[2][4], const uint2 (&f)[LOADS], const uint4 (&v)[LOADS], int segment) {
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) {
             if (!exists(segment, j)) continue;
-            const uint4 x = f[j][0], z = MANY ? f[j][HALVES - 1] : make_uint4(0, 0, 0, 0);
-            multiply(d[0], x.x, z.x, x.y, z.y, v[j].x, v[j].y);
-            multiply(d[1], x.z, z.z, x.w, z.w, v[j].z, v[j].w);
+            const uint4 w = odd ? v[j ^ JOINED] : v[j];
+            multiply(d[j % 2], w.x, w.y, w.z, w.w, f[j].x, f[j].y);
         }
     }
-    DEVICE void store_sums(const float (&d)[2][4], float *to) {
+    // A unit's sums; after them others begin.
+    DEVICE void store_sums(float (&d)[FOURS][2][4], float *to) {
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half)
-            if ((lane >> 2) + 8 * half < a.tokens)
-                *(float2 *)(to + half * 64) = make_float2(d[0][2 * half] + d[1][2 * half], d[0][2 * half + 1] + d[1][2 * half + 1]);
+        for (int four = 0; four < FOURS; ++four) {
+            const int token = 4 * four + (lane & 3);
+            if (token < a.tokens)
+                to[token * 8 + (lane >> 2)] = (d[four][0][0] + d[four][0][3]) + (d[four][1][0] + d[four][1][3]);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) d[four][i / 4][i % 4] = 0;
+        }
     }
-    // Products of so many units. Two slots at a time, so that there is more to do than to wait.
-    DEVICE void multiply_units(int units, float *to, const uint4 (&held)[LOADS][HALVES]) {
-        to += (warp * a.tokens + (lane >> 2)) * 8 + (lane & 3) * 2;
-        const int each = WARPS * 8 * a.tokens;
-        uint4 v[2][LOADS];
-        if constexpr (JOINED) {
-#pragma unroll 1
-            for (int u = 0; u < units; u += 2, to += 2 * each) {
-                const bool two = u + 1 < units;
-                float d[2][2][4] = {};
-                load_slot(v[0], 0);
-                if (two) load_slot(v[1], 0);
-                multiply_slot(d[0], held, v[0], 0);
-                if (two) multiply_slot(d[1], held, v[1], 0);
-                release(1 + two);
-                store_sums(d[0], to);
-                if (two) store_sums(d[1], to + each);
-            }
-        } else {
-#pragma unroll 1
-            for (int u = 0; u < units; ++u, to += each) {
-                float d[2][4] = {};
-#pragma unroll 1
-                for (int segment = 0; segment < SEGMENTS; segment += 2) {
-                    const bool two = SEGMENTS % 2 == 0 || segment + 1 < SEGMENTS;
-                    uint4 f[LOADS][HALVES];
-                    load_x(f, segment);
-                    load_slot(v[0], segment);
-                    if (two) load_slot(v[1], segment + 1);
-                    multiply_slot(d, f, v[0], segment);
-                    if (two) {
-                        load_x(f, segment + 1);
-                        multiply_slot(d, f, v[1], segment + 1);
+    // Products of so many units. While a slot is multiplied the next one comes to registers.
+    DEVICE void multiply_units(int units, float *to, const uint2 (&held)[LOADS]) {
+        to += warp * a.tokens * 8;
+        const int total = units * SEGMENTS;
+        int n = 0, segment = 0;
+        float d[FOURS][2][4] = {};
+        const auto advance = [&](const uint4 (&v)[LOADS], uint4 (&following)[LOADS]) {
+            const bool last = segment == SEGMENTS - 1, more = ++n < total;
+            const int next = last ? 0 : segment + 1;
+            if (more) load_slot(following, next);
+            if constexpr (HELD) {
+                multiply_slot(d[0], held, v, 0);
+            } else {
+#pragma unroll
+                for (int four = 0; four < FOURS; ++four)
+                    if (four == 0 || 4 * four < a.tokens) {
+                        uint2 f[LOADS];
+                        load_x(f, segment, four);
+                        multiply_slot(d[four], f, v, segment);
                     }
-                    release(1 + two);
-                }
-                store_sums(d, to);
             }
+            release(more);
+            if (last) store_sums(d, to), to += WARPS * 8 * a.tokens;
+            segment = next;
+        };
+        uint4 v[2][LOADS];
+        load_slot(v[0], 0);
+#pragma unroll 1
+        while (n < total) {
+            advance(v[0], v[1]);
+            if (n < total) advance(v[1], v[0]);
         }
     }
     DEVICE float sum(const float *from, int token, int n) const {
@@ -201,7 +191,7 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, false> {
             const float *part = from + slot * (WARPS * 8) * a.tokens;
             if (OUT == kAdd && (i || o != tid) && column < a.rows)
                 old = load((const float *)a.y + i64(token) * a.rows + column);
-            const float f = NORM ? this->factor(token) : 1.f, v = sum(part, token, n) * f;
+            const float f = !NORM ? 1.f : a.tokens == 1 ? alone : this->factor(token), v = sum(part, token, n) * f;
             if constexpr (OUT == kGate)
                 ((u16 *)a.y)[i64(token) * (a.rows / 2) + column] = narrow(silu(v) * (sum(part, token, n + WIDTH) * f));
             else if (column < a.rows)
@@ -210,8 +200,9 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, false> {
     }
     DEVICE void run() {
         const int each = (WARPS * 8) * a.tokens;
-        uint4 held[LOADS][HALVES];
-        if constexpr (JOINED) load_x(held, 0);
+        uint2 held[LOADS];
+        if constexpr (HELD) load_x(held, 0, 0);
+        if (NORM && a.tokens == 1) alone = this->factor(0);
         for (int i = 0, turn = 0; i < count; i += a.group, turn ^= 1) {
             const int units = min(a.group, count - i);
             float *to = partial + turn * a.group * each;
@@ -223,11 +214,11 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, false> {
 };
 
 // Blocks of 8 warps that multiply and one that copies.
-template <int K, bool NORM, int OUT, bool MANY, int ROWS, int HEAD, int SLICE> DEVICE void product(const Product &a) {
+template <int K, bool NORM, int OUT, int FOURS, int ROWS, int HEAD, int SLICE> DEVICE void product(const Product &a) {
     extern __shared__ __align__(128) char shared[];
-    Multiplier<K, NORM, OUT, MANY, ROWS, HEAD, SLICE> m(a, shared);
+    Multiplier<K, NORM, OUT, FOURS, ROWS, HEAD, SLICE> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
-    if ((NORM && m.tid * 32 < K) || m.tid * 32 < HEAD) prefetch(a.scale + m.tid * 32);
+    if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     __syncthreads();
     launch_dependents();
     wait();

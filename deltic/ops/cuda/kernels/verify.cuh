@@ -215,7 +215,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
                 for (int i = 0; i < SLICES; ++i) mean += room.squares[j][side * SLICES + i];
                 if (token < tokens)
                     ((u16 *)v.y)[i64(start + token) * (v.value_heads * DV) + head * DV + column] =
-                        narrow(found[j] * rsqrtf(mean / DV + v.eps) * scale * silu(gate[j]));
+                        narrow(__fmul_rn(__fmul_rn(found[j], __fmul_rn(scale, silu(gate[j]))), rsqrtf(mean / DV + v.eps)));
             }
             __syncthreads();
         }
