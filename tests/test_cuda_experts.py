@@ -20,7 +20,7 @@ from deltic.engine.scheduler import Plan, Row
 from deltic.ops import ref
 from deltic.ops.cuda import arguments
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.experts import Experts, ExpertsShape, shape_of
+from deltic.ops.cuda.experts import ALL, Experts, ExpertsShape, Real, shape_of
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.records import MlpWeights, MoeWeights, Padded
 
@@ -114,9 +114,9 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return residual, normed, (normed @ self.weights.router.double().t()).float()
 
-    def few(self, residual: Tensor, logits: Tensor) -> Tensor:
+    def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
         found = residual.clone()
-        self.experts.few(self.weights, found, self.scale, 1e-6, logits.contiguous())
+        self.experts.few(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
         return found
 
 
@@ -153,6 +153,28 @@ def test_many_tokens(mixture: Mixture, tokens: int) -> None:
     assert torch.equal(again, found), "the order in which pairs arrive is seen"
     some = mixture.experts.many(mixture.weights, x[:tokens // 2 + 1].contiguous())
     assert error(some, found[:tokens // 2 + 1]) < 3e-3
+
+
+def rows(*chunks: int, filling: int) -> Real:
+    """Rows of so many tokens, and others that only fill up."""
+    starts = [sum(chunks[:row]) for row in range(len(chunks) + 1)]
+    return Real(torch.tensor([len(chunks)], device="cuda"),
+                torch.tensor(starts + starts[-1:] * filling, device="cuda"))
+
+
+@needs_card
+@pytest.mark.parametrize(("tokens", "real"), [(4, (1, 1, 1)), (8, (1, 3, 1)), (16, (1,) * 9), (16, (2, 1))], ids=str)
+def test_what_fills_up_chooses_no_experts(mixture: Mixture, tokens: int, real: tuple[int, ...]) -> None:
+    residual, normed, logits = mixture.input(tokens)
+    count, who = sum(real), rows(*real, filling=3)
+    found = mixture.few(residual, logits, who)
+    assert torch.equal(found[:count], mixture.few(residual[:count], logits[:count]))
+    assert torch.equal(found[count:], residual[count:])
+    x = normed.bfloat16().repeat(8, 1)
+    count, who = len(x) - tokens - 1, rows(1, len(x) - tokens - 2, filling=2)
+    given = mixture.experts.many(mixture.weights, x, who)
+    assert not bool(given[count:].any()) and not bool(mixture.experts._counts.any())
+    assert error(given[:count], mixture.experts.many(mixture.weights, x[:count].contiguous())) < 3e-3
 
 
 @needs_card

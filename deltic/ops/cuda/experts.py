@@ -127,6 +127,18 @@ class _Table:
     router: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Real:
+    """Which tokens do not only fill a bucket up: those of the first rows. count [1], starts [R + 1] int64: how many
+    rows these are, and where rows begin; None: all tokens are real."""
+
+    count: Tensor | None
+    starts: Tensor | None
+
+
+ALL = Real(None, None)
+
+
 class Experts:
     """The mixtures of a model's layers."""
 
@@ -136,26 +148,29 @@ class Experts:
         self._tables = {id(layer): _table(layer, module.device) for layer in layers}
         self._counts = torch.zeros(shape.count, dtype=torch.int32, device=module.device)
 
-    def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor) -> None:
+    def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor, real: Real = ALL,
+            first: int = 0) -> None:
         """Adds what the experts give to the residual [T, H] float32 of up to 16 tokens. scale [H]: of the norm before
-        them. logits [T, n] float32: what the router gives."""
+        them. logits [T, n] float32: what the router gives. first: of the step's tokens."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(residual)
         if tokens > shape.most:
-            for part in range(2):
-                self.few(weights, residual.chunk(2)[part], scale, eps, logits.chunk(2)[part])
+            half = -(-tokens // 2)
+            for part, begins in ((slice(half), first), (slice(half, tokens), first + half)):
+                self.few(weights, residual[part], scale, eps, logits[part], real, begins)
             return
         name = "many" if tokens > FEW else "few"
         gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
         group, slots, shared = shape.gate_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGate(
-            x=residual, scale=scale, logits=logits, weights=table.gate, y=gated, eps=eps, tokens=tokens, group=group,
-            slots=slots), shared)
+            x=residual, scale=scale, logits=logits, weights=table.gate, y=gated, count=real.count, starts=real.starts,
+            eps=eps, tokens=tokens, first=first, group=group, slots=slots), shared)
         slots, shared = shape.down_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDown(
-            x=gated, logits=logits, weights=table.down, y=residual, tokens=tokens, slots=slots), shared)
+            x=gated, logits=logits, weights=table.down, y=residual, count=real.count, starts=real.starts, tokens=tokens,
+            first=first, slots=slots), shared)
 
-    def many(self, weights: MoeWeights, x: Tensor) -> Tensor:
-        """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16."""
+    def many(self, weights: MoeWeights, x: Tensor, real: Real = ALL) -> Tensor:
+        """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16; zeros for tokens that are not real."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
         pairs, tile = tokens * shape.each, _tile(tokens * shape.per_token / shape.count)
         logits = torch.mm(x, table.router.t(), out_dtype=torch.float32)
@@ -169,11 +184,12 @@ class Experts:
         ordered, gated = x.new_empty(pairs, shape.hidden), x.new_empty(pairs, shape.size)
         given = x.new_empty(pairs, shape.hidden)
         self._module.launch("k_route", (-(-tokens // 8),), 256, args.Route(
-            logits=logits, expert=expert, place=place, counts=self._counts, share=share, tokens=tokens,
-            stride=logits.shape[1]))
+            logits=logits, expert=expert, place=place, counts=self._counts, share=share, count=real.count,
+            starts=real.starts, tokens=tokens, stride=logits.shape[1]))
         self._module.launch("k_group", (-(-pairs // 32),), 1024, args.Group(
             x=x, expert=expert, place=place, counts=self._counts, share=share, sorted=ordered, rows=rows, tiles=tiles,
-            total=total, weight=weight, tokens=tokens, hidden=shape.hidden, shift=tile.bit_length() - 1))
+            total=total, weight=weight, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
+            shift=tile.bit_length() - 1))
         for kind, source, target, maps in (("gate", ordered, gated, table.gate_maps),
                                            ("down", gated, given, table.down_maps)):
             self._module.launch(f"k_grouped_{kind}_{tile}", (_resident(tile) * self._blocks,), WARPS * 32 + 32,
@@ -183,7 +199,8 @@ class Experts:
                 _tile_bytes(tile))
         found = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.Combine(
-            x=given, y=found, hidden=shape.hidden, each=shape.each))
+            x=given, y=found, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
+            each=shape.each))
         return found
 
 

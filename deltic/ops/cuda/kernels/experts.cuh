@@ -11,8 +11,9 @@ struct ExpertsGate {
     const float *logits;     // [T, E]; with a shared expert [T, E + 1], the last one of its gate
     const u64 *weights;      // [E] or [E + 1]: where the matrices [2 I, H] lie, the shared one's last
     u16 *y;                  // [T * each, I]: SiLU of the gate times the other half times the share; `Passed` has the order
+    const i64 *count, *starts;  // of the step's rows that are real, and where rows begin; count null: all tokens are real
     float eps;
-    int tokens, group, slots;  // group: units between two sums; slots: of the ring
+    int tokens, first, group, slots;  // first: of the step's; group: units between two sums; slots: of the ring
 };
 
 struct ExpertsDown {
@@ -20,8 +21,14 @@ struct ExpertsDown {
     const float *logits;   // as above
     const u64 *weights;    // where the matrices [H, I] lie
     float *y;              // [T, H], added to
-    int tokens, slots;
+    const i64 *count, *starts;
+    int tokens, first, slots;
 };
+
+// Of the tokens from `first` on those that do not only fill a bucket up: these choose no experts.
+DEVICE int real_tokens(const i64 *count, const i64 *starts, int tokens, int first = 0) {
+    return count ? max(0, min(int(starts[*count]) - first, tokens)) : tokens;
+}
 
 DEVICE u32 warp_most(u32 v) {
     u32 r;
@@ -310,6 +317,7 @@ DEVICE void experts_gate(const ExpertsGate &a) {
     GateUnits<H, I, E, BEST, SHARED, NORMALISED, MANY, OFFSET> g(a, shared);
     const bool copies = g.warp == g.WARPS;
     const u64 policy = read_once();
+    const int real = real_tokens(a.count, a.starts, a.tokens, a.first);
     int item = blockIdx.x;
     g.who.clear(a.weights);
     if (copies) {
@@ -319,11 +327,11 @@ DEVICE void experts_gate(const ExpertsGate &a) {
     __syncthreads();
     wait();
     launch_dependents();
-    g.who.choose(a.logits, a.tokens);
-    if (copies) g.who.list(a.tokens);
+    g.who.choose(a.logits, real);
+    if (copies) g.who.list(real);
     __syncthreads();
     if (copies) return g.copy_rest(item, policy);
-    g.who.weigh(a.tokens, g.WARPS);
+    g.who.weigh(real, g.WARPS);
     g.stage();
     g.run();
 }
@@ -447,12 +455,13 @@ DEVICE void experts_down(const ExpertsDown &a) {
     extern __shared__ __align__(128) char shared[];
     DownUnits<H, I, E, BEST, SHARED, NORMALISED, MANY, OFFSET> g(a, shared);
     const bool copies = g.warp == g.WARPS;
+    const int real = real_tokens(a.count, a.starts, a.tokens, a.first);
     launch_dependents();
     g.who.clear(a.weights);
     if (copies) g.ring.init(g.lane);
     __syncthreads();
-    g.who.choose(a.logits, a.tokens);
-    if (copies) g.who.list(a.tokens);
+    g.who.choose(a.logits, real);
+    if (copies) g.who.list(real);
     __syncthreads();
     if (copies) return g.copy_all(read_once());
     wait();

@@ -5,6 +5,7 @@ struct Route {
     const float *logits;          // [T, stride]: of the experts, then of the shared one's gate
     int *expert, *place, *counts; // [T, each]: the expert, and the place among its tokens; [E]: its tokens, 0 before
     float *share;                 // [T, each]
+    const i64 *count, *starts;    // as of few tokens
     int tokens, stride;
 };
 
@@ -15,6 +16,7 @@ struct Group {
     u16 *sorted;                          // [pairs, H]: x in the order of the experts, the shared one's tokens last
     int *rows, *tiles, *total;            // rows [pairs]: which pair lies there; tiles [total, 4]: expert, first pair, pairs
     float *weight;                        // [pairs]: the share of what lies there
+    const i64 *count, *starts;
     int tokens, hidden, shift;            // a tile has at most 1 << shift pairs
 };
 
@@ -34,8 +36,9 @@ struct Grouped {
 
 struct Combine {
     const u16 *x;  // [T, each, H]
-    u16 *y;        // [T, H]
-    int hidden, each;
+    u16 *y;        // [T, H]; zeros for tokens that only fill up
+    const i64 *count, *starts;
+    int tokens, hidden, each;
 };
 
 // A warp for each token; blocks of 8.
@@ -46,7 +49,7 @@ template <int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void route(const
     launch_dependents();
     wait();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.x * 8 + warp;
-    if (token >= a.tokens) return;
+    if (token >= real_tokens(a.count, a.starts, a.tokens)) return;
     const float *logits = a.logits + i64(token) * a.stride;
     const float gate = SHARED && lane == 0 ? load(logits + E) : 0.f;
     choose_experts<E, BEST, NORMALISED>(logits, chosen[warp], shares[warp]);
@@ -68,7 +71,7 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
     launch_dependents();
     wait();
     const int e = threadIdx.x, lane = e & 31, warp = e >> 5, size = 1 << a.shift;
-    const int count = e < E ? __ldcg(a.counts + e) : 0;
+    const int count = e < E ? __ldcg(a.counts + e) : 0, tokens = real_tokens(a.count, a.starts, a.tokens);
     const u64 own = u64((count + size - 1) >> a.shift) << 32 | u32(count);  // tiles and pairs
     u64 sum = own;
 #pragma unroll
@@ -94,17 +97,17 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
     if (e < E) firsts[e] = first;
     if (blockIdx.x == 0) {
         int4 *const tiles = (int4 *)a.tiles;
-        const int routed = int(sums[32] >> 32), shared = SHARED ? (a.tokens + size - 1) >> a.shift : 0;
+        const int routed = int(sums[32] >> 32), shared = SHARED ? (tokens + size - 1) >> a.shift : 0;
         for (int n = 0; n * size < count; ++n) tiles[tile + n] = make_int4(e, first + n * size, min(size, count - n * size), 0);
         for (int n = e; n < shared; n += 1024)
-            tiles[routed + n] = make_int4(E, a.tokens * BEST + n * size, min(size, a.tokens - n * size), 0);
+            tiles[routed + n] = make_int4(E, tokens * BEST + n * size, min(size, tokens - n * size), 0);
         if (e == 0) *a.total = routed + shared;
     }
     __syncthreads();
     const int pair = blockIdx.x * 32 + warp;
-    if (pair >= a.tokens * EACH) return;
+    if (pair >= tokens * EACH) return;
     const int expert = __ldcg(a.expert + pair);
-    const int to = (expert == E ? a.tokens * BEST : firsts[min(expert, E - 1)]) + __ldcg(a.place + pair);
+    const int to = (expert == E ? tokens * BEST : firsts[min(expert, E - 1)]) + __ldcg(a.place + pair);
     if (lane == 0) a.rows[to] = pair, a.weight[to] = __ldcg(a.share + pair);
     const u16 *from = a.x + i64(pair / EACH) * a.hidden;
     for (int i = lane * 8; i < a.hidden; i += 256) *(uint4 *)(a.sorted + i64(to) * a.hidden + i) = load8(from + i);
@@ -256,9 +259,10 @@ DEVICE void combine(const Combine &a) {
     const int i = (blockIdx.y * 256 + threadIdx.x) * 8;
     if (i >= a.hidden) return;
     float sum[8] = {};
+    const int each = int(blockIdx.x) < real_tokens(a.count, a.starts, a.tokens) ? a.each : 0;
     const u16 *row = a.x + i64(blockIdx.x) * a.each * a.hidden + i;
 #pragma unroll 4
-    for (int j = 0; j < a.each; ++j) {
+    for (int j = 0; j < each; ++j) {
         float v[8];
         load_all<8>(v, row + i64(j) * a.hidden);
 #pragma unroll
