@@ -17,6 +17,7 @@ from deltic.engine.batch import build, step_of
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
+from deltic.errors import ConfigError
 from deltic.ops import ref
 from deltic.ops.cuda import arguments
 from deltic.ops.cuda.driver import Module
@@ -276,3 +277,55 @@ def test_prompts(runtime: Runtime) -> None:
     assert error(found[0], wanted) < (5e-2 if runtime.config.experts.per_token == 5 else 0.3)
 
 
+# Experts that are not all on the card
+
+
+@needs_card
+@torch.inference_mode()
+def test_experts_beside_the_card() -> None:
+    """The same bits, whoever lies where, and while experts change places."""
+    config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003,
+                     experts=ExpertsConfig(60, 9, 40, 40))
+    options = EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=64, max_context=4096,
+                           speculate="off")
+    whole = load(RandomModel(shape=config), options)
+    wanted: dict[int, list[Tensor]] = {}
+    for cap in (60, 1, 15):
+        some = whole if cap == 60 else load(RandomModel(shape=config), replace(options, expert_cap=cap))
+        for rows in (1, 5, 12, 40, 3):
+            long = rows == 3
+            plan = Plan(tuple(Row(tuple(range(7 + row, 97 + row)) if long else (7 + row,), 0 if long else 20 + row,
+                                  tuple(range(6 * row, 6 * row + 6)), row, 1) for row in range(rows)))
+            fill(some)
+            found = []
+            for _ in range(12):
+                found.append(some.run(build(plan, some.pools.device)).clone())
+                torch.cuda.synchronize()
+            known = wanted.setdefault(rows, found)
+            assert all(map(torch.equal, found, known)), (cap, rows)
+        if cap == 60:
+            assert some.experts is None
+            continue
+        assert some.experts
+        store, seen = some.experts.store, some.experts.statistics()
+        assert store.slots == (cap,) * 4 and store.nbytes == 4 * cap * 3 * 40 * 512 * 2
+        assert all(seen.misses) and all(seen.hits) and seen.promotions and seen.refreshes
+        assert seen.bytes == (sum(seen.misses) + seen.promotions) * 3 * 40 * 512 * 2
+        some.experts.close()
+    torch.cuda.empty_cache()
+
+
+@needs_card
+def test_a_budget_without_room_for_experts_is_refused() -> None:
+    config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003,
+                     experts=ExpertsConfig(60, 9, 40, 40))
+    options = EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_batch=4, max_context=256)
+    for change, message in (({"expert_memory": "100KiB"}, "no room for one expert of each layer"),
+                            ({"expert_cap": 1, "dtype": "float32"}, "only with dtype bfloat16"),
+                            ({"expert_cap": 1, "debug_layers": True}, "leave out --ops and --debug-layers")):
+        with pytest.raises(ConfigError, match=message):
+            load(RandomModel(shape=config), replace(options, **change))
+    for shape, message in ((replace(config, hidden_size=200), "do not know experts of these sizes"),
+                           (replace(config, experts=ExpertsConfig(60, 9, 40, 80)), "own kernels know such experts")):
+        with pytest.raises(ConfigError, match=message):
+            load(RandomModel(shape=shape), replace(options, expert_cap=1))

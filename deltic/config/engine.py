@@ -131,8 +131,8 @@ class EngineConfig:
             if getattr(self, name) and not self.offloads_experts:
                 raise ConfigError(f"{name} is for experts that are not all in memory: give expert_memory, or leave it "
                                   "out", name)
-        if self.offloads_experts and self.device != "cpu":
-            raise ConfigError(f"expert_memory is for device cpu, not {self.device}", "expert_memory")
+        if self.expert_predict and self.device != "cpu":
+            raise ConfigError(f"expert_predict is for device cpu, not {self.device}; leave it out", "expert_predict")
         if self.offloads_experts and self.quant != "none":
             raise ConfigError(f"quant={self.quant} is not possible with expert_memory: experts are used as they lie in "
                               "the model's files; write a quantized file once (deltic convert), and run that", "quant")

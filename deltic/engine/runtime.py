@@ -133,6 +133,8 @@ class Runtime:
         """As `run`; with the hidden states [T, H] float32 of all tokens after the final norm, if the batch asks for
         them."""
         use_torch_threads(self.decoder.ops, self.threads)
+        if self.experts is not None:
+            self.experts.store.begin_step()
         logits = self.graphs.run(batch) if self.graphs else None
         if logits is not None:
             return logits, None

@@ -116,7 +116,7 @@ class DeltaScan(Arguments):
 
 
 class ExpertsGate(Arguments):
-    _fields_ = fields("x scale logits weights y count starts", "eps", "tokens first group slots")
+    _fields_ = fields("x scale logits weights wanted y count starts", "eps", "tokens first group slots")
 
 
 class ExpertsDown(Arguments):
@@ -128,7 +128,7 @@ class Route(Arguments):
 
 
 class Group(Arguments):
-    _fields_ = fields("x expert place counts share sorted rows tiles total weight count starts", "",
+    _fields_ = fields("x expert place counts wanted share sorted rows tiles total weight count starts", "",
                       "tokens hidden shift")
 
 

@@ -10,6 +10,7 @@ struct ExpertsGate {
     const float *x, *scale;  // [T, H] residual; [H] of the norm
     const float *logits;     // [T, E]; with a shared expert [T, E + 1], the last one of its gate
     const u64 *weights;      // [E] or [E + 1]: where the matrices [2 I, H] lie, the shared one's last
+    u64 *wanted;             // [E]: of each the steps that wanted it; null: not counted
     u16 *y;                  // [T * each, I]: SiLU of the gate times the other half times the share; `Passed` has the order
     const i64 *count, *starts;  // of the step's rows that are real, and where rows begin; count null: all tokens are real
     float eps;
@@ -330,6 +331,8 @@ DEVICE void experts_gate(const ExpertsGate &a) {
     g.who.choose(a.logits, real);
     if (copies) g.who.list(real);
     __syncthreads();
+    if (copies && a.wanted && blockIdx.x == 0)
+        for (int i = g.lane + SHARED; i < g.who.count; i += 32) a.wanted[g.who.expert[i]] += 1;
     if (copies) return g.copy_rest(item, policy);
     g.who.weigh(real, g.WARPS);
     g.stage();

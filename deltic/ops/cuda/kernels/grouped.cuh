@@ -12,6 +12,7 @@ struct Route {
 struct Group {
     const u16 *x;                         // [T, H]
     const int *expert, *place, *counts;
+    u64 *wanted;                          // as of few tokens
     const float *share;
     u16 *sorted;                          // [pairs, H]: x in the order of the experts, the shared one's tokens last
     int *rows, *tiles, *total;            // rows [pairs]: which pair lies there; tiles [total, 4]: expert, first pair, pairs
@@ -102,6 +103,7 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
         for (int n = e; n < shared; n += 1024)
             tiles[routed + n] = make_int4(E, tokens * BEST + n * size, min(size, tokens - n * size), 0);
         if (e == 0) *a.total = routed + shared;
+        if (a.wanted && count) a.wanted[e] += 1;
     }
     __syncthreads();
     const int pair = blockIdx.x * 32 + warp;
