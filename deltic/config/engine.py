@@ -65,8 +65,9 @@ class EngineConfig:
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "
                          "in Q4_K_M files", choices=_QUANTS)
     expert_memory: str | None = _option(None, "memory for the experts of a mixture, such as 8GiB; the others stay in "
-                                        "the model's files, and are read when a token wants them. auto: what is free, "
-                                        "less --expert-reserve (default: all are in memory)")
+                                        "the model's files, and are read when a token wants them; on a GPU: memory of "
+                                        "the card, the others are in that of the host. auto: what is free, less "
+                                        "--expert-reserve (default: all are in memory)")
     expert_cap: int | None = _option(None, "most experts of a layer that are in memory (default: what --expert-memory "
                                      "holds)")
     expert_reserve: str = _option("1.5GiB", "what --expert-memory auto leaves free, for the cache among others")

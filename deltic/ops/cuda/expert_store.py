@@ -60,7 +60,7 @@ class ExpertStore:
     """
 
     def __init__(self, layers: int, count: int, size: int, hidden: int, device: torch.device, refresh: int) -> None:
-        """refresh: of so many steps one may exchange experts. MemoryError if the host has no room for them."""
+        """refresh: of so many steps one may exchange experts. ModelError if the host has no room for them."""
         self.hidden, self.size, self.count, self.nbytes = hidden, size, count, 0
         self.slots: tuple[int, ...] = ()
         self._device, self._refresh, self._steps = device, refresh, 0
