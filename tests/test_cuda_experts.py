@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import drain, greedy, numbers, serve
 from test_cuda_kernels import CURSORS, NAN, batch_of, error, fill, randn, served
 from test_cuda_source import BLOCK, MULTIPROCESSOR, members
+from test_cuda_verify import Known, plain_of
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine.batch import build, step_of
+from deltic.engine.depth import FixedDepth
+from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
@@ -24,6 +28,7 @@ from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.experts import ALL, Experts, ExpertsShape, Real, shape_of
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.records import MlpWeights, MoeWeights, Padded
+from deltic.types import SamplingParams
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 TRUE = ExpertsShape(2048, 512, 256, 8, True, True)
@@ -329,3 +334,28 @@ def test_a_budget_without_room_for_experts_is_refused() -> None:
                            (replace(config, experts=ExpertsConfig(60, 9, 40, 80)), "own kernels know such experts")):
         with pytest.raises(ConfigError, match=message):
             load(RandomModel(shape=shape), replace(options, expert_cap=1))
+
+
+# Drafts
+
+
+@needs_card
+@pytest.mark.parametrize("cap", [None, 7])
+def test_same_answers_with_drafts(cap: int | None) -> None:
+    """To the bit, with a head that is a mixture itself."""
+    config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003,
+                     experts=ExpertsConfig(60, 9, 40, 40))
+    loaded = load(RandomModel(shape=config, head=True, initializer_range=0.05), EngineConfig(
+        device="cuda", dtype="bfloat16", memory="1GiB", max_batch=16, max_context=2048, speculate="mtp:4",
+        expert_cap=cap))
+    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    requests = [replace(greedy(numbers(seed, 30 + seed, 5003), 40, str(seed)), output=SamplingParams(
+        temperature=0.8 * (seed % 2), seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(3)]
+    wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
+    for drafter in (Known(wanted), None):
+        engine = Engine(loaded, drafter, FixedDepth(4))
+        for request in requests:
+            engine.add(request)
+        assert {name: answer.tokens for (name, _), answer in drain(engine).items()} == wanted
+        assert engine.speculator.drafter and sum(engine.speculator.stats.drafted_at) > 30
+    torch.cuda.empty_cache()
