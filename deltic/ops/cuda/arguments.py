@@ -134,7 +134,7 @@ class Group(Arguments):
 
 class Grouped(Arguments):
     _fields_: ClassVar = [("x", c_uint64 * 16), *fields("weights tiles total rows weight y counts", "", ""),
-                          ("experts", c_longlong)]
+                          ("experts", c_longlong), ("ahead", c_longlong)]
 
 
 class Combine(Arguments):

@@ -24,6 +24,10 @@ _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
 """By the tokens of a tile."""
 
 
+_AHEAD = 8
+"""Steps of the first product that are fetched while tokens choose, where nearly all experts are passed by some."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
     """What the kernels are made for: count experts of `size` rows, of which a token passes per_token; shared: and one
@@ -188,7 +192,8 @@ class Experts:
             self._module.launch(f"k_grouped_{kind}_{tile}", (_resident(tile) * self._blocks,), WARPS * 32 + 32,
                                 args.Grouped(
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
-                weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count),
+                weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
+                ahead=_AHEAD if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
                 _tile_bytes(tile))
         found = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.Combine(

@@ -88,16 +88,6 @@ template <int E, int BEST, bool NORMALISED> DEVICE void choose_experts(const flo
     __syncwarp();
 }
 
-#if __CUDA_ARCH__ >= 900
-// A bulk copy of what others read, too.
-DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-#else
-DEVICE void bulk_copy_kept(u32, const void *, int, u32) {}
-#endif
-
 // Who passes whom, in shared memory. Slots are the experts that some token passes: the shared one, then the others in their
 // order. Pairs are the tokens of all slots, one slot behind the other, a slot's in their order.
 template <int E, int BEST, bool SHARED, bool NORMALISED> struct alignas(16) Passed {

@@ -1,26 +1,7 @@
 // The core of a Gated DeltaNet layer (`gdn.cuh`) for many rows of one token, where all that counts is how fast the states
-// go in and out. One block for each multiprocessor goes from head to head. A state is copied to shared memory, changed
-// there and copied back, all of it at once, and while one is worked on the next ones are on their way; so that the memory
-// sees whole pages, and nothing waits for stores. Eight warps have the state, four others what lies before and behind:
-// they convolve the next head, and norm and gate the last one.
-
-#if __CUDA_ARCH__ >= 900
-// A copy from shared memory, which is one of those that `end_stores` ends.
-DEVICE void bulk_store(void *to, u32 from, int bytes, u64 policy) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
-                 :: "l"(to), "r"(from), "r"(bytes), "l"(policy) : "memory");
-}
-DEVICE void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory was read by all but the last LEFT groups of this thread.
-template <int LEFT> DEVICE void await_stores() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory"); }
-// What this thread wrote to shared memory is seen by copies.
-DEVICE void publish_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-#else
-DEVICE void bulk_store(void *, u32, int, u64) {}
-DEVICE void end_stores() {}
-template <int LEFT> DEVICE void await_stores() {}
-DEVICE void publish_to_copies() {}
-#endif
+// go in and out. One block for each multiprocessor goes from head to head: states come to shared memory as a whole, the
+// next ones while one is worked on, and go back from registers. Eight warps have the state, four others what lies before
+// and behind: they convolve the next head, and norm and gate the last one, so that nobody waits for anything but states.
 
 // D: rows and columns of a state. STAGES: states in shared memory.
 template <int D, int STAGES> struct ManyHeads {
@@ -45,22 +26,18 @@ template <int D, int STAGES> struct ManyHeads {
     DEVICE char *state(i64 slot, int head) const { return (char *)(a.state + (slot * a.value_heads + head) * (D * D)); }
     DEVICE u32 full(int n) const { return shared_address(&m.full[n % STAGES]); }
     // By one thread.
-    DEVICE void fetch(int n, const Place &p, u64 policy) const {
+    DEVICE void fetch(int n, const Place &p) const {
         expect_bytes(full(n), p.done ? SIZE : 0);
         for (int at = 0; p.done && at < SIZE; at += CHUNK)
-            bulk_copy(stage + n % STAGES * SIZE + at, state(p.source, p.head) + at, CHUNK, full(n), policy);
-    }
-    DEVICE void store(int n, u64 policy) const {
-        const Place &p = place(n);
-        for (int at = 0; at < SIZE; at += CHUNK)
-            bulk_store(state(p.target, p.head) + at, stage + n % STAGES * SIZE + at, CHUNK, policy);
-        end_stores();
+            bulk_copy_kept(stage + n % STAGES * SIZE + at, state(p.source, p.head) + at, CHUNK, full(n));
     }
     // A token's step of a state: a lane has four columns, a warp some rows.
-    DEVICE void advance(int n) {
+    DEVICE void advance(int n, u64 policy) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = n & 1;
         const u32 at = stage + n % STAGES * SIZE + warp * ROWS * D * 4 + lane * 16;
-        const bool there = place(n).done;
+        const Place &p = place(n);
+        const bool there = p.done;
+        float *to = (float *)state(p.target, p.head) + warp * ROWS * D + lane * 4;
         const float *query = m.mixed[side][0] + warp * ROWS, *key = m.mixed[side][1] + warp * ROWS;
         float4 s[ROWS];
         float k4[4] = {}, q4[4] = {};
@@ -76,7 +53,9 @@ template <int D, int STAGES> struct ManyHeads {
         }
         *(float4 *)&m.parts[warp][0][lane * 4] = make_float4(k4[0], k4[1], k4[2], k4[3]);
         *(float4 *)&m.parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
-        meet_eight_warps();
+        meet_eight_warps();  // all have taken theirs from shared memory
+        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES));
+        __syncwarp();
         const float keep = m.rates[side][0], beta = m.rates[side][1], dot = m.rates[side][2];
         float u[4];
 #pragma unroll
@@ -97,12 +76,11 @@ template <int D, int STAGES> struct ManyHeads {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const float k = key[i];
-            asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};"
-                         :: "r"(at + i * D * 4), "f"(__fmaf_rn(k, u[0], __fmul_rn(keep, s[i].x))),
-                            "f"(__fmaf_rn(k, u[1], __fmul_rn(keep, s[i].y))), "f"(__fmaf_rn(k, u[2], __fmul_rn(keep, s[i].z))),
-                            "f"(__fmaf_rn(k, u[3], __fmul_rn(keep, s[i].w))) : "memory");
+            store4_once(to + i * D, make_float4(__fmaf_rn(k, u[0], __fmul_rn(keep, s[i].x)),
+                                                __fmaf_rn(k, u[1], __fmul_rn(keep, s[i].y)),
+                                                __fmaf_rn(k, u[2], __fmul_rn(keep, s[i].z)),
+                                                __fmaf_rn(k, u[3], __fmul_rn(keep, s[i].w))), policy);
         }
-        publish_to_copies();
     }
 
     // What a helper has of a head: a channel each of query, key and value.
@@ -174,18 +152,12 @@ template <int D, int STAGES> struct ManyHeads {
         ((u16 *)a.y)[i64(p.start) * (a.value_heads * D) + p.head * D + t] =
             narrow(found * rsqrtf(mean / D + a.eps) * scale * silu(gate));
     }
-    DEVICE void run_states(u64 policy) {
+    DEVICE void run_states() {
+        const u64 policy = read_once();
         for (int n = 0; exists(n); ++n) {
-            advance(n);
+            advance(n, policy);
             __syncthreads();
-            if (threadIdx.x == 0) {
-                store(n, policy);
-                await_stores<1>();  // of the head before, to whose place the next one goes
-                if (exists(n + STAGES - 1)) fetch(n + STAGES - 1, place(n + STAGES - 1), policy);
-            }
-            __syncwarp();
         }
-        if (threadIdx.x == 0) await_stores<0>();
     }
     // inputs: of the second head.
     DEVICE void run_helpers(int t, Inputs &inputs, float gate, float scale) {
@@ -213,11 +185,10 @@ template <int D, int STAGES> DEVICE void gdn_many(const Gdn &a) {
     __shared__ typename Heads::Shared shared;
     Heads g(a, shared, shared_address(shared_states));
     const int t = threadIdx.x - 256;
-    const u64 policy = read_once();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) init_barrier(g.full(i), 1);
         publish_barriers();
-        for (int n = 0; n < STAGES - 1 && g.exists(n); ++n) g.fetch(n, g.find(n), policy);
+        for (int n = 0; n < STAGES && g.exists(n); ++n) g.fetch(n, g.find(n));
     }
     launch_dependents();
     if (!g.exists(0)) return wait();
@@ -226,7 +197,7 @@ template <int D, int STAGES> DEVICE void gdn_many(const Gdn &a) {
     wait();
     if (t < 0) {
         __syncthreads();
-        return g.run_states(policy);
+        return g.run_states();
     }
     const float scale = __ldg(a.norm + t);
     typename Heads::Inputs inputs;

@@ -32,7 +32,7 @@ struct Grouped {
     const float *weight;
     u16 *y;                    // of the gate [pairs, I] in the order of the experts; else [T, each, H]
     int *counts;               // what is cleared for the next layer; null: nothing
-    i64 experts;
+    i64 experts, ahead;        // ahead: steps that a block has fetched to the second-level cache for what it guesses is its first tile
 };
 
 struct Combine {
@@ -122,11 +122,15 @@ DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32 barr
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
 }
+DEVICE void prefetch_box(const TensorMap *map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" :: "l"(map), "r"(column), "r"(row) : "memory");
+}
 DEVICE void acquire_map(const TensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");
 }
 #else
 DEVICE void copy_box(u32, const TensorMap *, int, int, u32, u64) {}
+DEVICE void prefetch_box(const TensorMap *, int, int) {}
 DEVICE void acquire_map(const TensorMap *) {}
 #endif
 DEVICE u64 read_again() {
@@ -170,6 +174,17 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> struct TileProduct {
                 if (GATE) copy_box(to + MATRIX / 2, map, step * 64, INNER + block * 64, ring.filled(), weights);
                 copy_box(to + MATRIX, &a.x, step * 64, own.y, ring.filled(), input);
             }
+        }
+    }
+    // While it is not known yet which tiles there are: if every expert has one.
+    DEVICE void guess() const {
+        const int expert = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS;
+        if (expert >= a.experts) return;
+        const TensorMap *map = a.weights + expert;
+        acquire_map(map);
+        for (int step = 0; step < a.ahead && step < STEPS; ++step) {
+            prefetch_box(map, step * 64, block * (GATE ? 64 : 128));
+            if (GATE) prefetch_box(map, step * 64, INNER + block * 64);
         }
     }
     static DEVICE u32 place(u32 base, int row, int chunk) { return base + row * 128 + ((chunk ^ (row & 7)) << 4); }
@@ -245,6 +260,7 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> DEVICE void grouped(
     const bool copies = g.warp == g.WARPS;
     launch_dependents();
     if (copies) g.ring.init(g.lane);
+    if (copies && g.lane == 0) g.guess();
     __syncthreads();
     wait();
     const int items = __ldcg(a.total) * g.BLOCKS;
