@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, draft, nvrtc, prompts, rings
+from deltic.ops.cuda import arguments, draft, encoder, nvrtc, prompts, rings
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.packed import PackedMultiply
@@ -72,7 +72,7 @@ def members(struct: str) -> list[str]:
 @pytest.mark.parametrize("name", ["Product", "Packed", "Unpack", "Gdn", "Attention", "Enter", "AddNorm", "Gate",
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
-                                  "Accept"])
+                                  "Accept", "ResidualNorm"])
 def test_structs_are_the_kernels(name: str) -> None:
     given: type[Arguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)
@@ -143,7 +143,7 @@ def test_importing_loads_no_driver() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    *MODELS, "draws", "folds", *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
+    *MODELS, "draws", "folds", "encoder", *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
     *(f"{model} packed" for model in ("0.8B", "4B", "9B"))])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -154,7 +154,7 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         text = {"": shapes.source, "packed": shapes.source, "prompts": lambda: prompts.source(shapes),
                 "drafts": lambda: draft.source(shapes)}[part]()
     else:
-        text = {"draws": source, "folds": rings.fold_source}[name]()
+        text = {"draws": source, "folds": rings.fold_source, "encoder": lambda: encoder.source(1000)}[name]()
     try:
         for architecture in ("sm_90a",) if for_prompts else ("sm_90a", "sm_80"):
             assert compile_source(text, architecture)[:4] == b"\x7fELF"
