@@ -8,21 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import drain, greedy, numbers, serve
 from test_cuda_kernels import CURSORS, NAN, batch_of, error, fill, randn, served
 from test_cuda_source import BLOCK, MULTIPROCESSOR, members
+from test_cuda_verify import Known, plain_of
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine.batch import build, step_of
+from deltic.engine.depth import FixedDepth
+from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import Plan, Row
+from deltic.errors import ConfigError
 from deltic.ops import ref
 from deltic.ops.cuda import arguments
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.experts import Experts, ExpertsShape, shape_of
+from deltic.ops.cuda.experts import ALL, Experts, ExpertsShape, Real, shape_of
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
 from deltic.ops.records import MlpWeights, MoeWeights, Padded
+from deltic.types import SamplingParams
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 TRUE = ExpertsShape(2048, 512, 256, 8, True, True)
@@ -114,9 +120,9 @@ class Mixture:
         assert isinstance(self.weights.router, Tensor)
         return residual, normed, (normed @ self.weights.router.double().t()).float()
 
-    def few(self, residual: Tensor, logits: Tensor) -> Tensor:
+    def few(self, residual: Tensor, logits: Tensor, real: Real = ALL) -> Tensor:
         found = residual.clone()
-        self.experts.few(self.weights, found, self.scale, 1e-6, logits.contiguous())
+        self.experts.few(self.weights, found, self.scale, 1e-6, logits.contiguous(), real)
         return found
 
 
@@ -153,6 +159,28 @@ def test_many_tokens(mixture: Mixture, tokens: int) -> None:
     assert torch.equal(again, found), "the order in which pairs arrive is seen"
     some = mixture.experts.many(mixture.weights, x[:tokens // 2 + 1].contiguous())
     assert error(some, found[:tokens // 2 + 1]) < 3e-3
+
+
+def rows(*chunks: int, filling: int) -> Real:
+    """Rows of so many tokens, and others that only fill up."""
+    starts = [sum(chunks[:row]) for row in range(len(chunks) + 1)]
+    return Real(torch.tensor([len(chunks)], device="cuda"),
+                torch.tensor(starts + starts[-1:] * filling, device="cuda"))
+
+
+@needs_card
+@pytest.mark.parametrize(("tokens", "real"), [(4, (1, 1, 1)), (8, (1, 3, 1)), (16, (1,) * 9), (16, (2, 1))], ids=str)
+def test_what_fills_up_chooses_no_experts(mixture: Mixture, tokens: int, real: tuple[int, ...]) -> None:
+    residual, normed, logits = mixture.input(tokens)
+    count, who = sum(real), rows(*real, filling=3)
+    found = mixture.few(residual, logits, who)
+    assert torch.equal(found[:count], mixture.few(residual[:count], logits[:count]))
+    assert torch.equal(found[count:], residual[count:])
+    x = normed.bfloat16().repeat(8, 1)
+    count, who = len(x) - tokens - 1, rows(1, len(x) - tokens - 2, filling=2)
+    given = mixture.experts.many(mixture.weights, x, who)
+    assert not bool(given[count:].any()) and not bool(mixture.experts._counts.any())
+    assert error(given[:count], mixture.experts.many(mixture.weights, x[:count].contiguous())) < 3e-3
 
 
 @needs_card
@@ -254,3 +282,80 @@ def test_prompts(runtime: Runtime) -> None:
     assert error(found[0], wanted) < (5e-2 if runtime.config.experts.per_token == 5 else 0.3)
 
 
+# Experts that are not all on the card
+
+
+@needs_card
+@torch.inference_mode()
+def test_experts_beside_the_card() -> None:
+    """The same bits, whoever lies where, and while experts change places."""
+    config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003,
+                     experts=ExpertsConfig(60, 9, 40, 40))
+    options = EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=64, max_context=4096,
+                           speculate="off")
+    whole = load(RandomModel(shape=config), options)
+    wanted: dict[int, list[Tensor]] = {}
+    for cap in (60, 1, 15):
+        some = whole if cap == 60 else load(RandomModel(shape=config), replace(options, expert_cap=cap))
+        for rows in (1, 5, 12, 40, 3):
+            long = rows == 3
+            plan = Plan(tuple(Row(tuple(range(7 + row, 97 + row)) if long else (7 + row,), 0 if long else 20 + row,
+                                  tuple(range(6 * row, 6 * row + 6)), row, 1) for row in range(rows)))
+            fill(some)
+            found = []
+            for _ in range(12):
+                found.append(some.run(build(plan, some.pools.device)).clone())
+                torch.cuda.synchronize()
+            known = wanted.setdefault(rows, found)
+            assert all(map(torch.equal, found, known)), (cap, rows)
+        if cap == 60:
+            assert some.experts is None
+            continue
+        assert some.experts
+        store, seen = some.experts.store, some.experts.statistics()
+        assert store.slots == (cap,) * 4 and store.nbytes == 4 * cap * 3 * 40 * 512 * 2
+        assert all(seen.misses) and all(seen.hits) and seen.promotions and seen.refreshes
+        assert seen.bytes == (sum(seen.misses) + seen.promotions) * 3 * 40 * 512 * 2
+        some.experts.close()
+    torch.cuda.empty_cache()
+
+
+@needs_card
+def test_a_budget_without_room_for_experts_is_refused() -> None:
+    config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003,
+                     experts=ExpertsConfig(60, 9, 40, 40))
+    options = EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_batch=4, max_context=256)
+    for change, message in (({"expert_memory": "100KiB"}, "no room for one expert of each layer"),
+                            ({"expert_cap": 1, "dtype": "float32"}, "only with dtype bfloat16"),
+                            ({"expert_cap": 1, "debug_layers": True}, "leave out --ops and --debug-layers")):
+        with pytest.raises(ConfigError, match=message):
+            load(RandomModel(shape=config), replace(options, **change))
+    for shape, message in ((replace(config, hidden_size=200), "do not know experts of these sizes"),
+                           (replace(config, experts=ExpertsConfig(60, 9, 40, 80)), "own kernels know such experts")):
+        with pytest.raises(ConfigError, match=message):
+            load(RandomModel(shape=shape), replace(options, expert_cap=1))
+
+
+# Drafts
+
+
+@needs_card
+@pytest.mark.parametrize("cap", [None, 7])
+def test_same_answers_with_drafts(cap: int | None) -> None:
+    """To the bit, with a head that is a mixture itself."""
+    config = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003,
+                     experts=ExpertsConfig(60, 9, 40, 40))
+    loaded = load(RandomModel(shape=config, head=True, initializer_range=0.05), EngineConfig(
+        device="cuda", dtype="bfloat16", memory="1GiB", max_batch=16, max_context=2048, speculate="mtp:4",
+        expert_cap=cap))
+    assert loaded.verifies, "the kernels do not serve this model, or not its head"
+    requests = [replace(greedy(numbers(seed, 30 + seed, 5003), 40, str(seed)), output=SamplingParams(
+        temperature=0.8 * (seed % 2), seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(3)]
+    wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
+    for drafter in (Known(wanted), None):
+        engine = Engine(loaded, drafter, FixedDepth(4))
+        for request in requests:
+            engine.add(request)
+        assert {name: answer.tokens for (name, _), answer in drain(engine).items()} == wanted
+        assert engine.speculator.drafter and sum(engine.speculator.stats.drafted_at) > 30
+    torch.cuda.empty_cache()

@@ -281,7 +281,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ([where, "--expert-cap", "2", "--dtype", "bfloat16"], "take --dtype float32"),
         ([where, "--expert-cap", "2", "--quant", "q8_0"], "deltic convert"),
         ([where, "--expert-cap", "2", "--ops", "moe=torch"], "leave out --ops"),
-        ([where, "--expert-cap", "2", "--device", "cuda"], "expert_memory is for device cpu"),
+        ([where, "--expert-cap", "2", "--expert-predict", "--device", "cuda"], "expert_predict is for device cpu"),
         ([where, "--expert-predict"], "expert_predict is for experts that are not all in memory"),
         ([gguf, "--expert-cap", "2", "--packed-weights", "off"], "add --packed-weights on"),
     ]

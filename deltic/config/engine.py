@@ -65,8 +65,9 @@ class EngineConfig:
     quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "
                          "in Q4_K_M files", choices=_QUANTS)
     expert_memory: str | None = _option(None, "memory for the experts of a mixture, such as 8GiB; the others stay in "
-                                        "the model's files, and are read when a token wants them. auto: what is free, "
-                                        "less --expert-reserve (default: all are in memory)")
+                                        "the model's files, and are read when a token wants them; on a GPU: memory of "
+                                        "the card, the others are in that of the host. auto: what is free, less "
+                                        "--expert-reserve (default: all are in memory)")
     expert_cap: int | None = _option(None, "most experts of a layer that are in memory (default: what --expert-memory "
                                      "holds)")
     expert_reserve: str = _option("1.5GiB", "what --expert-memory auto leaves free, for the cache among others")
@@ -131,8 +132,8 @@ class EngineConfig:
             if getattr(self, name) and not self.offloads_experts:
                 raise ConfigError(f"{name} is for experts that are not all in memory: give expert_memory, or leave it "
                                   "out", name)
-        if self.offloads_experts and self.device != "cpu":
-            raise ConfigError(f"expert_memory is for device cpu, not {self.device}", "expert_memory")
+        if self.expert_predict and self.device != "cpu":
+            raise ConfigError(f"expert_predict is for device cpu, not {self.device}; leave it out", "expert_predict")
         if self.offloads_experts and self.quant != "none":
             raise ConfigError(f"quant={self.quant} is not possible with expert_memory: experts are used as they lie in "
                               "the model's files; write a quantized file once (deltic convert), and run that", "quant")

@@ -10,14 +10,18 @@ from math import isfinite
 from pathlib import Path
 from typing import cast
 
-from deltic.config import DType, EngineConfig, available_memory
+import torch
+
+from deltic.config import DType, EngineConfig, ExpertsConfig, ModelConfig, available_memory
 from deltic.config.machine import parse_bytes
 from deltic.errors import ConfigError, show
 from deltic.ops import Ops
 from deltic.ops.cpu import missing
-from deltic.ops.cpu.experts import ExpertStatistics, ExpertStore, expert_bytes
+from deltic.ops.cpu.experts import ExpertStore, expert_bytes
 from deltic.ops.cpu.library import Pool
-from deltic.ops.stored import StoredExpert
+from deltic.ops.cuda.expert_store import ExpertStore as CardStore
+from deltic.ops.cuda.experts import ExpertsShape
+from deltic.ops.stored import ExpertStatistics
 from deltic.weights.hub import ModelFiles
 
 log = logging.getLogger("deltic")
@@ -29,7 +33,7 @@ _MOST_PROFILE = 64 << 20
 class Experts:
     """The experts of a running model. profile: where their scores are kept, if they are."""
 
-    store: ExpertStore
+    store: ExpertStore | CardStore
     profile: Path | None
 
     def statistics(self) -> ExpertStatistics:
@@ -40,9 +44,9 @@ class Experts:
         """Say what was done, and write the profile. After the last step."""
         found = self.statistics()
         hits, misses = sum(found.hits), sum(found.misses)
-        log.info("experts: %.1f %% of %d were in memory, %.1f MiB were read at %.0f MB/s, %d promoted; steps waited "
+        log.info("experts: %.1f %% of %d were in memory, %.1f MiB were read in %.1f s, %d promoted; steps waited "
                  "%.1f s", 100 * hits / max(hits + misses, 1), hits + misses, found.bytes / (1 << 20),
-                 found.bytes / 1e6 / max(found.reading, 1e-9), found.promotions, found.waited)
+                 found.reading, found.promotions, found.waited)
         if self.profile:
             try:
                 fresh = self.profile.with_name(self.profile.name + ".new")
@@ -53,17 +57,20 @@ class Experts:
                 log.error("the profile of experts cannot be written to %s: %s", self.profile, error.strerror)
 
 
-def check_experts(files: ModelFiles | None, options: EngineConfig, dtype: str, packed: bool) -> None:
-    """ConfigError if the options ask for experts in files and this model cannot have them there. files: None for random
-    weights. packed: its weights stay as they are in a GGUF file."""
+def check_experts(files: ModelFiles | None, config: ModelConfig, options: EngineConfig, dtype: str,
+                  packed: bool) -> None:
+    """ConfigError if the options ask for experts that are not all in memory and this model cannot have them elsewhere.
+    files: None for random weights. packed: its weights stay as they are in a GGUF file."""
     if not options.offloads_experts:
         return
     asked = "expert_memory" if options.expert_memory else "expert_cap"
     reason = None
-    if files is None:
-        reason = "random weights lie in no file; leave it out, or write them to one"
-    elif files.config.experts is None:
+    if config.experts is None:
         reason = "this is a dense model, without experts; leave it out"
+    elif options.device != "cpu":
+        reason = _not_beside_the_card(config, config.experts, options, dtype)
+    elif files is None:
+        reason = "random weights lie in no file; leave it out, or write them to one"
     elif (absent := missing().get("moe")) or options.ops:
         reason = absent or "only the compiled kernels know such experts; leave out --ops"
     elif files.gguf is not None and not packed:
@@ -72,27 +79,61 @@ def check_experts(files: ModelFiles | None, options: EngineConfig, dtype: str, p
         raise ConfigError(f"{asked}={getattr(options, asked)} is not possible: {reason}", asked)
 
 
+def _not_beside_the_card(config: ModelConfig, experts: ExpertsConfig, options: EngineConfig, dtype: str) -> str | None:
+    if dtype != "bfloat16":
+        return f"on a GPU only with dtype bfloat16, not {dtype}"
+    if options.ops or options.debug_layers:
+        return "on a GPU only deltic's own kernels know such experts; leave out --ops and --debug-layers"
+    if torch.cuda.get_device_capability(options.device) != (9, 0):
+        return "it needs a GPU of compute capability 9.0"
+    if not ExpertsShape(config.hidden_size, experts.size, experts.count, experts.per_token, bool(experts.shared_size),
+                        True).known:
+        return "the kernels do not know experts of these sizes"
+    return None
+
+
+def card_store(config: ModelConfig, options: EngineConfig) -> CardStore | None:
+    """What is to take a model's experts while it is loaded, if they shall lie beside a GPU."""
+    if not options.offloads_experts or options.device == "cpu" or config.experts is None:
+        return None
+    return CardStore(len(config.layer_types), config.experts.count, config.experts.size, config.hidden_size,
+                     torch.device(options.device), options.expert_refresh)
+
+
+def fill_card(store: CardStore, options: EngineConfig) -> Experts:
+    """As many experts on the card as the options say. To be called when the other weights are there."""
+    free = torch.cuda.mem_get_info(options.device)[0]
+    slots = _slots([store.expert_bytes] * len(store.pools()), store.count, options, free)
+    profile = Path(options.expert_profile) if options.expert_profile else None
+    store.fill(slots, _read_profile(profile, [store.count] * len(store.pools()))
+               if profile and profile.exists() else None)
+    log.info("%d of %d experts of each layer are on the GPU (%.1f MiB)", slots, store.count, store.nbytes / (1 << 20))
+    return Experts(store, profile)
+
+
 def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DType) -> Experts:
     """The experts, as many in memory as the options say. To be called when the model's other weights are there."""
     layers = files.stored_experts(dtype)
-    slots = _slots([expert_bytes(experts[0]) for experts in layers], len(layers[0]), options)
+    slots = _slots([expert_bytes(experts[0]) for experts in layers], len(layers[0]), options, available_memory())
     pool = cast(Pool, ops.moe.__self__)  # type: ignore[attr-defined]
     store = ExpertStore(pool, layers, [slots] * len(layers), options.expert_refresh, options.expert_predict)
     if not store.direct:
         log.warning("%s cannot be read past the page cache, which takes memory that deltic does not count",
                     store.paths[0].parent)
     profile = Path(options.expert_profile) if options.expert_profile else None
-    store.fill(_read_profile(profile, layers) if profile and profile.exists() else None)
+    store.fill(_read_profile(profile, [len(experts) for experts in layers])
+               if profile and profile.exists() else None)
     log.info("%d of %d experts of each layer are in memory (%.1f MiB)", slots, len(layers[0]),
              store.nbytes / (1 << 20))
     return Experts(store, profile)
 
 
-def _slots(sizes: Sequence[int], count: int, options: EngineConfig) -> int:
-    """How many of `count` experts of each layer are in memory. sizes: of an expert, by layer."""
+def _slots(sizes: Sequence[int], count: int, options: EngineConfig, free: int) -> int:
+    """How many of `count` experts of each layer are in memory. sizes: of an expert, by layer. free: bytes that are left
+    there."""
     budget, most = options.expert_bytes, min(options.expert_cap or count, count)
     if options.expert_memory == "auto":
-        budget = available_memory() - parse_bytes(options.expert_reserve) - (options.memory_bytes or 0)
+        budget = free - parse_bytes(options.expert_reserve) - (options.memory_bytes or 0)
     slots = most if budget is None else min(most, budget // sum(sizes))
     if slots < 1:
         raise ConfigError(f"expert_memory={options.expert_memory} has no room for one expert of each layer, which take "
@@ -104,14 +145,14 @@ def _left(options: EngineConfig, budget: int | None) -> str:
     return f" ({max(budget or 0, 0) / (1 << 20):.1f} MiB are left)" if options.expert_memory == "auto" else ""
 
 
-def _read_profile(path: Path, layers: Sequence[Sequence[StoredExpert]]) -> list[list[float]]:
-    """Scores by layer. ConfigError if the file is none of this model."""
+def _read_profile(path: Path, counts: Sequence[int]) -> list[list[float]]:
+    """Scores by layer. counts: of a layer's experts. ConfigError if the file is none of this model."""
     try:
         if path.stat().st_size > _MOST_PROFILE:
             raise ValueError("it is too large")
         found = json.loads(path.read_text())["layers"]
         shape = [len(layer) for layer in found]
-        if shape != [len(layer) for layer in layers]:
+        if shape != list(counts):
             raise ValueError("it is of a model with another number of layers or experts")
         if not all(isinstance(score, int | float) and isfinite(score) and score >= 0
                    for layer in found for score in layer):

@@ -18,7 +18,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.pools import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.aot import PackedFile
-from deltic.engine.experts import Experts, check_experts, open_experts
+from deltic.engine.experts import Experts, card_store, check_experts, fill_card, open_experts
 from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity, machine_facts
 from deltic.engine.memory import plan_memory, share_memory
@@ -30,7 +30,7 @@ from deltic.model.decoder import Decoder, build
 from deltic.model.mtp import Mtp as MtpHead
 from deltic.model.mtp import build_head
 from deltic.model.vision import build_tower
-from deltic.ops import Ops, select
+from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.cuda import serves_drafts, tiles
 from deltic.ops.memory import memory_for
@@ -134,9 +134,14 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
     tiers, notes = ([], None) if loaded.drafts else open_tiers(loaded.name, options, ops, loaded.made, dtype)
     cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
     files = loaded.files
-    return Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,
+    runtime = Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,
                    loaded.decoder, cache, loaded.threads, files.tokenizer() if files else None, notes, loaded.head,
                    loaded.encode, files.vision if files and loaded.encode else None, draft, loaded.experts)
+    if loaded.experts and options.device != "cpu" and runtime.step is None:
+        why = explain(ops, loaded.decoder.weights, runtime.views)["step"]
+        raise ConfigError(f"expert_memory is not possible: on a GPU only deltic's own kernels know such experts: {why}",
+                          "expert_memory")
+    return runtime
 
 
 def _memory_for_weights(model: str | RandomModel | None) -> AbstractContextManager[None]:
@@ -152,10 +157,10 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
     files, tiled, marks = None, False, list[FileMark]()
     if isinstance(model, RandomModel):
-        check_experts(None, options, "auto", False)
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         ops, dtype, threads = _prepare(config, options)
+        check_experts(None, config, options, dtype, False)
         tensors = random_tensors(config, dtype, model.seed, device=options.device,
                                  initializer_range=model.initializer_range)
     else:
@@ -164,8 +169,12 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         ops, dtype, threads = _prepare(config, options)
         tiled = _keeps_packed(files, options, dtype)
         marks = _marks(files, options)
-        check_experts(files, options, dtype, tiled)
-        tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, not options.offloads_experts)
+        check_experts(files, config, options, dtype, tiled)
+        stored = options.offloads_experts and options.device == "cpu"
+        tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, not stored)
+    card = card_store(config, options)
+    if card:
+        tensors = ((name, tensor) for name, tensor in tensors if not card.take(name, tensor))
     weights: dict[str, Weight]
     if options.quant != "none" and not (drafts and tiled):
         kept = _packed_file(model, config, dtype, marks, options, ops)
@@ -176,7 +185,10 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     head = _head_weights(model, files, config, dtype, tiled, options)
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
-    experts = open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
+    if card:
+        experts: Experts | None = fill_card(card, options)
+    else:
+        experts = open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())
     mtp = build_head(config, head, decoder) if head else None
     keep_freed_memory()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deltic.cache.tier_index import TierIndex
     from deltic.engine.engine import Engine
     from deltic.engine.sequence import Sequence
-    from deltic.ops.cpu.experts import ExpertStatistics
+    from deltic.ops.stored import ExpertStatistics
 
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of a histogram's buckets in seconds; a last bucket has what is above."""

@@ -136,6 +136,8 @@ class Runtime:
         use_torch_threads(self.decoder.ops, self.threads)
         if batch.padded is not None:
             self.pools.wait()
+        if self.experts is not None:
+            self.experts.store.begin_step()
         logits = self.graphs.run(batch) if self.graphs else None
         if logits is not None:
             return logits, None

@@ -306,8 +306,8 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPool:
-    """A layer's experts, of which a few lie in memory and the others in files. store: who has them, a backend's own;
-    `layer` is the layer's number there. count: how many there are. nbytes: all of them in memory."""
+    """A layer's experts, of which a few lie in memory and the others in files, or on a GPU and in the host's memory.
+    store: who has them, a backend's own; `layer`: the layer's number there; count: of all; nbytes: all in memory."""
 
     store: Any
     layer: int

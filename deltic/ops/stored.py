@@ -1,4 +1,4 @@
-"""Where weights lie that stay in their files."""
+"""Where weights lie that stay in their files, and what became of experts that are not all in memory."""
 
 from __future__ import annotations
 
@@ -31,3 +31,26 @@ class StoredExpert:
     @property
     def matrices(self) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
         return self.gate, self.up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStatistics:
+    """What a store has done since it was made.
+
+    hits, misses: by layer, experts that a step wanted and that were or were not in memory, on a GPU: in the card's.
+    bytes: read from files, on a GPU from the host's memory.
+    promotions: experts that took the place of another one in memory.
+    refreshes: times that those of a layer might.
+    predicted, useful: experts that were read ahead of their layer, and those of them that it wanted.
+    waited: seconds that steps waited for what was being read. reading: seconds in which something was.
+    """
+
+    hits: tuple[int, ...]
+    misses: tuple[int, ...]
+    bytes: int
+    promotions: int
+    refreshes: int
+    predicted: int
+    useful: int
+    waited: float
+    reading: float

@@ -102,10 +102,11 @@ def _experts(now: Snapshot) -> Iterator[_Family]:
     if found is None:
         return
     for name, line, layers in (("hits", "Experts that a step wanted of a layer and found in memory.", found.hits),
-                               ("misses", "Experts that were read from the model's files for a step.", found.misses)):
+                               ("misses", "Experts that were read for a step: from the model's files, beside a GPU "
+                                          "from the host's memory.", found.misses)):
         yield _Family(f"expert_{name}_total", "counter", line,
                       tuple(("", {"layer": str(layer)}, count) for layer, count in enumerate(layers)))
-    yield _one("expert_read_bytes_total", "counter", "Bytes of experts that were read from files.", found.bytes)
+    yield _one("expert_read_bytes_total", "counter", "Bytes of experts that were read from there.", found.bytes)
     yield _one("expert_promotions_total", "counter", "Experts that took the place of another one in memory.",
                found.promotions)
     yield _one("expert_predicted_total", "counter", "Experts that were read ahead of their layer.", found.predicted)

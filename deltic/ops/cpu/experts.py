@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_int, c_int64
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,35 +16,12 @@ import torch
 from deltic.errors import ModelError
 from deltic.ops.cpu.library import ExpertCounts, Extent, Pool, StoredLayer, library
 from deltic.ops.records import ExpertPool
-from deltic.ops.stored import StoredExpert
+from deltic.ops.stored import ExpertStatistics, StoredExpert
 
 READERS = 4
 """Threads that read: while one packs what it has read, the disk is busy for another."""
 _ALIGNMENT = 64
 _FILE_ENDED, _FILE_CHANGED = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStatistics:
-    """What a store has done since it was made.
-
-    hits, misses: by layer, experts that a step wanted and that were or were not in memory.
-    bytes: read from files.
-    promotions: experts that took the place of another one in memory.
-    refreshes: times that those of a layer might.
-    predicted, useful: experts that were read ahead of their layer, and those of them that it wanted.
-    waited: seconds that steps waited for what was being read. reading: seconds in which something was.
-    """
-
-    hits: tuple[int, ...]
-    misses: tuple[int, ...]
-    bytes: int
-    promotions: int
-    refreshes: int
-    predicted: int
-    useful: int
-    waited: float
-    reading: float
 
 
 class ExpertStore:
@@ -98,6 +74,9 @@ class ExpertStore:
         """What stands for the experts of each layer."""
         return [ExpertPool(self, number, len(experts), expert_bytes(experts[0]) * len(experts))
                 for number, experts in enumerate(self._layers)]
+
+    def begin_step(self) -> None:
+        """Nothing: a step itself reads and exchanges experts."""
 
     def scores(self) -> list[list[float]]:
         """By layer, how often each expert was wanted lately. Between steps."""

@@ -120,25 +120,26 @@ class DeltaScan(Arguments):
 
 
 class ExpertsGate(Arguments):
-    _fields_ = fields("x scale logits weights y", "eps", "tokens group slots")
+    _fields_ = fields("x scale logits weights wanted y count starts", "eps", "tokens first group slots")
 
 
 class ExpertsDown(Arguments):
-    _fields_ = fields("x logits weights y", "", "tokens slots")
+    _fields_ = fields("x logits weights y count starts", "", "tokens first slots")
 
 
 class Route(Arguments):
-    _fields_ = fields("logits expert place counts share", "", "tokens stride")
+    _fields_ = fields("logits expert place counts share count starts", "", "tokens stride")
 
 
 class Group(Arguments):
-    _fields_ = fields("x expert place counts share sorted rows tiles total weight", "", "tokens hidden shift")
+    _fields_ = fields("x expert place counts wanted share sorted rows tiles total weight count starts", "",
+                      "tokens hidden shift")
 
 
 class Grouped(Arguments):
     _fields_: ClassVar = [("x", c_uint64 * 16), *fields("weights tiles total rows weight y counts", "", ""),
-                          ("experts", c_longlong)]
+                          ("experts", c_longlong), ("ahead", c_longlong)]
 
 
 class Combine(Arguments):
-    _fields_ = fields("x y", "", "hidden each")
+    _fields_ = fields("x y count starts", "", "tokens hidden each")

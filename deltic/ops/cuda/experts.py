@@ -11,18 +11,21 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, tensor_map
-from deltic.ops.cuda.layout import ALONE, FEW, MOST, WARPS, WHOLE
-from deltic.ops.records import MlpWeights, MoeWeights, Weight
+from deltic.ops.cuda.expert_store import Addresses, ExpertStore
+from deltic.ops.cuda.layout import ALONE, BOX_COLUMNS, BOX_ROWS, FEW, MOST, WARPS, WHOLE
+from deltic.ops.records import ExpertPool, MlpWeights, MoeWeights, Weight
 
 _GATE_BESIDE, _DOWN_BESIDE = 115 << 10, 98 << 10
 """Bytes of shared memory of the blocks of both products, which then lie on a multiprocessor together."""
 _SUMS = 8 << 10
 """Bytes of a group's sums."""
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
-_COLUMNS = 64
-"""Of a stage of the grouped products."""
 _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
 """By the tokens of a tile."""
+
+
+_AHEAD = 8
+"""Steps of the first product that are fetched while tokens choose, where nearly all experts are passed by some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,10 @@ class ExpertsShape:
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
     """None where the kernels do not know them: another dtype, another size of the shared expert."""
-    first, shared = weights.parts[0], weights.shared is not None
-    if not (isinstance(first.down, Tensor) and all(map(_plain, _matrices(weights)))):
+    shared, store = weights.shared is not None, _store(weights)
+    if not all(map(_plain, _matrices(weights))):
         return None
-    if len(weights.parts) != len(weights.experts) + shared:  # some lie elsewhere
-        return None
-    hidden, size = first.down.shape
+    hidden, size = (store.hidden, store.size) if store else _sizes(weights.parts[0])[1]
     if any(_sizes(part) != ((2 * size, hidden), (hidden, size)) for part in weights.parts):
         return None
     shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, shared, weights.normalised)
@@ -116,15 +117,22 @@ def shape_of(weights: MoeWeights) -> ExpertsShape | None:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Where the matrices of all experts lie, the shared one's last. gate, down [E] int64: pointers. gate_maps,
-    down_maps [E, 128] uint8: how the tensor memory accelerator finds boxes of them. router [n, H]: filled up to a
-    multiple of 8 rows."""
+    """at: where the matrices of all experts lie. router [n, H]: filled up to a multiple of 8 rows."""
 
-    gate: Tensor
-    down: Tensor
-    gate_maps: Tensor
-    down_maps: Tensor
+    at: Addresses
     router: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """Which tokens do not only fill a bucket up: those of the first rows. count [1], starts [R + 1] int64: how many
+    rows these are, and where rows begin; None: all tokens are real."""
+
+    count: Tensor | None
+    starts: Tensor | None
+
+
+ALL = Real(None, None)
 
 
 class Experts:
@@ -136,26 +144,30 @@ class Experts:
         self._tables = {id(layer): _table(layer, module.device) for layer in layers}
         self._counts = torch.zeros(shape.count, dtype=torch.int32, device=module.device)
 
-    def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor) -> None:
+    def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor, real: Real = ALL,
+            first: int = 0) -> None:
         """Adds what the experts give to the residual [T, H] float32 of up to 16 tokens. scale [H]: of the norm before
-        them. logits [T, n] float32: what the router gives."""
+        them. logits [T, n] float32: what the router gives. first: of the step's tokens."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(residual)
         if tokens > shape.most:
-            for part in range(2):
-                self.few(weights, residual.chunk(2)[part], scale, eps, logits.chunk(2)[part])
+            half = -(-tokens // 2)
+            for part, begins in ((slice(half), first), (slice(half, tokens), first + half)):
+                self.few(weights, residual[part], scale, eps, logits[part], real, begins)
             return
         name = "many" if tokens > FEW else "few"
         gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
         group, slots, shared = shape.gate_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGate(
-            x=residual, scale=scale, logits=logits, weights=table.gate, y=gated, eps=eps, tokens=tokens, group=group,
+            x=residual, scale=scale, logits=logits, weights=table.at.gate, wanted=table.at.wanted, y=gated,
+            count=real.count, starts=real.starts, eps=eps, tokens=tokens, first=first, group=group,
             slots=slots), shared)
         slots, shared = shape.down_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDown(
-            x=gated, logits=logits, weights=table.down, y=residual, tokens=tokens, slots=slots), shared)
+            x=gated, logits=logits, weights=table.at.down, y=residual, count=real.count, starts=real.starts,
+            tokens=tokens, first=first, slots=slots), shared)
 
-    def many(self, weights: MoeWeights, x: Tensor) -> Tensor:
-        """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16."""
+    def many(self, weights: MoeWeights, x: Tensor, real: Real = ALL) -> Tensor:
+        """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16; zeros for tokens that are not real."""
         shape, table, tokens = self._shape, self._tables[id(weights)], len(x)
         pairs, tile = tokens * shape.each, _tile(tokens * shape.per_token / shape.count)
         logits = torch.mm(x, table.router.t(), out_dtype=torch.float32)
@@ -169,35 +181,52 @@ class Experts:
         ordered, gated = x.new_empty(pairs, shape.hidden), x.new_empty(pairs, shape.size)
         given = x.new_empty(pairs, shape.hidden)
         self._module.launch("k_route", (-(-tokens // 8),), 256, args.Route(
-            logits=logits, expert=expert, place=place, counts=self._counts, share=share, tokens=tokens,
-            stride=logits.shape[1]))
+            logits=logits, expert=expert, place=place, counts=self._counts, share=share, count=real.count,
+            starts=real.starts, tokens=tokens, stride=logits.shape[1]))
         self._module.launch("k_group", (-(-pairs // 32),), 1024, args.Group(
-            x=x, expert=expert, place=place, counts=self._counts, share=share, sorted=ordered, rows=rows, tiles=tiles,
-            total=total, weight=weight, tokens=tokens, hidden=shape.hidden, shift=tile.bit_length() - 1))
-        for kind, source, target, maps in (("gate", ordered, gated, table.gate_maps),
-                                           ("down", gated, given, table.down_maps)):
+            x=x, expert=expert, place=place, counts=self._counts, wanted=table.at.wanted, share=share, sorted=ordered,
+            rows=rows, tiles=tiles, total=total, weight=weight, count=real.count, starts=real.starts, tokens=tokens,
+            hidden=shape.hidden, shift=tile.bit_length() - 1))
+        for kind, source, target, maps in (("gate", ordered, gated, table.at.gate_maps),
+                                           ("down", gated, given, table.at.down_maps)):
             self._module.launch(f"k_grouped_{kind}_{tile}", (_resident(tile) * self._blocks,), WARPS * 32 + 32,
                                 args.Grouped(
-                x=_words(tensor_map(source, tile, _COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
-                weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count),
+                x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
+                weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
+                ahead=_AHEAD if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
                 _tile_bytes(tile))
         found = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.Combine(
-            x=given, y=found, hidden=shape.hidden, each=shape.each))
+            x=given, y=found, count=real.count, starts=real.starts, tokens=tokens, hidden=shape.hidden,
+            each=shape.each))
         return found
 
 
-def _table(weights: MoeWeights, device: torch.device) -> _Table:
-    pairs = [_both(part) for part in weights.parts]
+def _store(weights: MoeWeights) -> ExpertStore | None:
+    """Who has the experts that are not all on the card."""
+    if not isinstance(weights.experts, ExpertPool):
+        return None
+    assert isinstance(weights.experts.store, ExpertStore)
+    return weights.experts.store
+
+
+def _addresses(weights: MoeWeights, device: torch.device) -> Addresses:
+    pairs, store = [_both(part) for part in weights.parts], _store(weights)
+    if store and isinstance(weights.experts, ExpertPool):
+        return store.addresses(weights.experts.layer, pairs[0] if pairs else None)
     gate, down = (torch.tensor([pair[index].data_ptr() for pair in pairs], device=device) for index in range(2))
     gate_maps, down_maps = (
-        torch.frombuffer(bytearray(b"".join(tensor_map(pair[index], rows, _COLUMNS) for pair in pairs)),
-                         dtype=torch.uint8).to(device) for index, rows in ((0, 64), (1, 128)))
+        torch.frombuffer(bytearray(b"".join(tensor_map(pair[index], rows, BOX_COLUMNS) for pair in pairs)),
+                         dtype=torch.uint8).to(device) for index, rows in enumerate(BOX_ROWS))
+    return Addresses(gate, down, gate_maps, down_maps, None)
+
+
+def _table(weights: MoeWeights, device: torch.device) -> _Table:
     router = weights.router
     assert isinstance(router, Tensor)
     filled = router.new_zeros(-(-len(router) // 8) * 8, router.shape[1])
     filled[:len(router)] = router
-    return _Table(gate, down, gate_maps, down_maps, filled)
+    return _Table(_addresses(weights, device), filled)
 
 
 def _both(part: MlpWeights) -> tuple[Tensor, Tensor]:
@@ -239,7 +268,7 @@ def _resident(tile: int) -> int:
 
 
 def _tile_bytes(tile: int) -> int:
-    return 1024 + _STAGES[tile] * ((128 + tile) * 2 * _COLUMNS + 16)
+    return 1024 + _STAGES[tile] * ((128 + tile) * 2 * BOX_COLUMNS + 16)
 
 
 def _words(map: bytes) -> object:

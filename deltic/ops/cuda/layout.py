@@ -1,5 +1,7 @@
 """How blocks of products lie on the card: numbers that all products share."""
 
+BOX_COLUMNS, BOX_ROWS = 64, (64, 128)
+"""Of the parts in which experts' matrices are copied: of a gate or its other half, of what comes after them."""
 FEW, MOST = 8, 16
 """Tokens of a step that the products take at once: one or two rows of eight."""
 FOUR = 4

@@ -25,6 +25,8 @@ _SUMS = 8 << 10
 _NORMALISED, _PLAIN = 4096, 12288
 """Columns that products take at most."""
 STORE, ADD, GATE = range(3)
+PASSING, STATES = 384, 3
+"""Threads of a block through which whole states pass, and states that it has at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class Shapes:
         return plain and self.experts is None
 
     def source(self) -> str:
-        text = [headers("input", "product", "gdn", "attention", "small", *["verify"] * self.rings,
+        text = [headers("input", "product", "gdn", "gdn_many", "attention", "small", *["verify"] * self.rings,
                         *["packed"] * bool(self.kinds), *["experts", "grouped"] * (self.experts is not None))]
         text += {product.source(tokens) if isinstance(product, PackedMultiply)
                  else product.source(tokens, self.squeezed): None
@@ -139,7 +141,10 @@ class Shapes:
                 shape, block = f"{gdn.key_dim}, {gdn.value_dim}, {size}, {kind}", gdn.value_dim // size * 128
                 if name == "few":
                     text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
-                text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
+                if name == "many" and passes_whole(gdn):
+                    text.append(entry("gdn_many", "Gdn", f"{PASSING}, 1", f"gdn_many<{gdn.key_dim}, {STATES}>"))
+                else:
+                    text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
                 if self.rings:
                     text.append(entry(f"gdn_verify_{name}", "Verify", "128, 4", f"gdn_verify<{shape}>"))
             if self.attention:
@@ -166,6 +171,11 @@ def gdn_slice(spec: GdnSpec, kind: str) -> int:
 def heads_stride(spec: GdnSpec) -> int:
     """Floats from token to token of what heads in slices give."""
     return (spec.values + spec.values // gdn_slice(spec, "few") + 3) // 4 * 4
+
+
+def passes_whole(spec: GdnSpec) -> bool:
+    """Whether states of many rows pass through shared memory as a whole (kernels/gdn_many.cuh)."""
+    return (spec.key_dim, spec.value_dim) == (128, 128)
 
 
 def heads_product(spec: GdnSpec, unit: int) -> Multiply:

@@ -16,7 +16,7 @@ from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import packed, prompts
 from deltic.ops.cuda.driver import Module, architecture, shared_memory
-from deltic.ops.cuda.experts import Experts
+from deltic.ops.cuda.experts import ALL, Experts, Real
 from deltic.ops.cuda.layout import LONE, MOST, SPREAD, WARPS
 from deltic.ops.cuda.nvrtc import CompileError, compile_source
 from deltic.ops.cuda.rings import Fresh, Rings
@@ -24,6 +24,8 @@ from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.shapes import (
     ADD,
     GATE,
+    PASSING,
+    STATES,
     STORE,
     Multiply,
     Shapes,
@@ -31,6 +33,7 @@ from deltic.ops.cuda.shapes import (
     gdn_slice,
     heads_product,
     heads_stride,
+    passes_whole,
     shapes_of,
     unit_of,
 )
@@ -201,21 +204,23 @@ class Step:
         logits = work.residual.new_empty(tokens, _rows(decoder.head))
         width = max(max(_rows(_inner(layer)), 1) for layer in decoder.layers)
         proj = work.residual.new_empty(tokens * width)
-        gated = work.y.new_empty(tokens, max(_columns(_last(layer)) for layer in decoder.layers))
+        inner = [_columns(layer.mlp.down) for layer in decoder.layers if isinstance(layer.mlp, MlpWeights)]
+        gated = work.y.new_empty(tokens, max(inner, default=1))
         for layer in decoder.layers:
             self._multiply(_inner(layer), work.residual, layer.input_norm, proj, STORE)
             self._mix(layer, work, proj, _rows(_inner(layer)))
             self._project(layer, work)
-            self._add_feed_forward(layer, work.residual, gated)
+            self._add_feed_forward(layer, work, gated)
         self._multiply(decoder.head, work.residual, decoder.norm, logits, STORE)
         return logits
 
-    def _add_feed_forward(self, layer: Layer, residual: Tensor, gated: Tensor) -> None:
+    def _add_feed_forward(self, layer: Layer, work: _Work, gated: Tensor) -> None:
         """Of few tokens. gated: room for what lies between a dense layer's products."""
+        residual = work.residual
         if self._experts and isinstance(layer.mlp, MoeWeights):
             logits = residual.new_empty(len(residual), _rows(layer.mlp.router))
             self._multiply(layer.mlp.router, residual, layer.post_norm, logits, STORE)
-            self._experts.few(layer.mlp, residual, layer.post_norm, self._decoder.eps, logits)
+            self._experts.few(layer.mlp, residual, layer.post_norm, self._decoder.eps, logits, _real(work.batch))
         else:
             self._multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
             self._multiply(layer.dense.down, gated, None, residual, ADD)
@@ -266,12 +271,15 @@ class Step:
         elif isinstance(mixer, GdnWeights):
             spec, state = mixer.spec, self._views.states[layer.store]
             slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
-            spread = self._spreads(spec, work)
-            # kernels with a block for each multiprocessor leave the same room for the next one everywhere
-            grid, block = ((max(slices * heads, self._blocks), 128) if spread
-                           else (min(heads, 8 // slices * self._blocks), slices * 128))
-            alone = grid == self._blocks and not self._shapes.squeezed and self._shapes.experts is None
-            size = LONE * alone if spread else spec.key_dim * spec.value_dim * 4
+            spread, size = self._spreads(spec, work), spec.key_dim * spec.value_dim * 4
+            if spread:
+                # kernels with a block for each multiprocessor leave the same room for the next one everywhere
+                grid, block = max(slices * heads, self._blocks), 128
+                size = LONE * (grid == self._blocks and not self._shapes.squeezed and self._shapes.experts is None)
+            elif work.kind == "many" and passes_whole(spec):
+                grid, block, size = min(heads, self._blocks), PASSING, STATES * size
+            else:
+                grid, block = min(heads, 8 // slices * self._blocks), slices * 128
             self._module.launch(f"k_gdn_{'spread' if spread else work.kind}", (grid,), block, args.Gdn(
                 proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
                 state=state.recurrent, ring=state.conv, y=work.core if spread else work.y, count=batch.count,
@@ -306,15 +314,15 @@ class Step:
             self._mix(layer, work, proj, proj.shape[1])
             outer = _outer(layer)
             delta = self.linear(work.y.view(-1)[:len(proj) * _columns(outer)].view(len(proj), -1), outer)
-            delta = self.feed_forward(layer, self.normed(work.residual, delta, layer.post_norm))
+            delta = self.feed_forward(layer, self.normed(work.residual, delta, layer.post_norm), _real(batch))
         self._end(work)
         hidden = torch.empty_like(work.residual) if batch.layout.hidden else None
         return self.head(self.normed(work.residual, delta, decoder.norm, hidden)), hidden
 
-    def feed_forward(self, layer: Layer, x: Tensor) -> Tensor:
+    def feed_forward(self, layer: Layer, x: Tensor, real: Real = ALL) -> Tensor:
         """Of many tokens: x [T, H] bf16, normed -> [T, H] bf16."""
         if self._experts and isinstance(layer.mlp, MoeWeights):
-            return self._experts.many(layer.mlp, x)
+            return self._experts.many(layer.mlp, x, real)
         both = self.linear(x, layer.dense.gate_up)
         width = both.shape[1] // 2
         gated = both.new_empty(len(both), width)
@@ -358,17 +366,16 @@ def _module(source: str, device: torch.device) -> Module:
     return Module(source, device)
 
 
+def _real(batch: Batch) -> Real:
+    return Real(batch.count, batch.starts) if batch.count is not None else ALL
+
+
 def _inner(layer: Layer) -> object:
     return layer.mixer.in_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.qkv
 
 
 def _outer(layer: Layer) -> object:
     return layer.mixer.out_proj if isinstance(layer.mixer, GdnWeights) else layer.mixer.o_proj
-
-
-def _last(layer: Layer) -> object:
-    """The last product of a layer, or of its first expert."""
-    return layer.mlp.down if isinstance(layer.mlp, MlpWeights) else layer.mlp.parts[0].down
 
 
 def _rows(weight: Any) -> int:

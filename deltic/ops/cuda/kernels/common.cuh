@@ -149,6 +149,11 @@ DEVICE void bulk_copy(u32 to, const void *from, int bytes, u32 barrier, u64 poli
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+// Of what others read, too, or what is soon written.
+DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 #else  // where these are missing, no kernel that calls them is launched
 DEVICE void init_barrier(u32, int) {}
 DEVICE void publish_barriers() {}
@@ -156,6 +161,7 @@ DEVICE void expect_bytes(u32, int) {}
 DEVICE void arrive_barrier(u32) {}
 DEVICE void await_barrier(u32, u32) {}
 DEVICE void bulk_copy(u32, const void *, int, u32, u64) {}
+DEVICE void bulk_copy_kept(u32, const void *, int, u32) {}
 #endif
 DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

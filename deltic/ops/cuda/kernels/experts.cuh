@@ -10,9 +10,11 @@ struct ExpertsGate {
     const float *x, *scale;  // [T, H] residual; [H] of the norm
     const float *logits;     // [T, E]; with a shared expert [T, E + 1], the last one of its gate
     const u64 *weights;      // [E] or [E + 1]: where the matrices [2 I, H] lie, the shared one's last
+    u64 *wanted;             // [E]: of each the steps that wanted it; null: not counted
     u16 *y;                  // [T * each, I]: SiLU of the gate times the other half times the share; `Passed` has the order
+    const i64 *count, *starts;  // of the step's rows that are real, and where rows begin; count null: all tokens are real
     float eps;
-    int tokens, group, slots;  // group: units between two sums; slots: of the ring
+    int tokens, first, group, slots;  // first: of the step's; group: units between two sums; slots: of the ring
 };
 
 struct ExpertsDown {
@@ -20,8 +22,14 @@ struct ExpertsDown {
     const float *logits;   // as above
     const u64 *weights;    // where the matrices [H, I] lie
     float *y;              // [T, H], added to
-    int tokens, slots;
+    const i64 *count, *starts;
+    int tokens, first, slots;
 };
+
+// Of the tokens from `first` on those that do not only fill a bucket up: these choose no experts.
+DEVICE int real_tokens(const i64 *count, const i64 *starts, int tokens, int first = 0) {
+    return count ? max(0, min(int(starts[*count]) - first, tokens)) : tokens;
+}
 
 DEVICE u32 warp_most(u32 v) {
     u32 r;
@@ -79,16 +87,6 @@ template <int E, int BEST, bool NORMALISED> DEVICE void choose_experts(const flo
     for (int j = lane; j < BEST; j += 32) share[j] /= total;
     __syncwarp();
 }
-
-#if __CUDA_ARCH__ >= 900
-// A bulk copy of what others read, too.
-DEVICE void bulk_copy_kept(u32 to, const void *from, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-#else
-DEVICE void bulk_copy_kept(u32, const void *, int, u32) {}
-#endif
 
 // Who passes whom, in shared memory. Slots are the experts that some token passes: the shared one, then the others in their
 // order. Pairs are the tokens of all slots, one slot behind the other, a slot's in their order.
@@ -310,6 +308,7 @@ DEVICE void experts_gate(const ExpertsGate &a) {
     GateUnits<H, I, E, BEST, SHARED, NORMALISED, MANY, OFFSET> g(a, shared);
     const bool copies = g.warp == g.WARPS;
     const u64 policy = read_once();
+    const int real = real_tokens(a.count, a.starts, a.tokens, a.first);
     int item = blockIdx.x;
     g.who.clear(a.weights);
     if (copies) {
@@ -319,11 +318,13 @@ DEVICE void experts_gate(const ExpertsGate &a) {
     __syncthreads();
     wait();
     launch_dependents();
-    g.who.choose(a.logits, a.tokens);
-    if (copies) g.who.list(a.tokens);
+    g.who.choose(a.logits, real);
+    if (copies) g.who.list(real);
     __syncthreads();
+    if (copies && a.wanted && blockIdx.x == 0)
+        for (int i = g.lane + SHARED; i < g.who.count; i += 32) a.wanted[g.who.expert[i]] += 1;
     if (copies) return g.copy_rest(item, policy);
-    g.who.weigh(a.tokens, g.WARPS);
+    g.who.weigh(real, g.WARPS);
     g.stage();
     g.run();
 }
@@ -447,12 +448,13 @@ DEVICE void experts_down(const ExpertsDown &a) {
     extern __shared__ __align__(128) char shared[];
     DownUnits<H, I, E, BEST, SHARED, NORMALISED, MANY, OFFSET> g(a, shared);
     const bool copies = g.warp == g.WARPS;
+    const int real = real_tokens(a.count, a.starts, a.tokens, a.first);
     launch_dependents();
     g.who.clear(a.weights);
     if (copies) g.ring.init(g.lane);
     __syncthreads();
-    g.who.choose(a.logits, a.tokens);
-    if (copies) g.who.list(a.tokens);
+    g.who.choose(a.logits, real);
+    if (copies) g.who.list(real);
     __syncthreads();
     if (copies) return g.copy_all(read_once());
     wait();

@@ -5,16 +5,19 @@ struct Route {
     const float *logits;          // [T, stride]: of the experts, then of the shared one's gate
     int *expert, *place, *counts; // [T, each]: the expert, and the place among its tokens; [E]: its tokens, 0 before
     float *share;                 // [T, each]
+    const i64 *count, *starts;    // as of few tokens
     int tokens, stride;
 };
 
 struct Group {
     const u16 *x;                         // [T, H]
     const int *expert, *place, *counts;
+    u64 *wanted;                          // as of few tokens
     const float *share;
     u16 *sorted;                          // [pairs, H]: x in the order of the experts, the shared one's tokens last
     int *rows, *tiles, *total;            // rows [pairs]: which pair lies there; tiles [total, 4]: expert, first pair, pairs
     float *weight;                        // [pairs]: the share of what lies there
+    const i64 *count, *starts;
     int tokens, hidden, shift;            // a tile has at most 1 << shift pairs
 };
 
@@ -29,13 +32,14 @@ struct Grouped {
     const float *weight;
     u16 *y;                    // of the gate [pairs, I] in the order of the experts; else [T, each, H]
     int *counts;               // what is cleared for the next layer; null: nothing
-    i64 experts;
+    i64 experts, ahead;        // ahead: steps that a block has fetched to the second-level cache for what it guesses is its first tile
 };
 
 struct Combine {
     const u16 *x;  // [T, each, H]
-    u16 *y;        // [T, H]
-    int hidden, each;
+    u16 *y;        // [T, H]; zeros for tokens that only fill up
+    const i64 *count, *starts;
+    int tokens, hidden, each;
 };
 
 // A warp for each token; blocks of 8.
@@ -46,7 +50,7 @@ template <int E, int BEST, bool SHARED, bool NORMALISED> DEVICE void route(const
     launch_dependents();
     wait();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.x * 8 + warp;
-    if (token >= a.tokens) return;
+    if (token >= real_tokens(a.count, a.starts, a.tokens)) return;
     const float *logits = a.logits + i64(token) * a.stride;
     const float gate = SHARED && lane == 0 ? load(logits + E) : 0.f;
     choose_experts<E, BEST, NORMALISED>(logits, chosen[warp], shares[warp]);
@@ -68,7 +72,7 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
     launch_dependents();
     wait();
     const int e = threadIdx.x, lane = e & 31, warp = e >> 5, size = 1 << a.shift;
-    const int count = e < E ? __ldcg(a.counts + e) : 0;
+    const int count = e < E ? __ldcg(a.counts + e) : 0, tokens = real_tokens(a.count, a.starts, a.tokens);
     const u64 own = u64((count + size - 1) >> a.shift) << 32 | u32(count);  // tiles and pairs
     u64 sum = own;
 #pragma unroll
@@ -94,17 +98,18 @@ template <int E, int BEST, bool SHARED> DEVICE void group(const Group &a) {
     if (e < E) firsts[e] = first;
     if (blockIdx.x == 0) {
         int4 *const tiles = (int4 *)a.tiles;
-        const int routed = int(sums[32] >> 32), shared = SHARED ? (a.tokens + size - 1) >> a.shift : 0;
+        const int routed = int(sums[32] >> 32), shared = SHARED ? (tokens + size - 1) >> a.shift : 0;
         for (int n = 0; n * size < count; ++n) tiles[tile + n] = make_int4(e, first + n * size, min(size, count - n * size), 0);
         for (int n = e; n < shared; n += 1024)
-            tiles[routed + n] = make_int4(E, a.tokens * BEST + n * size, min(size, a.tokens - n * size), 0);
+            tiles[routed + n] = make_int4(E, tokens * BEST + n * size, min(size, tokens - n * size), 0);
         if (e == 0) *a.total = routed + shared;
+        if (a.wanted && count) a.wanted[e] += 1;
     }
     __syncthreads();
     const int pair = blockIdx.x * 32 + warp;
-    if (pair >= a.tokens * EACH) return;
+    if (pair >= tokens * EACH) return;
     const int expert = __ldcg(a.expert + pair);
-    const int to = (expert == E ? a.tokens * BEST : firsts[min(expert, E - 1)]) + __ldcg(a.place + pair);
+    const int to = (expert == E ? tokens * BEST : firsts[min(expert, E - 1)]) + __ldcg(a.place + pair);
     if (lane == 0) a.rows[to] = pair, a.weight[to] = __ldcg(a.share + pair);
     const u16 *from = a.x + i64(pair / EACH) * a.hidden;
     for (int i = lane * 8; i < a.hidden; i += 256) *(uint4 *)(a.sorted + i64(to) * a.hidden + i) = load8(from + i);
@@ -117,11 +122,15 @@ DEVICE void copy_box(u32 to, const TensorMap *map, int column, int row, u32 barr
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
 }
+DEVICE void prefetch_box(const TensorMap *map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" :: "l"(map), "r"(column), "r"(row) : "memory");
+}
 DEVICE void acquire_map(const TensorMap *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" :: "l"(map) : "memory");
 }
 #else
 DEVICE void copy_box(u32, const TensorMap *, int, int, u32, u64) {}
+DEVICE void prefetch_box(const TensorMap *, int, int) {}
 DEVICE void acquire_map(const TensorMap *) {}
 #endif
 DEVICE u64 read_again() {
@@ -165,6 +174,17 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> struct TileProduct {
                 if (GATE) copy_box(to + MATRIX / 2, map, step * 64, INNER + block * 64, ring.filled(), weights);
                 copy_box(to + MATRIX, &a.x, step * 64, own.y, ring.filled(), input);
             }
+        }
+    }
+    // While it is not known yet which tiles there are: if every expert has one.
+    DEVICE void guess() const {
+        const int expert = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS;
+        if (expert >= a.experts) return;
+        const TensorMap *map = a.weights + expert;
+        acquire_map(map);
+        for (int step = 0; step < a.ahead && step < STEPS; ++step) {
+            prefetch_box(map, step * 64, block * (GATE ? 64 : 128));
+            if (GATE) prefetch_box(map, step * 64, INNER + block * 64);
         }
     }
     static DEVICE u32 place(u32 base, int row, int chunk) { return base + row * 128 + ((chunk ^ (row & 7)) << 4); }
@@ -240,6 +260,7 @@ template <int K, int ROWS, int TILE, int STAGES, bool GATE> DEVICE void grouped(
     const bool copies = g.warp == g.WARPS;
     launch_dependents();
     if (copies) g.ring.init(g.lane);
+    if (copies && g.lane == 0) g.guess();
     __syncthreads();
     wait();
     const int items = __ldcg(a.total) * g.BLOCKS;
@@ -256,9 +277,10 @@ DEVICE void combine(const Combine &a) {
     const int i = (blockIdx.y * 256 + threadIdx.x) * 8;
     if (i >= a.hidden) return;
     float sum[8] = {};
+    const int each = int(blockIdx.x) < real_tokens(a.count, a.starts, a.tokens) ? a.each : 0;
     const u16 *row = a.x + i64(blockIdx.x) * a.each * a.hidden + i;
 #pragma unroll 4
-    for (int j = 0; j < a.each; ++j) {
+    for (int j = 0; j < each; ++j) {
         float v[8];
         load_all<8>(v, row + i64(j) * a.hidden);
 #pragma unroll

@@ -1,0 +1,210 @@
+// The core of a Gated DeltaNet layer (`gdn.cuh`) for many rows of one token, where all that counts is how fast the states
+// go in and out. One block for each multiprocessor goes from head to head: states come to shared memory as a whole, the
+// next ones while one is worked on, and go back from registers. Eight warps have the state, four others what lies before
+// and behind: they convolve the next head, and norm and gate the last one, so that nobody waits for anything but states.
+
+// D: rows and columns of a state. STAGES: states in shared memory.
+template <int D, int STAGES> struct ManyHeads {
+    static constexpr int WARPS = 8, HELPERS = D, ROWS = D / WARPS, SIZE = D * D * 4, CHUNK = 16384, KNOWN = 64;
+    static_assert(D == 128, "a warp has rows of 128 columns");
+    struct alignas(16) Shared {
+        float mixed[2][3][D], rates[2][4], found[2][D], parts[WARPS][2][D], sums[3][4], squares[4];
+        Place places[KNOWN];
+        u64 full[STAGES];
+    };
+    const Gdn &a;
+    Shared &m;
+    const u32 stage;
+    const int items, keys, channels;
+
+    DEVICE ManyHeads(const Gdn &args, Shared &shared, u32 stage)
+        : a(args), m(shared), stage(stage), items(min(args.heads, int(*args.count) * args.value_heads)),
+          keys(args.key_heads * D), channels(2 * args.key_heads * D + args.value_heads * D) {}
+    DEVICE bool exists(int n) const { return int(blockIdx.x + n * gridDim.x) < items; }
+    DEVICE Place find(int n) const { return Place::of(a, blockIdx.x + n * gridDim.x); }
+    DEVICE const Place &place(int n) const { return m.places[n % KNOWN]; }
+    DEVICE char *state(i64 slot, int head) const { return (char *)(a.state + (slot * a.value_heads + head) * (D * D)); }
+    DEVICE u32 full(int n) const { return shared_address(&m.full[n % STAGES]); }
+    // By one thread.
+    DEVICE void fetch(int n, const Place &p) const {
+        expect_bytes(full(n), p.done ? SIZE : 0);
+        for (int at = 0; p.done && at < SIZE; at += CHUNK)
+            bulk_copy_kept(stage + n % STAGES * SIZE + at, state(p.source, p.head) + at, CHUNK, full(n));
+    }
+    // A token's step of a state: a lane has four columns, a warp some rows.
+    DEVICE void advance(int n, u64 policy) {
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = n & 1;
+        const u32 at = stage + n % STAGES * SIZE + warp * ROWS * D * 4 + lane * 16;
+        const Place &p = place(n);
+        const bool there = p.done;
+        float *to = (float *)state(p.target, p.head) + warp * ROWS * D + lane * 4;
+        const float *query = m.mixed[side][0] + warp * ROWS, *key = m.mixed[side][1] + warp * ROWS;
+        float4 s[ROWS];
+        float k4[4] = {}, q4[4] = {};
+        await_barrier(full(n), n / STAGES & 1);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const uint4 v = there ? load_shared(at + i * D * 4) : make_uint4(0, 0, 0, 0);
+            s[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+            const float row[4] = {s[i].x, s[i].y, s[i].z, s[i].w}, k = key[i], q = query[i];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) k4[c] = __fmaf_rn(k, row[c], k4[c]), q4[c] = __fmaf_rn(q, row[c], q4[c]);
+        }
+        *(float4 *)&m.parts[warp][0][lane * 4] = make_float4(k4[0], k4[1], k4[2], k4[3]);
+        *(float4 *)&m.parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
+        meet_eight_warps();  // all have taken theirs from shared memory
+        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES));
+        __syncwarp();
+        const float keep = m.rates[side][0], beta = m.rates[side][1], dot = m.rates[side][2];
+        float u[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            float from_key = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) from_key += m.parts[w][0][lane * 4 + c];
+            u[c] = beta * __fmaf_rn(-keep, from_key, m.mixed[side][2][lane * 4 + c]);
+        }
+        if (warp == 0)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                float from_query = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) from_query += m.parts[w][1][lane * 4 + c];
+                m.found[side][lane * 4 + c] = __fmaf_rn(dot, u[c], __fmul_rn(keep, from_query));
+            }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const float k = key[i];
+            store4_once(to + i * D, make_float4(__fmaf_rn(k, u[0], __fmul_rn(keep, s[i].x)),
+                                                __fmaf_rn(k, u[1], __fmul_rn(keep, s[i].y)),
+                                                __fmaf_rn(k, u[2], __fmul_rn(keep, s[i].z)),
+                                                __fmaf_rn(k, u[3], __fmul_rn(keep, s[i].w))), policy);
+        }
+    }
+
+    // What a helper has of a head: a channel each of query, key and value.
+    struct Inputs {
+        uint2 taps[3];
+        u16 raw[3], old[3][3], gate, beta, steep;
+        float rate, bias;
+    };
+    DEVICE int channel(const Place &p, int i, int t) const {
+        return i < 2 ? i * keys + p.from * D + t : 2 * keys + p.head * D + t;
+    }
+    DEVICE void load_inputs(int n, int t, Inputs &v) const {
+        const Place &p = place(n);
+        const u16 *own = (const u16 *)a.proj + i64(p.start) * a.stride, *ring = a.ring + i64(p.source) * 4 * channels;
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            const int c = channel(p, i, t);
+            v.taps[i] = __ldg((const uint2 *)a.conv + c), v.raw[i] = __ldcg(own + c);
+#pragma unroll
+            for (int j = 0; j < 3; ++j) v.old[i][j] = __ldcg(ring + ((p.done + 1 + j) & 3) * channels + c);
+        }
+        own += channels;
+        v.gate = __ldcg(own + p.head * D + t), own += a.value_heads * D;
+        v.beta = __ldcg(own + p.head), v.steep = __ldcg(own + a.value_heads + p.head);
+        v.rate = __ldg(a.decay + p.head), v.bias = __ldg(a.dt_bias + p.head);
+    }
+    static DEVICE void meet_helpers() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
+    // The convolution of a head, its query and key with their lengths, its rates, and its inputs to the ring.
+    DEVICE void mix(int n, int t, const Inputs &v) {
+        const Place &p = place(n);
+        const int side = n & 1;
+        float x[3];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            float old[3];
+#pragma unroll
+            for (int j = 0; j < 3; ++j) old[j] = p.done - 3 + j >= 0 ? wide(v.old[i][j]) : 0.f;
+            x[i] = silu(__fmaf_rn(low(v.taps[i].x), old[0], __fmaf_rn(high(v.taps[i].x), old[1],
+                        __fmaf_rn(low(v.taps[i].y), old[2], __fmul_rn(high(v.taps[i].y), wide(v.raw[i]))))));
+            if (i < 2 && !p.leads) continue;
+            u16 *const to = a.ring + i64(p.target) * 4 * channels + channel(p, i, t);
+            to[(p.done & 3) * channels] = v.raw[i];
+            if (p.source == p.target && p.done) continue;
+#pragma unroll
+            for (int j = 0; j < 3; ++j) to[((p.done + 1 + j) & 3) * channels] = p.done ? v.old[i][j] : u16(0);
+        }
+        const float sums[3] = {warp_sum(x[0] * x[0]), warp_sum(x[1] * x[1]), warp_sum(x[0] * x[1])};
+        if ((t & 31) == 0)
+#pragma unroll
+            for (int i = 0; i < 3; ++i) m.sums[i][t >> 5] = sums[i];
+        meet_helpers();
+        float all[3];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) all[i] = (m.sums[i][0] + m.sums[i][1]) + (m.sums[i][2] + m.sums[i][3]);
+        const float query = rsqrtf(all[0] + 1e-6f) * rsqrtf(float(D)), key = rsqrtf(all[1] + 1e-6f);
+        m.mixed[side][0][t] = x[0] * query, m.mixed[side][1][t] = x[1] * key, m.mixed[side][2][t] = x[2];
+        if (t == 0) {
+            const float steep = wide(v.steep) + v.bias, soft = steep > 20.f ? steep : log1pf(__expf(steep));
+            m.rates[side][0] = __expf(v.rate * soft), m.rates[side][1] = sigmoid(wide(v.beta)), m.rates[side][2] = all[2] * query * key;
+        }
+    }
+    // What a head has given, normed and gated.
+    DEVICE void finish(int n, int t, float gate, float scale) {
+        const Place &p = place(n);
+        const float found = m.found[n & 1][t], square = warp_sum(__fmul_rn(found, found));
+        if ((t & 31) == 0) m.squares[t >> 5] = square;
+        meet_helpers();
+        const float mean = (m.squares[0] + m.squares[1]) + (m.squares[2] + m.squares[3]);
+        ((u16 *)a.y)[i64(p.start) * (a.value_heads * D) + p.head * D + t] =
+            narrow(found * rsqrtf(mean / D + a.eps) * scale * silu(gate));
+    }
+    DEVICE void run_states() {
+        const u64 policy = read_once();
+        for (int n = 0; exists(n); ++n) {
+            advance(n, policy);
+            __syncthreads();
+        }
+    }
+    // inputs: of the second head.
+    DEVICE void run_helpers(int t, Inputs &inputs, float gate, float scale) {
+        float last = 0;
+        for (int n = 0; exists(n); ++n) {
+            if (n) finish(n - 1, t, last, scale);
+            last = gate;
+            if (exists(n + 1)) {
+                mix(n + 1, t, inputs);
+                gate = wide(inputs.gate);
+                const int later = n - 1 + KNOWN / 2 + t;
+                if (n % (KNOWN / 2) == 1 && n > 1 && t < KNOWN / 2 && exists(later)) m.places[later % KNOWN] = find(later);
+                if (exists(n + 2)) load_inputs(n + 2, t, inputs);
+            }
+            __syncthreads();
+            if (!exists(n + 1)) finish(n, t, last, scale);
+        }
+    }
+};
+
+// 384 threads.
+template <int D, int STAGES> DEVICE void gdn_many(const Gdn &a) {
+    using Heads = ManyHeads<D, STAGES>;
+    extern __shared__ __align__(128) char shared_states[];
+    __shared__ typename Heads::Shared shared;
+    Heads g(a, shared, shared_address(shared_states));
+    const int t = threadIdx.x - 256;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) init_barrier(g.full(i), 1);
+        publish_barriers();
+        for (int n = 0; n < STAGES && g.exists(n); ++n) g.fetch(n, g.find(n));
+    }
+    launch_dependents();
+    if (!g.exists(0)) return wait();
+    if (t >= 0 && t < Heads::KNOWN && g.exists(t)) shared.places[t] = g.find(t);
+    __syncthreads();
+    wait();
+    if (t < 0) {
+        __syncthreads();
+        return g.run_states();
+    }
+    const float scale = __ldg(a.norm + t);
+    typename Heads::Inputs inputs;
+    g.load_inputs(0, t, inputs);
+    g.mix(0, t, inputs);
+    const float gate = wide(inputs.gate);
+    if (g.exists(1)) g.load_inputs(1, t, inputs);
+    __syncthreads();
+    g.run_helpers(t, inputs, gate, scale);
+}
