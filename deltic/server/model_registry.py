@@ -12,10 +12,10 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -29,11 +29,14 @@ from deltic.server.bridge import Health
 from deltic.server.http import Problem, ProblemError
 from deltic.server.records import Records, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
+from deltic.vision.fetch import Unfetched, fetch_all
 
 log = logging.getLogger("deltic")
 
 _FORGIVEN = 30.0
 """Seconds after which a model that could not be loaded is tried again."""
+_FETCH_AT_ONCE = 8
+"""Requests whose pictures are fetched and held in memory at the same time."""
 _LOOKS = 4
 """So many times in the time that a model may be idle it is looked at."""
 
@@ -114,6 +117,8 @@ class ModelRegistry:
         self.models, self._serve, self._intake, self._records = models, serve, intake, records
         self._entries = {source.name: _Entry(source) for source in models.sources}
         self._thread = ThreadPoolExecutor(1, "deltic-models")
+        self._fetchers = ThreadPoolExecutor(_FETCH_AT_ONCE, "deltic-fetch")
+        self._fetching = asyncio.Semaphore(_FETCH_AT_ONCE)
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._draining = self._kept = False
@@ -153,7 +158,15 @@ class ModelRegistry:
         if len(self._entries) == 1:
             for served in self.loaded:
                 served.bridge.check_room()
-        return await self._intake.read(request, schema, partial(self._chosen, record), prepare)
+        return await self._intake.read(request, schema, partial(self._chosen, record), prepare, self._fetched)
+
+    @asynccontextmanager
+    async def _fetched(self, served: ServedModel, missing: Unfetched) -> AsyncIterator[ServedModel]:
+        """The model with what is behind the URLs of a request, as long as that is being read. Requests with URLs wait
+        for each other at most."""
+        async with self._fetching:
+            fetch = partial(fetch_all, missing.urls)
+            yield replace(served, pictures=await asyncio.get_running_loop().run_in_executor(self._fetchers, fetch))
 
     async def _chosen(self, record: RequestRecord, body: Body) -> ServedModel:
         entry = self._named(getattr(body, "model", None))
