@@ -23,44 +23,59 @@ _SLICE = 1 << 16
 """Patches that pass the feed-forward at once: bounds the memory of many pictures."""
 _WIDEST = 4096
 """Numbers of a patch, and of a head a sixteenth as many: what a warp holds in registers."""
-
-
 _OFTEN, _SIZES = 4, 64
-"""From which time on that so many pictures of a size come their attention is cuDNN's, a quarter to twice as fast (dim
-64), which builds a program for every size first (some 50 ms); and for how many sizes."""
+"""From which time on attention of pictures of one size is cuDNN's, which takes half the time, but has to build a program
+for every size first (some 50 ms); and for how many sizes it does."""
 
 
-def vision(x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
-    dim = weights.hidden // weights.heads
-    plain = all(isinstance(part.weight, Tensor) for layer in weights.layers
-                for part in (layer.qkv, layer.out, layer.up, layer.down))
-    known = (plain and x.is_cuda and x.dtype == scene.dtype == torch.bfloat16 and not weights.hidden % 8
-             and weights.hidden <= _WIDEST and not dim % 8 and dim <= _WIDEST // 16)
-    module = _module(weights.hidden, dim, x.device) if known else None
-    return TORCH.vision(x, weights, scene) if module is None else _blocks(module, x, weights, scene)
+class Vision:
+    """The op, which knows which pictures came to it."""
+
+    def __init__(self) -> None:
+        self._seen = Counter[tuple[tuple[int, ...], int, int]]()
+
+    def __call__(self, x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
+        dim = weights.hidden // weights.heads
+        plain = all(isinstance(part.weight, Tensor) for layer in weights.layers
+                    for part in (layer.qkv, layer.out, layer.up, layer.down))
+        known = (plain and x.is_cuda and x.dtype == scene.dtype == torch.bfloat16 and not weights.hidden % 8
+                 and weights.hidden <= _WIDEST and not dim % 8 and dim <= _WIDEST // 16)
+        module = _module(weights.hidden, dim, x.device) if known else None
+        if module is None:
+            return TORCH.vision(x, weights, scene)
+        return _blocks(_Work(module, x, weights, scene, self._often(weights, scene, x.device)), weights, x.device)
+
+    def _often(self, weights: VisionWeights, scene: Scene, device: torch.device) -> bool:
+        """Whether pictures of these sizes come often, and cuDNN knows such heads."""
+        key = (scene.sizes, weights.hidden, weights.heads)
+        if (len(set(scene.sizes)) > 1 or weights.hidden // weights.heads > 128
+                or torch.cuda.get_device_capability(device) < (9, 0)
+                or (key not in self._seen and len(self._seen) >= _SIZES)):
+            return False
+        self._seen[key] += 1
+        return self._seen[key] >= _OFTEN
 
 
-def _blocks(module: Module, x: Tensor, weights: VisionWeights, scene: Scene) -> Iterator[None]:
+def _blocks(work: _Work, weights: VisionWeights, device: torch.device) -> Iterator[None]:
     """A block is a slice of the work."""
-    work = _Work(module, x, weights, scene)
     for layer in weights.layers:
-        with torch.cuda.device(x.device):
+        with torch.cuda.device(device):
             work.run(layer)
         yield
     work.add()
 
 
 class _Work:
-    """What one call has between its products."""
+    """What one call has between its products. often: pictures of these sizes, all the same, came often."""
 
-    def __init__(self, module: Module, x: Tensor, weights: VisionWeights, scene: Scene) -> None:
+    def __init__(self, module: Module, x: Tensor, weights: VisionWeights, scene: Scene, often: bool) -> None:
         self._module, self._x, self._weights, self._scene = module, x, weights, scene
         self._normed = torch.empty_like(x)
         self._delta: Tensor | None = None
         starts = [0, *(picture.stop for picture in scene.pictures())]
         self._starts = torch.tensor(starts, dtype=torch.int32).to(x.device, non_blocking=True)
         self._longest = max(scene.sizes)
-        self._built = _builds(x.device, (scene.sizes, weights.hidden, weights.heads))
+        self._often = often
 
     def run(self, layer: EncoderLayer) -> None:
         mixed = self._attend(_product(self._norm(layer.attention_norm), layer.qkv))
@@ -93,7 +108,7 @@ class _Work:
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[T, H] of queries, keys and values [T, heads, D]."""
-        if self._built:
+        if self._often:
             count, size = len(self._scene.sizes), self._longest
             parts = [part.unflatten(0, (count, size)).transpose(1, 2) for part in (query, key, value)]
             mixed: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -102,24 +117,6 @@ class _Work:
         found: Tensor = torch.ops.aten._flash_attention_forward(
             query, key, value, self._starts, self._starts, self._longest, self._longest, 0.0, False, False)[0]
         return found.flatten(1)
-
-
-@cache
-def _seen(device: torch.device) -> Counter[tuple[tuple[int, ...], int, int]]:
-    """How often pictures of these sizes came to a tower of this shape."""
-    return Counter()
-
-
-def _builds(device: torch.device, key: tuple[tuple[int, ...], int, int]) -> bool:
-    """Whether pictures like these shall have a program of their own."""
-    sizes, hidden, heads = key
-    if len(set(sizes)) > 1 or hidden // heads > 128 or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    seen = _seen(device)
-    if key not in seen and len(seen) >= _SIZES:
-        return False
-    seen[key] += 1
-    return seen[key] >= _OFTEN
 
 
 def _matrix(affine: Affine) -> Tensor:
