@@ -86,7 +86,7 @@ class ModelSet:
 @dataclass(slots=True, eq=False)
 class _Entry:
     """A model: what is known of it, and who uses it. used: when it last was, by time.monotonic. failed: when it could
-    not be loaded, and why. context: tokens that it holds, once that is known."""
+    not be loaded, and why. context: tokens that it holds, sees: whether it reads pictures, once that is known."""
 
     source: ModelSource
     served: ServedModel | None = None
@@ -95,16 +95,19 @@ class _Entry:
     used: float = 0.0
     failed: tuple[float, str] | None = None
     context: int | None = None
+    sees: bool | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """What clients are told of a model. context: tokens that it holds, None if it was never loaded."""
+    """What clients are told of a model. context: tokens that it holds, sees: whether it reads pictures; None if it was
+    never loaded."""
 
     name: str
     created: int
     context: int | None
+    sees: bool | None
     loaded: bool
 
 
@@ -136,12 +139,13 @@ class ModelRegistry:
     def keep(self, llm: LLM) -> ServedModel:
         """Serve the only model from the beginning to the end, as it belongs to the process."""
         entry, = self._entries.values()
-        entry.served, entry.context, self._kept = self._serve(llm, entry.source.name), llm.engine.max_context, True
+        entry.served, self._kept = self._serve(llm, entry.source.name), True
+        entry.context, entry.sees = llm.engine.max_context, llm.runtime.vision is not None
         return entry.served
 
     def entries(self) -> list[ModelEntry]:
         """All models."""
-        return [ModelEntry(entry.source.name, entry.created, entry.context, entry.served is not None)
+        return [ModelEntry(entry.source.name, entry.created, entry.context, entry.sees, entry.served is not None)
                 for entry in self._entries.values()]
 
     def entry(self, model: str) -> ModelEntry:
@@ -265,7 +269,8 @@ class ModelRegistry:
         try:
             await asyncio.gather(*closing)
             llm = await self._threaded(entry.source.load)
-            entry.served, entry.context, entry.failed = self._serve(llm, name), llm.engine.max_context, None
+            entry.served, entry.failed = self._serve(llm, name), None
+            entry.context, entry.sees = llm.engine.max_context, llm.runtime.vision is not None
             entry.served.bridge.start()
         except Exception as error:
             known = isinstance(error, DelticError | OSError | MemoryError)

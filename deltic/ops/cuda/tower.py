@@ -24,8 +24,8 @@ _SLICE = 1 << 16
 _WIDEST = 4096
 """Numbers of a patch, and of a head a sixteenth as many: what a warp holds in registers."""
 _OFTEN, _SIZES = 4, 64
-"""From which time on attention of pictures of one size is cuDNN's, which takes half the time, but has to build a program
-for every size first (some 50 ms); and for how many sizes it does."""
+"""From which time on attention of pictures of one size is cuDNN's, which takes half the time, but has to build a
+program for every size first (some 50 ms); and for how many sizes it does."""
 
 
 class Vision:
