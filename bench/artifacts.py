@@ -1,6 +1,7 @@
 """Speed and size of ExecuTorch programs beside the memory's speed and the native engine.
 
     python bench/artifacts.py --preset qwen3.5-0.8b                 # exports into a temporary directory: some minutes
+    python bench/artifacts.py --programs fp32 fp32-deltic           # over either set of operators
     python bench/artifacts.py --preset qwen3.5-0.8b --layers 4 --folder /tmp/programs     # kept for the next time
 
 Random weights of a true shape. The kinds take turns, token by token, so that what else the machine does is shared.
@@ -25,7 +26,7 @@ import torch
 from common import record
 
 from deltic import RandomModel, Session
-from deltic.artifacts.executorch.export import CHUNK, Form, Kind, export
+from deltic.artifacts.executorch.export import CHUNK, Form, export
 from deltic.artifacts.executorch.names import sidecar_of
 from deltic.artifacts.opening import open_program
 from deltic.artifacts.program import generation_config, hf_config
@@ -33,8 +34,11 @@ from deltic.artifacts.sidecar import write_json
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.weights.random import random_weights
 
-KINDS: tuple[Kind, ...] = ("fp32", "8da4w")
 PROMPT, CONTEXT = 64, 512
+_PLAIN, _QUANTIZED = Form("fp32", CONTEXT, CHUNK), Form("8da4w", CONTEXT, CHUNK)
+PROGRAMS = {"fp32": _PLAIN, "8da4w": _QUANTIZED, "fp32-deltic": replace(_PLAIN, operators="deltic"),
+            "8da4w-deltic": replace(_QUANTIZED, operators="deltic")}
+"""By name: what is multiplied how, and whose operators compute the rest."""
 
 
 def main() -> int:
@@ -42,21 +46,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(args.folder or temporary)
         shape = replace(ModelConfig.preset(args.preset, args.layers), num_mtp_layers=0)
-        paths = {kind: made(folder, args.preset, shape, kind) for kind in KINDS}
+        paths = {name: made(folder, args.preset, shape, name) for name in args.programs}
         found = measure(paths, RandomModel(shape=shape), args)
     for line in found:
         record("artifacts", line) if args.record else print(json.dumps(line))
     return 0
 
 
-def made(folder: Path, preset: str, shape: ModelConfig, kind: Kind) -> Path:
+def made(folder: Path, preset: str, shape: ModelConfig, name: str) -> Path:
     """The program of this shape, exported unless it is there."""
-    path = folder / f"{preset}-{shape.num_hidden_layers}-{kind}.pte"
+    path = folder / f"{preset}-{shape.num_hidden_layers}-{name}.pte"
     if path.exists():
         return path
     began = time.perf_counter()
     weights = random_weights(shape, "float32")
-    export(shape, GenerationDefaults(), weights, path, Form(kind, CONTEXT, CHUNK))
+    export(shape, GenerationDefaults(), weights, path, PROGRAMS[name])
     sidecar = sidecar_of(path)
     sidecar.mkdir(exist_ok=True)
     write_json(sidecar / "config.json", hf_config(shape))
@@ -65,14 +69,14 @@ def made(folder: Path, preset: str, shape: ModelConfig, kind: Kind) -> Path:
     return path
 
 
-def measure(paths: dict[Kind, Path], model: RandomModel, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One line for each kind and for the engine."""
+def measure(paths: dict[str, Path], model: RandomModel, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One line for each program and for the engine."""
     options = EngineConfig(threads=args.threads)
     steps: dict[str, Callable[[list[int]], Any]] = {}
     starts: dict[str, Callable[[], Any]] = {}
-    for kind, path in paths.items():
+    for name, path in paths.items():
         program = open_program(path, options)
-        steps[kind], starts[kind] = partial(program.feed, 0), partial(program.start, 0)
+        steps[name], starts[name] = partial(program.feed, 0), partial(program.start, 0)
     session = Session(model, "float32", threads=args.threads, max_context=CONTEXT)
     clean = session.snapshot()
     steps["engine fp32"], starts["engine fp32"] = session.prefill, partial(session.restore, clean)
@@ -92,9 +96,9 @@ def measure(paths: dict[Kind, Path], model: RandomModel, args: argparse.Namespac
             "preset": args.preset, "layers": args.layers, "kind": name, "threads": args.threads,
             "decode_ms": round(1e3 * median(decode[name]), 2), "read_gb_s": round(speed / 1e9, 1),
             "prefill_tokens_s": round(PROMPT / median(prefill[name]), 1)}
-        if name in KINDS:
+        if name in paths:
             size = paths[name].stat().st_size
-            read = size - (table if name == "fp32" else table // 4)
+            read = size - (table if PROGRAMS[name].kind == "fp32" else table // 4)
             line |= {"bytes": size, "bytes_read_per_token": read,
                      "share_of_bandwidth": round(read / speed / median(decode[name]), 3)}
         lines.append(line)
@@ -121,6 +125,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16, help="that are decoded in each run")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=[*PROGRAMS], metavar="NAME",
+                        help=f"which of {', '.join(PROGRAMS)} (default: all)")
     parser.add_argument("--folder", help="where programs are kept")
     parser.add_argument("--record", action="store_true", help="add the lines to bench/results")
     return parser.parse_args()

@@ -3,11 +3,14 @@
     python bench/speculation.py                    # a quarter of an hour
     python bench/speculation.py --only embedded
     python bench/speculation.py --pairs 2 --quick  # does it work at all
+    python bench/experts.py --make OUT.gguf --layers 8 --head && python bench/speculation.py --mixture OUT.gguf
 
 embedded   the model that comes with deltic, its own head, prompts that it was not trained on: tokens per step and time
 forced     random qwen3.5-0.8b with a random head that drafts in earnest; of its drafts each is then made right with a
            probability of 80 %, or none is. `auto` decides by itself how many to make, `fixed` always makes 3.
            Of 1 and of 8 sequences.
+mixture    the same with a mixture of experts and its head, whose answers are the text of `experts.py`: so each draft
+           may pass other experts than those before it, which have to be read too
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common import ROOT, record, spread
+from experts import Said, text
 
 from deltic import LLM, RandomModel
 from deltic.config import EngineConfig
-from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
+from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth, Growth
 from deltic.engine.drafters import MtpDrafter, Wants
 from deltic.engine.engine import Engine
 from deltic.engine.launch import InFlight
@@ -78,6 +84,8 @@ class Served:
 
 def main() -> None:
     args = _arguments()
+    if args.mixture:
+        return _forced(args, args.mixture.stem, {"packed_weights": "on"})
     if args.only in (None, "embedded"):
         _embedded(args)
     if args.only in (None, "forced"):
@@ -92,6 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
     parser.add_argument("--only", choices=("embedded", "forced"))
     parser.add_argument("--weights", action="append", choices=("Q8_0", "bfloat16"), help="of `forced` (default: both)")
+    parser.add_argument("--mixture", metavar="MODEL.gguf", type=Path, help="only this, which has a head")
     parser.add_argument("--batch", type=int, action="append", choices=(1, 8), help="of `forced` (default: both)")
     return parser.parse_args()
 
@@ -138,18 +147,21 @@ def _one_by_one(runtime: Runtime, requests: Sequence[Request]) -> Served:
 
 
 def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> None:
-    model = RandomModel("qwen3.5-0.8b", 4 if args.quick else None, head=True)
+    model = str(args.mixture) if args.mixture else RandomModel("qwen3.5-0.8b", 4 if args.quick else None, head=True)
     runtime = load(model, EngineConfig(threads=args.threads, max_context=1024, max_batch=8, prefix_cache=False,
                                        memory="2GiB", **options))
     plain = plain_runtime(runtime)
     head = drafter_of(runtime)
     assert isinstance(head, MtpDrafter)
     for batch in args.batch or (1, 8):
-        requests = [_request(runtime, index, 24 if args.quick else 64 if batch == 1 else 32) for index in range(batch)]
+        tokens = 24 if args.quick else 64 if batch == 1 else 32
+        requests = [_said(index, tokens) if args.mixture else _request(runtime, index, tokens)
+                    for index in range(batch)]
         answers: dict[str, Sequence[int]] = {**serve(Engine(plain), requests).answers}
         cases = [(0.8, "auto"), (0.0, "auto")] if batch > 1 else [(0.8, "fixed"), (0.8, "auto"), (0.0, "auto")]
         for share, name in cases:
-            depth: Depth = FixedDepth(DEPTH) if name == "fixed" else AdaptiveDepth(DEPTH)
+            depth: Depth = (FixedDepth(DEPTH) if name == "fixed" else
+                            AdaptiveDepth(DEPTH, Growth.of(runtime.config)))
             runs: dict[str, list[Served]] = {name: [], "off": []}
             turns = [(name, Engine(runtime, Forced(head, share, answers), depth)), ("off", Engine(plain))]
             for pair in range(args.pairs + 1):
@@ -157,7 +169,8 @@ def _forced(args: argparse.Namespace, kind: str, options: dict[str, Any]) -> Non
                     served = serve(engine, requests)
                     if pair:
                         runs[who].append(served)
-            _record(args, runs, {"task": "forced", "weights": kind, "batch": batch, "acceptance": share,
+            _record(args, runs, {"task": "mixture" if args.mixture else "forced", "weights": kind,
+                                 "threads": runtime.threads, "batch": batch, "acceptance": share,
                                  "drafts": name, "tokens_per_step": round(
                                      (sum(map(len, answers.values())) - batch) / runs[name][0].steps / batch, 3)})
 
@@ -166,6 +179,12 @@ def _request(runtime: Runtime, index: int, tokens: int) -> Request:
     rng = random.Random(index)
     prompt = tuple(rng.randrange(runtime.config.vocab_size) for _ in range(64))
     return Request(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+
+
+def _said(index: int, tokens: int) -> Request:
+    words = [*islice(text(index), 64 + tokens)]
+    return Request(str(index), tuple(words[:64]), SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+                   guide=lambda: Said(words[64:]))
 
 
 def serve(engine: Engine, requests: Sequence[Request]) -> Served:

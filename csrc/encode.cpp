@@ -42,24 +42,27 @@ struct Float32 {
         return fma((Floats)vector, splat(std::bit_cast<float>(number)), sum);
     }
     static DELTIC_INLINE Words word(const Floats *numbers) { return (Words)numbers[0]; }
+    static DELTIC_INLINE Words words(const float *numbers) { return load<Words>(numbers); }
     static constexpr float kUnit = 1.0f;  // 1 / ln of what scores are powers of
     static DELTIC_INLINE Floats power(Floats score) { return exponential(score); }
 };
 #if defined(__AVX512BF16__)
-// 2^x, relative error below 4e-6, which is nothing beside that of bfloat16.
+// 2^x, relative error below 8e-5, which is nothing beside that of bfloat16.
 DELTIC_INLINE Floats power_of_two(Floats x) {
     __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    Floats r = x - (Floats)whole, p = splat(9.56303e-3f);
-    p = fma(p, r, splat(5.591726e-2f));
-    p = fma(p, r, splat(2.4024919e-1f));
-    p = fma(p, r, splat(6.9312193e-1f));
-    p = fma(p, r, splat(9.9999921e-1f));
+    Floats r = x - (Floats)whole, p = splat(5.5171570e-2f);
+    p = fma(p, r, splat(2.4261111e-1f));
+    p = fma(p, r, splat(6.9326100e-1f));
+    p = fma(p, r, splat(9.9992807e-1f));
     return (Floats)_mm512_scalef_ps((__m512)p, whole);
 }
 struct Bfloat16 {
     static constexpr int64_t kNumbers = 2;
     static DELTIC_INLINE Floats dot(Floats sum, Words pairs, uint32_t pair) { return dot2_bf16(sum, pairs, pair); }
     static DELTIC_INLINE Words word(const Floats *numbers) { return pair_bf16(numbers[0], numbers[1]); }
+    static DELTIC_INLINE Words words(const float *numbers) {
+        return narrow_bf16(loadf(numbers), loadf(numbers + kLanes));
+    }
     static constexpr float kUnit = 1.44269504f;
     static DELTIC_INLINE Floats power(Floats score) { return power_of_two(score); }
 };
@@ -110,24 +113,26 @@ DELTIC_INLINE void mix(const uint32_t *p, const uint32_t *v, int64_t steps, int6
 template <class Kind> struct Head {
     const Attention &work;
     int64_t start, tokens, column;  // the sequence; the head's first number among the queries of a token
-    int64_t hidden, dim, padded, steps;
+    int64_t hidden, dim, padded, wide, steps;
     uint32_t *keys, *values, *queries;
     float *weights, *found, *largest, *total, *row;
 
     static int64_t words(int64_t tokens, int64_t dim) {
         int64_t padded = round_up(dim, kLanes), steps = pieces_of(dim, Kind::kNumbers);
-        return round_up(tokens, kKeys) * steps + round_up(pieces_of(tokens, Kind::kNumbers) * padded, kLanes) +
-               kTogether * (steps + padded + 2) + kBlock * kLanes + 3 * padded;
+        int64_t wide = round_up(dim, kLanes * Kind::kNumbers);
+        return round_up(tokens, kKeys) * steps + kLanes + round_up(pieces_of(tokens, Kind::kNumbers) * padded, kLanes) +
+               kTogether * (steps + padded + 2) + kBlock * kLanes + (kLanes + 1) * wide;
     }
     Head(const Attention &work, int64_t start, int64_t tokens, int64_t head, float *memory)
         : work(work), start(start), tokens(tokens), column(head * work.head_dim), hidden(work.heads * work.head_dim),
-          dim(work.head_dim), padded(round_up(dim, kLanes)), steps(pieces_of(dim, Kind::kNumbers)) {
+          dim(work.head_dim), padded(round_up(dim, kLanes)), wide(round_up(dim, kLanes * Kind::kNumbers)),
+          steps(pieces_of(dim, Kind::kNumbers)) {
         weights = memory;
         found = weights + kBlock * kLanes;
         largest = found + kTogether * padded;
         total = largest + kTogether;
         row = total + kTogether;
-        queries = (uint32_t *)(row + 3 * padded);
+        queries = (uint32_t *)(row + (kLanes + 1) * wide);
         values = queries + kTogether * steps;
         keys = values + round_up(pieces_of(tokens, Kind::kNumbers) * padded, kLanes);
     }
@@ -136,16 +141,16 @@ template <class Kind> struct Head {
         return work.qkv + (start + token) * 3 * hidden + part * hidden + column;
     }
 
-    // A token's query (part 0) or key (part 1) into `row`: with its bias, turned, times `factor`.
-    DELTIC_INLINE void take(int64_t token, int part, float factor) const {
+    // A token's query (part 0) or key (part 1) into a row: with its bias, turned, times `factor`; zeros behind it.
+    DELTIC_INLINE void take(int64_t token, int part, float factor, int64_t place) const {
         const float *from = input(token, part), *bias = work.bias + part * hidden + column;
-        for (int64_t d = 0; d < dim; d += kLanes) {
-            int64_t count = least(kLanes, dim - d);
+        float *row = this->row + place * wide, *plain = this->row + kLanes * wide;
+        for (int64_t d = 0; d < wide; d += kLanes) {
+            int64_t count = most(0, least(kLanes, dim - d));
             store(row + d, (some(from + d, count) + some(bias + d, count)) * factor);
         }
         if (!work.cosines) return;
         int64_t half = dim / 2;
-        float *plain = row + padded;
         std::memcpy(plain, row, size_t(dim) * 4);
         for (int64_t d = 0; d < half; d += kLanes) {
             int64_t count = least(kLanes, half - d);
@@ -157,34 +162,27 @@ template <class Kind> struct Head {
         }
     }
 
-    // `row` into place `at` of a tile of `width`: words[step * width + at].
-    DELTIC_INLINE void place(uint32_t *words, int64_t width, int64_t at) const {
-        for (int64_t d = 0; d < dim; d += kLanes * Kind::kNumbers) {
-            uint32_t packed[kLanes];
-            Words in_order;
-            if constexpr (Kind::kNumbers == 1) {
-                in_order = load<Words>(row + d);
-            } else {
-                store_narrow((uint16_t *)packed, loadf(row + d));
-                store_narrow((uint16_t *)packed + kLanes, loadf(row + d + kLanes));
-                in_order = load<Words>(packed);
+    // The queries (part 0) or keys (part 1) of `count` tokens, at most 16, into a tile: words[step * width + token].
+    // Whole vectors are written, so that what is behind a step's words, up to 16 of them, is overwritten: by zeros
+    // beyond `count`.
+    void place(uint32_t *words, int64_t width, int64_t first, int64_t count, int part, float factor) const {
+        constexpr int64_t kStep = kLanes * Kind::kNumbers;  // numbers of a vector
+        for (int64_t d = 0; d < dim; d += kStep) {
+            Words turned[kLanes] = {};
+            for (int64_t token = 0; token < count; ++token) {
+                if (d == 0) take(first + token, part, factor, token);
+                turned[token] = Kind::words(row + token * wide + d);
             }
-            store(packed, in_order);
-            int64_t first = d / Kind::kNumbers, count = least(kLanes, steps - first);
-            for (int64_t i = 0; i < count; ++i) words[(first + i) * width + at] = packed[i];
+            turn(turned);
+            int64_t step = d / Kind::kNumbers, rows = least(kLanes, steps - step);
+            for (int64_t i = 0; i < rows; ++i) store(words + (step + i) * width, turned[i]);
         }
     }
 
     // keys [tiles][steps][kKeys], values [tokens / kNumbers][padded]
     void pack() const {
-        std::memset(row, 0, size_t(3 * padded) * 4);
-        for (int64_t token = 0; token < tokens; ++token) {
-            take(token, 1, 1.0f);
-            place(keys + token / kKeys * kKeys * steps, kKeys, token % kKeys);
-        }
-        for (int64_t token = tokens; token < round_up(tokens, kKeys); ++token)
-            for (int64_t step = 0; step < steps; ++step)
-                keys[token / kKeys * kKeys * steps + step * kKeys + token % kKeys] = 0;
+        for (int64_t token = 0; token < tokens; token += kKeys)
+            place(keys + token * steps, kKeys, token, least(kKeys, tokens - token), 1, 1.0f);
         for (int64_t token = 0; token < tokens; token += Kind::kNumbers)
             for (int64_t d = 0; d < padded; d += kLanes) {
                 Floats numbers[Kind::kNumbers] = {};
@@ -200,13 +198,10 @@ template <class Kind> struct Head {
         int64_t count = least(kTogether, end - first);
         float factor = Kind::kUnit / std::sqrt(float(dim));
         int64_t room = round_up(count, kLanes);
-        std::memset(queries, 0, size_t(room * steps) * 4);
         std::memset(found, 0, size_t(room * padded) * 4);
         std::memset(total, 0, size_t(room) * 4);
-        for (int64_t query = 0; query < count; ++query) {
-            take(first + query, 0, factor);
-            place(queries + query / kLanes * kLanes * steps, kLanes, query % kLanes);
-        }
+        for (int64_t query = 0; query < count; query += kLanes)
+            place(queries + query * steps, kLanes, first + query, least(kLanes, count - query), 0, factor);
         for (int64_t query = 0; query < room; query += kLanes) store(largest + query, splat(-3e38f));
         for (int64_t key = 0; key < tokens; key += kBlock)
             for (int64_t query = 0; query < count; query += kLanes)
@@ -290,8 +285,7 @@ template <class Kind> void attend(deltic_pool *pool, const Attention &work) {
 
 // erf, within 5e-7: a quotient of polynomials in x^2 that was fitted to it by least squares with moving weights.
 DELTIC_INLINE Floats error_function(Floats x) {
-    x = choose(less(splat(4.0f), x), splat(4.0f), x);
-    x = choose(less(x, splat(-4.0f)), splat(-4.0f), x);
+    x = maximum(minimum(x, splat(4.0f)), splat(-4.0f));
     Floats s = x * x;
     Floats above = splat(1.97474037e-06f), below = splat(3.74798874e-05f);
     above = fma(above, s, splat(2.88040697e-04f));

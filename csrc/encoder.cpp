@@ -1,4 +1,5 @@
 // A whole encoder: layers that see all of a sequence, norms behind the sums.
+#include <atomic>
 #include <new>
 
 #include "layers.hpp"
@@ -12,46 +13,93 @@ namespace {
 // Scratch slots; products and attention have 0 to 4.
 enum { kQkv = 24, kMixed, kDelta, kWide };
 
-// Tokens whose activations stay in the caches from one product to the next.
-constexpr int64_t kTogether = 192;
+// Tokens whose activations stay in the caches from one product to the next: of all threads together, and of one that
+// has them for itself.
+constexpr int64_t kTogether = 192, kAlone = 96;
+// A layer's weights of so many bytes stay in the third-level cache, so that each thread may read them all, for tokens
+// of its own: what they leave in its caches no other thread asks for. Of larger ones threads share each product.
+constexpr int64_t kSmall = 8 << 20;
 
 struct Tokens {
     int64_t first, count;
 };
 
-template <typename Body> void in_pieces(int64_t tokens, Body &&body) {
-    for (int64_t first = 0; first < tokens; first += kTogether)
-        body(Tokens{first, tokens - first < kTogether ? tokens - first : kTogether});
+int64_t bytes_of(const deltic_weight &weight) {
+    int64_t bytes = 0;
+    for (int64_t part = 0; part < weight.count; ++part)
+        bytes += panels_of(weight.parts[part].rows) * panel_bytes(weight.parts[part]);
+    return bytes;
+}
+
+// body(pool, tokens) for all of them, a part at a time; the pool is the one that the part has.
+template <typename Body> void in_parts(deltic_pool *pool, int64_t tokens, bool small, Body &&body) {
+    int64_t threads = pool_threads(pool);
+    if (!small || threads == 1) {
+        for (int64_t first = 0; first < tokens; first += kTogether)
+            body(pool, Tokens{first, tokens - first < kTogether ? tokens - first : kTogether});
+        return;
+    }
+    // as many parts for each thread, of whole tiles
+    constexpr int64_t kTile = 12;
+    int64_t rounds = (tokens + threads * kAlone - 1) / (threads * kAlone), parts = rounds * threads;
+    int64_t step = ((tokens + parts - 1) / parts + kTile - 1) / kTile * kTile;
+    std::atomic<bool> failed{false};  // an exception must not leave a thread of the pool
+    parallel(pool, (tokens + step - 1) / step, [&](int64_t part, int thread) {
+        int64_t first = part * step;
+        try {
+            body(alone(pool, thread), Tokens{first, tokens - first < step ? tokens - first : step});
+        } catch (const std::bad_alloc &) {
+            failed.store(true, std::memory_order_relaxed);
+        }
+    });
+    if (failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
+}
+
+// A layer's queries, keys and values of some tokens.
+void project(deltic_pool *pool, const deltic_encoder &model, const deltic_encoder_layer &layer, Tokens part,
+             const float *x, float *qkv) {
+    int64_t hidden = model.hidden;
+    kernels(pool).linear_fine(pool, x + part.first * hidden, part.count, layer.qkv, qkv + part.first * 3 * hidden,
+                              3 * hidden, true);
+}
+
+// All of a layer behind its attention, for some tokens.
+void finish(deltic_pool *pool, const deltic_encoder &model, const deltic_encoder_layer &layer, Tokens part,
+            const float *mixed, float *x) {
+    int64_t hidden = model.hidden, width = rows_of(layer.up);
+    float *delta = scratch_of<float>(pool, kDelta, part.count * hidden);
+    float *wide = scratch_of<float>(pool, kWide, part.count * width), *rows = x + part.first * hidden;
+    const Kernels &with = kernels(pool);
+    auto add_norm = [&](const float *bias, const deltic_layer_norm &norm) {
+        with.layer_norm(pool, rows, delta, bias, norm.scale, norm.shift, rows, part.count, hidden, model.eps);
+    };
+    with.linear_fine(pool, mixed + part.first * hidden, part.count, layer.out, delta, hidden, false);
+    add_norm(layer.out_bias, layer.attention_norm);
+    with.linear_fine(pool, rows, part.count, layer.up, wide, width, true);
+    with.gelu(pool, wide, layer.up_bias, part.count, width, false);
+    with.linear_fine(pool, wide, part.count, layer.down, delta, hidden, false);
+    add_norm(layer.down_bias, layer.output_norm);
 }
 
 void encode(deltic_pool *pool, const deltic_encoder &model, const int64_t *starts, int64_t sequences, float *x) {
     int64_t tokens = starts[sequences], hidden = model.hidden, dim = hidden / model.heads;
     float *qkv = scratch_of<float>(pool, kQkv, tokens * 3 * hidden);
     float *mixed = scratch_of<float>(pool, kMixed, tokens * hidden);
-    float *delta = scratch_of<float>(pool, kDelta, kTogether * hidden);
-    const Kernels &with = kernels(pool);
-    with.layer_norm(pool, x, nullptr, nullptr, model.norm.scale, model.norm.shift, x, tokens, hidden, model.eps);
-    for (int64_t number = 0; number < model.layers; ++number) {
-        const deltic_encoder_layer &layer = model.layer[number];
-        int64_t width = rows_of(layer.up);
-        float *wide = scratch_of<float>(pool, kWide, kTogether * width);
-        in_pieces(tokens, [&](Tokens part) {
-            with.linear_fine(pool, x + part.first * hidden, part.count, layer.qkv, qkv + part.first * 3 * hidden,
-                             3 * hidden, true);
-        });
-        with.full_attention(pool, {qkv, layer.qkv_bias, nullptr, nullptr, starts, sequences, model.heads, dim, 0,
-                                   model.heads, 0, tokens, false, mixed});
-        in_pieces(tokens, [&](Tokens part) {
-            float *rows = x + part.first * hidden;
-            auto add_norm = [&](const float *bias, const deltic_layer_norm &norm) {
-                with.layer_norm(pool, rows, delta, bias, norm.scale, norm.shift, rows, part.count, hidden, model.eps);
-            };
-            with.linear_fine(pool, mixed + part.first * hidden, part.count, layer.out, delta, hidden, false);
-            add_norm(layer.out_bias, layer.attention_norm);
-            with.linear_fine(pool, rows, part.count, layer.up, wide, width, true);
-            with.gelu(pool, wide, layer.up_bias, part.count, width, false);
-            with.linear_fine(pool, wide, part.count, layer.down, delta, hidden, false);
-            add_norm(layer.down_bias, layer.output_norm);
+    const deltic_encoder_layer *layer = model.layer, *end = layer + model.layers;
+    bool small = bytes_of(layer->qkv) + bytes_of(layer->out) + bytes_of(layer->up) + bytes_of(layer->down) <= kSmall;
+    in_parts(pool, tokens, small, [&](deltic_pool *own, Tokens part) {
+        float *rows = x + part.first * hidden;
+        kernels(own).layer_norm(own, rows, nullptr, nullptr, model.norm.scale, model.norm.shift, rows, part.count,
+                                hidden, model.eps);
+        project(own, model, *layer, part, x, qkv);
+    });
+    for (; layer != end; ++layer) {
+        bool narrow = layer->qkv.parts[0].type != DELTIC_F32 && layer->qkv.parts[0].type != DELTIC_F16;
+        kernels(pool).full_attention(pool, {qkv, layer->qkv_bias, nullptr, nullptr, starts, sequences, model.heads, dim,
+                                            0, model.heads, 0, tokens, narrow, mixed});
+        in_parts(pool, tokens, small, [&](deltic_pool *own, Tokens part) {
+            finish(own, model, *layer, part, mixed, x);
+            if (layer + 1 != end) project(own, model, layer[1], part, x, qkv);
         });
     }
 }

@@ -92,6 +92,11 @@ template <int Blocks, int Bytes16, int Head> struct Small : Without {
 template <int Blocks> struct Q8_0 : Small<Blocks, 34, 32> {
     static constexpr int kOffset = 0;
     static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) { plane8(Q8_0::code(block, g), c); }
+    // What is multiplied with the scale, of one of 32 columns.
+    static DELTIC_INLINE Floats number(const uint8_t *block, int g, int column) {
+        Words four = load<Words>(Q8_0::code(block, g) + 64 * (column / 4));
+        return to_floats((Ints)(four >> 8 * (column % 4) & 255) - 128);
+    }
 };
 template <int Blocks, int Bytes16, int Head> struct FourBits : Small<Blocks, Bytes16, Head> {
     static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) { plane4(FourBits::code(block, g), c); }

@@ -9,7 +9,7 @@ namespace deltic {
 void linear(deltic_pool *pool, const float *x, int64_t tokens, const deltic_weight &weight, float *y, int64_t stride);
 
 // The same (`Kernels::linear_fine`), but where weights have eight bits the activations of each 32 columns have a scale
-// of their own and, if `again`, large ones 16 bits: for encoders, whose normed states have a few columns of outliers.
+// of their own and, if `again`, large ones stay float32: for encoders, whose normed states have a few columns of outliers.
 
 // Products that have nothing to do with each other, but for the width of their inputs. Scratch slots 0 to 5.
 void linear_many(deltic_pool *pool, const Product *products, int64_t count);

@@ -20,12 +20,13 @@ constexpr int kTile = 2;
 #endif
 constexpr int64_t kPiece = 65536;  // bytes of weights that are worth handing to a thread
 // Weights are fetched into the second-level cache so many bytes before they are needed: computing goes too slowly for
-// some processors to see the stream and do it themselves.
-constexpr int64_t kAhead = 4096;
+// some processors to see the stream and do it themselves (Zen 5). From 2 KB on others (Zen 4) lose their own view of
+// the stream, and a third of the speed.
+constexpr int64_t kAhead = 1536;
 
 // Tokens of the next tile when `rest` are left: few sizes, so that each can be compiled for itself.
 int tile_of(int64_t rest) {
-    constexpr int kSizes[] = {12, 8, 4, 2};
+    constexpr int kSizes[] = {12, 8, 4, 3, 2};
     for (int size : kSizes)
         if (size <= kTile && rest >= size) return size;
     return 1;
@@ -37,28 +38,29 @@ int tile_of(int64_t rest) {
 enum Form { kFloat32, kBfloat16, kInt8x256, kInt8x32, kInt8Fine, kForms };
 
 // A tile of T tokens rounded to 8 bits.
-//   codes    [columns / 4][T] int32: four codes
+//   codes    [columns / 32][T][8] int32: four codes
 //   scales   [columns / block][T] float
 //   whole32  [columns / 32][T] int32: -128 times the sum of the codes; whole16 the same of 16 columns
 //   sums32   [columns / 32][T] float: the sum itself
 //   pairs32  [columns / 64][T] two int16: sums of two groups of 32; pairs16 [columns / 32][T] of two groups of 16
-// Of kInt8Fine, which has a scale for each 32 columns, blocks much larger than the others of their token may be
-// rounded twice: what the codes leave of them is rounded again, in steps of 1 / 254. All tokens of a tile have such a
-// second part where one has it; it is 0, which changes no bit, of those that do not need it.
-//   twice    [columns / 32] int32: whether a block has a second part
-//   codes2, scales2, whole2   of it, as above
+// Of kInt8Fine, which has a scale for each 32 columns, single numbers that are much larger than the others of their token
+// may be left out of the codes and stay as they are. Where one token of a tile has such a number, all have one: it is 0,
+// which changes no bit, of those whose codes have it.
+//   singles  [columns / 32] int32: how many columns of the block have such numbers
+//   places   [columns / 32][32] int32: which ones
+//   values   [columns / 32][32][T] float
 struct Int8Tile {
     const int32_t *codes;
     const float *scales;
     const int32_t *whole32, *whole16;
     const float *sums32;
     const int32_t *pairs32, *pairs16;
-    const int32_t *twice, *codes2;
-    const float *scales2;
-    const int32_t *whole2;
+    const int32_t *singles, *places;
+    const float *values;
 
-    static int64_t words(int64_t columns) {
-        return 2 * (columns / 4) + 7 * (columns / 32) + columns / 16 + (columns + 63) / 64;
+    static int64_t words(int64_t columns, bool fine) {
+        return columns / 4 + 4 * (columns / 32) + columns / 16 + (columns + 63) / 64 +
+               (fine ? columns / 32 + 2 * columns : 0);
     }
     Int8Tile(const void *from, int64_t columns, int tokens) {
         codes = (const int32_t *)from;
@@ -68,19 +70,18 @@ struct Int8Tile {
         sums32 = (const float *)(whole16 + columns / 16 * tokens);
         pairs32 = (const int32_t *)(sums32 + columns / 32 * tokens);
         pairs16 = pairs32 + (columns + 63) / 64 * tokens;
-        twice = pairs16 + columns / 32 * tokens;
-        codes2 = twice + columns / 32 * tokens;
-        scales2 = (const float *)(codes2 + columns / 4 * tokens);
-        whole2 = (const int32_t *)(scales2 + columns / 32 * tokens);
+        singles = pairs16 + columns / 32 * tokens;
+        places = singles + columns / 32;
+        values = (const float *)(places + columns);
     }
 };
 
 int64_t token_words(Form form, int64_t columns) {
-    return form == kFloat32 ? columns : form == kBfloat16 ? (columns + 1) / 2 : Int8Tile::words(columns);
+    return form == kFloat32 ? columns : form == kBfloat16 ? (columns + 1) / 2 : Int8Tile::words(columns, form == kInt8Fine);
 }
 
-// Blocks are rounded twice whose largest number, squared, is above so many times the mean of those of their token.
-constexpr float kLarge = 4.5f;
+// Numbers stay as they are whose square is above so many times the mean of those of their token's blocks' largest ones.
+constexpr float kLarge = 1.4f;
 
 struct Rounded {
     Floats inverse;
@@ -114,7 +115,7 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
                 Floats v = loadf(x + 32 * g + 16 * half) * rounded.inverse + 12582912.0f;
                 to_s8((int8_t *)(eight + 4 * half), sick ? Ints{} : (Ints)v - 0x4b400000);
             }
-            for (int i = 0; i < 8; ++i) codes[(8 * g + i) * tokens + t] = eight[i];
+            std::memcpy(codes + 8 * (g * tokens + t), eight, sizeof eight);
             sum16((const int8_t *)eight, sum);
             int both = sum[0] + sum[1];
             whole16[2 * g * tokens + t] = -128 * sum[0];
@@ -128,58 +129,99 @@ void round_token(const float *x, int64_t columns, int block, const Int8Tile &til
     }
 }
 
-// 32 numbers to codes of steps of 1 / inverse, in place `t` of a tile, and -128 times their sum.
-DELTIC_INLINE void round_group(Floats low, Floats high, float inverse, const int32_t *codes, const int32_t *whole,
-                               int t, int tokens) {
-    int32_t eight[8], sum[2];
+// 32 numbers to codes of steps of 1 / inverse. Returns their sums, in no order.
+DELTIC_INLINE Ints round_group(Floats low, Floats high, float inverse, int32_t *codes) {
     // adding 1.5 * 2^23 rounds to an integer, ties to even
-    to_s8((int8_t *)eight, (Ints)(low * inverse + 12582912.0f) - 0x4b400000);
-    to_s8((int8_t *)(eight + 4), (Ints)(high * inverse + 12582912.0f) - 0x4b400000);
-    for (int i = 0; i < 8; ++i) const_cast<int32_t *>(codes)[i * tokens + t] = eight[i];
-    sum16((const int8_t *)eight, sum);
-    const_cast<int32_t *>(whole)[t] = -128 * (sum[0] + sum[1]);
+    Ints first = (Ints)(low * inverse + 12582912.0f) - 0x4b400000;
+    Ints second = (Ints)(high * inverse + 12582912.0f) - 0x4b400000;
+    to_s8((int8_t *)codes, first);
+    to_s8((int8_t *)(codes + 4), second);
+    return first + second;
 }
 
-// The same with a second part, if `again`. Blocks that are not finite have the scale NaN, and codes that say nothing.
-void round_fine(const float *x, int64_t columns, bool again, const Int8Tile &tile, int t, int tokens) {
-    auto *scales = const_cast<float *>(tile.scales), *scales2 = const_cast<float *>(tile.scales2);
-    auto *twice = const_cast<int32_t *>(tile.twice);
-    float squares = 0;
-    for (int64_t g = 0; g < columns / 32; ++g) {
-        float scale = scale_of(x + 32 * g, 32).scale;
-        scales[g * tokens + t] = scale;
-        squares += scale * scale;
-    }
-    float large = again ? kLarge * squares / float(columns / 32) : INFINITY;
-    for (int64_t g = 0; g < columns / 32; ++g) {
-        float scale = scales[g * tokens + t], inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        Floats low = loadf(x + 32 * g), high = loadf(x + 32 * g + 16);
-        round_group(low, high, inverse, tile.codes + 8 * g * tokens, tile.whole32 + g * tokens, t, tokens);
-        bool is_large = scale * scale > large;
-        scales2[g * tokens + t] = is_large ? scale / 254.0f : 0.0f;
-        if (!is_large) continue;
-        twice[g] = 1;
-        Floats rest[2] = {low, high};
-        for (Floats &part : rest) part = part - (part * inverse + 12582912.0f - 12582912.0f) * scale;
-        round_group(rest[0], rest[1], 254.0f * inverse, tile.codes2 + 8 * g * tokens, tile.whole2 + g * tokens, t,
-                    tokens);
-    }
+DELTIC_INLINE Floats size_of(Floats v) { return (Floats)((Ints)v & 0x7fffffff); }
+// 0 where a number is larger than `limit`.
+DELTIC_INLINE Floats without_large(Floats v, Floats limit) { return choose(less(limit, size_of(v)), Floats{}, v); }
+
+// The larger ones of 32 numbers without their signs, whose bits are in the order of the numbers.
+DELTIC_INLINE Ints largest_of(Floats low, Floats high) {
+    return maximum((Ints)low & 0x7fffffff, (Ints)high & 0x7fffffff);
 }
 
-// Tokens without a second part get one that is 0.
-void complete_fine(int64_t columns, const Int8Tile &tile, int tokens) {
-    for (int64_t g = 0; g < columns / 32; ++g)
-        for (int t = 0; t < tokens && tile.twice[g]; ++t)
-            if (tile.scales2[g * tokens + t] == 0) {
-                for (int i = 0; i < 8; ++i) const_cast<int32_t *>(tile.codes2)[(8 * g + i) * tokens + t] = 0;
-                const_cast<int32_t *>(tile.whole2)[g * tokens + t] = 0;
+// One token into place `t` of a tile; if `again`, without the numbers above a limit, which is returned. Blocks that are
+// not finite have the scale NaN, and codes that say nothing. Four blocks are looked at together.
+float round_fine(const float *x, int64_t columns, bool again, const Int8Tile &tile, int t, int tokens) {
+    auto *scales = const_cast<float *>(tile.scales);
+    auto *codes = const_cast<int32_t *>(tile.codes), *whole = const_cast<int32_t *>(tile.whole32);
+    auto *singles = const_cast<int32_t *>(tile.singles);
+    int64_t groups = columns / 32;
+    float most[groups + kLanes], lane[kLanes];
+    Floats squares = {};
+    for (int64_t g = 0; g < groups; g += 4) {
+        Ints largest[4] = {};
+        for (int64_t i = g; i < least(g + 4, groups); ++i)
+            largest[i - g] = largest_of(loadf(x + 32 * i), loadf(x + 32 * i + 16));
+        Floats four = (Floats)max_of_four(largest);
+        squares = fma(four, four, squares);
+        store(most + g, four);
+    }
+    // the four sums are there four times
+    float limit = again ? std::sqrt(kLarge / 4 * sum_lanes(squares) / float(groups)) : INFINITY;
+    for (int64_t g = 0; again && g < groups; ++g)
+        if (most[g] > limit) {
+            Ints rest[4] = {largest_of(without_large(loadf(x + 32 * g), splat(limit)),
+                                       without_large(loadf(x + 32 * g + 16), splat(limit)))};
+            most[g] = std::bit_cast<float>(max_of_four(rest)[0]);
+            singles[g] = 1;
+        }
+    for (int64_t g = 0; g < groups; g += 4) {
+        int count = int(least(4, groups - g));
+        Floats four = loadf(most + g), scale = choose(less(four, splat(1e-30f)), Floats{}, four / 127.0f);
+        scale = choose(less(four, splat(INFINITY)), scale, splat(NAN));
+        store(lane, scale);
+        for (int i = 0; i < count; ++i) scales[(g + i) * tokens + t] = lane[i];
+        store(lane, choose(less(Floats{}, scale), 1.0f / scale, Floats{}));
+        Ints sums[4] = {};
+        for (int i = 0; i < count; ++i) {
+            Floats low = loadf(x + 32 * (g + i)), high = loadf(x + 32 * (g + i) + 16);
+            if (again) low = without_large(low, splat(limit)), high = without_large(high, splat(limit));
+            sums[i] = round_group(low, high, lane[i], codes + 8 * ((g + i) * tokens + t));
+        }
+        int32_t sum[kLanes];
+        store(sum, sum_of_four(sums) * -128);
+        for (int i = 0; i < count; ++i) whole[(g + i) * tokens + t] = sum[i];
+    }
+    return limit;
+}
+
+// The numbers that stay as they are, of blocks in which a token has one. x: the tokens' rows.
+void keep_singles(const float *const *x, const float *limits, int64_t columns, const Int8Tile &tile, int tokens) {
+    auto *singles = const_cast<int32_t *>(tile.singles), *places = const_cast<int32_t *>(tile.places);
+    auto *values = const_cast<float *>(tile.values);
+    for (int64_t g = 0; g < columns / 32; ++g) {
+        if (!singles[g]) continue;
+        int count = 0;
+        for (int64_t i = 0; i < 32; ++i) {
+            bool any = false;
+            float *value = values + (32 * g + count) * tokens;
+            for (int t = 0; t < tokens; ++t) {
+                float number = x[t][32 * g + i];
+                bool large = std::fabs(number) > limits[t];
+                value[t] = large ? number : 0.0f;
+                any |= large;
             }
+            if (any) places[32 * g + count++] = int32_t(i);
+        }
+        singles[g] = count;
+    }
 }
 
 // Rows of a product's input from `first` on.
 void fill_tile(const Product &product, int64_t first, int64_t columns, int tokens, Form form, int32_t *tile) {
     Int8Tile rounded(tile, columns, tokens);
-    if (form == kInt8Fine) std::memset(const_cast<int32_t *>(rounded.twice), 0, size_t(columns / 32) * 4);
+    if (form == kInt8Fine) std::memset(const_cast<int32_t *>(rounded.singles), 0, size_t(columns / 32) * 4);
+    const float *rows[kTile];
+    float limits[kTile];
     for (int t = 0; t < tokens; ++t) {
         const float *x = product.x + (product.rows ? product.rows[first + t] : first + t) * columns;
         if (form == kFloat32) {
@@ -192,12 +234,13 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
                 for (int64_t i = 0; i < (count + 1) / 2; ++i) tile[(k / 2 + i) * tokens + t] = pairs[i];
             }
         } else if (form == kInt8Fine) {
-            round_fine(x, columns, product.again, rounded, t, tokens);
+            rows[t] = x;
+            limits[t] = round_fine(x, columns, product.again, rounded, t, tokens);
         } else {
             round_token(x, columns, form == kInt8x256 ? 256 : 32, rounded, t, tokens);
         }
     }
-    if (form == kInt8Fine) complete_fine(columns, rounded, tokens);
+    if (form == kInt8Fine && product.again) keep_singles(rows, limits, columns, rounded, tokens);
 }
 
 // ---- One panel times one tile: y[t][0 .. 15].
@@ -239,7 +282,7 @@ DELTIC_INLINE void dots(const Bytes c[8], const int32_t *x, const int32_t *whole
 #pragma GCC unroll 8
     for (int i = From; i < To; ++i)
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) out[t] = dot4(out[t], c[i], x[i * T + t]);
+        for (int t = 0; t < T; ++t) out[t] = dot4(out[t], c[i], x[8 * t + i]);
 }
 
 template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
@@ -317,11 +360,12 @@ template <class Format, int T> Sums<T> times_fine(const uint8_t *panel, const in
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t)
             total.of[t] = fma(to_floats(dot[t]) * scale, splat(tile.scales[group * T + t]), total.of[t]);
-        if (!tile.twice[group]) continue;
-        dots<Format, T, 0, 8>(c, tile.codes2 + group * 8 * T, tile.whole2 + group * T, dot);
+        for (int single = 0; single < tile.singles[group]; ++single) {
+            const float *value = tile.values + (32 * group + single) * T;
+            Floats weight = Format::number(block, g, tile.places[32 * group + single]) * scale;
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t)
-            total.of[t] = fma(to_floats(dot[t]) * scale, splat(tile.scales2[group * T + t]), total.of[t]);
+            for (int t = 0; t < T; ++t) total.of[t] = fma(weight, splat(value[t]), total.of[t]);
+        }
     }
     return total;
 }
@@ -375,8 +419,8 @@ template <int T, template <int> class Times> constexpr Kernel sized() {
     return nullptr;
 }
 template <template <int> class Times> constexpr KernelSet kernel_set(Form form) {
-    return {form, {nullptr, sized<1, Times>(), sized<2, Times>(), nullptr, sized<4, Times>(), nullptr, nullptr, nullptr,
-                   sized<8, Times>(), nullptr, nullptr, nullptr, sized<12, Times>()}};
+    return {form, {nullptr, sized<1, Times>(), sized<2, Times>(), sized<3, Times>(), sized<4, Times>(), nullptr,
+                   nullptr, nullptr, sized<8, Times>(), nullptr, nullptr, nullptr, sized<12, Times>()}};
 }
 template <class Format> constexpr KernelSet int8_set() {
     return kernel_set<Int8<Format>::template Sized>(Format::kWeights == 256 ? kInt8x256 : kInt8x32);

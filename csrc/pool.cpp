@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <new>
 #include <thread>
 #include <vector>
@@ -57,8 +58,11 @@ struct alignas(64) Share {
 // One job at a time. Each thread has a share of neighbouring pieces, because memory is read fastest in one stream per
 // thread; who is done with his own goes on with those of others.
 struct deltic_pool {
+    explicit deltic_pool(const deltic::Kernels *kernels) : kernels(kernels) {}
+
     const deltic::Kernels *kernels;
     std::vector<std::thread> threads;
+    std::vector<std::unique_ptr<deltic_pool>> alone;  // one for each thread
     Scratch buffers[deltic::kScratch];
 
     std::vector<Share> shares;
@@ -67,6 +71,10 @@ struct deltic_pool {
     std::atomic<bool> closing{false};
     std::atomic<void (*)(void *, int64_t, int)> body{nullptr};
     std::atomic<void *> context{nullptr};
+
+    ~deltic_pool() {
+        for (Scratch &buffer : buffers) std::free(buffer.data);
+    }
 
     // Takes pieces of job `number` until none is left: its own ones first.
     void work(uint32_t number, int thread) {
@@ -137,6 +145,8 @@ const Kernels &kernels(const deltic_pool *pool) { return *pool->kernels; }
 
 int pool_threads(const deltic_pool *pool) { return int(pool->threads.size()) + 1; }
 
+deltic_pool *alone(deltic_pool *pool, int thread) { return pool->alone[size_t(thread)].get(); }
+
 void *scratch(deltic_pool *pool, int slot, int64_t bytes) {
     Scratch &buffer = pool->buffers[slot];
     if (buffer.bytes < bytes) {
@@ -158,10 +168,11 @@ void *scratch(deltic_pool *pool, int slot, int64_t bytes) {
 
 extern "C" deltic_pool *deltic_pool_new(int threads, int level) {
     const deltic::Kernels *kernels = deltic::kernels_of(level);
-    auto *pool = kernels ? new (std::nothrow) deltic_pool{kernels} : nullptr;
+    auto *pool = kernels ? new (std::nothrow) deltic_pool(kernels) : nullptr;
     if (!pool) return nullptr;
     try {
         pool->shares = std::vector<Share>(size_t(threads < 1 ? 1 : threads));
+        for (size_t i = 0; i < pool->shares.size(); ++i) pool->alone.emplace_back(new deltic_pool(kernels));
         for (int thread = 1; thread < threads; ++thread)
             pool->threads.emplace_back([pool, thread] { pool->serve(thread); });
     } catch (...) {  // fewer threads than asked for: the work is still done
@@ -175,6 +186,5 @@ extern "C" void deltic_pool_free(deltic_pool *pool) {
     pool->job.fetch_add(1, std::memory_order_release);
     pool->job.notify_all();
     for (auto &thread : pool->threads) thread.join();
-    for (Scratch &buffer : pool->buffers) std::free(buffer.data);
     delete pool;
 }

@@ -19,6 +19,10 @@ void run_pieces(deltic_pool *pool, int64_t pieces, void (*body)(void *, int64_t,
 
 int pool_threads(const deltic_pool *pool);
 
+// A pool without other threads, at the same level, with scratch memory of its own: for a body that calls kernels, which
+// then run in its thread. thread: as given to the body.
+deltic_pool *alone(deltic_pool *pool, int thread);
+
 // `bytes` of scratch memory, aligned to 64, that stay valid until more is asked of the same slot; not initialised. Null
 // may stand for no bytes. Throws std::bad_alloc.
 // slot: buffers in use at the same time need different ones (0 .. kScratch - 1). Each kernel documents the slots

@@ -347,11 +347,17 @@ DELTIC_INLINE Floats dot2_bf16(Floats acc, Words pairs, uint32_t x) {
 }
 
 #if defined(__AVX512BF16__)
+// 32 numbers as bfloat16, one after another. Subnormals become 0.
+DELTIC_INLINE Words narrow_bf16(Floats first, Floats second) {
+    return (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
 // Two numbers as bfloat16 in each lane, the first one in its low half. Subnormals become 0.
 DELTIC_INLINE Words pair_bf16(Floats low, Floats high) {
-    __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)low));
-    __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high));
-    return (Words)_mm512_or_si512(first, _mm512_slli_epi32(second, 16));
+    Words both = narrow_bf16(low, high);
+    const Words order = {16 << 16 | 0, 17 << 16 | 1, 18 << 16 | 2, 19 << 16 | 3, 20 << 16 | 4, 21 << 16 | 5,
+                         22 << 16 | 6, 23 << 16 | 7, 24 << 16 | 8, 25 << 16 | 9, 26 << 16 | 10, 27 << 16 | 11,
+                         28 << 16 | 12, 29 << 16 | 13, 30 << 16 | 14, 31 << 16 | 15};
+    return (Words)_mm512_permutexvar_epi16((__m512i)order, (__m512i)both);
 }
 #endif
 
@@ -383,6 +389,66 @@ DELTIC_INLINE int32_t max_lanes(Ints v) {
     return lane[0];
 #endif
 }
+// Sixteen vectors, turned: lane j of the i-th becomes lane i of the j-th.
+DELTIC_INLINE void turn(Words v[16]) {
+#if defined(__AVX512F__)
+    auto *r = (__m512i *)v;
+    __m512i a[16];
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        __m512i low01 = _mm512_unpacklo_epi32(r[i], r[i + 1]), high01 = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        __m512i low23 = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), high23 = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+        a[i] = _mm512_unpacklo_epi64(low01, low23);
+        a[i + 1] = _mm512_unpackhi_epi64(low01, low23);
+        a[i + 2] = _mm512_unpacklo_epi64(high01, high23);
+        a[i + 3] = _mm512_unpackhi_epi64(high01, high23);
+    }
+    // a[4 i + j]: of quarter q lane 4 q + j of the vectors 4 i .. 4 i + 3
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        __m512i even01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        __m512i even23 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        __m512i odd23 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        r[j] = _mm512_shuffle_i32x4(even01, even23, 0x88);
+        r[8 + j] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
+        r[4 + j] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
+        r[12 + j] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+    }
+#else
+    for (int i = 0; i < 16; ++i)
+        for (int j = 0; j < i; ++j) {
+            uint32_t kept = v[i][j];
+            v[i][j] = v[j][i];
+            v[j][i] = kept;
+        }
+#endif
+}
+
+// Lanes i, i + 4, ... of the result: what `join` makes of all lanes of v[i].
+template <typename Join> DELTIC_INLINE Ints of_four(const Ints v[4], Join &&join) {
+#if defined(__AVX512F__)
+    auto *r = (const __m512i *)v;
+    auto both = [&](__m512i a, __m512i b) { return (__m512i)join((Ints)a, (Ints)b); };
+    __m512i first = both(_mm512_unpacklo_epi32(r[0], r[1]), _mm512_unpackhi_epi32(r[0], r[1]));
+    __m512i second = both(_mm512_unpacklo_epi32(r[2], r[3]), _mm512_unpackhi_epi32(r[2], r[3]));
+    __m512i all = both(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+    all = both(all, _mm512_shuffle_i32x4(all, all, 0x4e));
+    return (Ints)both(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+#else
+    Ints turned[4], all;
+    for (int i = 0; i < kLanes; ++i)
+        for (int j = 0; j < 4; ++j) turned[j][i] = v[i % 4][i / 4 * 4 + j];
+    all = join(join(turned[0], turned[1]), join(turned[2], turned[3]));
+    Ints found;
+    for (int i = 0; i < 4; ++i) {
+        Ints lane = splat(all[i]);
+        for (int j = 4; j < kLanes; j += 4) lane = join(lane, splat(all[i + j]));
+        for (int j = 0; j < kLanes; j += 4) found[i + j] = lane[0];
+    }
+    return found;
+#endif
+}
+
 // Sums of the first and of the second 16 of 32 numbers.
 DELTIC_INLINE void sum16(const int8_t *from, int32_t sums[2]) {
 #if defined(__AVX2__)
@@ -406,6 +472,12 @@ DELTIC_INLINE Ints maximum(Ints a, Ints b) {
     Registers x{.ints = a}, y{.ints = b};
     for (int i = 0; i < kLanes / kNative; ++i) x.mask[i] = x.mask[i] < y.mask[i] ? y.mask[i] : x.mask[i];
     return x.ints;
+}
+DELTIC_INLINE Ints max_of_four(const Ints v[4]) {
+    return of_four(v, [](Ints a, Ints b) __attribute__((always_inline)) { return maximum(a, b); });
+}
+DELTIC_INLINE Ints sum_of_four(const Ints v[4]) {
+    return of_four(v, [](Ints a, Ints b) __attribute__((always_inline)) { return a + b; });
 }
 // The larger one, and the smaller one; a where either is NaN.
 DELTIC_INLINE Floats maximum(Floats a, Floats b) {

@@ -75,6 +75,18 @@ class DegenerateError(DelticError):
     """The model's logits are NaN or all equal: weights, dtype or a kernel are broken."""
 
 
+def valid_text(value: object, field: str) -> str:
+    """The text that a request's field holds; RequestError for anything else, and for what is not valid Unicode."""
+    if not isinstance(value, str):
+        raise RequestError(f"{field} must be text, not {show(value)}", field)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{field} has a lone surrogate at position {error.start}, which is not valid Unicode: send "
+                           "well-formed UTF-8", field) from error
+    return str(value)
+
+
 def show(value: object) -> str:
     """A value as a message quotes it: not without end, whoever gave it. No more of it is looked at than is shown."""
     text = ""

@@ -61,7 +61,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @lru_cache(maxsize=4)
-def pooled_runtime(refresh: int = 1) -> Runtime:
-    """The same model as `moe_runtime`, with FEW of a layer's experts in memory, and the next layer's read ahead."""
-    return load(_directory().name, options_of(dtype="float32", expert_cap=FEW, expert_predict=True,
+def pooled_runtime(refresh: int = 1, cap: int = FEW) -> Runtime:
+    """The same model as `moe_runtime`, with `cap` of a layer's experts in memory, and the next layer's read ahead."""
+    return load(_directory().name, options_of(dtype="float32", expert_cap=cap, expert_predict=True,
                                               expert_refresh=refresh))

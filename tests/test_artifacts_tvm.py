@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import DECIDED, drain, greedy, numbers, same_logits, stepwise_logits
-from torch import Tensor
-from tvm_cases import ATTENTION, CHUNK, SHAPE, checkpoint, compiled
+from artifact_cases import ATTENTION, CHUNK, SHAPE, checkpoint, compiled, forced, says_the_same, session
+from support import drain, greedy, numbers, same_logits, stepwise_logits
 
 from deltic import LLM, SamplingParams, Session
 from deltic.artifacts.conversation import Conversation
@@ -27,7 +26,7 @@ from deltic.artifacts.tvm.library import accepting_older_names
 from deltic.artifacts.tvm.parameters import sums
 from deltic.cli import main
 from deltic.cli.compile import cache_folder
-from deltic.config import EngineConfig, ModelConfig
+from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load_any
 from deltic.errors import ConfigError, ModelError, RequestError
@@ -59,32 +58,8 @@ def sessions(hybrid: Artifacts) -> Iterator[tuple[Session, Session]]:
     yield session(hybrid[0]), session(hybrid[1])
 
 
-def session(path: Path | None) -> Session:
-    return Session(None if path is None else str(path), "float32" if path is None or not kind_of(path) else "auto",
-                   memory="16MiB", threads=1, max_batch=2)
-
-
-def prompts(vocabulary: int) -> list[tuple[int, ...]]:
-    return [numbers(seed, length, vocabulary) for seed, length in ((1, 3), (2, CHUNK), (3, 2 * CHUNK + 5))]
-
-
-def forced(one: Session, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
-    """The logits after a prompt and each token of an answer, from the start."""
-    one.reset()
-    return torch.stack([one.prefill(prompt).clone(), *(row.clone() for row in stepwise_logits(one, answer))])
-
-
-def compare(native: Session, made: Session, count: int) -> None:
-    """Whether both give the same logits, the answer being forced on both."""
-    found = []
-    for prompt in prompts(native.vocab_size):
-        answer = numbers(len(prompt), count, native.vocab_size)
-        found.append((forced(native, prompt, answer), forced(made, prompt, answer)))
-    same_logits(torch.cat([pair[0] for pair in found]), torch.cat([pair[1] for pair in found]), decided=DECIDED)
-
-
 def test_logits_are_the_engines(sessions: tuple[Session, Session]) -> None:
-    compare(*sessions, count=30)
+    says_the_same(*sessions, count=30)
 
 
 def test_a_session_returns_to_where_it_was(sessions: tuple[Session, Session]) -> None:
@@ -306,7 +281,7 @@ def test_older_names_serve(hybrid: Artifacts, tmp_path: Path, monkeypatch: pytes
     older = compiled(tmp_path / "older", hybrid[0])
     monkeypatch.undo()
     assert b"tir\0" in (older / "rt.so").read_bytes() or b"tir" in (older / "rt.so").read_bytes()
-    compare(session(hybrid[0]), session(older), count=5)
+    says_the_same(session(hybrid[0]), session(older), count=5)
 
 
 @pytest.mark.slow
@@ -314,7 +289,7 @@ def test_attention_alone_is_of_the_first_generation(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "model", ATTENTION, 0.2)
     made = compiled(tmp_path / "compiled", source, generation="v1", chunk=CHUNK)
     assert (made / "ndarray-cache.json").is_file() and not (made / "tensor-cache.json").exists()
-    compare(session(source), session(made), count=30)
+    says_the_same(session(source), session(made), count=30)
     (made / "ndarray-cache.json").rename(made / "tensor-cache.json")
     with pytest.raises(ModelError, match="generation v1"):
         open_program(made, EngineConfig())
@@ -332,9 +307,8 @@ def test_matrices_may_be_float16(hybrid: Artifacts, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the engine's logits; in a chat of three turns with the same words, of which as many tokens are reused."""
+    """In a chat of three turns with the engine's words, of which as many tokens are reused."""
     made = compiled(tmp_path / "compiled", None)
-    compare(session(None), session(made), count=200)
     assert main(["run", str(made), "What is the capital of France?", "--temperature", "0"]) == 0
     assert "Paris" in capsys.readouterr().out
     found = []
@@ -348,13 +322,6 @@ def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
         found.append(turns)
         model.close()
     assert found[0] == found[1] and found[0][0][2] == 0 < found[0][1][2] < found[0][2][2]
-
-
-@pytest.mark.slow
-def test_the_true_shape_gives_the_engines_logits(tmp_path: Path) -> None:
-    """Four layers of the 0.8b shape, over 200 tokens."""
-    source = checkpoint(tmp_path / "model", ModelConfig.preset("qwen3.5-0.8b", 4), 0.1)
-    compare(session(source), session(compiled(tmp_path / "compiled", source, max_context=2048)), count=200)
 
 
 @pytest.mark.parametrize(("model", "target", "name"), [

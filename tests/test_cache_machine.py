@@ -27,7 +27,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease, Snapshot
 from deltic.cache.ledger import Ledger
 from deltic.cache.operations import CopyPage, CopySlot
-from deltic.cache.policy import MemoryNeeds, split_memory
+from deltic.cache.policy import MemoryNeeds, enough, split_memory
 from deltic.cache.pools import CachePools
 from deltic.errors import ConfigError, DelticError
 from deltic.ops import backends
@@ -674,6 +674,17 @@ def test_l4_memory_split_holds_one_whole_sequence(budget: int, page: int, slot: 
         return
     assert plan.rows and plan.pages * page + plan.slots * slot + plan.rows * row <= budget
     assert plan.pages * PAGE >= plan.max_context >= 1
+
+
+@given(st.integers(1, 1 << 24), st.integers(0, 1 << 26), st.integers(1, 1 << 18), st.integers(1, 256),
+       st.integers(0, 1 << 20), st.integers(0, 1 << 16), st.booleans())
+def test_enough_is_enough(page: int, slot: int, context: int, batch: int, row: int, tokens: int, ahead: bool) -> None:
+    """A whole context beside so many tokens, for as many sequences as are asked for."""
+    needs = MemoryNeeds(page, slot, context, batch, row_bytes=row, ahead=ahead)
+    plan = split_memory(enough(needs, tokens), needs)
+    assert plan.max_batch == batch and plan.max_context == context and not plan.warnings
+    whole = -(-context // PAGE)
+    assert plan.pages >= min(whole + -(-tokens // PAGE), batch * whole)
 
 
 def test_clamps_are_told_with_their_cause() -> None:

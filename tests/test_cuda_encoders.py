@@ -104,6 +104,24 @@ def test_memory_for_a_batch_is_taken_at_load(place: Path) -> None:
             assert likeness(encoder.encode(MANY), encoder.encode(MANY)) > LEAST["bfloat16"]
 
 
+def test_others_do_not_come_to_lie_in_its_memory(place: Path) -> None:
+    """What is loaded behind an encoder leaves the memory of its batches alone."""
+    torch.cuda.empty_cache()
+    with Encoder(place / "bert", device="cuda", token_budget=65536) as encoder:
+        held = [torch.empty(1 << size, dtype=torch.uint8, device="cuda") for size in (25, 24, 23, 22, 21, 20) * 2]
+        free = torch.cuda.mem_get_info()[0]
+        encoder.submit([Item((2, 7, 3) * 20)] * 2000).future.result()
+        assert torch.cuda.mem_get_info()[0] == free and len(held) == 12
+
+
+def test_one_batch_is_computed_while_the_next_one_is_made(place: Path) -> None:
+    with Encoder(place / "bert", device="cuda", token_budget=256) as encoder:
+        items = [Item((2, 7 + number % 90, 3) * (1 + number % 20)) for number in range(300)]
+        wanted = np.stack([encoder.submit([item]).future.result()[0].dense for item in items])
+        found = np.stack([each.dense for each in encoder.submit(items).future.result()])
+        assert likeness(found, wanted) > LEAST["bfloat16"]
+
+
 def test_what_a_gpu_does_not_do(place: Path) -> None:
     with pytest.raises(ConfigError, match="quant=q8_0 needs the compiled kernels"):
         Encoder(place / "bert", device="cuda", quant="q8_0")

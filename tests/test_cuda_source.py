@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, draft, nvrtc, prompts, rings
+from deltic.ops.cuda import arguments, draft, encoder, nvrtc, prompts, rings
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.packed import PackedMultiply
@@ -73,7 +73,7 @@ def members(struct: str) -> list[str]:
 @pytest.mark.parametrize("name", ["Product", "Packed", "Unpack", "Gdn", "Attention", "Enter", "AddNorm", "Gate",
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
-                                  "Accept", "Turn", "TowerNorm"])
+                                  "Accept", "ResidualNorm", "Turn", "TowerNorm"])
 def test_structs_are_the_kernels(name: str) -> None:
     given: type[Arguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)
@@ -144,7 +144,8 @@ def test_importing_loads_no_driver() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    *MODELS, "draws", "folds", "towers", *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
+    *MODELS, "draws", "folds", "encoder", "towers",
+    *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
     *(f"{model} packed" for model in ("0.8B", "4B", "9B"))])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -155,7 +156,8 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         text = {"": shapes.source, "packed": shapes.source, "prompts": lambda: prompts.source(shapes),
                 "drafts": lambda: draft.source(shapes)}[part]()
     else:
-        text = {"draws": source, "folds": rings.fold_source, "towers": lambda: tower_source(1152, 72)}[name]()
+        text = {"draws": source, "folds": rings.fold_source, "encoder": lambda: encoder.source(1000),
+                "towers": lambda: tower_source(1152, 72)}[name]()
     try:
         for architecture in ("sm_90a",) if for_prompts else ("sm_90a", "sm_80"):
             assert compile_source(text, architecture)[:4] == b"\x7fELF"

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from deltic.config import ModelConfig
 from deltic.config.speculation import parse_speculation
-from deltic.engine.depth import Acceptance, AdaptiveDepth
+from deltic.engine.depth import Acceptance, AdaptiveDepth, Growth
 from deltic.errors import ConfigError
 from deltic.types import Auto, Draft, Mtp, Ngram
 
@@ -56,6 +57,37 @@ def test_dear_drafts_are_not_made() -> None:
     """At large batches every row costs; then even good drafts do not pay."""
     rate, chosen, _ = served(0.6, 300, linear(0.9), rows=8)
     assert rate >= 0.95 * 8 / BASE and chosen[-1] == 0
+
+
+MIXTURE = Growth.of(ModelConfig.preset("qwen3.5-35b-a3b"))
+
+
+def test_each_draft_may_pass_other_experts() -> None:
+    """Two tokens read nearly twice the experts of one; the thousandth token hardly any that nobody has read."""
+    dense = Growth.of(ModelConfig.preset("qwen3.5-0.8b"))
+    few = [MIXTURE.factor(1, drafts) - dense.factor(1, drafts) for drafts in range(4)]
+    assert few[0] == 0 and few[1] == pytest.approx(0.34 * (1 - 8 / 256), abs=0.01)
+    assert few[2] - few[1] > 0.9 * few[1] and few[3] - few[2] > 0.9 * (few[2] - few[1])
+    assert MIXTURE.factor(512, 1) == pytest.approx(dense.factor(512, 1), abs=1e-3)
+
+
+def test_bad_drafts_of_a_mixture_cost_little_from_the_first_on() -> None:
+    """Who knows that they are dear gives up after fewer of them."""
+    seconds = [BASE * MIXTURE.factor(1, drafts) for drafts in range(4)]
+    lost = {}
+    for name, growth in (("told", MIXTURE), ("not told", Growth())):
+        rate, _, _ = served(0.0, 64, seconds, depth=AdaptiveDepth(3, growth))
+        lost[name] = 1 - rate * BASE
+    assert lost["told"] <= 0.025 and lost["not told"] > 1.5 * lost["told"], lost
+
+
+def test_times_that_are_not_known_grow_as_a_mixture_does() -> None:
+    """From that of one draft to that of three."""
+    depth = AdaptiveDepth(3, MIXTURE)
+    for drafts in (0, 0, 0, 1, 1):
+        depth.timed(1, drafts, BASE * MIXTURE.factor(1, drafts))
+    for drafts in range(4):
+        assert depth._estimate(1, drafts) == pytest.approx(BASE * MIXTURE.factor(1, drafts))
 
 
 def test_a_slow_minute_is_forgotten() -> None:

@@ -236,7 +236,7 @@ def test_long_texts_are_cut_or_refused(plain: dict[str, Any]) -> None:
             encoder.encode(["w1", long], truncate=False)
         with pytest.raises(RequestError, match=r"input\[0\] has a lone surrogate"):
             encoder.encode("\ud800")
-        with pytest.raises(RequestError, match=r"input\[0\] must be a text, not 3"):
+        with pytest.raises(RequestError, match=r"input\[0\] must be text, not 3"):
             encoder.encode([3])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="max_length must be from 1 to 61"):
         Encoder(plain["bert"][0], max_length=62)

@@ -14,9 +14,13 @@ from support import transformers_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from deltic import Encoder
+from deltic.cache.policy import MemoryPlan
+from deltic.cache.pools import page_bytes, slot_bytes
 from deltic.cli import main
+from deltic.config import EngineConfig, ModelConfig
 from deltic.encoders.decoder import _AFTER, _BEFORE, _INSTRUCTION
 from deltic.encoders.open import is_encoder
+from deltic.engine.memory import plan_memory
 from deltic.errors import ModelError
 
 TEXTS = ["w1", "w2 w3 w4 w5 w6", " ".join(WORDS[:60]), "w7 w8"]
@@ -116,3 +120,27 @@ def test_a_gguf_file_says_how_vectors_are_made(saved: tuple[Path, Any, Tokenizer
         for kind in (None, "query"):
             np.testing.assert_allclose(file.encode(["w1", "w12"], kind=kind),
                                        directory.encode(["w1", "w12"], kind=kind), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3.5-0.8b"])
+def test_on_a_card_the_chat_model_is_planned_with_what_is_left(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of texts takes what one text and a step need, not half of the card, and serves as many at once."""
+    free = 139 << 30
+    monkeypatch.setattr("deltic.engine.memory.free_memory", lambda device: free)
+    config, options = ModelConfig.preset(shape), EngineConfig(device="cuda")
+
+    def planned(vectors: bool) -> tuple[MemoryPlan, int]:
+        plan, _ = plan_memory(config, options, torch.bfloat16, False, False, vectors)
+        rows = 4 * config.vocab_size * (plan.rows or 0)
+        return plan, plan.pages * page_bytes(config, torch.bfloat16) + plan.slots * slot_bytes(
+            config, torch.bfloat16) + rows
+
+    alone, _ = planned(vectors=False)
+    texts, taken = planned(vectors=True)
+    assert texts.max_context == config.max_position_embeddings and texts.max_batch == options.max_batch
+    assert taken < free // 8 and not texts.warnings
+    free -= taken
+    beside, _ = planned(vectors=False)
+    assert beside.pages > alone.pages * 0.85
+    free = 1 << 30  # a card on which there is no more: half, as of any model
+    assert planned(vectors=True)[0].max_context < config.max_position_embeddings

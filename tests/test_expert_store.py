@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import pytest
 import torch
 from expert_cases import options_of, pooled_runtime, saved
 from speculation_cases import moe_headed
-from story_cases import MODELS
+from story_cases import MODELS, Room
 from support import (
+    Answers,
     drain,
     greedy,
     lively,
     moe_runtime,
     moe_shape,
     numbers,
+    pairwise,
     qwen3_runtime,
     serve,
     session_over,
@@ -40,6 +43,7 @@ from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError, ModelError
 from deltic.ops.cpu import missing
 from deltic.server.metrics import exposition
+from deltic.types import Request
 from deltic.weights.random import random_weights
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -107,6 +111,47 @@ def test_the_same_answers_in_any_company(refresh: int) -> None:
         for request in requests:
             engine.add(request)
         assert {name: answer.tokens for name, answer in drain(engine).items()} == wanted, (batch, budget, speculate)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the same requests are served: experts of a layer in memory (of 11), sequences and tokens of a step, what is
+    kept of prompts, and who drafts."""
+
+    cap: int
+    batch: int
+    budget: int
+    kept: str
+    speculate: str
+
+    def answers(self, requests: list[Request], place: str) -> list[Answers]:
+        """Of one engine after another: what the first has kept on a disk is there for the second."""
+        model, found = pooled_runtime(1, self.cap), []
+        if self.speculate == "mtp":
+            model = replace(model, mtp=moe_headed().mtp)
+        for _ in range(2):
+            room = Room(self.batch, self.budget, 120, 256, self.batch + 6, self.batch, self.kept != "nothing",
+                        "disk" if self.kept == "disk" else None)
+            runtime = room.furnish(model, place)
+            runtime = replace(runtime, options=replace(runtime.options, speculate=self.speculate))
+            found.append(serve(runtime, requests))
+        return found
+
+
+WAYS = [Way(*way) for way in product((1, 2, 5, 10, 11), (1, 8), (5, 300), ("nothing", "prefixes", "disk"),
+                                     ("off", "ngram", "mtp"))]
+FEW_WAYS = [*pairwise(WAYS, astuple)]
+
+
+@pytest.mark.parametrize("way", [*(pytest.param(way, id=str(number)) for number, way in enumerate(FEW_WAYS)),
+                                 *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way not in FEW_WAYS)])
+def test_the_same_answers_every_way(way: Way, tmp_path: Path) -> None:
+    """Prompts that begin alike, twice; experts are exchanged in every step."""
+    requests = [greedy((*numbers(1, 48, 509), *numbers(i, 5 + i, 509)), 16, f"r{i}") for i in range(4)]
+    wanted = {name: answer.tokens for name, answer in serve(moe_runtime(), requests).items()}
+    assert len({*map(tuple, wanted.values())}) >= 3
+    for found in way.answers(requests, str(tmp_path)):
+        assert {name: answer.tokens for name, answer in found.items()} == wanted
 
 
 def test_stories_with_few_experts_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from deltic.ops.cpu import library, missing
 CACHES = {
     **{f"deltic/artifacts/tvm/kernels.py {name}": "source of code, which nobody changes" for name in (
         "add_norm", "delta_gates", "delta_rule", "embed", "gated_norm", "heads", "linear", "linear_one", "output_gate",
-        "row", "short_conv", "state_get", "state_set", "swiglu")},
+        "row", "short_conv", "state_copy", "swiglu")},
     "deltic/artifacts/tvm/library.py runtime": "a library that can be loaded once",
     "deltic/cache/host.py _copying": "a stream of a device, which orders what is put into it",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",

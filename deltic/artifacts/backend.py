@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -67,8 +67,8 @@ class ProgramPools:
 class ProgramModel:
     """A `Model` whose steps run in a program, one sequence after another.
 
-    path: the directory with the tokenizer's files. threads: those that compute for it. tokenizer, notes, vision: as of
-    a `Runtime`; there are none.
+    path: the directory with the tokenizer's files. threads: those that compute for it. tokenizer, notes: as of a
+    `Runtime`. What else that has, a program has not.
     """
 
     name: str
@@ -83,12 +83,8 @@ class ProgramModel:
     threads: int
     tokenizer: Any = None
     notes: Any = None
-    vision: Any = None
-    mtp_runner: Any = None
-    draft: Any = None
-    encode: Any = None
-    experts: Any = None
-    verifies: bool = False
+    vision = mtp_runner = draft = encode = experts = cast(Any, None)
+    verifies = False
 
     @property
     def device(self) -> torch.device:

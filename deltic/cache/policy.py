@@ -86,6 +86,15 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     return MemoryPlan(min(pages, batch * wanted), slots, batch, context, tuple(warnings), min(rows, slots))
 
 
+def enough(needs: MemoryNeeds, tokens: int) -> int:
+    """A budget that `split_memory` can make room of for a whole context, so many more tokens, and every sequence."""
+    pages = (-(-(needs.max_context or needs.model_context) // PAGE) + -(-tokens // PAGE)) * needs.page_bytes
+    slots = ((1 + needs.ahead) * needs.max_batch + 1) * needs.slot_bytes
+    # half of what is left beside the slots and a context goes to states, where there are any
+    shared = max(2 * slots, slots + 2 * pages) if needs.slot_bytes else pages
+    return shared * _ROWS // (_ROWS - 1) + 2 * needs.row_bytes + needs.page_bytes
+
+
 def _kept_slots(budget: int, needs: MemoryNeeds, slots: int, context: int) -> int:
     left = budget - slots * needs.slot_bytes - -(-context // PAGE) * needs.page_bytes
     return max(0, min(_MAX_KEPT, left // 2 // needs.slot_bytes)) if needs.slot_bytes else _MAX_KEPT

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HELP = "Export a model as a program for phones, and for programs without Python."
 _FORMATS = ("pte",)
 _TYPES = ("fp32", "bf16", "8da4w")
+_OPERATORS = ("executorch", "deltic")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--type", choices=_TYPES, default="fp32",
                         help="how products are computed. fp32: as they are (default); bf16: in bfloat16, on processors "
                              "that have it; 8da4w: int8 inputs, int4 weights in groups of 32, int8 embeddings")
+    parser.add_argument("--operators", choices=_OPERATORS, default="executorch",
+                        help="what computes recurrent layers and attention. executorch: operators of its own packages, "
+                             "also those for phones (default); deltic: deltic's kernels, which read prompts faster, "
+                             "and which an app has to bring along")
     parser.add_argument("--static", action="store_true",
                         help="take exactly one token a call, instead of up to 128: for backends without dynamic shapes")
     parser.add_argument("--max-context", metavar="TOKENS", type=whole(2), default=2048,
@@ -51,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
 
     files, steps = open_model(args.source, args.revision), Steps()
     context = min(args.max_context, files.config.max_position_embeddings)
-    form = Form(args.type, context, 1 if args.static else min(CHUNK, context))
+    form = Form(args.type, context, 1 if args.static else min(CHUNK, context), args.operators)
     try:
         size = export_files(files, path, form, steps.begin)
     finally:
         steps.end()
-    facts = _facts(args, path, size, form.max_context, steps.seconds)
+    facts = {**_facts(args, path, size, form.max_context, steps.seconds), **_library(args)}
     print(json.dumps(facts, ensure_ascii=False) if args.json else table(facts))
     _say_what_is_left_out(files)
     return 0
@@ -100,6 +105,20 @@ def _target(args: argparse.Namespace) -> Path:
     return path
 
 
+def _library(args: argparse.Namespace) -> dict[str, Any]:
+    """The operator library that such a program needs on this machine, if it can be had."""
+    if args.operators != "deltic":
+        return {}
+    from deltic.artifacts.executorch.library import built
+    from deltic.errors import ModelError
+
+    try:
+        return {"library": str(built())}
+    except ModelError as error:
+        print(f"deltic: the program cannot be run here: {error}", file=sys.stderr)
+        return {"library": None}
+
+
 def _say_what_is_left_out(files: ModelFiles) -> None:
     left = ["the multi-token-prediction head"] if files.config.num_mtp_layers else []
     left += ["the vision tower"] if files.vision is not None else []
@@ -110,5 +129,6 @@ def _say_what_is_left_out(files: ModelFiles) -> None:
 def _facts(args: argparse.Namespace, path: Path, size: int, max_context: int, seconds: float) -> dict[str, Any]:
     from deltic.artifacts.executorch.names import sidecar_of
 
-    return {"path": str(path), "files": str(sidecar_of(path)), "format": args.format, "type": args.type, "bytes": size,
-            "tokens_per_call": "1" if args.static else "any", "max_context": max_context, "seconds": round(seconds, 2)}
+    return {"path": str(path), "files": str(sidecar_of(path)), "format": args.format, "type": args.type,
+            "operators": args.operators, "bytes": size, "tokens_per_call": "1" if args.static else "any",
+            "max_context": max_context, "seconds": round(seconds, 2)}

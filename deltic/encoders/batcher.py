@@ -1,7 +1,7 @@
 """One thread that runs a model for many callers: what they ask for at the same time shares batches.
 
 Batches are filled item by item from all that wait, in turn, so that whoever asks for ten thousand texts holds up nobody
-who asks for one by more than the batch that is running.
+who asks for one by more than the batch that is running, on a device by that and the next one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from deltic.encoders.items import Item, Output, TextModel, Vectors
 from deltic.errors import BusyError, DelticError, UnavailableError
@@ -96,38 +97,47 @@ class Batcher:
             self._thread.join()
 
     def _serve(self) -> None:
-        while batch := self._next():
+        running: list[Callable[[], None]] = []  # the batch that a device computes while the next one is made
+        while (batch := self._next(wait=not running)) or running:
             by_output: dict[frozenset[Output], list[tuple[Job, int]]] = {}
             for job, index in batch:
                 by_output.setdefault(job.wanted, []).append((job, index))
-            for wanted, places in by_output.items():
-                self._run(places, wanted)
+            started = [self._start(places, wanted) for wanted, places in by_output.items()]
+            ended, running = (running, started) if self._model.ahead else (started, [])
+            for finish in ended:
+                finish()
         for job in self._jobs:
             job.fail(UnavailableError("the model has been closed"))
 
-    def _run(self, places: Sequence[tuple[Job, int]], wanted: frozenset[Output]) -> None:
+    def _start(self, places: Sequence[tuple[Job, int]], wanted: frozenset[Output]) -> Callable[[], None]:
+        """Begin with a batch. What is returned waits for it, and hands out what came of it."""
         items = [job.items[index] for job, index in places]
         try:
-            found = self._model.run(items, wanted)
-        except Exception as error:  # a batch that fails, fails those in it, and nobody else
-            if not isinstance(error, DelticError | MemoryError):
-                log.error("a batch of texts failed", exc_info=error)
-            found = [Vectors(error=str(error) or type(error).__name__)] * len(items)
-        with self._changed:
-            self._waiting -= sum(map(len, items))
-            self.texts, self.tokens, self.batches = (
-                self.texts + len(items), self.tokens + sum(map(len, items)), self.batches + 1)
-        for (job, index), vectors in zip(places, found, strict=True):
-            job.put(index, vectors)
+            finish = self._model.start(items, wanted)
+        except Exception as error:
+            finish = partial(_failed, items, error)
 
-    def _next(self) -> list[tuple[Job, int]]:
-        """The items of the next batch; none when it is over."""
+        def end() -> None:
+            try:
+                found = finish()
+            except Exception as error:
+                found = _failed(items, error)
+            with self._changed:
+                self._waiting -= sum(map(len, items))
+                self.texts, self.tokens, self.batches = (
+                    self.texts + len(items), self.tokens + sum(map(len, items)), self.batches + 1)
+            for (job, index), vectors in zip(places, found, strict=True):
+                job.put(index, vectors)
+        return end
+
+    def _next(self, wait: bool) -> list[tuple[Job, int]]:
+        """The items of the next batch; none when it is over, or, unless `wait`, when there are none now."""
         with self._changed:
             while True:
                 if self._closed:
                     return []
                 batch = self._take()
-                if batch:
+                if batch or not wait:
                     return batch
                 self._changed.wait()
 
@@ -151,3 +161,10 @@ class Batcher:
             if job.taken < len(job.items):
                 self._jobs.append(job)
         return batch
+
+
+def _failed(items: Sequence[Item], error: Exception) -> list[Vectors]:
+    """A batch that fails, fails those in it, and nobody else."""
+    if not isinstance(error, DelticError | MemoryError):
+        log.error("a batch of texts failed", exc_info=error)
+    return [Vectors(error=str(error) or type(error).__name__)] * len(items)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, Final
@@ -15,7 +16,7 @@ from torch import Tensor
 from deltic.config import DType, EngineConfig
 from deltic.encoders.config import EncoderConfig
 from deltic.encoders.heads import Heads
-from deltic.encoders.items import Item, Output, Vector, Vectors
+from deltic.encoders.items import Item, Output, Vectors
 from deltic.encoders.pooling import pooled
 from deltic.encoders.recipe import Recipe
 from deltic.encoders.stored import StoredEncoder
@@ -36,11 +37,13 @@ _NO_NUMBERS: Final = "the model gave no numbers (NaN or infinite): its weights, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """What computes. pool: the compiled kernels' threads; None: torch serves, on the device, in the dtype."""
+    """What computes. pool: the compiled kernels' threads; None: torch serves, on the device, in the dtype. kernels:
+    with kernels of our own on a GPU, where they know the model."""
 
     device: torch.device
     dtype: torch.dtype
     pool: Pool | None
+    kernels: bool = False
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         """x [N, in] -> [N, out] float32; with the kernels a row does not depend on the others."""
@@ -57,34 +60,59 @@ class Bert:
         self.name, self.config, self.recipe, self.budget = name, config, recipe, budget
         self._weights, self._heads, self._machine = weights, heads, machine
         self._run = self._runner()
-        self.outputs = heads.outputs
+        self.outputs, self.ahead = heads.outputs, machine.device.type != "cpu"
+        self._workspace = torch.cuda.MemPool() if self.ahead else None
         self.dimension = heads.dimension(len(recipe.pooling) * config.hidden_size)
         self.max_length = min(recipe.max_length or config.max_length, config.max_length)
 
-    def run(self, items: Sequence[Item], wanted: frozenset[Output]) -> list[Vectors]:
+    def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
         if self._machine.pool is not None:  # two pools of threads that take turns would spin in each other's way
             torch_threads(1)
-        with torch.inference_mode():
-            return self._vectors(items, wanted)
+        with torch.inference_mode(), self._own_memory():
+            found = {name: _to_host(rows) for name, rows in self._outputs(items, wanted).items()}
+            done = torch.cuda.Event() if self.ahead else None
+            if done is not None:
+                done.record(torch.cuda.current_stream(self._machine.device))
 
-    def _vectors(self, items: Sequence[Item], wanted: frozenset[Output]) -> list[Vectors]:
-        lengths = [len(item) for item in items]
-        hidden = self.hidden(items)
-        found = [Vectors() for _ in items]
+        def finish() -> list[Vectors]:
+            if done is not None:
+                done.synchronize()
+            with torch.inference_mode():
+                return self._vectors(items, found)
+        return finish
+
+    def _outputs(self, items: Sequence[Item], wanted: frozenset[Output]) -> dict[str, Tensor]:
+        """What the model gives, on its device: dense [N, D], score [N]; of each token sparse [T, 1], colbert [T, D]
+        and, always, healthy [T] bool."""
+        lengths, hidden = [len(item) for item in items], self.hidden(items)
+        found = {"healthy": torch.isfinite(hidden.sum(1, dtype=torch.float32))}
         if "dense" in wanted:
-            found = [replace(vectors, dense=vector) for vectors, vector in zip(
-                found, self._dense(items, hidden, lengths), strict=True)]
+            found["dense"] = self._dense(items, hidden, lengths)
         for output, apply in (("sparse", self._heads.sparse), ("colbert", self._heads.colbert)):
             if output in wanted and apply is not None:
-                rows = self._machine.linear(hidden, apply).cpu().split(lengths)
-                found = [replace(vectors, **{output: _of_tokens(output, item, each)})
-                         for vectors, item, each in zip(found, items, rows, strict=True)]
+                found[output] = self._machine.linear(hidden, apply)
         if "score" in wanted:
-            found = [replace(vectors, score=score) for vectors, score in zip(
-                found, self._scores(hidden, lengths), strict=True)]
-        healthy = torch.isfinite(hidden.sum(1, dtype=torch.float32)).cpu().split(lengths)
+            found["score"] = self._scores(hidden, lengths)
+        return found
+
+    def _vectors(self, items: Sequence[Item], outputs: Mapping[str, Tensor]) -> list[Vectors]:
+        """The texts' results, of those outputs on the host."""
+        lengths, found = [len(item) for item in items], [Vectors() for _ in items]
+        if "dense" in outputs:
+            rows = outputs["dense"].clone()
+            found = [replace(vectors, dense=self._finished(row).numpy())
+                     for vectors, row in zip(found, rows, strict=True)]
+        for output in outputs.keys() & {"sparse", "colbert"}:
+            found = [replace(vectors, **{output: _of_tokens(output, item, each)})
+                     for vectors, item, each in zip(found, items, outputs[output].split(lengths), strict=True)]
+        if "score" in outputs:
+            found = [replace(vectors, score=score)
+                     for vectors, score in zip(found, outputs["score"].tolist(), strict=True)]
         return [vectors if bool(fine.all()) else Vectors(error=_NO_NUMBERS)
-                for vectors, fine in zip(found, healthy, strict=True)]
+                for vectors, fine in zip(found, outputs["healthy"].split(lengths), strict=True)]
+
+    def _finished(self, row: Tensor) -> Tensor:
+        return F.normalize(row, dim=0, eps=1e-12) if self.recipe.normalize else row
 
     def hidden(self, items: Sequence[Item]) -> Tensor:
         """The last layer's states of all tokens, one item after another [T, H]."""
@@ -93,16 +121,29 @@ class Bert:
         return self._run(batch, torch_ops.embeddings(self._weights, batch, words))
 
     def warm_up(self) -> None:
-        """Run a batch as large as they come, so that the device's memory for it is taken before other models look how
-        much is left."""
+        """Run a batch as large as they come, so that the device's memory for it is taken, and kept, before other models
+        look how much is left."""
         length = min(self.budget, self.max_length)
-        self.run([Item((0,) * length)] * (self.budget // length), self.outputs)
+        self.start([Item((0,) * length)] * (self.budget // length), self.outputs)()
 
     def close(self) -> None:
         """The memory goes with the object."""
 
+    def _own_memory(self) -> AbstractContextManager[None]:
+        """Where what a batch takes on a device is this model's, also while nothing runs: else weights that are loaded
+        later would come to lie there, and the next batch would take more."""
+        if self._workspace is None:
+            return nullcontext()
+        return torch.cuda.use_mem_pool(self._workspace, self._machine.device.index)
+
     def _runner(self) -> Callable[[Ragged, Tensor], Tensor]:
-        native = encoder_run(self._machine.pool, self._weights) if self._machine.pool else None
+        native = None
+        if self._machine.pool is not None:
+            native = encoder_run(self._machine.pool, self._weights)
+        elif self._machine.kernels:
+            from deltic.ops.cuda.encoder import encoder_run as cuda_run  # only where there is a card
+
+            native = cuda_run(self._weights)
         return native or (lambda batch, x: torch_ops.run(self._weights, batch, x))
 
     def _ragged(self, items: Sequence[Item]) -> Ragged:
@@ -113,22 +154,29 @@ class Bert:
             kinds = torch.tensor([kind for item in items for kind in item.kinds or (0,) * len(item)])
         starts = torch.tensor([0, *accumulate(lengths)])
         places = torch.arange(len(ids)) - starts[:-1].repeat_interleave(starts.diff()) + self.config.first_place
-        return Ragged(ids.to(device), places.to(device), kinds.to(device), starts)
+        ids, places, kinds = (torch_ops.on_device(each, device) for each in (ids, places, kinds))
+        return Ragged(ids, places, kinds, starts)
 
-    def _dense(self, items: Sequence[Item], hidden: Tensor, lengths: Sequence[int]) -> list[Vector]:
+    def _dense(self, items: Sequence[Item], hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         recipe = self.recipe
         prompts = [0 if recipe.with_prompt else item.prompt for item in items]
         rows = pooled(hidden, lengths, prompts, recipe.pooling)
         for affine, activation in self._heads.dense:
             rows = activation(self._machine.linear(rows, affine))
-        return [(F.normalize(row, dim=0, eps=1e-12) if recipe.normalize else row).numpy() for row in rows.cpu()]
+        return rows
 
-    def _scores(self, hidden: Tensor, lengths: Sequence[int]) -> list[float]:
+    def _scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         assert self._heads.classifier is not None
         dense, last = self._heads.classifier
         rows = torch.tanh(self._machine.linear(pooled(hidden, lengths, [], ("cls",)), dense))
-        scores: list[float] = self._heads.activation(self._machine.linear(rows, last)[:, 0]).tolist()
-        return scores
+        return self._heads.activation(self._machine.linear(rows, last)[:, 0])
+
+
+def _to_host(rows: Tensor) -> Tensor:
+    """A copy that is there when the device has come so far."""
+    if rows.device.type == "cpu":
+        return rows
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
 
 
 def _of_tokens(output: str, item: Item, rows: Tensor) -> Any:
@@ -173,8 +221,10 @@ def _machine(options: EngineConfig, config: EncoderConfig) -> Machine:
     """The compiled kernels, unless they are absent, or the device or an option (ops=torch) leaves the work to torch."""
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {options.device}: torch finds no CUDA device here; use --device cpu", "device")
-    if options.device != "cpu" or missing() or options.ops in (("torch",), ("ref",)):
-        return Machine(torch.device(options.device), TORCH_DTYPES[_dtype(options)], None)
+    plain = options.ops in (("torch",), ("ref",))
+    if options.device != "cpu" or missing() or plain:
+        return Machine(torch.device(options.device), TORCH_DTYPES[_dtype(options)], None,
+                       options.device != "cpu" and not plain)
     size = config.layers * config.hidden_size * (4 * config.hidden_size + 2 * config.intermediate_size)
     return Machine(torch.device("cpu"), torch.float32, pool_of(options.cpu_level, options.threads_for(size)))
 

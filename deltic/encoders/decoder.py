@@ -46,17 +46,21 @@ class Decoder:
     def __init__(self, name: str, runtime: Runtime, recipe: Recipe, judge: Tensor | None) -> None:
         self.name, self.recipe, self.runtime, self._judge = name, recipe, runtime, judge
         self.outputs: frozenset[Output] = frozenset({"dense" if judge is None else "score"})
-        self.dimension, self.budget = runtime.config.hidden_size, _BUDGET
+        self.dimension, self.budget, self.ahead = runtime.config.hidden_size, _BUDGET, False
         self.max_length = min(recipe.max_length or runtime.memory.max_context, runtime.memory.max_context)
         self._worker = Worker(Engine(runtime))
 
-    def run(self, items: Sequence[Item], wanted: frozenset[Output]) -> list[Vectors]:
+    def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
         mailbox, names = Mailbox(1), [uuid.uuid4().hex for _ in items]
         requests = [Request(name, tuple(item.ids), Embed(), (item.prompt,) if 0 < item.prompt < len(item) else ())
                     for name, item in zip(names, items, strict=True)]
         self._worker.submit(requests, mailbox, mailbox.on_reply)
+        return lambda: self._vectors(names, mailbox)
+
+    def _vectors(self, names: Sequence[str], mailbox: Mailbox) -> list[Vectors]:
+        """What the engine has sent of these requests, when it is all there."""
         found: dict[str, Vectors] = {}
-        while len(found) < len(items):
+        while len(found) < len(names):
             for event in mailbox.get():
                 if isinstance(event, VectorOut):
                     found[event.request] = self._finished(np.array(event.vector, np.float32))
@@ -86,7 +90,7 @@ def load_decoder(name: str, place: Path, task: str, options: EngineConfig, revis
     if recipe.pooling != ("lasttoken",) or recipe.dense:
         raise ModelError(f"{place}: decoders give the state of the last token; this one asks for "
                          f"{', '.join(recipe.pooling)}{' and Dense layers' if recipe.dense else ''}")
-    runtime = load(name, replace(options, speculate="off"), revision, progress)
+    runtime = load(name, replace(options, speculate="off"), revision, progress, vectors=True)
     judges = task == "rerank" or (task == "auto" and "rerank" in place.name.lower())
     return Decoder(name, runtime, recipe, _judge(runtime, directory) if judges else None)
 

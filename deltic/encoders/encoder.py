@@ -20,8 +20,9 @@ from deltic.weights.safetensors import Progress
 
 Kind = Literal["query", "passage"]
 
-_WINDOW: Final = 2048
-"""Texts that are made tokens of at a time, while the model is at those before them."""
+_WINDOWS: Final = (64, 2048)
+"""Texts that are made tokens of at a time, while the model is at those before them: first few, so that it begins soon,
+then twice as many each time, up to the second number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +157,14 @@ class Encoder:
                  progress: Callable[[int], None] | None, wanted: frozenset[Output]) -> Iterator[Vectors]:
         """Window by window, the next of which is made tokens of while the model runs one."""
         waiting: list[tuple[Job, list[int], int]] = []
-        for start in range(0, len(texts), _WINDOW):
-            items = self.text_items(texts[start:start + _WINDOW], kind, prompt, truncate)
+        start, (size, most) = 0, _WINDOWS
+        while start < len(texts):
+            items = self.text_items(texts[start:start + size], kind, prompt, truncate)
             order = sorted(range(len(items)), key=lambda index: -len(items[index]))  # longest first
-            if waiting:
-                yield from _in_order(*waiting.pop())
+            if waiting and size == most:
+                yield from _in_order(*waiting.pop(0))
             waiting.append((self.submit([items[index] for index in order], wanted, progress), order, start))
+            start, size = start + size, min(2 * size, most)
         for job, order, start in waiting:
             yield from _in_order(job, order, start)
 

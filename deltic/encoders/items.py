@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -45,7 +45,8 @@ class Vectors:
 
 
 class TextModel(Protocol):
-    """A model that gives vectors or scores. outputs: what it can give. budget: tokens that are worth a batch."""
+    """A model that gives vectors or scores. outputs: what it can give. budget: tokens that are worth a batch. ahead: a
+    batch may be started before what came of the last one is fetched, as a device computes meanwhile."""
 
     name: str
     recipe: Recipe
@@ -53,9 +54,10 @@ class TextModel(Protocol):
     dimension: int
     max_length: int
     budget: int
+    ahead: bool
 
-    def run(self, items: Sequence[Item], wanted: frozenset[Output]) -> list[Vectors]:
-        """One for each item. One thread at a time."""
+    def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
+        """Begin with a batch. What is returned waits for it, and gives one for each item. One thread at a time."""
 
     def close(self) -> None:
         """Give back what it holds."""

@@ -40,7 +40,13 @@ _ONE: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 def _reduced(rows: Tensor, how: str, lengths: Tensor) -> Tensor:
+    if rows.device.type == "cpu":  # several times faster, but many calls
+        return torch.stack([_REDUCED[how](part) for part in rows.split(lengths.tolist())])
     return torch.segment_reduce(rows, how, lengths=lengths, axis=0, unsafe=True)
+
+
+_REDUCED: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "max": lambda rows: rows.amax(0) if len(rows) else rows.new_full(rows.shape[1:], -torch.inf), "mean": lambda rows: rows.mean(0), "sum": lambda rows: rows.sum(0)}
 
 
 def _weighted(rows: Tensor, places: Tensor, lengths: Tensor) -> Tensor:

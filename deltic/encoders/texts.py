@@ -11,7 +11,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from deltic.encoders.items import Item
-from deltic.errors import LongPromptError, ModelError, RequestError, show
+from deltic.errors import LongPromptError, ModelError, RequestError, show, valid_text
 from deltic.types import common_length
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -60,7 +60,7 @@ class Texts:
         """An item for each text behind the prompt. What is too long is cut at its end, or LongPromptError says so;
         RequestError names a text that is no valid Unicode. field: where the texts stand in a request."""
         for index, text in enumerate(texts):
-            _check(text, f"{field}[{index}]")
+            valid_text(text, f"{field}[{index}]")
         room = self.max_length - self._backend.num_special_tokens_to_add(is_pair=False)
         encoded = self._encode([prompt + text for text in texts], room)
         read = self._prompt_tokens(prompt) if prompt else 0
@@ -77,9 +77,9 @@ class Texts:
               ) -> list[Item]:
         """An item for each document, which comes behind the query. What is too long is cut: of a pair always the part
         that is longer, token by token."""
-        _check(query, "query")
+        valid_text(query, "query")
         for index, text in enumerate(documents):
-            _check(text, f"{field}[{index}]")
+            valid_text(text, f"{field}[{index}]")
         room = self.max_length - self._backend.num_special_tokens_to_add(is_pair=True)
         first, = self._encode([query], room)
         ids, found = len(first), []
@@ -105,7 +105,7 @@ class Texts:
         """Items of a document each, behind the ids and the text that all begin with, before the ids that all end with.
         What is too long is cut at the document's end."""
         for index, text in enumerate((head, *documents)):
-            _check(text, f"{field}[{index - 1}]" if index else "query")
+            valid_text(text, f"{field}[{index - 1}]" if index else "query")
         room = self.max_length - len(before) - len(after)
         if room < 1:
             raise RequestError(f"the model reads {self.max_length} tokens, which leave none for a document", field)
@@ -152,16 +152,6 @@ class Texts:
     def _too_long(self, tokens: int, field: str) -> LongPromptError:
         return LongPromptError(f"{field} has {tokens} tokens or more, and the model reads {self.max_length} with its "
                                "special tokens: shorten it, or let it be cut (truncate)", field)
-
-
-def _check(text: object, field: str) -> None:
-    if not isinstance(text, str):
-        raise RequestError(f"{field} must be a text, not {show(text)}", field)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{field} has a lone surrogate at position {error.start}, which is not valid Unicode",
-                           field) from error
 
 
 def _shares(first: int, second: int, room: int) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from functools import partial
 from statistics import median_low
 from typing import Protocol
 
+from deltic.config import ModelConfig
+
 _LEARNING = 0.08
 """Least weight of the newest draft in what is known of a position's acceptance; the first ones weigh more."""
 _PRIOR = 3
@@ -19,7 +21,7 @@ _TIMINGS = 5
 _HOPE = 0.8
 """How often a draft is taken to be right before anything is known."""
 _GROWTH = 0.12
-"""By how much a step is taken to be longer per draft, until one with drafts has been measured."""
+"""By how much a step is taken to be longer per draft, until one with drafts has been measured, but for experts."""
 _RENEWAL = 64
 """Steps with drafts after which one without is measured again: an old figure may be of a slower minute."""
 _SURE = 3
@@ -65,6 +67,37 @@ class Acceptance:
         return total
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How the time of a step is taken to grow with its tokens, as far as it has not been measured. Of a mixture of
+    experts each draft may pass others than those before it, and their weights are to be read too.
+
+    experts: the share of what one token reads that are experts, from 0 to 1.
+    passed: the share of a layer's experts that a token passes.
+    """
+
+    experts: float = 0.0
+    passed: float = 1.0
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Growth:
+        experts = config.experts
+        if experts is None:
+            return cls()
+        embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        routed = 3 * experts.size * experts.per_token * config.hidden_size * config.num_hidden_layers
+        return cls(routed / (config.active_parameter_count - embedding), experts.per_token / experts.count)
+
+    def factor(self, rows: int, drafts: int) -> float:
+        """Time of a step of so many sequences with so many drafts for each, over that of one without."""
+        return self._read(rows * (drafts + 1)) / self._read(rows) + _GROWTH * drafts
+
+    def _read(self, tokens: int) -> float:
+        """What so many tokens read, over what one does, if each passes any of the experts."""
+        met = (1 - (1 - self.passed) ** tokens) / self.passed
+        return 1 + self.experts * (met - 1)
+
+
 class Depth(Protocol):
     """Decides how many tokens are drafted."""
 
@@ -102,6 +135,7 @@ class AdaptiveDepth:
 
     A step without drafts right after one with them is not measured: it still has the replay ring to bring forward.
 
+    growth: of the times that are not known.
     seconds: time of a step by (sequences, drafts).
     recent: what was measured last.
     last: drafts of the last step.
@@ -112,6 +146,7 @@ class AdaptiveDepth:
     """
 
     limit: int
+    growth: Growth = field(default_factory=Growth)
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     recent: defaultdict[tuple[int, int], deque[float]] = field(
         default_factory=lambda: defaultdict(partial(deque[float], maxlen=_TIMINGS)))
@@ -158,12 +193,12 @@ class AdaptiveDepth:
         return tokens / self._estimate(rows, drafts)
 
     def _estimate(self, rows: int, drafts: int) -> float:
-        """Seconds of a step: measured, or on a line through that of none and the nearest that was measured."""
+        """Seconds of a step: measured, or between that of none and the nearest that was measured as they grow."""
         if (rows, drafts) in self.seconds:
             return self.seconds[rows, drafts]
-        plain = self.seconds[rows, 0]
+        plain, grown = self.seconds[rows, 0], self.growth.factor(rows, drafts)
         measured = [depth for depth in range(1, self.limit + 1) if (rows, depth) in self.seconds]
         if not measured:
-            return plain * (1 + _GROWTH * drafts)
+            return plain * grown
         nearest = min(measured, key=lambda depth: abs(depth - drafts))
-        return plain + (self.seconds[rows, nearest] - plain) * drafts / nearest
+        return plain + (self.seconds[rows, nearest] - plain) * (grown - 1) / (self.growth.factor(rows, nearest) - 1)

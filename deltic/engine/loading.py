@@ -106,10 +106,10 @@ def load_any(model: str | RandomModel | None, options: EngineConfig, revision: s
 
 
 def load(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
-         progress: LoadProgress | None = None, rings: bool = False) -> Runtime:
+         progress: LoadProgress | None = None, rings: bool = False, vectors: bool = False) -> Runtime:
     """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
     its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
-    rings even if nobody drafts."""
+    rings even if nobody drafts. vectors: as of `plan_memory`."""
     speculation, draft = options.speculation, None
     if isinstance(speculation, Draft):
         options, drafting = share_memory(options)
@@ -121,12 +121,12 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     with _memory_for_weights(model):
         loaded = _load(model, options, revision, progress)
         rings = rings or draft is not None or loaded.head is not None or isinstance(speculation, Ngram)
-        return _with_cache(loaded, rings, draft)
+        return _with_cache(loaded, rings, draft, vectors)
 
 
-def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None) -> Runtime:
+def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vectors: bool = False) -> Runtime:
     config, options, ops, dtype = loaded.config, loaded.options, loaded.decoder.ops, loaded.decoder.dtype
-    memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings)
+    memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings, vectors)
     for warning in memory.warnings:
         log.warning("%s%s", f"the draft model {loaded.name}: " if loaded.drafts else "", warning)
     extras = replace(extras, tiled=loaded.tiled)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
+from deltic.cache.policy import MemoryNeeds, MemoryPlan, enough, split_memory
 from deltic.cache.pools import Extras, page_bytes, ring_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
 
@@ -15,15 +15,21 @@ log = logging.getLogger("deltic")
 
 
 def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
-                head: bool, wanted: bool) -> tuple[MemoryPlan, Extras]:
+                head: bool, wanted: bool, vectors: bool = False) -> tuple[MemoryPlan, Extras]:
     """How the cache is split; ConfigError if it holds nothing. head: it serves a draft head too. wanted: sequences
-    shall have replay rings."""
-    budget, ring = options.memory_bytes or free_memory(options.device) // 2, ring_bytes(config, dtype)
-    # rings take a quarter at most: who gets none is served without drafts
-    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
+    shall have replay rings. vectors: it serves texts that are read once, beside other models, and takes no more than
+    one of full length and a step need."""
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
                         ahead=options.device != "cpu")
+    budget, ring = options.memory_bytes, ring_bytes(config, dtype)
+    if budget is None:
+        assert options.token_budget
+        budget = free_memory(options.device) // 2
+        if vectors:
+            budget = min(budget, enough(needs, options.token_budget))
+    # rings take a quarter at most: who gets none is served without drafts
+    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
     memory = split_memory(budget - rings * ring, needs)
     if wanted and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)

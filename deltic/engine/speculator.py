@@ -10,7 +10,7 @@ from collections.abc import Sequence as List
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth
+from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth, Growth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import Drafter, DraftsAhead, MtpDrafter, NgramDrafter
 from deltic.engine.launch import InFlight
@@ -56,7 +56,7 @@ class Speculator:
 
     def __init__(self, runtime: Model, scheduler: Scheduler, drafter: Drafter | None, depth: Depth | None) -> None:
         self.drafter = drafter_of(runtime) if drafter is None else drafter
-        self.depth = depth or AdaptiveDepth(self.drafter.limit if self.drafter else 0)
+        self.depth = depth or AdaptiveDepth(self.drafter.limit if self.drafter else 0, Growth.of(runtime.config))
         self.stats = SpeculationStats()
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)

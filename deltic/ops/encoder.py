@@ -55,12 +55,13 @@ class Ragged:
 
 def embeddings(weights: EncoderWeights, batch: Ragged, words: Tensor) -> Tensor:
     """The sum of each token's embeddings [T, H], before its norm; words [T, H]: those of the ids."""
-    return words + weights.places[batch.places].to(words.dtype) + weights.kinds[batch.kinds].to(words.dtype)
+    return words + F.embedding(batch.places, weights.places).to(words.dtype) + F.embedding(
+        batch.kinds, weights.kinds).to(words.dtype)
 
 
 def run(weights: EncoderWeights, batch: Ragged, x: Tensor) -> Tensor:
     """The last layer's output [T, H] for the embeddings [T, H]."""
-    x, attend = normed(x, weights), _attention_of(batch, x.device)
+    x, attend = normed(x, weights), attention_of(batch, x.device)
     for layer in weights.layers:
         x = run_layer(layer, x, attend, weights).result
     return x
@@ -107,11 +108,17 @@ def _norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
     return F.layer_norm(wide, norm.scale.shape, norm.scale, norm.shift, eps).to(x.dtype)
 
 
-def _attention_of(batch: Ragged, device: torch.device) -> Attend:
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on the device, without waiting for what runs there."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def attention_of(batch: Ragged, device: torch.device) -> Attend:
+    """Attention of the batch's sequences, each to itself."""
     lengths = batch.lengths
     if device.type == "cpu":
         return padded_attention(lengths)
-    starts, longest = batch.starts.to(device, torch.int32), max(lengths)
+    starts, longest = on_device(batch.starts.int(), device), max(lengths)
 
     def attend(qkv: Tensor, heads: int) -> Tensor:
         dim = qkv.shape[1] // 3 // heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deltic.errors import RequestError
+from deltic.errors import RequestError, valid_text
 from deltic.text.coerce import loads
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
@@ -58,27 +58,16 @@ def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
 def plain(value: Any, field: str, depth: int = 0) -> Any:
     """A copy made of JSON's types only: templates must not reach methods of richer objects."""
     if isinstance(value, str):
-        return _text(value, field)
+        return valid_text(value, field)
     if value is None or isinstance(value, bool | int | float):
         return value
     if depth > _MAX_DEPTH:
         raise RequestError(f"{field} is nested more than {_MAX_DEPTH} levels deep", field)
     if isinstance(value, Mapping):
-        return {_text(key, field): plain(item, f"{field}.{key}", depth + 1) for key, item in value.items()}
+        return {valid_text(key, field): plain(item, f"{field}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, f"{field}[{index}]", depth + 1) for index, item in enumerate(value)]
     raise RequestError(f"{field} must be made of JSON values, not {type(value).__name__}", field)
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{field} must be text, not {type(value).__name__}", field)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{field} has a lone surrogate at position {error.start}: send valid Unicode",
-                           field) from error
-    return str(value)
 
 
 def _tool(tool: Any, field: str) -> dict[str, Any]:
@@ -115,7 +104,7 @@ def _role(role: Any, field: str) -> str:
 
 def _content(content: Any, field: str, see: See | None) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
-        return _text(content, field)
+        return valid_text(content, field)
     if not isinstance(content, list | tuple):
         raise RequestError(f"{field} must be text or a list of parts, not {type(content).__name__}", field)
     parts = [_part(part, f"{field}[{index}]", see) for index, part in enumerate(content)]
@@ -126,10 +115,10 @@ def _content(content: Any, field: str, see: See | None) -> str | list[dict[str, 
 
 def _part(part: Any, field: str, see: See | None) -> dict[str, Any]:
     if isinstance(part, str):
-        return {"type": "text", "text": _text(part, field)}
+        return {"type": "text", "text": valid_text(part, field)}
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
-        return {"type": "text", "text": _text(part.get("text"), f"{field}.text")}
+        return {"type": "text", "text": valid_text(part.get("text"), f"{field}.text")}
     if not isinstance(kind, str) or kind not in _MEDIA:
         raise RequestError(f"{field} has the unknown type {kind!r}: parts are of type text"
                            + (", image_url or video_url" if see else ""), field)
@@ -152,7 +141,7 @@ def _call(call: Any, field: str) -> dict[str, Any]:
     result = {key: plain(value, f"{field}.{key}") for key, value in call.items()
               if key not in ("function", "name", "arguments")}
     return {"type": "function", **result, "function": {
-        "name": _text(function["name"], f"{field}.function.name"), "arguments": arguments}}
+        "name": valid_text(function["name"], f"{field}.function.name"), "arguments": arguments}}
 
 
 def _arguments(arguments: Any, field: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
-from deltic.errors import BusyError, LongPromptError, ModelError, RequestError, show
+from deltic.errors import BusyError, LongPromptError, ModelError, show, valid_text
 from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
 # The cores belong to the engine; and without a word about it the backend warns whoever forks.
@@ -128,7 +128,7 @@ class Tokenizer:
         add_special adds what the tokenizer puts around a raw prompt (often nothing, or a bos token). With
         parse_special off, special tokens spelled in the text are ordinary text. Other threads run meanwhile.
         """
-        _check_unicode(text)
+        valid_text(text, "prompt")
         cuts = [] if parse_special else [match.start() + 1 for match in self._added_pattern.finditer(text)]
         self.check_length(text, bound)
         with self._room_for(len(text)):
@@ -223,14 +223,6 @@ class Tokenizer:
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the text has a lone surrogate at position {error.start}, which is not valid "
-                           "Unicode: send well-formed UTF-8") from error
 
 
 def _trim_memory() -> None:

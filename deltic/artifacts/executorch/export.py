@@ -13,8 +13,10 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
+from deltic.artifacts.executorch.mixers import Operators
 from deltic.artifacts.executorch.names import sidecar_of
-from deltic.artifacts.executorch.network import Embedding, Network
+from deltic.artifacts.executorch.network import Build, Network
+from deltic.artifacts.executorch.parts import Embedding
 from deltic.artifacts.sidecar import write_sidecar
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
@@ -42,11 +44,13 @@ class Form:
         weights in groups of 32.
     max_context: tokens that a sequence may have.
     chunk: tokens of one call, at most; 1: exactly one.
+    operators: of the mixers: ExecuTorch's own, or deltic's, for which its operator library has to be there.
     """
 
     kind: Kind = "fp32"
     max_context: int = 2048
     chunk: int = CHUNK
+    operators: Operators = "executorch"
 
     @property
     def static(self) -> bool:
@@ -58,7 +62,7 @@ def export(config: ModelConfig, generation: GenerationDefaults, weights: dict[st
     """Write the program; returns its bytes. weights: canonical, float32, taken out as they are used. tell: hears of
     each stage as it begins. ModelError for what cannot be exported."""
     check(config, form)
-    with _quiet(), torch.inference_mode(False), torch.no_grad():
+    with quiet(), torch.inference_mode(False), torch.no_grad():
         tell("building")
         network = _network(config, weights, form)
         if form.kind == "8da4w":
@@ -68,7 +72,7 @@ def export(config: ModelConfig, generation: GenerationDefaults, weights: dict[st
         traced = trace(network, form)
         del network
         tell("lowering")
-        program = _lower(traced, facts(config, generation, form), form.kind)
+        program = lower(traced, facts(config, generation, form), form.kind)
         tell("writing")
         with replacing(path) as file:
             program.write_to_file(file)
@@ -106,7 +110,8 @@ def facts(config: ModelConfig, generation: GenerationDefaults, form: Form) -> di
         "get_eos_ids": ends,
         "enable_dynamic_shape": not form.static,
         "use_kv_cache": True,
-        "use_sdpa_with_kv_cache": True,
+        "use_sdpa_with_kv_cache": form.operators == "executorch",
+        "use_deltic_operators": form.operators == "deltic",
     }
     return said if config.bos_token_id is None else {**said, "get_bos_id": config.bos_token_id}
 
@@ -144,6 +149,8 @@ class QuantizedEmbedding(nn.Module):
 def trace(network: Network, form: Form) -> torch.export.ExportedProgram:
     import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers the operators
 
+    import deltic.artifacts.executorch.operators  # noqa: F401  so does this
+
     count = 1 if form.static else min(form.chunk, 5)
     example = (torch.zeros(1, count, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     tokens = None if form.static else {1: torch.export.Dim("tokens", min=1, max=form.chunk)}
@@ -154,10 +161,12 @@ def _network(config: ModelConfig, weights: dict[str, Tensor], form: Form) -> Net
     blocks: dict[str, Weight] = {**weights}
     weights.clear()
     decoder = build(config, blocks, ref.OPS, torch.float32)
-    return Network(decoder.weights, form.max_context, torch.bfloat16 if form.kind == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if form.kind == "bf16" else torch.float32
+    return Network(decoder.weights, Build(form.max_context, dtype, form.operators))
 
 
-def _lower(traced: torch.export.ExportedProgram, said: Mapping[str, Any], kind: Kind) -> Any:
+def lower(traced: torch.export.ExportedProgram, said: Mapping[str, Any], kind: Kind) -> Any:
+    """ExecuTorch's program of a graph, with methods that say something beside it."""
     from executorch.backends.xnnpack.partition.config import AddmmConfig, LinearConfig
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
@@ -173,7 +182,7 @@ def _lower(traced: torch.export.ExportedProgram, said: Mapping[str, Any], kind: 
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the compilers' warnings, which are none of the caller's."""
     loggers = [logging.getLogger(name) for name in ("torch", "torchao", "executorch", "root")]
     levels = [logger.level for logger in loggers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from deltic.artifacts.executorch import library
+from deltic.artifacts.executorch.calls import Bound, Calls, Native
 from deltic.artifacts.executorch.names import buffer_names, sidecar_of
 from deltic.artifacts.extras import need
 from deltic.artifacts.program import ProgramInfo
@@ -20,6 +23,8 @@ from deltic.errors import ModelError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+log = logging.getLogger("deltic")
 
 _HEADER: Final = struct.Struct("<4x4s4sIQQQ")
 """The beginning of a program: its kind, that of its header, the header's size, the bytes of the program itself, where
@@ -42,8 +47,8 @@ class ExecutorchProgram:
     it says, is given one at a time.
     """
 
-    def __init__(self, path: Path, info: ProgramInfo, method: Any, chunk: int) -> None:
-        self._path, self._info, self._method = path, info, method
+    def __init__(self, path: Path, info: ProgramInfo, calls: Calls, chunk: int) -> None:
+        self._path, self._info, self._calls = path, info, calls
         self._chunk, self._proven = chunk, chunk == 1
         self._buffers: dict[str, NDArray[Any]] = {
             name: self._attribute(name) for name, _ in buffer_names(info.config)}
@@ -106,12 +111,9 @@ class ExecutorchProgram:
 
     def _call(self, tokens: Sequence[int]) -> NDArray[np.float32] | None:
         """One call of the program. None, with the sequence as it was, if it turns out to take single tokens only."""
-        import torch
-
         before = None if self._proven or len(tokens) == 1 else self._take()
-        given = [torch.tensor([[*tokens]], dtype=torch.int64), torch.tensor([self._position], dtype=torch.int64)]
         try:
-            (logits,) = self._method(given)
+            logits = self._calls.run(tokens, self._position)
         except RuntimeError as error:
             if before is None:
                 self._live = None  # what the call has left in the buffers belongs to nobody
@@ -121,8 +123,7 @@ class ExecutorchProgram:
             return None
         self._proven = self._proven or len(tokens) > 1
         self._position += len(tokens)
-        row: NDArray[np.float32] = logits.reshape(-1, self._info.config.vocab_size)[-1].float().numpy()
-        return row
+        return logits
 
     def _enter(self, slot: int) -> None:
         wanted = self._saved.pop(slot)
@@ -146,11 +147,10 @@ class ExecutorchProgram:
 
     def _attribute(self, name: str) -> NDArray[Any]:
         try:
-            found: NDArray[Any] = self._method.get_attribute(name).numpy()
+            return self._calls.buffer(name)
         except RuntimeError as error:
             raise ModelError(f"{self._path} has no buffer {name}: it is of another model than {self._info.sidecar}, or "
                              "was not exported by deltic; export it again") from error
-        return found
 
 
 def open_program(path: Path, options: EngineConfig) -> ExecutorchProgram:
@@ -167,14 +167,17 @@ def open_program(path: Path, options: EngineConfig) -> ExecutorchProgram:
     _check_facts(path, sidecar, said, config)
     info = ProgramInfo(config, generation, sidecar, said["get_max_context_len"],
                        _slot_bytes(config, said["get_max_context_len"]))
-    method = _method(path, program)
+    calls = _calls(path, program, said)
     chunk = said["get_max_seq_len"] if said.get("enable_dynamic_shape", True) else 1
-    return ExecutorchProgram(path, info, method, chunk)
+    return ExecutorchProgram(path, info, calls, chunk)
 
 
 def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
     """The program, and what its methods beside `forward` say."""
-    portable = _register_operators()
+    import torch  # noqa: F401  whose libraries the next one needs
+
+    # not portable_lib or executorch.runtime, which bring along all that exporting needs
+    portable = import_module("executorch.extension.pybindings._C")
     portable._unsafe_reset_threadpool(threads)
     try:
         program = portable._load_program(str(path))
@@ -183,15 +186,14 @@ def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
     except RuntimeError as error:
         raise ModelError(f"{path} cannot be loaded ({error}): export it again with this version of executorch") from (
             error)
-    return program, {name: found[0] if len(found) == 1 else [*found] for name, found in said.items()}
+    facts = {name: found[0] if len(found) == 1 else [*found] for name, found in said.items()}
+    return program, facts
 
 
-def _register_operators() -> Any:
-    """Load the library with the delta rule and attention, which lies in executorch's package; returns the runtime."""
+def _load_llama_operators() -> None:
+    """Have the runtime know the operators of the library that lies in executorch's package."""
     import torch
 
-    # not portable_lib or executorch.runtime, which bring along all that exporting needs
-    portable = import_module("executorch.extension.pybindings._C")
     place = find_spec(_OPERATORS)
     folders = [] if place is None else [Path(folder) for folder in place.submodule_search_locations or ()]
     found = [file for folder in folders for file in sorted(folder.glob("*custom_ops_aot_lib.*"))]
@@ -202,12 +204,23 @@ def _register_operators() -> Any:
         torch.ops.load_library(str(found[0]))
     except OSError as error:
         raise ModelError(f"{found[0]} cannot be loaded: {error}") from error
-    return portable
 
 
-def _method(path: Path, program: Any) -> Any:
+def _calls(path: Path, program: Any, said: dict[str, Any]) -> Calls:
+    """The program with its operators. Without deltic's library a program that needs none of its operators is called
+    through ExecuTorch's binding."""
+    own, vocabulary = bool(said.get("use_deltic_operators")), said["get_vocab_size"]
+    if not own:
+        _load_llama_operators()
     try:
-        return program.load_method("forward")
+        native = library.load()
+    except ModelError as error:
+        if own:
+            raise
+        native = None
+        log.info("nothing else runs while the program computes: %s", error)
+    try:
+        return Bound(program.load_method("forward"), vocabulary) if native is None else Native(native, path, vocabulary)
     except (RuntimeError, KeyError) as error:
         raise ModelError(f"{path} cannot be run: {error}. It may need operators or a backend that this executorch does "
                          "not have, or not be whole") from error

@@ -371,33 +371,12 @@ def row(hidden: int):
 
 
 @cache
-def state_get(shape: tuple[int, ...]):
-    """What reads a state of some sequences from the storage [sequences, history, ...]: their slots [b], the places of
-    their present states [b] -> [b, ...]."""
-    size = 1
-    for number in shape:
-        size *= number
-
+def state_copy(shape: tuple[int, ...], stores: bool):
+    """Between the storage [sequences, history, ...] of a state and data [b, ...] of some sequences, of which there are
+    the slots [b] and the places of their present states [b]. Reads these; stores: writes the places after them, where
+    the states will be present when the step is over."""
     @T.prim_func(s_tir=True)
-    def get(s_handle: T.handle, slots_handle: T.handle, places_handle: T.handle, o_handle: T.handle):
-        T.func_attr({"tirx.is_scheduled": True})
-        sequences, history, b = T.int64(), T.int64(), T.int64()
-        storage = T.match_buffer(s_handle, (sequences, history, *shape), "float32")
-        slots = T.match_buffer(slots_handle, (b,), "int32")
-        places = T.match_buffer(places_handle, (b,), "int32")
-        output = T.match_buffer(o_handle, (b, *shape), "float32")
-        for i in T.serial(b):
-            for s in T.grid(*shape):
-                with T.sblock("copy"):
-                    T.buffer_store(output, T.BufferLoad(storage, [slots[i], places[i], *s]), [i, *s])
-    return get
-
-
-@cache
-def state_set(shape: tuple[int, ...]):
-    """What writes it to the place after the present one, where it will be present when the step is over."""
-    @T.prim_func(s_tir=True)
-    def put(s_handle: T.handle, slots_handle: T.handle, places_handle: T.handle, d_handle: T.handle):
+    def copied(s_handle: T.handle, slots_handle: T.handle, places_handle: T.handle, d_handle: T.handle):
         T.func_attr({"tirx.is_scheduled": True})
         sequences, history, b = T.int64(), T.int64(), T.int64()
         storage = T.match_buffer(s_handle, (sequences, history, *shape), "float32")
@@ -407,6 +386,9 @@ def state_set(shape: tuple[int, ...]):
         for i in T.serial(b):
             for s in T.grid(*shape):
                 with T.sblock("copy"):
-                    T.buffer_store(storage, T.BufferLoad(data, [i, *s]),
-                                   [slots[i], (places[i] + 1) % T.cast(history, "int32"), *s])
-    return put
+                    if stores:
+                        T.buffer_store(storage, T.BufferLoad(data, [i, *s]),
+                                       [slots[i], (places[i] + 1) % T.cast(history, "int32"), *s])
+                    else:
+                        T.buffer_store(data, T.BufferLoad(storage, [slots[i], places[i], *s]), [i, *s])
+    return copied

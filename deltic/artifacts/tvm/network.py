@@ -178,9 +178,9 @@ class Network(nn.Module):
         linear, builder = self.config.linear, rx.BlockBuilder.current()
         shapes = ((linear.num_value_heads, linear.key_head_dim, linear.value_head_dim),
                   (linear.conv_kernel - 1, linear.conv_dim))
-        gets, sets = ([builder.add_func(make(shape).with_attr("global_symbol", symbol), symbol)
+        gets, sets = ([builder.add_func(kernels.state_copy(shape, stores).with_attr("global_symbol", symbol), symbol)
                        for kind, shape in enumerate(shapes) for symbol in [f"state_{name}_{kind}"]]
-                      for name, make in (("get", kernels.state_get), ("set", kernels.state_set)))
+                      for name, stores in (("get", False), ("set", True)))
         call = rx.call_pure_packed(
             "vm.builtin.rnn_state_create", rx.prim_value(len(self.config.linear_layers)), max_batch_size, max_history,
             rx.Tuple(gets), rx.Tuple(sets), rx.Tuple([rx.op.zeros(shape, "float32") for shape in shapes]),

@@ -75,6 +75,10 @@ class Gate(Arguments):
     _fields_ = fields("x y", "", "width")
 
 
+class ResidualNorm(Arguments):
+    _fields_ = fields("x delta scale shift y", "eps", "tokens")
+
+
 class Choice(Arguments):
     _fields_ = fields("logits temperature key score bounds token chosen", "", "vocabulary parts rows")
 

@@ -47,7 +47,7 @@ class EmbeddingsRequest(Fields):
             return [str(row) for row in rows]
         if all(isinstance(row, list) and all(type(id) is int for id in row) for row in rows):
             return rows
-        raise RequestError("input must be a text, a list of texts, a list of token ids or a list of such lists, not "
+        raise RequestError("input must be text, a list of texts, a list of token ids or a list of such lists, not "
                            f"{show(given)}", "input")
 
 
@@ -71,7 +71,7 @@ class RerankRequest(Fields):
                             for document in self.documents]
         wrong = next((index for index, text in enumerate(found) if not isinstance(text, str)), None)
         if wrong is not None:
-            raise RequestError(f"documents[{wrong}] must be a text, or an object with one as `text`, not "
+            raise RequestError(f"documents[{wrong}] must be text, or an object with one as `text`, not "
                                f"{show(self.documents[wrong])}", f"documents[{wrong}]")
         if self.top_n is not None and self.top_n < 1:
             raise RequestError(f"top_n must be at least 1, not {self.top_n}", "top_n")
