@@ -22,6 +22,7 @@ from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.packed import PackedMultiply
 from deltic.ops.cuda.sample import source
 from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes, heads_product
+from deltic.ops.cuda.tower import tower_source
 from deltic.ops.records import AttentionSpec, CacheViews, GdnSpec
 
 steps, draws = (import_module(f"deltic.ops.cuda.{name}") for name in ("step", "sample"))
@@ -72,7 +73,7 @@ def members(struct: str) -> list[str]:
 @pytest.mark.parametrize("name", ["Product", "Packed", "Unpack", "Gdn", "Attention", "Enter", "AddNorm", "Gate",
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
-                                  "Accept", "ResidualNorm"])
+                                  "Accept", "ResidualNorm", "Turn", "TowerNorm"])
 def test_structs_are_the_kernels(name: str) -> None:
     given: type[Arguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)
@@ -143,7 +144,8 @@ def test_importing_loads_no_driver() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    *MODELS, "draws", "folds", "encoder", *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
+    *MODELS, "draws", "folds", "encoder", "towers",
+    *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
     *(f"{model} packed" for model in ("0.8B", "4B", "9B"))])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -154,7 +156,8 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         text = {"": shapes.source, "packed": shapes.source, "prompts": lambda: prompts.source(shapes),
                 "drafts": lambda: draft.source(shapes)}[part]()
     else:
-        text = {"draws": source, "folds": rings.fold_source, "encoder": lambda: encoder.source(1000)}[name]()
+        text = {"draws": source, "folds": rings.fold_source, "encoder": lambda: encoder.source(1000),
+                "towers": lambda: tower_source(1152, 72)}[name]()
     try:
         for architecture in ("sm_90a",) if for_prompts else ("sm_90a", "sm_80"):
             assert compile_source(text, architecture)[:4] == b"\x7fELF"

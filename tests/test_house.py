@@ -32,7 +32,7 @@ ALLOWED = {
     "artifacts": {"cache", "model", "weights", "config", "ops", "types", "errors"},
     "engine": {"artifacts", "cache", "vision", "model", "weights", "config", "ops", "types", "errors"},
     "encoders": {"engine", "weights", "config", "ops", "types", "errors"},
-    "server": {"encoders", "engine", "text", "config", "types", "errors"},
+    "server": {"encoders", "engine", "text", "vision", "config", "types", "errors"},
     "export": {"server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops", "types", "errors"},
     "llm_plugin": set(),
     "cli": {"artifacts", "export", "server", "encoders", "engine", "text", "cache", "model", "weights", "config", "ops",

@@ -29,6 +29,7 @@ CACHES = {
     "deltic/ops/cuda/rings.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _module": "compiled code",
     "deltic/ops/cuda/step.py _module": "compiled code",
+    "deltic/ops/cuda/tower.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _drawer": "room for one call at a time, of one thread each",
     "deltic/engine/batch.py _no_appends": "a constant that is never written to",
     "deltic/engine/masks.py _table": "a constant that is never written to",

@@ -73,6 +73,7 @@ def test_requests_choose(shelf: Shelf) -> None:
         assert not shelf.loads
         listed = served.http.get("/v1/models").json()["data"]
         assert [(model["id"], model["loaded"]) for model in listed] == [("one", False), ("two", False)]
+        assert [model["modalities"] for model in listed] == [None, None]
         assert said(served, "two") == "two" and shelf.loads == ["two"]
         assert [said(served, name) for name in (None, "default", "one", "two")] == ["one", "one", "one", "two"]
         assert shelf.loads == ["two", "one"]
@@ -82,7 +83,7 @@ def test_requests_choose(shelf: Shelf) -> None:
         assert missing.status_code == 404 and "'one', 'two'" in missing.json()["error"]["message"]
         assert served.http.get("/v1/models/three").status_code == 404
         one = served.http.get("/v1/models/one").json()
-        assert one["loaded"] and one["max_model_len"] == 2048
+        assert one["loaded"] and one["max_model_len"] == 2048 and one["modalities"] == {"vision": True}
         anthropic = {"anthropic-version": "2023-06-01"}
         assert [model["id"] for model in served.http.get("/v1/models", headers=anthropic).json()["data"]] == ["one",
                                                                                                               "two"]

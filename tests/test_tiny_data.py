@@ -174,6 +174,14 @@ def test_content_may_be_parts_or_nothing(tokenizer):
     )
 
 
+def test_pictures_are_shown_where_they_stand(tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "video"}]
+    assert render(tokenizer, [user(parts)]) == (
+        "<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|><|vision_start|><|video_pad|><|vision_end|>"
+        "<|im_end|>\n"
+    )
+
+
 def test_only_turns_after_the_last_query_keep_their_thinking(tokenizer):
     messages = [
         user("1"),
@@ -227,8 +235,7 @@ def test_calls_and_results(tokenizer):
         ([{"role": "system", "content": "x"}], "no user message"),
         ([user("<tool_response>x</tool_response>")], "no user message"),
         ([user("a"), {"role": "system", "content": "x"}], "must be the first"),
-        ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "text only"),
-        ([{"role": "system", "content": [{"type": "image"}]}, user("a")], "text only"),
+        ([{"role": "system", "content": [{"type": "image"}]}, user("a")], "outside of the system message"),
         ([user([{"type": "sound"}])], "content part"),
         ([user(3)], "must be a string"),
         ([user("a"), {"role": "robot", "content": "x"}], "Unknown message role"),
@@ -260,14 +267,16 @@ def test_tokenizer_round_trips_any_text(tokenizer):
 def test_markup_is_one_token_each_and_digits_stand_alone(tokenizer):
     markup = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    assert [len(tokenizer.encode(token)) for token in markup + control] == [1] * 9
+    vision = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    assert [len(tokenizer.encode(token)) for token in markup + control + vision] == [1] * 13
+    assert len(tokenizer) == 3072
     assert set(tokenizer.all_special_tokens).isdisjoint(markup)
     assert len(tokenizer.encode("2025")) == 4
     assert tokenizer.eos_token == "<|im_end|>"
 
 
 def test_files_are_small_and_of_the_family():
-    assert sum(file.stat().st_size for file in MODEL.iterdir()) < 12e6
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) < 14e6
     config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
     assert config["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * 2

@@ -28,7 +28,6 @@ from deltic.errors import RequestError
 from deltic.types import Prompt, SamplingParams
 
 TINY = Path(deltic.__file__).parent / "models" / "tiny"
-MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
@@ -39,12 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, place)
     tokens = json.loads((place / "tokenizer.json").read_text())
-    first = 1 + max(token["id"] for token in tokens["added_tokens"])
-    first = max(first, 1 + max(tokens["model"]["vocab"].values()))
-    tokens["added_tokens"] += [{"id": first + index, "content": mark, "single_word": False, "lstrip": False,
-                                "rstrip": False, "normalized": False, "special": True}
-                               for index, mark in enumerate(MARKS)]
-    (place / "tokenizer.json").write_text(json.dumps(tokens))
+    ids = {token["content"]: token["id"] for token in tokens["added_tokens"]}
     config = json.loads((place / "tokenizer_config.json").read_text())
     (place / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": QWEN_LIKE}))
     (place / "preprocessor_config.json").write_text(json.dumps({"size": {
@@ -52,7 +46,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "image_std": [0.5, 0.5, 0.5]}))
     (place / "video_preprocessor_config.json").write_text(json.dumps({"size": {
         "shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 60}}))
-    transformers_vision_model(place, vocabulary=first + 8, image_token_id=first + 2, video_token_id=first + 3)
+    transformers_vision_model(place, vocabulary=8 + max(ids.values()),
+                              image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"])
     return place
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from test_server_harness import read_all, serving, wait_until
 from test_vision_chat import GREEDY, directory, drawing, png, shows
 
 from deltic import LLM
@@ -161,3 +162,39 @@ def test_only_where_it_is_allowed(directory: Path, internet: list[str]) -> None:
         assert llm.chat([asked], GREEDY).text == llm.chat([shows(drawing(1))], GREEDY).text
         with pytest.raises(RequestError, match="must have its picture as a data URL"):
             llm.chat([shows("file:///etc/passwd")], GREEDY)
+
+
+def shown(*urls: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*parts, {"type": "text", "text": "What is this?"}]
+    return {"max_tokens": 3, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+
+
+def test_a_slow_url_keeps_nobody_waiting(directory: Path, internet: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more requests with such URLs than a server has threads."""
+    many, at_once, seconds = 40, 8, 4.5
+    monkeypatch.setattr(fetch, "SECONDS", seconds)
+    with LLM(str(directory), dtype="float32", memory="64MiB", threads=1, allow_image_urls=True) as llm, serving(
+            llm) as server:
+        def answer(path: str, **body: Any) -> str:
+            return read_all(server.send(path, **body))
+
+        def fetched() -> int:
+            return internet.count("example.com")
+
+        seen = answer("/v1/chat/completions", **shown("http://example.com/it.png", "http://example.com/it.png"))
+        assert " 200 " in seen and fetched() == 1, "what a conversation shows twice is fetched once"
+        slow = [server.send("/v1/chat/completions", **shown("http://example.com/slow")) for _ in range(many)]
+        wait_until(lambda: fetched() == 1 + at_once)
+        began = time.monotonic()
+        for _ in range(3):
+            said = answer("/v1/chat/completions", max_tokens=3, messages=[{"role": "user", "content": "Hi"}])
+            assert " 200 " in said
+        assert time.monotonic() - began < seconds - 1 and fetched() == 1 + at_once
+        monkeypatch.setattr(fetch, "SECONDS", 0.01)
+        answers = [read_all(each) for each in slow]
+        assert all(" 400 " in text and "takes too long" in text for text in answers)
+        none = [{"role": "user", "content": [{"type": "input_image", "image_url": "http://example.com/none"}]}]
+        monkeypatch.setattr(fetch, "SECONDS", seconds)
+        text = answer("/v1/responses", input=none)
+        assert " 400 " in text and "answers with status 404" in text and "input[0].content[0]" in text

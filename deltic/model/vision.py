@@ -15,7 +15,7 @@ from deltic.ops.encoder_layers import Affine, EncoderLayer, Norm, Scene, VisionW
 from deltic.ops.records import Block
 
 _EPS = 1e-6
-_SLICE = 2048
+_SLICE, _GPU_SLICE = 2048, 1 << 16
 """Patches that become rows, or tokens, at a time."""
 
 
@@ -43,31 +43,46 @@ class Tower:
         patches [N, patch_values] float32, of grids of so many rows and columns. Yields after each slice of the work.
         """
         sizes, first = tuple(rows * columns for rows, columns in grids), 0
+        most, known, places = _GPU_SLICE if patches.is_cuda else _SLICE, None, Tensor()
         x = patches.new_empty(len(patches), self.config.hidden_size,
                               dtype=self.dtype if patches.is_cuda else torch.float32)
         for size, grid in zip(sizes, grids, strict=True):
-            for start in range(0, size, _SLICE):
-                part = slice(start, min(start + _SLICE, size))
+            for start in range(0, size, most):
+                part = slice(start, min(start + most, size))
                 rows = slice(first + part.start, first + part.stop)
-                x[rows] = self._linear(patches[rows], self.patch) + self._positions(grid, part)
+                if known != (grid, part):
+                    known, places = (grid, part), (self._positions(grid, part) + self.patch.bias).to(x.dtype)
+                self._add_product(patches[rows], places, x[rows])
                 yield
             first += size
         del patches
-        turns = torch.cat([self._turns(grid) for grid in grids])
+        turned = {grid: self._turns(grid) for grid in set(grids)}
+        turns = torch.cat([turned[grid] for grid in grids])
         yield from self.ops.vision(x, self.blocks, Scene(sizes, turns.cos(), turns.sin(), self.dtype))
         norm, up, down = self.merger
         merged, found = self.config.merge_size ** 2, []
-        for some in x.split(_SLICE // merged * merged):
+        for some in x.split(most // merged * merged):
             normed = self._norm(some, norm).view(-1, self.config.hidden_size * merged)
             found.append(self._linear(F.gelu(self._linear(normed, up)), down))
             yield
-        return torch.cat(found)
+        return torch.cat(found).float()
+
+    def _add_product(self, patches: Tensor, places: Tensor, x: Tensor) -> None:
+        """What becomes of patches, put into x: their product, and what is added to it because of where they are."""
+        weight = self.patch.weight
+        if x.is_cuda and isinstance(weight, Tensor):
+            torch.addmm(places, patches.to(x.dtype), weight.t(), out=x)
+        else:
+            torch.add(self.ops.head(patches.to(self.dtype), weight), places, out=x)
 
     def _linear(self, x: Tensor, affine: Affine) -> Tensor:
-        """float32, whatever x is."""
+        """float32, whatever x is; on a GPU of the tower's dtype."""
+        if affine.bias.is_cuda and isinstance(affine.weight, Tensor):
+            return F.linear(x.to(self.dtype), affine.weight, affine.bias)
         return self.ops.head(x.to(self.dtype), affine.weight) + affine.bias
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Of the tower's dtype."""
         return F.layer_norm(x.float(), norm.scale.shape, norm.scale, norm.shift, _EPS).to(self.dtype)
 
     def _places(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -111,7 +126,8 @@ def build_tower(config: VisionConfig, weights: dict[str, Block], ops: Ops, dtype
     def linear(name: str) -> Affine:
         weight = weights.pop(f"{name}.weight")
         packed = ops.pack(weight.flatten(1), False) if isinstance(weight, Tensor) else weight
-        return Affine(packed, vector(f"{name}.bias"))
+        bias = vector(f"{name}.bias")
+        return Affine(packed, bias.to(dtype) if bias.is_cuda else bias)
 
     def norm(name: str) -> Norm:
         return Norm(vector(f"{name}.weight"), vector(f"{name}.bias"))

@@ -21,7 +21,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Affine:
-    """A product with a bias [rows] float32, of an encoder on a GPU of the model's dtype."""
+    """A product with a bias [rows] float32, on a GPU of the dtype of what is multiplied."""
 
     weight: Weight
     bias: Tensor

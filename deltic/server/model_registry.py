@@ -12,10 +12,10 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -29,11 +29,14 @@ from deltic.server.bridge import Health
 from deltic.server.http import Problem, ProblemError
 from deltic.server.records import Records, RequestRecord, record_of
 from deltic.server.served_model import ServedModel
+from deltic.vision.fetch import Unfetched, fetch_all
 
 log = logging.getLogger("deltic")
 
 _FORGIVEN = 30.0
 """Seconds after which a model that could not be loaded is tried again."""
+_FETCH_AT_ONCE = 8
+"""Requests whose pictures are fetched and held in memory at the same time."""
 _LOOKS = 4
 """So many times in the time that a model may be idle it is looked at."""
 
@@ -83,7 +86,7 @@ class ModelSet:
 @dataclass(slots=True, eq=False)
 class _Entry:
     """A model: what is known of it, and who uses it. used: when it last was, by time.monotonic. failed: when it could
-    not be loaded, and why. context: tokens that it holds, once that is known."""
+    not be loaded, and why. context: tokens that it holds, sees: whether it reads pictures, once that is known."""
 
     source: ModelSource
     served: ServedModel | None = None
@@ -92,16 +95,19 @@ class _Entry:
     used: float = 0.0
     failed: tuple[float, str] | None = None
     context: int | None = None
+    sees: bool | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """What clients are told of a model. context: tokens that it holds, None if it was never loaded."""
+    """What clients are told of a model. context: tokens that it holds, sees: whether it reads pictures; None if it was
+    never loaded."""
 
     name: str
     created: int
     context: int | None
+    sees: bool | None
     loaded: bool
 
 
@@ -114,6 +120,8 @@ class ModelRegistry:
         self.models, self._serve, self._intake, self._records = models, serve, intake, records
         self._entries = {source.name: _Entry(source) for source in models.sources}
         self._thread = ThreadPoolExecutor(1, "deltic-models")
+        self._fetchers = ThreadPoolExecutor(_FETCH_AT_ONCE, "deltic-fetch")
+        self._fetching = asyncio.Semaphore(_FETCH_AT_ONCE)
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._draining = self._kept = False
@@ -131,12 +139,13 @@ class ModelRegistry:
     def keep(self, llm: LLM) -> ServedModel:
         """Serve the only model from the beginning to the end, as it belongs to the process."""
         entry, = self._entries.values()
-        entry.served, entry.context, self._kept = self._serve(llm, entry.source.name), llm.engine.max_context, True
+        entry.served, self._kept = self._serve(llm, entry.source.name), True
+        entry.context, entry.sees = llm.engine.max_context, llm.runtime.vision is not None
         return entry.served
 
     def entries(self) -> list[ModelEntry]:
         """All models."""
-        return [ModelEntry(entry.source.name, entry.created, entry.context, entry.served is not None)
+        return [ModelEntry(entry.source.name, entry.created, entry.context, entry.sees, entry.served is not None)
                 for entry in self._entries.values()]
 
     def entry(self, model: str) -> ModelEntry:
@@ -153,7 +162,15 @@ class ModelRegistry:
         if len(self._entries) == 1:
             for served in self.loaded:
                 served.bridge.check_room()
-        return await self._intake.read(request, schema, partial(self._chosen, record), prepare)
+        return await self._intake.read(request, schema, partial(self._chosen, record), prepare, self._fetched)
+
+    @asynccontextmanager
+    async def _fetched(self, served: ServedModel, missing: Unfetched) -> AsyncIterator[ServedModel]:
+        """The model with what is behind the URLs of a request, as long as that is being read. Requests with URLs wait
+        for each other at most."""
+        async with self._fetching:
+            fetch = partial(fetch_all, missing.urls)
+            yield replace(served, pictures=await asyncio.get_running_loop().run_in_executor(self._fetchers, fetch))
 
     async def _chosen(self, record: RequestRecord, body: Body) -> ServedModel:
         entry = self._named(getattr(body, "model", None))
@@ -252,7 +269,8 @@ class ModelRegistry:
         try:
             await asyncio.gather(*closing)
             llm = await self._threaded(entry.source.load)
-            entry.served, entry.context, entry.failed = self._serve(llm, name), llm.engine.max_context, None
+            entry.served, entry.failed = self._serve(llm, name), None
+            entry.context, entry.sees = llm.engine.max_context, llm.runtime.vision is not None
             entry.served.bridge.start()
         except Exception as error:
             known = isinstance(error, DelticError | OSError | MemoryError)

@@ -100,7 +100,8 @@ class _Endpoints:
                     "max_tokens": self.registry.limits.max_answer_tokens or entry.context,
                     "lifecycle": "active", "capabilities": None}
         return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "deltic",
-                "max_model_len": entry.context, "loaded": entry.loaded}
+                "max_model_len": entry.context, "loaded": entry.loaded,
+                "modalities": None if entry.sees is None else {"vision": entry.sees}}
 
 
 def _tokens(served: ServedModel, body: TokenizeRequest) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class ServedModel:
     name: what clients see and ask for.
     memory: one thread, in which answers are remembered in their order.
     records: all requests of the server, also for other models.
+    pictures: what was fetched for a request, by URL, or why it could not be.
     """
 
     llm: LLM
@@ -38,6 +39,7 @@ class ServedModel:
     name: str
     memory: Executor
     records: Records
+    pictures: Mapping[str, bytes | RequestError] = field(default_factory=dict)
 
     @property
     def limits(self) -> Limits:

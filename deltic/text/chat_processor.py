@@ -21,6 +21,7 @@ from deltic.text.deltas import Answer
 from deltic.text.grammar import Grammar, GrammarConstraint, Grammars, part_of
 from deltic.text.history import MODES, History, Turn
 from deltic.text.markers import THINK, closes_thinking
+from deltic.text.messages import parts_shown
 from deltic.text.notes import NoteStore
 from deltic.text.output_format import OutputFormat
 from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
@@ -29,9 +30,9 @@ from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
 from deltic.text.tools import PARSERS, call_form
 from deltic.types import MOST_TOKENS, Constraint, Finish, Guide, Request, SamplingParams
-from deltic.vision.fetch import Fetcher
+from deltic.vision.fetch import Fetcher, Unfetched
 from deltic.vision.prompts import with_pictures
-from deltic.vision.reader import PictureReader
+from deltic.vision.reader import PictureReader, urls_of
 
 log = logging.getLogger("deltic")
 
@@ -109,7 +110,8 @@ class ChatProcessor:
 
     def chat(self, messages: Any, sampling: SamplingParams = SamplingParams(), *, tools: Any = None,
              answer: AnswerForm = FREE, variables: Mapping[str, Any] | None = None, history: str | None = None,
-             thinking_budget: int | None = None) -> Job:
+             thinking_budget: int | None = None,
+             pictures: Mapping[str, bytes | RequestError] | None = None) -> Job:
         """The next turn of a conversation.
 
         tools are shown to the model, whose calls become tool deltas. answer: which of them it may call, or must, and
@@ -120,6 +122,8 @@ class ChatProcessor:
         thinking_budget: tokens that the answer may spend in think blocks, another number than the processor's; then the
         open block is closed as the template closes one, and the model goes on freely. It means nothing where the model
         does not think.
+        pictures: what is behind http(s) URLs, by URL, or why it cannot be had; then nothing is fetched here, and
+        Unfetched raised where one is missing.
         RequestError names what is wrong.
         """
         mode = self._config.history if history is None else history
@@ -127,7 +131,7 @@ class ChatProcessor:
         _check(mode, budget, RequestError)
         template, (variables, opens) = self._template(tools), _opens(variables or {})
         reader = (PictureReader(self._vision, self.tokenizer.encode, self._most_pictures, self._bound.tokens,
-                                Fetcher() if self._fetches else None) if self._vision else None)
+                                self._fetch(messages, pictures)) if self._vision else None)
         conversation = Conversation.read(template, self.tokenizer, self._without_billing(messages), tools, variables,
                                          see=reader)
         turn = self._turn(conversation, mode, opens)
@@ -147,6 +151,22 @@ class ChatProcessor:
             return job
         thinks = THINK in template.source and not closes_thinking(turn.ids, self.tokenizer)
         return _constrained(job, partial(GrammarConstraint, grammar, gap=closing.rest_ids, opens=thinks))
+
+    def _fetch(self, messages: Any, pictures: Mapping[str, bytes | RequestError] | None
+               ) -> Callable[[str, str], bytes] | None:
+        """What gets what is behind a URL."""
+        if not self._fetches or pictures is None:
+            return Fetcher() if self._fetches else None
+
+        def given(url: str, field: str) -> bytes:
+            found = pictures.get(url)
+            if found is None:
+                raise Unfetched(urls_of(parts_shown(messages)))
+            if isinstance(found, RequestError):
+                raise found
+            return found
+
+        return given
 
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""

@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -18,6 +19,8 @@ MOST_BYTES = 20 << 20
 """Of one picture."""
 MOST_URLS = 16
 """Of one conversation."""
+MOST_BYTES_TOGETHER = 64 << 20
+"""Of all pictures of a conversation that are fetched before it is read."""
 SECONDS = 15.0
 """For all pictures of a conversation together."""
 _REDIRECTS = 3
@@ -75,6 +78,32 @@ class Fetcher:
         if time.monotonic() >= self._until:  # perhaps the guard has ended it
             raise TimeoutError
         return found
+
+
+class Unfetched(Exception):
+    """A conversation shows pictures that nobody has fetched. urls: of all of them, with the field of each."""
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        super().__init__("pictures behind URLs have to be fetched first")
+        self.urls = urls
+
+
+def fetch_all(urls: Mapping[str, str]) -> dict[str, bytes | RequestError]:
+    """What is behind each URL, or why it cannot be had. urls: with the field of each. Waits for what it fetches."""
+    fetch, room = Fetcher(), MOST_BYTES_TOGETHER
+    found = dict[str, bytes | RequestError]()
+    for url, field in urls.items():
+        try:
+            data = fetch(url, field)
+            room -= len(data)
+            if room < 0:
+                raise RequestError(f"{field} and the pictures before it have more than {MOST_BYTES_TOGETHER >> 20} "
+                                   "MiB: scale them down", field)
+            found[url] = data
+        except RequestError as error:
+            found[url] = error
+            break  # the request is refused for this one
+    return found
 
 
 def _ask(held: socket.socket, host: str, url: SplitResult, field: str) -> bytes | str:

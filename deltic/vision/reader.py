@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from deltic.config.vision import Vision
 from deltic.errors import RequestError, show
@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 _KEYS = ("image_url", "image", "url", "source")
 _FPS = 2.0
 """Frames in a second of a film that does not say how many: so many are looked at."""
+
+
+def urls_of(parts: Iterable[tuple[Mapping[str, Any], str]]) -> dict[str, str]:
+    """The http(s) URLs that parts show pictures by, with the field of each."""
+    found = dict[str, str]()
+    for part, field in parts:
+        frames = part.get("video")
+        shown = [({"image": frame}, f"{field}.video[{index}]") for index, frame in enumerate(frames)] if isinstance(
+            frames, list | tuple) else [(part, field)]
+        for each, place in shown:
+            source = None if isinstance(frames, Path) else _source(each, place)
+            if _is_url(source):
+                found.setdefault(source, place)
+    return found
+
+
+def _is_url(source: Any) -> TypeGuard[str]:
+    return isinstance(source, str) and source.startswith(("http://", "https://"))
 
 
 class PictureReader:
@@ -91,7 +109,7 @@ class PictureReader:
             raise RequestError("messages have more pictures than max_pictures allows: send fewer", "messages")
         source = _source(part, field)
         if isinstance(source, str):
-            fetch = self._fetch if source.startswith(("http://", "https://")) else None
+            fetch = self._fetch if _is_url(source) else None
             source = fetch(source, field) if fetch else data_of(source, field)
         return read_image(source, field)
 

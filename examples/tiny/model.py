@@ -12,11 +12,16 @@ from network import SHAPE, Network
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
+from tower import TOWER, Tower, preprocessor_config, tower_config
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = SHAPE.vocab
 HEAD = "mtp.safetensors"
+TOWER_PREFIX = "model.visual."
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IMAGE, VIDEO = VISION[2:]
+UNUSED = (0xC0, 0xC1, 0xF5, 0xF6)  # bytes that no UTF-8 text has: their tokens are those of VISION
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 # Contractions, words with one leading character, single digits, punctuation runs, white space.
@@ -48,7 +53,20 @@ def train_tokenizer(corpus: Iterable[str]) -> Tokenizer:
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP])
-    return tokenizer
+    return with_vision(tokenizer)
+
+
+def with_vision(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with the tokens of VISION in the places of bytes that no text has, so that it does not grow."""
+    record = json.loads(tokenizer.to_str())
+    vocabulary = record["model"]["vocab"]
+    for byte, content in zip(UNUSED, VISION, strict=True):
+        place = vocabulary.pop(chr(byte))
+        vocabulary[content] = place
+        record["added_tokens"].append({"id": place, "content": content, "special": True, "lstrip": False,
+                                       "rstrip": False, "single_word": False, "normalized": False})  # fmt: skip
+    record["added_tokens"].sort(key=lambda token: token["id"])
+    return Tokenizer.from_str(json.dumps(record))
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -131,18 +149,48 @@ def save_tensors(module: nn.Module, path: Path, prefix: str = "") -> None:
 
 
 def load_tensors(module: nn.Module, path: Path, prefix: str = "") -> None:
-    """Read what `save_tensors` wrote, into a module of any dtype."""
-    module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in load_file(path).items()})
+    """Read what `save_tensors` wrote, into a module of any dtype; the tower's tensors may lie beside them."""
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(TOWER_PREFIX)}
+    module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
 
 
 def save_model(network: Network, folder: Path) -> None:
-    """Write config.json, generation_config.json and the weights; a draft head of other weights goes."""
+    """Write config.json, generation_config.json and the weights; a draft head and a tower of other weights go."""
     (folder / HEAD).unlink(missing_ok=True)
     record = config()
     pad, end = record["pad_token_id"], record["eos_token_id"]
     _write(folder / "config.json", record)
     _write(folder / "generation_config.json", {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad})
     save_tensors(network, folder / "model.safetensors")
+
+
+def save_tower(tower: Tower, folder: Path) -> None:
+    """Put the tower's tensors behind the model's, in bf16, and say in the configs what it is."""
+    path = folder / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(TOWER_PREFIX)}
+    for name, tensor in tower.state_dict().items():
+        if name == "patch_embed.proj.weight":  # the frames of a picture are the same
+            still = tensor.view(len(tensor), 3, 1, TOWER.patch, TOWER.patch) / TOWER.frames
+            tensor = still.expand(-1, -1, TOWER.frames, -1, -1).contiguous()
+        tensors[TOWER_PREFIX + name] = tensor.detach().to("cpu", torch.bfloat16)
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+    record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    ids = {name: tokenizer.token_to_id(token) for name, token in zip(names, VISION, strict=True)}
+    _write(folder / "config.json", record | ids | {"vision_config": tower_config()})
+    _write(folder / "preprocessor_config.json", preprocessor_config())
+
+
+def load_tower(folder: Path) -> Tower:
+    """Read what `save_tower` wrote."""
+    tower, prefix = Tower(), TOWER_PREFIX
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name.removeprefix(prefix): t.float() for name, t in stored.items() if name.startswith(prefix)}
+    tensors["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"].sum(2).flatten(1)
+    tower.load_state_dict(tensors)
+    return tower
 
 
 def load_model(folder: Path) -> Network:

@@ -98,10 +98,17 @@ class DeltaNet(nn.Module):
         return self.out_proj(self.norm(out, self.in_proj_z(x).view_as(out)).flatten(-2))
 
 
+AXES = (0, 1, 2, 0, 1, 2, 0, 1)  # by time, height or width each pair turns: sections of 3, 3 and 2, interleaved
+
+
 def rotate(x: Tensor, place: Tensor) -> Tensor:
-    """Rotary positions on the first dimensions of [rows, width, heads, head_dim]; text has one position a token."""
+    """Rotary positions on the first dimensions of [rows, width, heads, head_dim].
+
+    `place` [rows, width], as text has one position a token, or [rows, width, pairs], one for each pair of numbers that
+    turns."""
     half = SHAPE.rotary_dim // 2
-    angles = place.float().unsqueeze(-1) * SHAPE.rope_theta ** -(torch.arange(half, device=x.device) / half)
+    turned = place.float().unsqueeze(-1) if place.ndim == 2 else place.float()
+    angles = turned * SHAPE.rope_theta ** -(torch.arange(half, device=x.device) / half)
     cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
@@ -140,12 +147,15 @@ class Layer(nn.Module):
         self.mlp = Mlp(s)
         self.input_layernorm, self.post_attention_layernorm = Norm(s.hidden), Norm(s.hidden)
 
-    def forward(self, x: Tensor, place: Tensor, seen: Tensor, before: list[KeyValue]) -> tuple[Tensor, KeyValue | None]:
+    def forward(
+        self, x: Tensor, place: Tensor, seen: Tensor, before: list[KeyValue], turned: Tensor | None = None
+    ) -> tuple[Tensor, KeyValue | None]:
+        """turned: rotary positions, where they are others than `place`."""
         normed, own = self.input_layernorm(x), None
         if self.kind == "linear_attention":
             x = x + self.linear_attn(normed, place)
         else:
-            mixed, own = self.self_attn(normed, place, seen, before)
+            mixed, own = self.self_attn(normed, place if turned is None else turned, seen, before)
             x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), own
 
@@ -176,6 +186,14 @@ class Network(nn.Module):
         x, seen = self.model.embed_tokens(ids), own_past(place)
         for layer in self.model.layers:
             x, _ = layer(x, place, seen, [])
+        return self.model.norm(x)
+
+    def seeing(self, x: Tensor, place: Tensor, turned: Tensor) -> Tensor:
+        """Hidden states as `forward` gives them, of embeddings [rows, width, hidden] with rows of pictures among them;
+        `turned` [rows, width, pairs]: rotary positions."""
+        seen = own_past(place)
+        for layer in self.model.layers:
+            x, _ = layer(x, place, seen, [], turned)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from deltic.ops.cuda.sample import sample
 from deltic.ops.cuda.step import left_to_torch as left_to_torch
 from deltic.ops.cuda.step import serves_drafts as serves_drafts
 from deltic.ops.cuda.step import step
+from deltic.ops.cuda.tower import Vision
 from deltic.ops.torch import OPS as TORCH_OPS
 
 
 def overlay() -> Ops:
-    """The torch ops with whole decode steps, and draws, by kernels of our own where they can be used."""
-    return replace(TORCH_OPS, step=step, sample=sample, fold_ring=fold_ring, mtp_step=mtp_step)
+    """The torch ops with whole decode steps, draws and vision towers by kernels of our own where they can be used."""
+    return replace(TORCH_OPS, step=step, sample=sample, fold_ring=fold_ring, mtp_step=mtp_step, vision=Vision())

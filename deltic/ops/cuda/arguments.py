@@ -143,3 +143,11 @@ class Grouped(Arguments):
 
 class Combine(Arguments):
     _fields_ = fields("x y count starts", "", "tokens hidden each")
+
+
+class Turn(Arguments):
+    _fields_: ClassVar = [*fields("qkv cos sin", "", ""), ("count", c_longlong), ("heads", c_int)]
+
+
+class TowerNorm(Arguments):
+    _fields_ = fields("x delta scale shift y", "eps", "tokens")

@@ -23,7 +23,7 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
     processor, tools = served.llm.chat_processor, body.shown_tools()
     job = processor.chat(body.checked_messages(), body.sampling(served.limits), tools=tools, history=body.history,
                          variables=_understood(body, partial(processor.knows, tools=tools)),
-                         thinking_budget=body.thinking_budget, answer=AnswerForm(
+                         thinking_budget=body.thinking_budget, pictures=served.pictures, answer=AnswerForm(
                              ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False),
                              body.output_format()))
     _check_scores(served, [job])
