@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -140,6 +141,22 @@ def test_others_run_while_a_program_computes(small: Path) -> None:
     """A library that is called with the interpreter's lock held shows that the test can tell."""
     assert runs_beside(opened(small)._calls, 5000)
     assert not runs_beside(Native(ctypes.PyDLL(str(library.built())), small, 509), 20)
+
+
+def test_programs_in_threads_do_not_disturb_each_other(either: Path) -> None:
+    """But by rounding: how torch's products are cut depends on a thread's own count of threads."""
+    def answers(program: runtime.ExecutorchProgram, seed: int) -> np.ndarray[Any, Any]:
+        found = []
+        for _ in range(12):
+            program.start(0)
+            found.append(fed(program, 0, numbers(seed, 40, 509), 7))
+        return np.stack(found)
+
+    programs = [opened(either), opened(either)]
+    alone = [answers(program, seed) for seed, program in enumerate(programs)]
+    with ThreadPoolExecutor(2) as pool:
+        beside = [*pool.map(answers, programs, range(2))]
+    assert all(abs(one - other).max() < TAU / 10 for one, other in zip(alone, beside, strict=True))
 
 
 def test_without_the_library_a_program_computes_the_same(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,13 +142,18 @@ def broken_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("CXX", "false")
 
 
+def no_room(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "deltic").write_text("a file where a directory is wanted", encoding="utf-8")
+
+
 def no_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(library, "KERNELS", folder / "libdeltic.so")
 
 
 @pytest.mark.parametrize(("lack", "told"), [
     (no_compiler, "there is no C.. compiler: install g.., or export the model with --operators executorch"),
-    (broken_compiler, "cannot be compiled: false failed"), (no_kernels, "need its compiled kernels"),
+    (broken_compiler, "cannot be compiled: false failed"), (no_room, "cannot be compiled to"),
+    (no_kernels, "need its compiled kernels"),
 ])
 def test_it_says_why_there_is_no_library(lack: Callable[[pytest.MonkeyPatch, Path], None], told: str, tmp_path: Path,
                                          monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,11 @@ def built() -> Path:
         raise ModelError("deltic's operators for ExecuTorch need its compiled kernels, which are not installed: "
                          "install g++ and then deltic again, or export the model with --operators executorch")
     place = _folder() / f"{_digest()}.so"
-    if not place.is_file():
-        _compile(place)
+    try:
+        if not place.is_file():
+            _compile(place)
+    except OSError as error:
+        raise ModelError(f"deltic's operators for ExecuTorch cannot be compiled to {place.parent}: {error}") from error
     return place
 
 

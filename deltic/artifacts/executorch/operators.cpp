@@ -4,6 +4,7 @@
 // All tensors are float32 and contiguous but `position` [1] int64: how many tokens the sequence has had. There is one
 // sequence. Schemas: deltic/artifacts/executorch/operators.py.
 
+#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -137,6 +138,12 @@ void attention(KernelRuntimeContext& context, Span<EValue*> stack) {
 
 const Kernel KERNELS[] = {Kernel("deltic::gated_delta_net.out", gated_delta_net),
                           Kernel("deltic::attention.out", attention)};
-[[maybe_unused]] const Error REGISTERED = register_kernels({KERNELS, 2});
+// A process that has them from another copy of this library would end if they came twice.
+Error register_once() {
+    for (const Kernel& known : get_registered_kernels())
+        if (!std::strcmp(known.name_, KERNELS[0].name_)) return Error::Ok;
+    return register_kernels({KERNELS, 2});
+}
+[[maybe_unused]] const Error REGISTERED = register_once();
 
 }  // namespace

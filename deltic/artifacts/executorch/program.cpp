@@ -1,8 +1,10 @@
 // A program for Python: called through ctypes, which lets go of the interpreter's lock while it computes, as ExecuTorch's
-// own binding does not. Statuses are 0 or ExecuTorch's errors. A program serves one call at a time.
+// own binding does not. Statuses are 0 or ExecuTorch's errors.
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <mutex>
 
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
@@ -16,11 +18,15 @@ using executorch::runtime::Error;
 
 constexpr char kMethod[] = "forward";
 
+// Programs take turns, as they do under Python's lock: they share ExecuTorch's threads.
+std::mutex turn;
+
 }  // namespace
 
 extern "C" {
 
 int deltic_program_open(const char* path, Module** program) {
+    std::lock_guard<std::mutex> held(turn);
     auto made = std::make_unique<Module>(path, Module::LoadMode::Mmap);
     Error error = made->load_method(kMethod);
     if (error == Error::Ok) *program = made.release();
@@ -45,6 +51,7 @@ int deltic_program_buffer(Module* program, const char* name, float** content, in
 // Appends tokens; logits [vocabulary]: of the last one.
 int deltic_program_run(Module* program, int64_t* tokens, int64_t count, int64_t position, float* logits,
                        int64_t vocabulary) {
+    std::lock_guard<std::mutex> held(turn);
     auto ids = from_blob(tokens, {1, int32_t(count)}, ScalarType::Long);
     auto place = from_blob(&position, {1}, ScalarType::Long);
     auto found = program->execute(kMethod, {ids, place});
