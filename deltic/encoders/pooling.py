@@ -47,8 +47,7 @@ def _reduced(rows: Tensor, how: str, lengths: Tensor) -> Tensor:
 
 _REDUCED: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "max": lambda rows: rows.amax(0) if len(rows) else rows.new_full(rows.shape[1:], -torch.inf),
-    "mean": lambda rows: rows.mean(0),
-    "sum": lambda rows: rows.sum(0)}
+    "mean": lambda rows: rows.mean(0), "sum": lambda rows: rows.sum(0)}
 
 
 def _weighted(rows: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
