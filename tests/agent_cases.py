@@ -132,7 +132,7 @@ class Player(Engine):
         sampled = self._draw(logits, sampling)
         found = [self._tokens.get(key, token) for key, token in
                  zip(sampling.key.tolist(), sampled.tokens.tolist(), strict=True)]
-        return replace(sampled, tokens=sampled.tokens.new_tensor(found))
+        return replace(sampled, tokens=sampled.tokens.new_tensor(found), landed=False)
 
 
 @contextmanager

@@ -422,7 +422,7 @@ class Forcing:
                 assert index not in self.logits[seed], f"token {index} of request {seed} is drawn twice"
                 self.logits[seed][index] = raw[row]
                 tokens[row] = token
-        return replace(sampled, tokens=tokens)
+        return replace(sampled, tokens=tokens, landed=False)
 
 
 @dataclass(slots=True)

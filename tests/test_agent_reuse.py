@@ -52,7 +52,7 @@ class Script:
         sampled = self.runtime.decoder.ops.sample(logits, sampling)
         found = [self.tokens.get(key, token) for key, token in
                  zip(sampling.key.tolist(), sampled.tokens.tolist(), strict=True)]
-        return replace(sampled, tokens=sampled.tokens.new_tensor(found))
+        return replace(sampled, tokens=sampled.tokens.new_tensor(found), landed=False)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from reuse_cases import runtime_of
 from speculation_cases import Dictate, EndingAt, headed
 from support import Answers, Watch, drain, embedded_runtime, greedy, numbers, odd_runtime, qwen3_runtime, take
@@ -17,7 +18,9 @@ from test_prefix_tree import tokens_of
 from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
+from deltic.engine.launch import _on_host
 from deltic.engine.runtime import Runtime
+from deltic.ops.records import Sampled
 from deltic.types import Request
 
 MODELS = {"odd": odd_runtime, "qwen3": qwen3_runtime, "headed": headed, "embedded": embedded_runtime}
@@ -31,6 +34,13 @@ def engine_for(model: Runtime, ahead: bool, **changes: Any) -> Engine:
     limits["slots"] += limits["batch"] if ahead else 0
     timeless = replace(model, options=replace(model.options, max_stall_ms=1 << 30))
     return Engine(runtime_of(timeless, **limits), NgramDrafter(3), FixedDepth(3), ahead)
+
+
+def test_what_was_drawn_comes_to_the_host_whole() -> None:
+    sampled = Sampled(torch.tensor([3]), torch.tensor([1]), torch.tensor([True]), logprobs=torch.tensor([-0.5]))
+    found = _on_host(sampled)
+    assert found.tokens.tolist() == [3] and found.logprobs is not None and found.logprobs.tolist() == [-0.5]
+    assert found.top_tokens is None and not found.landed
 
 
 def nothing(engine: Engine, step: int) -> None:

@@ -105,5 +105,6 @@ def test_greedy_tokens_are_those_of_the_cpu() -> None:
             found = {name: int(session.step(token).argmax()) for name, session in sessions.items()}
             same.update(pair for pair in combinations(found, 2) if found[pair[0]] == found[pair[1]])
     assert tokens == 10_000
-    assert same["exact", "cuda"] >= 0.994 * tokens and same["cpu", "cuda"] >= 0.993 * tokens, same
-    assert tokens - same["exact", "cuda"] <= 1.3 * (tokens - same["cpu", "exact"]), same
+    # chance alone moves each count of differing tokens, some 50, by 7
+    assert same["exact", "cuda"] >= 0.993 * tokens and same["cpu", "cuda"] >= 0.992 * tokens, same
+    assert tokens - same["exact", "cuda"] <= 1.5 * (tokens - same["cpu", "exact"]), same

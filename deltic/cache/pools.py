@@ -4,7 +4,7 @@ layers; and how the operations that the accounts queue are carried out on them."
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,6 +83,7 @@ class CachePools:
     tiled: as in `GdnSpec`.
     vocabulary: size of the logits that are kept with states; None: any.
     arriving: of each attention layer, as in `KvView`.
+    copying: copies that may still be under way, oldest first, of which someone may wait no longer.
     held: what queued operations name by a number.
     numbers: the next ones.
 
@@ -100,6 +101,7 @@ class CachePools:
     tiled: bool = False
     vocabulary: int | None = None
     arriving: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    copying: deque[_Arrival] = field(default_factory=deque)
     held: dict[int, object] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=count)
 
@@ -158,6 +160,8 @@ class CachePools:
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Carry these out, in order."""
+        while self.copying and self.copying[0].event.query():
+            self.copying.popleft()
         for operation in operations:
             match operation:
                 case CopySlot(source, target):
@@ -278,7 +282,10 @@ def _restore(pools: CachePools, loaded: Loaded, pages: Sequence[int], known: int
     with torch.cuda.stream(beside):
         for layer in range(len(pools.keys)):
             _restore_layer(pools, layer, runs)
-            pools.arriving[layer].append(_Arrival(beside.record_event(), loaded))
+            arrival = _Arrival(beside.record_event(), loaded, runs)
+            pools.arriving[layer].append(arrival)
+    if len(pools.keys):
+        pools.copying.append(arrival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +308,12 @@ def _run(pools: CachePools, tensors: Tensors, pages: Sequence[int], start: int, 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """Copies that are done with this event, and what they are copies of, which must stay until then."""
+    """Copies that are done with this event, and what they read: until then nobody else may have its memory, the host's
+    or the card's, which another stream's allocations would get at once."""
 
     event: torch.cuda.Event
     loaded: Loaded
+    runs: Sequence[_Run]
 
     def wait(self) -> None:
         self.event.wait()

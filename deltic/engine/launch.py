@@ -253,6 +253,6 @@ def _keeps_end(share: Share) -> bool:
 
 def _on_host(sampled: Sampled) -> Sampled:
     """Copies in pinned memory, which are there when the device has come so far."""
-    tensors = {name: tensor for name in Sampled.__slots__ if (tensor := getattr(sampled, name)) is not None}
+    tensors = {name: value for name in Sampled.__slots__ if isinstance(value := getattr(sampled, name), Tensor)}
     copies = {tensor: tensor.to("cpu", non_blocking=True) for tensor in {*tensors.values()}}
     return replace(sampled, **{name: copies[tensor] for name, tensor in tensors.items()})
