@@ -255,4 +255,5 @@ def _on_host(sampled: Sampled) -> Sampled:
     """Copies in pinned memory, which are there when the device has come so far."""
     tensors = {name: value for name in Sampled.__slots__ if isinstance(value := getattr(sampled, name), Tensor)}
     copies = {tensor: tensor.to("cpu", non_blocking=True) for tensor in {*tensors.values()}}
-    return replace(sampled, **{name: copies[tensor] for name, tensor in tensors.items()})
+    found: dict[str, Any] = {name: copies[tensor] for name, tensor in tensors.items()}
+    return replace(sampled, **found)
