@@ -399,9 +399,10 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
                 for (int n = 0; n < 2; ++n) {
                     const u32 w = at + (n * 8 + row) * LINE + (piece + column) * 2;
                     if (whole) load_both(v[n], w, odd);
-                    else
+                    else {
 #pragma unroll
                         for (int j = 0; j < 2; ++j) v[n][j] = input(w + j * 64, piece + j * 32 + column < I);
+                    }
                 }
 #pragma unroll
                 for (int j = 0; j < 2; ++j)

@@ -65,7 +65,7 @@ template <int D, int STAGES> struct ManyHeads {
             for (int w = 0; w < WARPS; ++w) from_key += m.parts[w][0][lane * 4 + c];
             u[c] = beta * __fmaf_rn(-keep, from_key, m.mixed[side][2][lane * 4 + c]);
         }
-        if (warp == 0)
+        if (warp == 0) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 float from_query = 0;
@@ -73,6 +73,7 @@ template <int D, int STAGES> struct ManyHeads {
                 for (int w = 0; w < WARPS; ++w) from_query += m.parts[w][1][lane * 4 + c];
                 m.found[side][lane * 4 + c] = __fmaf_rn(dot, u[c], __fmul_rn(keep, from_query));
             }
+        }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const float k = key[i];
@@ -128,9 +129,10 @@ template <int D, int STAGES> struct ManyHeads {
             for (int j = 0; j < 3; ++j) to[((p.done + 1 + j) & 3) * channels] = p.done ? v.old[i][j] : u16(0);
         }
         const float sums[3] = {warp_sum(x[0] * x[0]), warp_sum(x[1] * x[1]), warp_sum(x[0] * x[1])};
-        if ((t & 31) == 0)
+        if ((t & 31) == 0) {
 #pragma unroll
             for (int i = 0; i < 3; ++i) m.sums[i][t >> 5] = sums[i];
+        }
         meet_helpers();
         float all[3];
 #pragma unroll
