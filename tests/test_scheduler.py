@@ -78,7 +78,7 @@ class Toy:
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
                                        max_stall_ms=None)
         self.mtp_runner, self.encode, self.verifies, self.numbers = None, None, False, {}
-        self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=())
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(), experts=None)
         self.generation = SimpleNamespace(eos_token_ids=(), sampling=dict)
         self.sample = ops.sample
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
