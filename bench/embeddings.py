@@ -179,7 +179,7 @@ class Llama:
         from llama_cpp import Llama as Model  # type: ignore[import-not-found]
 
         self.model, self.batch = Model(str(model), embedding=True, n_threads=threads, n_threads_batch=threads,
-                                       n_ctx=8192, n_batch=8192, n_ubatch=8192, n_seq_max=64, verbose=False), 32
+                                       n_ctx=8192, n_batch=2048, n_ubatch=2048, n_seq_max=64, verbose=False), 32
 
     def __call__(self, texts: list[str]) -> Any:
         order, found = sorted(range(len(texts)), key=lambda index: -len(texts[index])), [None] * len(texts)
