@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -66,6 +67,16 @@ def work(settings: str, start: Callable[[dict[str, Any]], tuple[dict[str, Any], 
 def environment() -> dict[str, str]:
     """Ours, with this checkout's package in front."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def port_of(process: subprocess.Popen[str]) -> int:
+    """The port that a server which was just started says in its first line."""
+    assert process.stdout
+    line = process.stdout.readline()
+    found = re.search(r"http://[^:]+:(\d+)", line)
+    if not found:
+        raise SystemExit(f"the server did not start: {line!r}")
+    return int(found[1])
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

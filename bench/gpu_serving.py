@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from common import environment, record
+from common import environment, port_of, record
 from http_load import Reply, percentile, post
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def _ready(args: argparse.Namespace, model: Path, cache: Path) -> dict[str, floa
         [sys.executable, "-m", "deltic", "serve", str(model), "--port", "0", "--device", args.device, "--max-batch",
          str(args.batch)], stdout=subprocess.PIPE, text=True, env={**environment(), "XDG_CACHE_HOME": str(cache)})
     try:
-        port, ready = _port(process), time.perf_counter() - began
+        port, ready = port_of(process), time.perf_counter() - began
         compiled = _files(cache)
         replies = [asyncio.run(post(port, "/v1/completions", {"prompt": list(range(5, 5 + length)), "max_tokens": 32,
                                                               "ignore_eos": True})) for length in (10, 900, 3000)]
@@ -119,15 +118,6 @@ def _files(cache: Path) -> list[str]:
     return sorted(str(path) for path in cache.rglob("*.cubin"))
 
 
-def _port(process: subprocess.Popen[str]) -> int:
-    assert process.stdout
-    line = process.stdout.readline()
-    found = re.search(r"http://[^:]+:(\d+)", line)
-    if not found:
-        raise SystemExit(f"the server did not start: {line!r}")
-    return int(found[1])
-
-
 # Requests as they come
 
 
@@ -137,7 +127,7 @@ def _poisson(args: argparse.Namespace) -> None:
     try:
         assert process.stdout
         offline = json.loads(process.stdout.readline())
-        port = _port(process)
+        port = port_of(process)
         found = asyncio.run(_requests(args, port, SHARE * offline["requests_per_second"]))
         process.terminate()
         found["steps"] = json.loads(process.stdout.readlines()[-1])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import environment
+from common import environment, port_of
 
 HERE = Path(__file__).resolve().parent
 SOURCE = ContextVar("SOURCE", default="127.0.0.1")
@@ -68,12 +68,7 @@ def serving(*options: str, watched: bool = True) -> Iterator[Server]:
     process = subprocess.Popen([*command, "serve", "--port", "0", *options], stdout=subprocess.PIPE, text=True,
                                env=environment())
     try:
-        assert process.stdout
-        line = process.stdout.readline()
-        found = re.search(r"http://[^:]+:(\d+)", line)
-        if not found:
-            raise SystemExit(f"the server did not start: {line!r}")
-        yield Server(int(found[1]), process)
+        yield Server(port_of(process), process)
     finally:
         process.terminate()
         process.wait(30)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from common import environment, record, spread
+from common import environment, port_of, record, spread
 
 if TYPE_CHECKING:
     from deltic import LLM
@@ -237,12 +237,7 @@ def _server(settings: dict[str, Any]) -> Iterator[int]:
     command = [sys.executable, os.path.abspath(__file__), "--serve", json.dumps(settings)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     try:
-        assert process.stdout
-        line = process.stdout.readline()
-        found = re.search(r"http://[^:]+:(\d+)", line)
-        if not found:
-            raise SystemExit(f"the server did not start: {line!r}")
-        yield int(found[1])
+        yield port_of(process)
     finally:
         process.terminate()
         process.wait(30)
