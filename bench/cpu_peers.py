@@ -231,12 +231,14 @@ def _deltic(settings: dict[str, Any]) -> Any:
             "ops": explain(llm.runtime.ops)}, measure
 
 
-def _memory(settings: dict[str, Any]) -> Any:
-    """GB/s of the best of some passes over a buffer that no cache holds."""
+def _memory(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """GB/s of the best of some passes over large pages that no cache holds."""
     import torch
 
+    from deltic.ops.memory import reserve
+
     torch.set_num_threads(settings["threads"])
-    buffer = torch.ones(_BUFFER // 4)
+    buffer = reserve((_BUFFER // 4,), torch.float32).fill_(1)
 
     def measure(task: Task) -> float:
         seconds = []

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from common import Answer, Worker, record, spread, work
-from cpu_peers import Model, _alternate, _model, _ratios, _shares
+from cpu_peers import MEMORY, Model, _alternate, _memory, _model, _ratios, _shares
 from experts import Said, text
 from llama_python import Llama
 from programs import Program, Resident, Task
@@ -40,9 +40,6 @@ from deltic.types import Request, SamplingParams
 
 TASKS = (Task("decode", 128, 64), Task("decode", 128, 32, 8), Task("prefill", 512, 1))
 PROGRAMS = ("deltic", "llama.cpp")
-MEMORY = "memory"
-"""The program that only reads memory, in GB/s."""
-_BUFFER = 1 << 30
 _CONTEXT = 1024
 Figures = dict[Task, dict[str, list[float]]]
 
@@ -192,25 +189,6 @@ def _llama(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         return task.batch * (task.new_tokens - 1) / (time.perf_counter() - steady)
 
     return model.facts, run
-
-
-def _memory(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """GB/s of the best of some passes over large pages that no cache holds."""
-    import torch
-
-    from deltic.ops.memory import reserve
-
-    torch.set_num_threads(settings["threads"])
-    buffer = reserve((_BUFFER // 4,), torch.float32).fill_(1)
-
-    def measure(task: Task) -> float:
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
-            buffer.sum()
-            seconds.append(time.perf_counter() - started)
-        return _BUFFER / min(seconds) / 1e9
-    return {}, measure
 
 
 if __name__ == "__main__":
