@@ -269,7 +269,7 @@ template <typename Body> DELTIC_INLINE void by_rows(int64_t rows, Body &&body) {
 
 // Scores become weights; their maximum and the sum of the weights go to `tail`.
 void soften(float *scores, int64_t count, float *tail) {
-    constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int64_t whole = count / kLanes * kLanes;
     Floats none = splat(-INFINITY), high = none;
     for (int64_t i = 0; i < whole; i += kLanes) high = maximum(high, loadf(scores + i));

@@ -6,9 +6,11 @@
 //   kOffset            what is taken from each code, as 128 >> kOffset; kNone: nothing
 //   kLow               how a minimum or an addend comes in: kPlain (not at all), kMinima16, kMinima32 (dmin * minimum
 //                      of each group is taken away) or kAddend (m of each block of 32 is added)
-//   codes(block, g, c) the codes of the g-th 32 columns: c[i] has columns 4 i .. 4 i + 3 of the 16 rows
+//   kBits              of a code
+//   code(block, g, i)  codes of the g-th 32 columns: 4 i .. 4 i + 3 of the rows
 //   scale(block, g)    of the g-th group, as a number per row; addend(block, g) likewise
 //   minima(block, i)   of the groups 2 i and 2 i + 1, as pairs of 16 bits; dmin(block)
+// of as many rows as a register has lanes, a part of the panel's.
 #pragma once
 #include "simd.hpp"
 
@@ -18,47 +20,35 @@ namespace {
 constexpr int kNone = -1;
 enum Low { kPlain, kMinima16, kMinima32, kAddend };
 
-// Planes of bits; see matrix.hpp.
+// A packed block, seen from its row `first` on.
+struct Block {
+    const uint8_t *data;
+    int first;
 
-DELTIC_INLINE void plane8(const uint8_t *from, Bytes c[8]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) c[i] = load<Bytes>(from + 64 * i);
-}
-DELTIC_INLINE void plane4(const uint8_t *from, Bytes c[8]) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        Words both = load<Words>(from + 64 * i);
-        c[i] = (Bytes)(both & 0x0f0f0f0fu);
-        c[i + 4] = (Bytes)(both >> 4 & 0x0f0f0f0fu);
-    }
+    // What lies at `offset`: a byte of each row, two, or four codes.
+    DELTIC_INLINE const uint8_t *bytes(int offset) const { return data + offset + first; }
+    DELTIC_INLINE const uint16_t *halves(int offset) const { return (const uint16_t *)(data + offset) + first; }
+    DELTIC_INLINE const uint8_t *codes(int offset) const { return data + offset + 4 * first; }
+};
+
+// The i-th vector of codes from planes of bits; see matrix.hpp.
+
+DELTIC_INLINE NativeWords plane8(const uint8_t *from, int i) { return load<NativeWords>(from + 64 * i); }
+DELTIC_INLINE NativeWords plane4(const uint8_t *from, int i) {
+    NativeWords both = load<NativeWords>(from + 64 * (i % 4));
+    return (i < 4 ? both : both >> 4) & 0x0f0f0f0fu;
 }
 // Left or, with a negative count, right.
-template <int By> DELTIC_INLINE Words shifted(Words v) {
-    if constexpr (By > 0) return v << By;
-    if constexpr (By < 0) return v >> -By;
-    return v;
+DELTIC_INLINE NativeWords shifted(NativeWords v, int by) { return by < 0 ? v >> -by : v << by; }
+// Two bits of each code, or one, `up` bits higher.
+DELTIC_INLINE NativeWords plane2(const uint8_t *from, int i, int up) {
+    return shifted(load<NativeWords>(from + 64 * (i / 4)), up - 2 * (i % 4)) & 0x01010101u * (3u << up);
 }
-// Two bits of each code, to be `Up` bits higher; one bit.
-template <int Up, int S = 0> DELTIC_INLINE void two_bits(Words all, Bytes *c) {
-    c[S] |= (Bytes)(shifted<Up - 2 * S>(all) & 0x01010101u * (3 << Up));
-    if constexpr (S < 3) two_bits<Up, S + 1>(all, c);
+DELTIC_INLINE NativeWords plane1(const uint8_t *from, int i, int up) {
+    return shifted(load<NativeWords>(from), up - i) & 0x01010101u * (1u << up);
 }
-template <int Up, int S = 0> DELTIC_INLINE void one_bit(Words all, Bytes *c) {
-    c[S] |= (Bytes)(shifted<Up - S>(all) & 0x01010101u * (1 << Up));
-    if constexpr (S < 7) one_bit<Up, S + 1>(all, c);
-}
-template <int Up> DELTIC_INLINE void plane2(const uint8_t *from, Bytes c[8]) {
-    two_bits<Up>(load<Words>(from), c);
-    two_bits<Up>(load<Words>(from + 64), c + 4);
-}
-template <int Up> DELTIC_INLINE void plane1(const uint8_t *from, Bytes c[8]) { one_bit<Up>(load<Words>(from), c); }
-DELTIC_INLINE void clear(Bytes c[8]) {
-    for (int i = 0; i < 8; ++i) c[i] = Bytes{};
-}
-DELTIC_INLINE void map(const uint8_t *table, Bytes c[8]) {
-    Bytes entries = load<Bytes>(table);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) c[i] = lookup(entries, c[i]);
+DELTIC_INLINE NativeWords map(const uint8_t *table, NativeWords codes) {
+    return (NativeWords)lookup(load<NativeBytes>(table), (NativeBytes)codes);
 }
 
 #define DELTIC_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
@@ -71,79 +61,82 @@ alignas(64) constexpr uint8_t kMxfp4[64] = DELTIC_FOUR_TIMES(128, 129, 130, 131,
 struct Without {
     static constexpr int kOffset = kNone;
     static constexpr Low kLow = kPlain;
-    static DELTIC_INLINE Ints minima(const uint8_t *, int) { return Ints{}; }
-    static DELTIC_INLINE Floats dmin(const uint8_t *) { return Floats{}; }
-    static DELTIC_INLINE Floats addend(const uint8_t *, int) { return Floats{}; }
+    static DELTIC_INLINE NativeInts minima(const Block &, int) { return NativeInts{}; }
+    static DELTIC_INLINE Native dmin(const Block &) { return Native{}; }
+    static DELTIC_INLINE Native addend(const Block &, int) { return Native{}; }
 };
 
 // Types with blocks of 32 weights, of which `Blocks` (1 or 8) make a packed one: `Head` bytes of d, perhaps m, each,
 // then the codes.
 template <int Blocks, int Bytes16, int Head> struct Small : Without {
     static constexpr int kWeights = 32 * Blocks, kGroup = 32, kBytes = 16 * Bytes16 * Blocks;
-    static DELTIC_INLINE const uint8_t *code(const uint8_t *block, int g) {
-        return block + Head * Blocks + (16 * Bytes16 - Head) * g;
+    static DELTIC_INLINE const uint8_t *planes(const Block &block, int g) {
+        return block.codes(Head * Blocks + (16 * Bytes16 - Head) * g);
     }
-    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
-        return load_half((const uint16_t *)block + 16 * g);
-    }
-    static DELTIC_INLINE Floats addend(const uint8_t *block, int g) { return scale(block, Blocks + g); }
+    static DELTIC_INLINE Native scale(const Block &block, int g) { return native_half(block.halves(32 * g)); }
+    static DELTIC_INLINE Native addend(const Block &block, int g) { return scale(block, Blocks + g); }
 };
 
 template <int Blocks> struct Q8_0 : Small<Blocks, 34, 32> {
-    static constexpr int kOffset = 0;
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) { plane8(Q8_0::code(block, g), c); }
+    static constexpr int kBits = 8, kOffset = 0;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return plane8(Q8_0::planes(block, g), i);
+    }
     // What is multiplied with the scale, of one of 32 columns.
-    static DELTIC_INLINE Floats number(const uint8_t *block, int g, int column) {
-        Words four = load<Words>(Q8_0::code(block, g) + 64 * (column / 4));
-        return to_floats((Ints)(four >> 8 * (column % 4) & 255) - 128);
+    static DELTIC_INLINE Native number(const Block &block, int g, int column) {
+        NativeWords four = code(block, g, column / 4);
+        return to_floats((NativeInts)(four >> 8 * (column % 4) & 255) - 128);
     }
 };
 template <int Blocks, int Bytes16, int Head> struct FourBits : Small<Blocks, Bytes16, Head> {
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) { plane4(FourBits::code(block, g), c); }
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return plane4(FourBits::planes(block, g), i);
+    }
 };
 template <int Blocks> struct Q4_0 : FourBits<Blocks, 18, 32> {
-    static constexpr int kOffset = 4;
+    static constexpr int kBits = 4, kOffset = 4;
 };
 template <int Blocks> struct Q4_1 : FourBits<Blocks, 20, 64> {
+    static constexpr int kBits = 4;
     static constexpr Low kLow = kAddend;
 };
 template <int Blocks, int Bytes16, int Head> struct FiveBits : Small<Blocks, Bytes16, Head> {
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
-        plane4(FiveBits::code(block, g), c);
-        plane1<4>(FiveBits::code(block, g) + 256, c);
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        const uint8_t *planes = FiveBits::planes(block, g);
+        return plane4(planes, i) | plane1(planes + 256, i, 4);
     }
 };
 template <int Blocks> struct Q5_0 : FiveBits<Blocks, 22, 32> {
-    static constexpr int kOffset = 3;
+    static constexpr int kBits = 5, kOffset = 3;
 };
 template <int Blocks> struct Q5_1 : FiveBits<Blocks, 24, 64> {
+    static constexpr int kBits = 5;
     static constexpr Low kLow = kAddend;
 };
 template <int Blocks> struct IQ4_NL : FourBits<Blocks, 18, 32> {
-    static constexpr int kOffset = 0;
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
-        FourBits<Blocks, 18, 32>::codes(block, g, c);
-        map(kIq4, c);
+    static constexpr int kBits = 8, kOffset = 0;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return map(kIq4, FourBits<Blocks, 18, 32>::code(block, g, i));
     }
 };
 template <int Blocks> struct MXFP4 : FourBits<Blocks, 17, 16> {
-    static constexpr int kOffset = 0;
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
-        FourBits<Blocks, 17, 16>::codes(block, g, c);
-        map(kMxfp4, c);
+    static constexpr int kBits = 8, kOffset = 0;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return map(kMxfp4, FourBits<Blocks, 17, 16>::code(block, g, i));
     }
     // 2^(e - 128)
-    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
-        Ints e = from_u8(block + 16 * g), normal = (e - 1) << 23, tiny = splat(0x200000) << e, is_tiny = e < 2;
-        return (Floats)((tiny & is_tiny) | (normal & ~is_tiny));
+    static DELTIC_INLINE Native scale(const Block &block, int g) {
+        NativeInts e = native_u8(block.bytes(16 * g)), normal = (e - 1) << 23, is_tiny = e < 2;
+        NativeInts tiny = splat<NativeInts>(0x200000) << e;
+        return (Native)((tiny & is_tiny) | (normal & ~is_tiny));
     }
 };
 
 // Blocks of 256 weights.
 template <int Bytes16> struct Super : Without {
     static constexpr int kWeights = 256, kBytes = 16 * Bytes16;
-    static DELTIC_INLINE Floats d(const uint8_t *block) { return load_half((const uint16_t *)block); }
-    static DELTIC_INLINE Floats dmin(const uint8_t *block) { return load_half((const uint16_t *)block + 16); }
+    static DELTIC_INLINE Native d(const Block &block) { return native_half(block.halves(0)); }
+    static DELTIC_INLINE Native dmin(const Block &block) { return native_half(block.halves(32)); }
 };
 
 // Six bits of a scale (part 0) or minimum (part 1) in nibbles and pairs of bits.
@@ -151,72 +144,73 @@ template <int Bytes16> struct SixBits : Super<Bytes16> {
     static constexpr int kGroup = 32;
     static constexpr Low kLow = kMinima32;
     static constexpr int kCodes = 64 + 192;
-    static DELTIC_INLINE Ints field(const uint8_t *block, int g, int part) {
-        Ints low = from_u8(block + 64 + 16 * g), high = from_u8(block + 192 + 16 * (g / 2));
+    static DELTIC_INLINE NativeInts field(const Block &block, int g, int part) {
+        NativeInts low = native_u8(block.bytes(64 + 16 * g)), high = native_u8(block.bytes(192 + 16 * (g / 2)));
         return (low >> 4 * part & 15) | (high >> (4 * (g % 2) + 2 * part) & 3) << 4;
     }
-    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
+    static DELTIC_INLINE Native scale(const Block &block, int g) {
         return Super<Bytes16>::d(block) * to_floats(field(block, g, 0));
     }
-    static DELTIC_INLINE Ints minima(const uint8_t *block, int i) {
+    static DELTIC_INLINE NativeInts minima(const Block &block, int i) {
         return field(block, 2 * i, 1) | field(block, 2 * i + 1, 1) << 16;
     }
 };
 struct Q4_K : SixBits<144> {
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) { plane4(block + kCodes + 256 * g, c); }
+    static constexpr int kBits = 4;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return plane4(block.codes(kCodes + 256 * g), i);
+    }
 };
 struct Q5_K : SixBits<176> {
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
-        plane4(block + kCodes + 320 * g, c);
-        plane1<4>(block + kCodes + 320 * g + 256, c);
+    static constexpr int kBits = 5;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        const uint8_t *planes = block.codes(kCodes + 320 * g);
+        return plane4(planes, i) | plane1(planes + 256, i, 4);
     }
 };
 struct Q2_K : Super<84> {
-    static constexpr int kGroup = 16;
+    static constexpr int kBits = 2, kGroup = 16;
     static constexpr Low kLow = kMinima16;
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
-        clear(c);
-        plane2<0>(block + 64 + 256 + 128 * g, c);
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return plane2(block.codes(64 + 256 + 128 * g), i, 0);
     }
-    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
-        return d(block) * to_floats(from_u8(block + 64 + 16 * g) & 15);
+    static DELTIC_INLINE Native scale(const Block &block, int g) {
+        return d(block) * to_floats(native_u8(block.bytes(64 + 16 * g)) & 15);
     }
-    static DELTIC_INLINE Ints minima(const uint8_t *block, int i) {
-        return from_u8(block + 64 + 32 * i) >> 4 | from_u8(block + 64 + 32 * i + 16) >> 4 << 16;
+    static DELTIC_INLINE NativeInts minima(const Block &block, int i) {
+        return native_u8(block.bytes(64 + 32 * i)) >> 4 | native_u8(block.bytes(64 + 32 * i + 16)) >> 4 << 16;
     }
 };
 struct Q6_K : Super<210> {
-    static constexpr int kGroup = 16, kOffset = 2;
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
-        plane4(block + 32 + 256 + 384 * g, c);
-        plane2<4>(block + 32 + 256 + 384 * g + 256, c);
+    static constexpr int kBits = 6, kGroup = 16, kOffset = 2;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        const uint8_t *planes = block.codes(32 + 256 + 384 * g);
+        return plane4(planes, i) | plane2(planes + 256, i, 4);
     }
-    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
-        return d(block) * to_floats(from_s8((const int8_t *)block + 32 + 16 * g));
+    static DELTIC_INLINE Native scale(const Block &block, int g) {
+        return d(block) * to_floats(native_s8((const int8_t *)block.bytes(32 + 16 * g)));
     }
 };
 // Scales of six bits less 32: nibbles, two to a byte, and pairs of bits, four to a byte.
 template <int Bytes16, int Groups> struct Signed : Super<Bytes16> {
     static constexpr int kCodes = 32 + 8 * Groups + 4 * Groups;
-    static DELTIC_INLINE Floats scale(const uint8_t *block, int g) {
-        Ints low = from_u8(block + 32 + 16 * (g / 2)) >> 4 * (g % 2) & 15;
-        Ints high = from_u8(block + 32 + 8 * Groups + 16 * (g / 4)) >> 2 * (g % 4) & 3;
+    static DELTIC_INLINE Native scale(const Block &block, int g) {
+        NativeInts low = native_u8(block.bytes(32 + 16 * (g / 2))) >> 4 * (g % 2) & 15;
+        NativeInts high = native_u8(block.bytes(32 + 8 * Groups + 16 * (g / 4))) >> 2 * (g % 4) & 3;
         return Super<Bytes16>::d(block) * to_floats((low | high << 4) - 32);
     }
 };
 struct Q3_K : Signed<110, 16> {
-    static constexpr int kGroup = 16, kOffset = 5;
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
-        clear(c);
-        plane2<0>(block + kCodes + 192 * g, c);
-        plane1<2>(block + kCodes + 192 * g + 128, c);
+    static constexpr int kBits = 3, kGroup = 16, kOffset = 5;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        const uint8_t *planes = block.codes(kCodes + 192 * g);
+        return plane2(planes, i, 0) | plane1(planes + 128, i, 2);
     }
 };
 struct IQ4_XS : Signed<136, 8> {
-    static constexpr int kGroup = 32, kOffset = 0;
-    static DELTIC_INLINE void codes(const uint8_t *block, int g, Bytes c[8]) {
-        plane4(block + kCodes + 256 * g, c);
-        map(kIq4, c);
+    static constexpr int kBits = 8, kGroup = 32, kOffset = 0;
+    static DELTIC_INLINE NativeWords code(const Block &block, int g, int i) {
+        return map(kIq4, plane4(block.codes(kCodes + 256 * g), i));
     }
 };
 

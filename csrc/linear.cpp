@@ -76,8 +76,18 @@ struct Int8Tile {
     }
 };
 
+// Of kBfloat16: two numbers in a word where an instruction multiplies such pairs, else each as the float that it is, and
+// 0 behind an odd last one.
+#if defined(__AVX512BF16__)
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+
 int64_t token_words(Form form, int64_t columns) {
-    return form == kFloat32 ? columns : form == kBfloat16 ? (columns + 1) / 2 : Int8Tile::words(columns, form == kInt8Fine);
+    if (form == kFloat32) return columns;
+    if (form == kBfloat16) return kPairs ? (columns + 1) / 2 : (columns + 1) / 2 * 2;
+    return Int8Tile::words(columns, form == kInt8Fine);
 }
 
 // Numbers stay as they are whose square is above so many times the mean of those of their token's blocks' largest ones.
@@ -231,7 +241,13 @@ void fill_tile(const Product &product, int64_t first, int64_t columns, int token
                 int64_t count = columns - k < kLanes ? columns - k : kLanes;
                 int32_t pairs[kLanes / 2];
                 store_narrow((uint16_t *)pairs, load_part(x + k, count));
-                for (int64_t i = 0; i < (count + 1) / 2; ++i) tile[(k / 2 + i) * tokens + t] = pairs[i];
+                for (int64_t i = 0; i < (count + 1) / 2; ++i)
+                    if (kPairs) {
+                        tile[(k / 2 + i) * tokens + t] = pairs[i];
+                    } else {
+                        tile[(k + 2 * i) * tokens + t] = int32_t(uint32_t(pairs[i]) << 16);
+                        tile[(k + 2 * i + 1) * tokens + t] = int32_t(uint32_t(pairs[i]) & 0xffff0000u);
+                    }
             }
         } else if (form == kInt8Fine) {
             rows[t] = x;
@@ -249,6 +265,19 @@ template <int T> struct Sums {
     Floats of[T];
 };
 
+// Sums of 16 rows in registers.
+template <int T> struct Rows {
+    static constexpr int kParts = kLanes / kNative;
+    Native of[kParts][T] = {};
+
+    DELTIC_INLINE Sums<T> sums() const {
+        Sums<T> all;
+        for (int t = 0; t < T; ++t)
+            for (int part = 0; part < kParts; ++part) ((Native *)&all.of[t])[part] = of[part][t];
+        return all;
+    }
+};
+
 // Weights that are one number per row and column; `Load` makes them Floats.
 template <int T, typename Number, Floats Load(const Number *)>
 Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns) {
@@ -264,82 +293,169 @@ Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns)
 }
 
 template <int T> Sums<T> times_bf16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
-    Sums<T> total = {};
+    Rows<T> total;
     for (int64_t k = 0; k < (columns + 1) / 2; ++k) {
-        __builtin_prefetch(panel + 64 * k + kAhead, 0, 2);
-        Words w = load<Words>(panel + 64 * k);
+        const uint8_t *pairs = panel + 64 * k;
+        __builtin_prefetch(pairs + kAhead, 0, 2);
+#if defined(__AVX512BF16__)
+        NativeWords w = load<NativeWords>(pairs);
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) total.of[t] = dot2_bf16(total.of[t], w, uint32_t(tile[k * T + t]));
+        for (int t = 0; t < T; ++t) total.of[0][t] = dot2_bf16(total.of[0][t], w, uint32_t(tile[k * T + t]));
+#else
+#pragma GCC unroll 2
+        for (int column = 0; column < 2; ++column)  // in turn, as there are few registers
+#pragma GCC unroll 12
+            for (int t = 0; t < T; ++t) {
+                Native x = splat<Native>(std::bit_cast<float>(tile[(2 * k + column) * T + t]));
+#pragma GCC unroll 4
+                for (int part = 0; part < Rows<T>::kParts; ++part) {
+                    NativeWords w = load<NativeWords>(pairs + 4 * kNative * part);
+                    Native weight = (Native)(column ? w & 0xffff0000u : w << 16);
+                    total.of[part][t] = fma(weight, x, total.of[part][t]);
+                }
+            }
+#endif
     }
-    return total;
+    return total.sums();
 }
 
-// Integer sums of codes c[From .. To) with the activations x, for all tokens, from what the offset makes of their sums.
-template <class Format, int T, int From, int To>
-DELTIC_INLINE void dots(const Bytes c[8], const int32_t *x, const int32_t *whole, Ints out[T]) {
+// Groups with a scale of their own among 32 columns.
+template <class Format> constexpr int kHalves = 32 / Format::kGroup;
+
+// Integer sums of codes of 32 columns with the activations x, from what the offset makes of the sums of these, `whole`.
+template <class Format, int T>
+DELTIC_INLINE void dots(const Block &block, int g, const int32_t *x, const int32_t *whole,
+                        NativeInts out[kHalves<Format>][T]) {
+    constexpr int kEach = 8 / kHalves<Format>;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    constexpr bool kSigned = Format::kBits == 8;
+#else
+    constexpr bool kSigned = false;
+#endif
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalves<Format>; ++half)
 #pragma GCC unroll 12
-    for (int t = 0; t < T; ++t) out[t] = Format::kOffset == kNone ? Ints{} : splat(whole[t] >> (Format::kOffset & 31));
+        for (int t = 0; t < T; ++t)
+            out[half][t] = Format::kOffset == kNone || kSigned
+                               ? NativeInts{}
+                               : splat<NativeInts>(whole[half * T + t] >> (Format::kOffset & 31));
+    NativeWords codes[8];
 #pragma GCC unroll 8
-    for (int i = From; i < To; ++i)
+    for (int i = 0; i < 8; ++i) codes[i] = Format::code(block, g, i);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (kSigned) {
+        // less their offset, 128, as lengths and signs: two products of lengths of at most 128 and 127 fit 16 bits
+        static_assert(Format::kOffset == 0);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            __m256i code = _mm256_xor_si256((__m256i)codes[i], _mm256_set1_epi8(-128)), length = _mm256_abs_epi8(code);
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) out[t] = dot4(out[t], c[i], x[8 * t + i]);
+            for (int t = 0; t < T; ++t) {
+                __m256i both = _mm256_maddubs_epi16(length, _mm256_sign_epi8(_mm256_set1_epi32(x[8 * t + i]), code));
+                out[i / kEach][t] += (NativeInts)_mm256_madd_epi16(both, ones);
+            }
+        }
+    } else {
+        // as many pairs of products as fit 16 bits are added up there
+        constexpr int kPair = 2 * 127 * ((1 << Format::kBits) - 1), kFit = 32767 / kPair;
+        constexpr int kRun = kFit < kEach ? kFit : kEach;
+        static_assert(kEach % kRun == 0);
+#pragma GCC unroll 8
+        for (int first = 0; first < 8; first += kRun)
+#pragma GCC unroll 12
+            for (int t = 0; t < T; ++t) {
+                auto products = [&](int i) DELTIC_INLINE_LAMBDA {
+                    return _mm256_maddubs_epi16((__m256i)codes[i], _mm256_set1_epi32(x[8 * t + i]));
+                };
+                __m256i sum = products(first);
+#pragma GCC unroll 8
+                for (int i = first + 1; i < first + kRun; ++i) sum = _mm256_add_epi16(sum, products(i));
+                out[first / kEach][t] += (NativeInts)_mm256_madd_epi16(sum, ones);
+            }
+    }
+#else
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) out[i / kEach][t] = dot4(out[i / kEach][t], (NativeBytes)codes[i], x[8 * t + i]);
+#endif
+}
+
+// The sums of a part of the panel's rows over 32 columns, the g-th ones of the block.
+template <class Format, int T>
+DELTIC_INLINE void add_group(const Block &block, const Int8Tile &tile, int g, int64_t group, Native sum[T]) {
+    NativeInts dot[kHalves<Format>][T];
+    dots<Format, T>(block, g, tile.codes + group * 8 * T,
+                    kHalves<Format> == 1 ? tile.whole32 + group * T : tile.whole16 + 2 * group * T, dot);
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalves<Format>; ++half) {
+        Native scale = Format::scale(block, kHalves<Format> * g + half);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[half][t]), scale, sum[t]);
+    }
+    if constexpr (Format::kLow == kAddend) {
+        Native addend = Format::addend(block, g);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; ++t) sum[t] = fma(addend, splat<Native>(tile.sums32[group * T + t]), sum[t]);
+    }
+}
+
+// What is taken away for the minima of a block's groups.
+template <class Format, int T>
+DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t b, Native sum[T]) {
+    constexpr int kPairs = Format::kLow == kMinima16 ? 8 : 4;
+    const int32_t *pairs = (kPairs == 8 ? tile.pairs16 : tile.pairs32) + b * kPairs * T;
+    Native dmin = -Format::dmin(block);
+    NativeInts minima[kPairs];
+#pragma GCC unroll 8
+    for (int i = 0; i < kPairs; ++i) minima[i] = Format::minima(block, i);
+#pragma GCC unroll 12
+    for (int t = 0; t < T; ++t) {
+        NativeInts low = {};
+#pragma GCC unroll 8
+        for (int i = 0; i < kPairs; ++i) low = dot2(low, minima[i], pairs[i * T + t]);
+        sum[t] = fma(dmin, to_floats(low), sum[t]);
+    }
 }
 
 template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
-    constexpr int kBlock = Format::kWeights;  // of the activations too
+    constexpr int kGroups = Format::kWeights / 32;
+    constexpr int64_t kStep = Format::kBytes / kGroups;
     Int8Tile tile(memory, columns, T);
-    Sums<T> total = {};
-    for (int64_t b = 0; b < columns / kBlock; ++b) {
-        const uint8_t *block = panel + b * Format::kBytes;
-        Floats sum[T] = {};
-        for (int g = 0; g < kBlock / 32; ++g) {
-            constexpr int64_t kStep = Format::kBytes / (kBlock / 32);
-            int64_t group = b * (kBlock / 32) + g;
-            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(block + g * kStep + kAhead + at, 0, 2);
-            const int32_t *x = tile.codes + group * 8 * T;
-            Bytes c[8];
-            Ints dot[T];
-            Format::codes(block, g, c);
-            if constexpr (Format::kGroup == 32) {
-                dots<Format, T, 0, 8>(c, x, tile.whole32 + group * T, dot);
-                Floats scale = Format::scale(block, g);
-#pragma GCC unroll 12
-                for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
-            } else {
-                dots<Format, T, 0, 4>(c, x, tile.whole16 + 2 * group * T, dot);
-                Floats scale = Format::scale(block, 2 * g);
-#pragma GCC unroll 12
-                for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
-                dots<Format, T, 4, 8>(c, x, tile.whole16 + (2 * group + 1) * T, dot);
-                scale = Format::scale(block, 2 * g + 1);
-#pragma GCC unroll 12
-                for (int t = 0; t < T; ++t) sum[t] = fma(to_floats(dot[t]), scale, sum[t]);
+    Rows<T> total;
+    for (int64_t b = 0; b < columns / Format::kWeights; ++b) {
+        const uint8_t *data = panel + b * Format::kBytes;
+        Rows<T> sum;
+        auto add = [&](int g, int part) DELTIC_INLINE_LAMBDA {
+            add_group<Format, T>({data, part * kNative}, tile, g, b * kGroups + g, sum.of[part]);
+        };
+        auto fetch = [&](int g) DELTIC_INLINE_LAMBDA {
+            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + kAhead + at, 0, 2);
+        };
+        if constexpr (T > 2)  // what there are too few registers for at once
+#pragma GCC unroll 4
+            for (int part = 0; part < Rows<T>::kParts; ++part)
+                for (int g = 0; g < kGroups; ++g) {
+                    if (part == 0) fetch(g);
+                    add(g, part);
+                }
+        else
+            for (int g = 0; g < kGroups; ++g) {
+                fetch(g);
+#pragma GCC unroll 4
+                for (int part = 0; part < Rows<T>::kParts; ++part) add(g, part);
             }
-            if constexpr (Format::kLow == kAddend) {
-                Floats addend = Format::addend(block, g);
+#pragma GCC unroll 4
+        for (int part = 0; part < Rows<T>::kParts; ++part) {
+            if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32)
+                take_minima<Format, T>({data, part * kNative}, tile, b, sum.of[part]);
 #pragma GCC unroll 12
-                for (int t = 0; t < T; ++t) sum[t] = fma(addend, splat(tile.sums32[group * T + t]), sum[t]);
-            }
+            for (int t = 0; t < T; ++t)
+                total.of[part][t] = fma(splat<Native>(tile.scales[b * T + t]), sum.of[part][t], total.of[part][t]);
         }
-        if constexpr (Format::kLow == kMinima16 || Format::kLow == kMinima32) {
-            constexpr int kPairs = Format::kLow == kMinima16 ? 8 : 4;
-            const int32_t *pairs = (kPairs == 8 ? tile.pairs16 : tile.pairs32) + b * kPairs * T;
-            Floats dmin = -Format::dmin(block);
-            Ints minima[kPairs];
-#pragma GCC unroll 8
-            for (int i = 0; i < kPairs; ++i) minima[i] = Format::minima(block, i);
-#pragma GCC unroll 12
-            for (int t = 0; t < T; ++t) {
-                Ints low = {};
-#pragma GCC unroll 8
-                for (int i = 0; i < kPairs; ++i) low = dot2(low, minima[i], pairs[i * T + t]);
-                sum[t] = fma(dmin, to_floats(low), sum[t]);
-            }
-        }
-#pragma GCC unroll 12
-        for (int t = 0; t < T; ++t) total.of[t] = fma(splat(tile.scales[b * T + t]), sum[t], total.of[t]);
     }
-    return total;
+    return total.sums();
 }
 
 // Activations of kInt8Fine.
@@ -347,27 +463,30 @@ template <class Format, int T> Sums<T> times_fine(const uint8_t *panel, const in
     constexpr int kGroups = Format::kWeights / 32;
     constexpr int64_t kStep = Format::kBytes / kGroups;
     Int8Tile tile(memory, columns, T);
-    Sums<T> total = {};
+    Rows<T> total;
     for (int64_t group = 0; group < columns / 32; ++group) {
-        const uint8_t *block = panel + group / kGroups * Format::kBytes;
+        const uint8_t *data = panel + group / kGroups * Format::kBytes;
         int g = int(group % kGroups);
-        for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(block + g * kStep + kAhead + at, 0, 2);
-        Bytes c[8];
-        Ints dot[T];
-        Format::codes(block, g, c);
-        Floats scale = Format::scale(block, g);
-        dots<Format, T, 0, 8>(c, tile.codes + group * 8 * T, tile.whole32 + group * T, dot);
+        for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + kAhead + at, 0, 2);
+#pragma GCC unroll 4
+        for (int part = 0; part < Rows<T>::kParts; ++part) {
+            Block block{data, part * kNative};
+            Native *sum = total.of[part];
+            NativeInts dot[1][T];
+            Native scale = Format::scale(block, g);
+            dots<Format, T>(block, g, tile.codes + group * 8 * T, tile.whole32 + group * T, dot);
 #pragma GCC unroll 12
-        for (int t = 0; t < T; ++t)
-            total.of[t] = fma(to_floats(dot[t]) * scale, splat(tile.scales[group * T + t]), total.of[t]);
-        for (int single = 0; single < tile.singles[group]; ++single) {
-            const float *value = tile.values + (32 * group + single) * T;
-            Floats weight = Format::number(block, g, tile.places[32 * group + single]) * scale;
+            for (int t = 0; t < T; ++t)
+                sum[t] = fma(to_floats(dot[0][t]) * scale, splat<Native>(tile.scales[group * T + t]), sum[t]);
+            for (int single = 0; single < tile.singles[group]; ++single) {
+                const float *value = tile.values + (32 * group + single) * T;
+                Native weight = Format::number(block, g, tile.places[32 * group + single]) * scale;
 #pragma GCC unroll 12
-            for (int t = 0; t < T; ++t) total.of[t] = fma(weight, splat(value[t]), total.of[t]);
+                for (int t = 0; t < T; ++t) sum[t] = fma(weight, splat<Native>(value[t]), sum[t]);
+            }
         }
     }
-    return total;
+    return total.sums();
 }
 
 template <int T> struct Float32 {

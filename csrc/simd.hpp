@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -20,28 +21,12 @@
 #error "compile with -DDELTIC_LEVEL=portable, avx2, avx512, vnni or bf16"
 #endif
 #define DELTIC_INLINE inline __attribute__((always_inline))
+#define DELTIC_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace deltic::DELTIC_LEVEL {
 namespace {
 
 constexpr int kLanes = 16;
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint8_t Bytes __attribute__((vector_size(64)));
-
-DELTIC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-DELTIC_INLINE int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
-DELTIC_INLINE int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-DELTIC_INLINE int64_t round_up(int64_t count, int64_t step) { return pieces_of(count, step) * step; }
-
-template <typename V, typename T> DELTIC_INLINE V load(const T *from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-template <typename V, typename T> DELTIC_INLINE void store(T *to, V v) { std::memcpy(to, &v, sizeof v); }
 
 // As wide as a register of this level, for loops that need all of them.
 #if defined(__AVX512F__)
@@ -51,33 +36,132 @@ constexpr int kNative = 8;
 #else
 constexpr int kNative = 4;
 #endif
-typedef float Native __attribute__((vector_size(kNative * 4)));
-typedef int32_t NativeMask __attribute__((vector_size(kNative * 4)));
-typedef uint32_t NativeWords __attribute__((vector_size(kNative * 4)));
-
-// Per lane: all ones where a < b, and where v is NaN. Comparisons of vectors wider than a register become scalar code,
-// so they are made in registers.
-union Registers {
-    Floats floats;
-    Ints ints;
-    Native part[kLanes / kNative];
-    NativeMask mask[kLanes / kNative];
+template <typename T> struct Register {
+    typedef T Vector __attribute__((vector_size(kNative * 4)));
 };
+using Native = Register<float>::Vector;
+using NativeInts = Register<int32_t>::Vector;
+using NativeWords = Register<uint32_t>::Vector;
+using NativeBytes = Register<uint8_t>::Vector;
+
+#if defined(__AVX512F__)
+typedef Native Floats;
+typedef NativeInts Ints;
+typedef NativeWords Words;
+#else
+// 64 bytes in several registers. (The compiler keeps vectors that are wider than a register in memory.)
+template <typename T> struct Wide {
+    static constexpr int kParts = kLanes / kNative;
+    using Part = typename Register<T>::Vector;
+    Part part[kParts];
+
+    Wide() = default;
+    Wide(T a, T b, T c, T d, T e, T f, T g, T h, T i, T j, T k, T l, T m, T n, T o, T p) requires(sizeof(T) == 4)
+        : part{} {
+        const T lane[kLanes] = {a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p};
+        for (int at = 0; at < kLanes; ++at) part[at / kNative][at % kNative] = lane[at];
+    }
+    // The same bits.
+    template <typename From> DELTIC_INLINE explicit Wide(const Wide<From> &from) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) part[i] = (Part)from.part[i];
+    }
+    DELTIC_INLINE T operator[](int lane) const { return part[lane / kNative][lane % kNative]; }
+    DELTIC_INLINE auto &operator[](int lane) { return ((T *)part)[lane]; }
+};
+typedef Wide<float> Floats;
+typedef Wide<int32_t> Ints;
+typedef Wide<uint32_t> Words;
+
+// What `make` makes of each part.
+template <typename V, typename Make> DELTIC_INLINE V by_part(Make &&make) {
+    V v;
+#pragma GCC unroll 4
+    for (int i = 0; i < V::kParts; ++i) v.part[i] = make(i);
+    return v;
+}
+#define DELTIC_BINARY(op)                                                                                              \
+    template <typename T> DELTIC_INLINE Wide<T> operator op(const Wide<T> &a, const Wide<T> &b) {                      \
+        return by_part<Wide<T>>([&](int i) DELTIC_INLINE_LAMBDA { return a.part[i] op b.part[i]; });                   \
+    }                                                                                                                  \
+    template <typename T> DELTIC_INLINE Wide<T> operator op(const Wide<T> &a, std::type_identity_t<T> b) {             \
+        return by_part<Wide<T>>([&](int i) DELTIC_INLINE_LAMBDA { return a.part[i] op b; });                           \
+    }                                                                                                                  \
+    template <typename T> DELTIC_INLINE Wide<T> operator op(std::type_identity_t<T> a, const Wide<T> &b) {             \
+        return by_part<Wide<T>>([&](int i) DELTIC_INLINE_LAMBDA { return a op b.part[i]; });                           \
+    }                                                                                                                  \
+    template <typename T, typename B> DELTIC_INLINE Wide<T> &operator op##=(Wide<T> &a, const B &b) {                  \
+        return a = a op b;                                                                                             \
+    }
+DELTIC_BINARY(+)
+DELTIC_BINARY(-)
+DELTIC_BINARY(*)
+DELTIC_BINARY(/)
+DELTIC_BINARY(&)
+DELTIC_BINARY(|)
+DELTIC_BINARY(<<)
+DELTIC_BINARY(>>)
+#undef DELTIC_BINARY
+template <typename T> DELTIC_INLINE Wide<T> operator-(const Wide<T> &a) {
+    return by_part<Wide<T>>([&](int i) DELTIC_INLINE_LAMBDA { return -a.part[i]; });
+}
+template <typename T> DELTIC_INLINE Wide<T> operator~(const Wide<T> &a) {
+    return by_part<Wide<T>>([&](int i) DELTIC_INLINE_LAMBDA { return ~a.part[i]; });
+}
+// All ones where it holds.
+DELTIC_INLINE Ints operator<(const Ints &a, int32_t b) {
+    return by_part<Ints>([&](int i) DELTIC_INLINE_LAMBDA { return a.part[i] < b; });
+}
+#endif
+
+DELTIC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+DELTIC_INLINE int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
+DELTIC_INLINE int64_t pieces_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+DELTIC_INLINE int64_t round_up(int64_t count, int64_t step) { return pieces_of(count, step) * step; }
+
+template <typename V, typename T> DELTIC_INLINE V load(const T *from) {
+    V v;
+#if !defined(__AVX512F__)
+    if constexpr (requires { v.part; }) {
+        for (int i = 0; i < V::kParts; ++i)
+            std::memcpy(&v.part[i], (const char *)from + i * sizeof v.part[i], sizeof v.part[i]);
+        return v;
+    }
+#endif
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+template <typename V, typename T> DELTIC_INLINE void store(T *to, V v) {
+#if !defined(__AVX512F__)
+    if constexpr (requires { v.part; }) {
+        for (int i = 0; i < V::kParts; ++i)
+            std::memcpy((char *)to + i * sizeof v.part[i], &v.part[i], sizeof v.part[i]);
+        return;
+    }
+#endif
+    std::memcpy(to, &v, sizeof v);
+}
+
+// Per lane: all ones where a < b, and where v is NaN.
 DELTIC_INLINE Ints less(Floats a, Floats b) {
-    Registers x{a}, y{b}, out;
-    for (int i = 0; i < kLanes / kNative; ++i) out.mask[i] = x.part[i] < y.part[i];
-    return out.ints;
+#if defined(__AVX512F__)
+    return a < b;
+#else
+    return by_part<Ints>([&](int i) DELTIC_INLINE_LAMBDA { return a.part[i] < b.part[i]; });
+#endif
 }
 DELTIC_INLINE Ints is_nan(Floats v) {
-    Registers x{v}, out;
-    for (int i = 0; i < kLanes / kNative; ++i) out.mask[i] = x.part[i] != x.part[i];
-    return out.ints;
+#if defined(__AVX512F__)
+    return v != v;
+#else
+    return by_part<Ints>([&](int i) DELTIC_INLINE_LAMBDA { return v.part[i] != v.part[i]; });
+#endif
 }
 
 DELTIC_INLINE Floats loadf(const float *from) { return load<Floats>(from); }
 // Taking 0 away changes nothing, adding it would change -0: only the former is left out by the compiler.
 template <typename V = Floats> DELTIC_INLINE V splat(float x) { return x - V{}; }
-DELTIC_INLINE Ints splat(int32_t x) { return Ints{} + x; }
+template <typename V = Ints> DELTIC_INLINE V splat(int32_t x) { return V{} + x; }
 
 // The first `count` lanes; the others are 0 (load) or untouched (store).
 DELTIC_INLINE Floats load_part(const float *from, int64_t count) {
@@ -88,79 +172,86 @@ DELTIC_INLINE Floats load_part(const float *from, int64_t count) {
 DELTIC_INLINE void store_part(float *to, Floats v, int64_t count) { std::memcpy(to, &v, size_t(count) * 4); }
 
 // a * b + c, rounded once where the level has such an instruction.
-DELTIC_INLINE Floats fma(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    union { Floats v; __m256 h[2]; } x{a}, y{b}, z{c};
-    z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
-    z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
-    return z.v;
-#else
-    return a * b + c;
-#endif
-}
-#if !defined(__AVX512F__)  // where it is, Native and Floats are one type
 DELTIC_INLINE Native fma(Native a, Native b, Native c) {
-#if defined(__FMA__)
+#if defined(__AVX512F__)
+    return (Native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
     return (Native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
 }
+DELTIC_INLINE Native to_floats(NativeInts v) { return __builtin_convertvector(v, Native); }
+#if !defined(__AVX512F__)  // where it is, Native and Floats are one type
+DELTIC_INLINE Floats fma(const Floats &a, const Floats &b, const Floats &c) {
+    return by_part<Floats>([&](int i) DELTIC_INLINE_LAMBDA { return fma(a.part[i], b.part[i], c.part[i]); });
+}
+DELTIC_INLINE Floats to_floats(const Ints &v) {
+    return by_part<Floats>([&](int i) DELTIC_INLINE_LAMBDA { return to_floats(v.part[i]); });
+}
 #endif
 
-DELTIC_INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
-
-// Widening and narrowing of 16 numbers. (The compiler's own conversions go one by one where sizes differ by four.)
-DELTIC_INLINE Ints from_s8(const int8_t *from) {
+// Widening of as many numbers as a register has lanes. (The compiler's own conversions go one by one where sizes differ
+// by four.)
+DELTIC_INLINE NativeInts native_s8(const int8_t *from) {
 #if defined(__AVX512F__)
-    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+    return (NativeInts)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif defined(__AVX2__)
-    union { Ints v; __m256i h[2]; } out;
-    out.h[0] = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
-    out.h[1] = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + 8)));
-    return out.v;
+    return (NativeInts)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
-    typedef int8_t Small __attribute__((vector_size(16)));
-    return __builtin_convertvector(load<Small>(from), Ints);
+    return NativeInts{from[0], from[1], from[2], from[3]};
 #endif
 }
-DELTIC_INLINE Ints from_u8(const uint8_t *from) {
+DELTIC_INLINE NativeInts native_u8(const uint8_t *from) {
 #if defined(__AVX512F__)
-    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+    return (NativeInts)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif defined(__AVX2__)
-    union { Ints v; __m256i h[2]; } out;
-    out.h[0] = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
-    out.h[1] = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from + 8)));
-    return out.v;
+    return (NativeInts)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
-    typedef uint8_t Small __attribute__((vector_size(16)));
-    return __builtin_convertvector(load<Small>(from), Ints);
+    return NativeInts{from[0], from[1], from[2], from[3]};
 #endif
 }
+DELTIC_INLINE NativeWords native_u16(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (NativeWords)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__AVX2__)
+    return (NativeWords)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    return NativeWords{from[0], from[1], from[2], from[3]};
+#endif
+}
+// 16 numbers; of 32-bit lanes their low halves or bytes.
 DELTIC_INLINE Words from_u16(const uint16_t *from) {
 #if defined(__AVX512F__)
-    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return native_u16(from);
 #else
-    typedef uint16_t Small __attribute__((vector_size(32)));
-    return __builtin_convertvector(load<Small>(from), Words);
+    return by_part<Words>([&](int i) DELTIC_INLINE_LAMBDA { return native_u16(from + i * kNative); });
 #endif
 }
 DELTIC_INLINE void to_u16(uint16_t *to, Words v) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)v));
+#elif defined(__AVX2__)
+    v = v & 0xffff;  // what would be clamped
+    __m256i both = _mm256_packus_epi32((__m256i)v.part[0], (__m256i)v.part[1]);
+    _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(both, 0xd8));
 #else
-    typedef uint16_t Small __attribute__((vector_size(32)));
-    store(to, __builtin_convertvector(v, Small));
+    for (int i = 0; i < kLanes; ++i) to[i] = uint16_t(v[i]);
 #endif
 }
 DELTIC_INLINE void to_s8(int8_t *to, Ints v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
+    __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                   -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1);
+    __m256i high = _mm256_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1,  //
+                                    -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12);
+    __m256i both = _mm256_or_si256(_mm256_shuffle_epi8((__m256i)v.part[0], low),
+                                   _mm256_shuffle_epi8((__m256i)v.part[1], high));
+    _mm_storeu_si128((__m128i *)to, _mm_or_si128(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)));
 #else
-    typedef int8_t Small __attribute__((vector_size(16)));
-    store(to, __builtin_convertvector(v, Small));
+    for (int i = 0; i < kLanes; ++i) to[i] = int8_t(v[i]);
 #endif
 }
 
@@ -187,8 +278,7 @@ DELTIC_INLINE void narrow(float value, float &out) { out = value; }
 
 DELTIC_INLINE Native load_native(const float *from) { return load<Native>(from); }
 DELTIC_INLINE Native load_native(const uint16_t *from) {
-    typedef uint16_t Few __attribute__((vector_size(kNative * 2)));
-    return (Native)(__builtin_convertvector(load<Few>(from), NativeWords) << 16);
+    return (Native)(native_u16(from) << 16);
 }
 DELTIC_INLINE Floats load_wide(const uint16_t *from) { return (Floats)(from_u16(from) << 16); }
 DELTIC_INLINE Floats load_wide(const float *from) { return loadf(from); }
@@ -202,20 +292,24 @@ DELTIC_INLINE void store_narrow(uint16_t *to, Floats v) {
 DELTIC_INLINE void store_narrow(float *to, Floats v) { store(to, v); }
 
 // float16 -> float32, also of subnormals and infinities.
+DELTIC_INLINE Native native_half(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (Native)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    return (Native)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    NativeWords bits = native_u16(from), sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
+    // The exponent is rebased by a product, which also normalises subnormals.
+    Native finite = (Native)(rest << 13) * std::bit_cast<float>(uint32_t(254 - 15) << 23);
+    NativeWords special = (NativeWords)(rest >= 0x7c00);
+    return (Native)(((NativeWords)finite & ~special) | ((0x7f800000 | rest << 13) & special) | sign);
+#endif
+}
 DELTIC_INLINE Floats load_half(const uint16_t *from) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#elif defined(__F16C__)
-    union { Floats v; __m256 h[2]; } out;
-    out.h[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-    out.h[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 8)));
-    return out.v;
+    return native_half(from);
 #else
-    Words bits = from_u16(from), sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
-    // The exponent is rebased by a product, which also normalises subnormals.
-    Floats finite = (Floats)(rest << 13) * std::bit_cast<float>(uint32_t(254 - 15) << 23);
-    Words special = (Words)(rest >= 0x7c00);
-    return (Floats)(((Words)finite & ~special) | ((0x7f800000 | rest << 13) & special) | sign);
+    return by_part<Floats>([&](int i) DELTIC_INLINE_LAMBDA { return native_half(from + i * kNative); });
 #endif
 }
 
@@ -227,20 +321,15 @@ DELTIC_INLINE __m256i halves(Floats v) {
 }
 DELTIC_INLINE void store_narrow(Half *to, Floats v) { _mm256_storeu_si256((__m256i *)to, halves(v)); }
 DELTIC_INLINE Native rounded_half(Native v) { return (Native)_mm512_cvtph_ps(halves((Floats)v)); }
-DELTIC_INLINE Native load_native(const Half *from) { return (Native)load_half((const uint16_t *)from); }
 DELTIC_INLINE Floats from_halves(Words v) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)v)); }
 #elif defined(__F16C__)
 DELTIC_INLINE __m128i halves(Native v) {
     return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 DELTIC_INLINE void store_narrow(Half *to, Floats v) {
-    Registers x{v};
-    for (int i = 0; i < 2; ++i) _mm_storeu_si128((__m128i *)to + i, halves(x.part[i]));
+    for (int i = 0; i < 2; ++i) _mm_storeu_si128((__m128i *)to + i, halves(v.part[i]));
 }
 DELTIC_INLINE Native rounded_half(Native v) { return (Native)_mm256_cvtph_ps(halves(v)); }
-DELTIC_INLINE Native load_native(const Half *from) {
-    return (Native)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-}
 DELTIC_INLINE Floats from_halves(Words v) {
     uint16_t bits[kLanes];
     to_u16(bits, v);
@@ -255,20 +344,13 @@ DELTIC_INLINE Native rounded_half(Native v) {
     for (int i = 0; i < kNative; ++i) v[i] = widen_half(half_of(v[i]));
     return v;
 }
-DELTIC_INLINE Native load_native(const Half *from) {
-    typedef uint16_t Few __attribute__((vector_size(kNative * 2)));
-    NativeWords bits = __builtin_convertvector(load<Few>(from), NativeWords), rest = bits & 0x7fff;
-    // as in load_half
-    Native finite = (Native)(rest << 13) * std::bit_cast<float>(uint32_t(254 - 15) << 23);
-    NativeWords special = (NativeWords)(rest >= 0x7c00);
-    return (Native)(((NativeWords)finite & ~special) | ((0x7f800000 | rest << 13) & special) | (bits & 0x8000) << 16);
-}
 DELTIC_INLINE Floats from_halves(Words v) {
     uint16_t bits[kLanes];
     to_u16(bits, v);
     return load_half(bits);
 }
 #endif
+DELTIC_INLINE Native load_native(const Half *from) { return native_half((const uint16_t *)from); }
 DELTIC_INLINE Floats load_wide(const Half *from) { return load_half((const uint16_t *)from); }
 DELTIC_INLINE float widen(Half value) { return widen_half(value.bits); }
 DELTIC_INLINE void narrow(float value, Half &out) {
@@ -277,76 +359,56 @@ DELTIC_INLINE void narrow(float value, Half &out) {
     out = all[0];
 }
 
-// Per byte: the table's entry (of the first 16 bytes, which are repeated four times) that the code (0 .. 15) names.
-DELTIC_INLINE Bytes lookup(Bytes table, Bytes codes) {
+// Per byte: the table's entry (of the first 16 bytes, which are repeated) that the code (0 .. 15) names.
+DELTIC_INLINE NativeBytes lookup(NativeBytes table, NativeBytes codes) {
 #if defined(__AVX512BW__)
-    return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+    return (NativeBytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
 #elif defined(__AVX2__)
-    union { Bytes v; __m256i h[2]; } t{table}, c{codes};
-    c.h[0] = _mm256_shuffle_epi8(t.h[0], c.h[0]);
-    c.h[1] = _mm256_shuffle_epi8(t.h[1], c.h[1]);
-    return c.v;
+    return (NativeBytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
 #else
-    uint8_t entries[64], bytes[64];
-    store(entries, table);
-    store(bytes, codes);
-    for (int i = 0; i < 64; ++i) bytes[i] = entries[bytes[i]];
-    return load<Bytes>(bytes);
+    for (int i = 0; i < 4 * kNative; ++i) codes[i] = table[codes[i]];
+    return codes;
 #endif
 }
 
+#if defined(__AVX512F__) || !defined(__AVX2__)  // else `dots` has its own way, which depends on the bits of the codes
 // Per lane: acc + the four unsigned bytes of the lane times the four signed bytes of `x`, which all share. Exact.
-DELTIC_INLINE Ints dot4(Ints acc, Bytes codes, int32_t x) {
+DELTIC_INLINE NativeInts dot4(NativeInts acc, NativeBytes codes, int32_t x) {
 #if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(x));
+    return (NativeInts)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(x));
 #elif defined(__AVX512BW__)
     // by 16-bit products: pairs of 8-bit products would saturate
     __m512i even = _mm512_and_si512((__m512i)codes, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16((__m512i)codes, 8);
     __m512i both = _mm512_set1_epi32(x);
     __m512i low = _mm512_srai_epi16(_mm512_slli_epi16(both, 8), 8), high = _mm512_srai_epi16(both, 8);
     __m512i sum = _mm512_add_epi32(_mm512_madd_epi16(even, low), _mm512_madd_epi16(odd, high));
-    return (Ints)_mm512_add_epi32((__m512i)acc, sum);
-#elif defined(__AVX2__)
-    union { Bytes v; __m256i h[2]; } c{codes};
-    union { Ints v; __m256i h[2]; } out{acc};
-    __m256i both = _mm256_set1_epi32(x), mask = _mm256_set1_epi16(255);
-    __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8), high = _mm256_srai_epi16(both, 8);
-    for (int h = 0; h < 2; ++h) {
-        __m256i even = _mm256_and_si256(c.h[h], mask), odd = _mm256_srli_epi16(c.h[h], 8);
-        __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(even, low), _mm256_madd_epi16(odd, high));
-        out.h[h] = _mm256_add_epi32(out.h[h], sum);
-    }
-    return out.v;
+    return (NativeInts)_mm512_add_epi32((__m512i)acc, sum);
 #else
-    Words w = (Words)codes;
-    acc += (Ints)(w & 255) * int32_t(int8_t(x));
-    acc += (Ints)(w >> 8 & 255) * int32_t(int8_t(x >> 8));
-    acc += (Ints)(w >> 16 & 255) * int32_t(int8_t(x >> 16));
-    return acc + (Ints)(w >> 24) * (x >> 24);
+    NativeWords w = (NativeWords)codes;
+    acc += (NativeInts)(w & 255) * int32_t(int8_t(x));
+    acc += (NativeInts)(w >> 8 & 255) * int32_t(int8_t(x >> 8));
+    acc += (NativeInts)(w >> 16 & 255) * int32_t(int8_t(x >> 16));
+    return acc + (NativeInts)(w >> 24) * (x >> 24);
 #endif
 }
+#endif
 
 // Per lane: acc + two signed 16-bit numbers of the lane times the two of `x`, the same for all lanes. Exact.
-DELTIC_INLINE Ints dot2(Ints acc, Ints pairs, int32_t x) {
+DELTIC_INLINE NativeInts dot2(NativeInts acc, NativeInts pairs, int32_t x) {
 #if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)pairs, _mm512_set1_epi32(x));
+    return (NativeInts)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)pairs, _mm512_set1_epi32(x));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return acc + (NativeInts)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(x));
 #else
     return acc + (pairs << 16 >> 16) * (x << 16 >> 16) + (pairs >> 16) * (x >> 16);
 #endif
 }
 
-// Per lane: acc + two bfloat16 of the lane times the two of `x`. The hardware's products flush subnormals and round
-// each sum once; elsewhere these are two `fma`.
-DELTIC_INLINE Floats dot2_bf16(Floats acc, Words pairs, uint32_t x) {
 #if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(int(x)));
-#else
-    acc = fma((Floats)(pairs << 16), splat(std::bit_cast<float>(x << 16)), acc);
-    return fma((Floats)(pairs & 0xffff0000u), splat(std::bit_cast<float>(x & 0xffff0000u)), acc);
-#endif
+// Per lane: acc + two bfloat16 of the lane times the two of `x`. Subnormals count as 0, and each sum is rounded once.
+DELTIC_INLINE Native dot2_bf16(Native acc, NativeWords pairs, uint32_t x) {
+    return (Native)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(int(x)));
 }
-
-#if defined(__AVX512BF16__)
 // 32 numbers as bfloat16, one after another. Subnormals become 0.
 DELTIC_INLINE Words narrow_bf16(Floats first, Floats second) {
     return (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
@@ -469,20 +531,26 @@ DELTIC_INLINE Floats choose(Ints mask, Floats yes, Floats no) {
     return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask));
 }
 DELTIC_INLINE Ints maximum(Ints a, Ints b) {
-    Registers x{.ints = a}, y{.ints = b};
-    for (int i = 0; i < kLanes / kNative; ++i) x.mask[i] = x.mask[i] < y.mask[i] ? y.mask[i] : x.mask[i];
-    return x.ints;
+#if defined(__AVX512F__)
+    return a < b ? b : a;
+#else
+    return by_part<Ints>([&](int i) DELTIC_INLINE_LAMBDA { return a.part[i] < b.part[i] ? b.part[i] : a.part[i]; });
+#endif
 }
 DELTIC_INLINE Ints max_of_four(const Ints v[4]) {
-    return of_four(v, [](Ints a, Ints b) __attribute__((always_inline)) { return maximum(a, b); });
+    return of_four(v, [](Ints a, Ints b) DELTIC_INLINE_LAMBDA { return maximum(a, b); });
 }
 DELTIC_INLINE Ints sum_of_four(const Ints v[4]) {
-    return of_four(v, [](Ints a, Ints b) __attribute__((always_inline)) { return a + b; });
+    return of_four(v, [](Ints a, Ints b) DELTIC_INLINE_LAMBDA { return a + b; });
 }
 // The larger one, and the smaller one; a where either is NaN.
 DELTIC_INLINE Floats maximum(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)b, (__m512)a);
+#elif defined(__AVX2__)
+    return by_part<Floats>([&](int i) DELTIC_INLINE_LAMBDA {
+        return (Native)_mm256_max_ps((__m256)b.part[i], (__m256)a.part[i]);
+    });
 #else
     return choose(less(a, b), b, a);
 #endif
@@ -490,6 +558,10 @@ DELTIC_INLINE Floats maximum(Floats a, Floats b) {
 DELTIC_INLINE Floats minimum(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_min_ps((__m512)b, (__m512)a);
+#elif defined(__AVX2__)
+    return by_part<Floats>([&](int i) DELTIC_INLINE_LAMBDA {
+        return (Native)_mm256_min_ps((__m256)b.part[i], (__m256)a.part[i]);
+    });
 #else
     return choose(less(b, a), b, a);
 #endif
