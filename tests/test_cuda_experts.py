@@ -161,6 +161,19 @@ def test_many_tokens(mixture: Mixture, tokens: int) -> None:
     assert error(some, found[:tokens // 2 + 1]) < 3e-3
 
 
+@needs_card
+@pytest.mark.parametrize("tokens", [300, 700, 1024, 2048, 4096])
+def test_many_tokens_on_all_multiprocessors(tokens: int) -> None:
+    """Two blocks on each of them, where tiles are small enough: the same bits, however they fall."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = weights_of(TRUE)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    experts = Experts(Module(source(TRUE), device), TRUE, [weights], multiprocessors)
+    x = randn(tokens, TRUE.hidden, seed=tokens).bfloat16()
+    wanted = experts.many(weights, x)
+    assert sum(not torch.equal(experts.many(weights, x), wanted) for _ in range(20)) == 0
+
+
 def rows(*chunks: int, filling: int) -> Real:
     """Rows of so many tokens, and others that only fill up."""
     starts = [sum(chunks[:row]) for row in range(len(chunks) + 1)]
