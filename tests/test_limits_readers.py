@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from test_server_harness import USER, Scripted, limited, read_all, serving, tiny, wait_until
 
+from deltic.server.connections import _Counted
+
 LONG: dict[str, Any] = {"messages": USER, "stream": True, "max_tokens": 300, "temperature": 2.0, "logprobs": True,
                         "top_logprobs": 20, "ignore_eos": True}
 
@@ -60,12 +62,16 @@ def test_a_client_that_reads_nothing_is_closed(stream: bool, caplog: pytest.LogC
         assert served.post("/v1/completions", prompt="x", max_tokens=3).status_code == 200
 
 
-def test_a_client_that_reads_slowly_is_served() -> None:
+@pytest.mark.parametrize("steady", [False, True], ids=["", "refilled"])
+def test_a_client_that_reads_slowly_is_served(steady: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if steady:  # as much as the client takes is written again before anybody looks
+        monkeypatch.setattr(_Counted, "get_write_buffer_size", lambda counted: 1 << 16, raising=False)
+        monkeypatch.setattr("deltic.server.connections.fcntl.ioctl", lambda *arguments: bytes(4))
     engine = Scripted()
-    with serving(engine.model(max_unread_tokens=16, unread_seconds=1)) as served:
+    with serving(engine.model(max_unread_tokens=16, unread_seconds=3)) as served:
         raw, data = served.send("/v1/completions", 4096, prompt="x", stream=True, max_tokens=3000, logprobs=1), b""
         wait_until(lambda: bool(engine.paused))
-        for _ in range(12):
+        for _ in range(20):
             data += raw.recv(1 << 15)
             time.sleep(0.2)
         text = data.decode() + read_all(raw)

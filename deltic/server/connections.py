@@ -18,7 +18,7 @@ import termios
 from collections.abc import Callable
 from contextlib import suppress
 from ssl import SSLContext
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.config import Config
@@ -49,6 +49,21 @@ def _response(status: str, message: str, *headers: str) -> bytes:
     return "\r\n".join(lines).encode()
 
 
+class _Counted:
+    """A transport that counts what is written to it, in bytes."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self.written = transport, 0
+
+    def write(self, data: bytes) -> None:
+        """As asyncio.WriteTransport's."""
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 _LATE = _response("408 Request Timeout", "the request did not arrive in time")
 
 
@@ -61,7 +76,7 @@ class Connection(H11Protocol):
         super().__init__(config, state, app_state)
         self._door, self._handshake = door, handshake
         self._start = self._heard = self._read = self.loop.time()
-        self._begun, self._unread, self._refused = False, 0, False
+        self._begun, self._taken, self._refused = False, 0, False
         self.header_seconds = float(door.limits.header_seconds)
         if handshake:
             door.enter(self)
@@ -75,7 +90,8 @@ class Connection(H11Protocol):
         return None if answering or self.transport.get_write_buffer_size() else self._start
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._counted = _Counted(transport)
+        super().connection_made(cast(asyncio.Transport, self._counted))
         transport.set_write_buffer_limits(high=_WRITTEN_AHEAD)
         if not self._handshake:
             self._door.enter(self)
@@ -177,15 +193,15 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _asleep(self, now: float) -> float:
-        """Seconds since the client was last seen to read. What is written while it does not is bounded, so that any
-        change counts."""
+        """Seconds since the client was last seen to read."""
         unread = self.transport.get_write_buffer_size()
         if unread:
             with suppress(OSError):  # the kernel makes room in large steps: see what it has, where it says so
                 held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
                 unread += int.from_bytes(held, sys.byteorder)
-        if not unread or abs(unread - self._unread) >= _LEAST_READ:
-            self._unread, self._read = unread, now
+        taken = self._counted.written - unread
+        if not unread or taken - self._taken >= _LEAST_READ:
+            self._taken, self._read = taken, now
         return now - self._read
 
 
