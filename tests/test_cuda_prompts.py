@@ -237,3 +237,36 @@ def test_steps(runtime: Runtime, case: str) -> None:
     both = runtime.step(everything)
     assert both and both[1] is not None and both[1].shape == (batch.layout.tokens, runtime.config.hidden_size)
     assert error(both[0], served[0]) < 1e-3
+
+
+@pytest.mark.parametrize("tokens", [300, 700, 1024, 2048, 4096])
+@pytest.mark.parametrize("model", ["qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-35b-a3b"])
+def test_a_step_gives_the_same_bits_again(model: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names the first operation that does not."""
+    runtime = load(RandomModel(model, 4), EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=1,
+                                                       max_context=8192, speculate="off"))
+    batch, seen = batch_of([(0, tokens)]), list[tuple[str, Tensor]]()
+
+    def watched(owner: type, name: str) -> None:
+        operation = getattr(owner, name)
+
+        def call(self: object, *arguments: object) -> Tensor:
+            seen.append((name, operation(self, *arguments)))
+            return seen[-1][1]
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, names in ((Step, ("linear", "normed", "feed_forward", "head")), (Prompts, ("_gdn", "_attention"))):
+        for name in names:
+            watched(owner, name)
+
+    def run() -> list[tuple[str, Tensor]]:
+        seen.clear()
+        runtime.run(batch)
+        return [*seen]
+
+    wanted = run()
+    for _ in range(8):
+        differs = [f"{index}: {name}" for index, ((name, old), (_, new)) in enumerate(zip(wanted, run(), strict=True))
+                   if not torch.equal(old, new)]
+        assert not differs, differs[:3]
+    torch.cuda.empty_cache()
