@@ -19,10 +19,6 @@ constexpr int kTile = 4;
 constexpr int kTile = 2;
 #endif
 constexpr int64_t kPiece = 65536;  // bytes of weights that are worth handing to a thread
-// Weights are fetched into the second-level cache so many bytes before they are needed: computing goes too slowly for
-// some processors to see the stream and do it themselves (Zen 5). From 2 KB on others (Zen 4) lose their own view of
-// the stream, and a third of the speed.
-constexpr int64_t kAhead = 1536;
 
 // Tokens of the next tile when `rest` are left: few sizes, so that each can be compiled for itself.
 int tile_of(int64_t rest) {
@@ -284,7 +280,7 @@ Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns)
     Sums<T> total = {};
     for (int64_t k = 0; k < columns; ++k) {
         const Number *numbers = (const Number *)panel + kPanel * k;
-        __builtin_prefetch((const uint8_t *)numbers + kAhead, 0, 2);
+        __builtin_prefetch((const uint8_t *)numbers + fetch_ahead, 0, 2);
         Floats w = Load(numbers);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total.of[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total.of[t]);
@@ -296,7 +292,7 @@ template <int T> Sums<T> times_bf16(const uint8_t *panel, const int32_t *tile, i
     Rows<T> total;
     for (int64_t k = 0; k < (columns + 1) / 2; ++k) {
         const uint8_t *pairs = panel + 64 * k;
-        __builtin_prefetch(pairs + kAhead, 0, 2);
+        __builtin_prefetch(pairs + fetch_ahead, 0, 2);
 #if defined(__AVX512BF16__)
         NativeWords w = load<NativeWords>(pairs);
 #pragma GCC unroll 12
@@ -431,7 +427,7 @@ template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const in
             add_group<Format, T>({data, part * kNative}, tile, g, b * kGroups + g, sum.of[part]);
         };
         auto fetch = [&](int g) DELTIC_INLINE_LAMBDA {
-            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + kAhead + at, 0, 2);
+            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + fetch_ahead + at, 0, 2);
         };
         if constexpr (T > 2)  // what there are too few registers for at once
 #pragma GCC unroll 4
@@ -467,7 +463,7 @@ template <class Format, int T> Sums<T> times_fine(const uint8_t *panel, const in
     for (int64_t group = 0; group < columns / 32; ++group) {
         const uint8_t *data = panel + group / kGroups * Format::kBytes;
         int g = int(group % kGroups);
-        for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + kAhead + at, 0, 2);
+        for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + fetch_ahead + at, 0, 2);
 #pragma GCC unroll 4
         for (int part = 0; part < Rows<T>::kParts; ++part) {
             Block block{data, part * kNative};
