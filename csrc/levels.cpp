@@ -30,17 +30,14 @@ int best_level() {
 #endif
 }
 
-int64_t best_distance() {
+}  // namespace
+
+int64_t fetch_ahead() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
     if (__builtin_cpu_is("intel")) return 4096;  // 1.2 times as fast as 1536 (Emerald Rapids), no slower up to 16384
 #endif
     return 1536;  // from 2048 on Zen 4 loses its own view of the stream, and a third of the speed
 }
-
-}  // namespace
-
-const int64_t fetch_ahead = best_distance();
 
 const Kernels *kernels_of(int level) { return level < 0 || level > best_level() ? nullptr : &kTables[level]; }
 

@@ -89,7 +89,7 @@ struct Kernels {
 
 // Weights are fetched into the second-level cache so many bytes before they are needed: computing goes too slowly for
 // some processors to see the stream and do it themselves.
-extern const int64_t fetch_ahead;
+int64_t fetch_ahead();
 
 // Of a level; null if the processor or the build lacks it.
 const Kernels *kernels_of(int level);

@@ -278,9 +278,10 @@ template <int T> struct Rows {
 template <int T, typename Number, Floats Load(const Number *)>
 Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns) {
     Sums<T> total = {};
+    const int64_t ahead = fetch_ahead();
     for (int64_t k = 0; k < columns; ++k) {
         const Number *numbers = (const Number *)panel + kPanel * k;
-        __builtin_prefetch((const uint8_t *)numbers + fetch_ahead, 0, 2);
+        __builtin_prefetch((const uint8_t *)numbers + ahead, 0, 2);
         Floats w = Load(numbers);
 #pragma GCC unroll 12
         for (int t = 0; t < T; ++t) total.of[t] = fma(w, splat(std::bit_cast<float>(tile[k * T + t])), total.of[t]);
@@ -290,9 +291,10 @@ Sums<T> times_floats(const uint8_t *panel, const int32_t *tile, int64_t columns)
 
 template <int T> Sums<T> times_bf16(const uint8_t *panel, const int32_t *tile, int64_t columns) {
     Rows<T> total;
+    const int64_t ahead = fetch_ahead();
     for (int64_t k = 0; k < (columns + 1) / 2; ++k) {
         const uint8_t *pairs = panel + 64 * k;
-        __builtin_prefetch(pairs + fetch_ahead, 0, 2);
+        __builtin_prefetch(pairs + ahead, 0, 2);
 #if defined(__AVX512BF16__)
         NativeWords w = load<NativeWords>(pairs);
 #pragma GCC unroll 12
@@ -418,6 +420,7 @@ DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t
 template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
     constexpr int kGroups = Format::kWeights / 32;
     constexpr int64_t kStep = Format::kBytes / kGroups;
+    const int64_t ahead = fetch_ahead();
     Int8Tile tile(memory, columns, T);
     Rows<T> total;
     for (int64_t b = 0; b < columns / Format::kWeights; ++b) {
@@ -427,7 +430,7 @@ template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const in
             add_group<Format, T>({data, part * kNative}, tile, g, b * kGroups + g, sum.of[part]);
         };
         auto fetch = [&](int g) DELTIC_INLINE_LAMBDA {
-            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + fetch_ahead + at, 0, 2);
+            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + ahead + at, 0, 2);
         };
         if constexpr (T > 2)  // what there are too few registers for at once
 #pragma GCC unroll 4
@@ -458,12 +461,13 @@ template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const in
 template <class Format, int T> Sums<T> times_fine(const uint8_t *panel, const int32_t *memory, int64_t columns) {
     constexpr int kGroups = Format::kWeights / 32;
     constexpr int64_t kStep = Format::kBytes / kGroups;
+    const int64_t ahead = fetch_ahead();
     Int8Tile tile(memory, columns, T);
     Rows<T> total;
     for (int64_t group = 0; group < columns / 32; ++group) {
         const uint8_t *data = panel + group / kGroups * Format::kBytes;
         int g = int(group % kGroups);
-        for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + fetch_ahead + at, 0, 2);
+        for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + ahead + at, 0, 2);
 #pragma GCC unroll 4
         for (int part = 0; part < Rows<T>::kParts; ++part) {
             Block block{data, part * kNative};
