@@ -124,6 +124,25 @@ def test_products(name: str) -> None:
 
 
 @at_every_level
+@pytest.mark.parametrize("name", [name for name in READABLE if name not in WORDS])
+@pytest.mark.parametrize("byte", [0x00, 0x0f, 0x7f, 0x80, 0xf0, 0xff])
+def test_products_of_the_largest_codes(name: str, byte: int) -> None:
+    """All of one sign, so that sums of them become as large as they can."""
+    columns = COLUMNS[name][-1]
+    raw = file_rows(name, 17, columns)
+    fields = raw.reshape(-1).view(LAYOUTS[name])
+    for field in {"qs", "qh", "ql", "hmask"} & set(LAYOUTS[name].names or ()):
+        fields[field].view(np.uint8)[:] = byte
+    numbers = theirs(name, raw).astype(np.float64)
+    for tokens in (1, 2, 3, 13):
+        x = torch.ones(tokens, columns)
+        x[tokens // 2] = -1
+        wanted = np.asarray(x.double()) @ numbers.T
+        y = multiply(x, packed(name, raw, columns)).double().numpy()
+        assert (abs(y - wanted) <= 1e-5 * abs(numbers).sum(1) + 1e-6).all(), tokens
+
+
+@at_every_level
 @by_name
 def test_numbers_of_rows_and_tokens_change_no_bit(name: str) -> None:
     for columns in COLUMNS[name]:
