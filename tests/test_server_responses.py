@@ -341,6 +341,29 @@ def test_what_is_damaged_is_not_there(damage: Any) -> None:
     assert ResponseStore(Limits(), notes).get("a") is None
 
 
+def test_what_is_deleted_does_not_come_back_from_a_slow_disk() -> None:
+    written = threading.Event()
+    written.set()
+
+    class Slow(Notes):
+        def put(self, key: str, data: bytes) -> None:
+            assert written.wait(10)
+            super().put(key, data)
+
+    first = ResponseStore(Limits(max_stored_responses=1), Slow())
+    first.put("a", record("a"))
+    first.put("b", record("b"))
+    wait_until(lambda: not first._unwritten)
+    written.clear()
+    first.put("c", record("c"))
+    assert first.delete("a") and first.delete("b")
+    assert [bool(first.get(id)) for id in ("a", "b", "c")] == [False, False, True]
+    written.set()
+    first.close()
+    again = ResponseStore(Limits(), first._notes)
+    assert [bool(again.get(id)) for id in ("a", "b", "c")] == [False, False, True] and not first._unwritten
+
+
 def test_responses_survive_a_restart(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_context": 512, "memory": "32MiB", "max_batch": 2, "threads": 1,
                                "cache_dir": str(tmp_path)}

@@ -29,7 +29,8 @@ class ResponseStore:
     def __init__(self, limits: Limits, notes: NoteStore | None) -> None:
         self._count, self._bytes, self._notes = limits.max_stored_responses, limits.max_stored_mib << 20, notes
         self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._size = self._waiting = 0
+        self._unwritten: dict[str, bytes] = {}  # what comes to disk later; b"" of what goes from there
+        self._size = self._waiting = self._deleted = 0
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "responses")
 
@@ -41,14 +42,12 @@ class ResponseStore:
     def get(self, id: str) -> Record | None:
         """A record; None if it is gone, or is damaged."""
         with self._lock:
-            data = self._kept.get(id)
-            if data is not None:
-                self._kept.move_to_end(id)
+            data, deleted = self._kept.get(id, self._unwritten.get(id)), self._deleted
         if data is None and self._notes is not None:
             data = self._notes.get(_key(id))
         record = _read(id, data) if data else None
         if record and data:
-            self._keep(id, data)
+            self._keep(id, data, deleted)
         return record
 
     def delete(self, id: str) -> bool:
@@ -57,6 +56,9 @@ class ResponseStore:
             return False
         with self._lock:
             self._size -= len(self._kept.pop(id, b""))
+            self._deleted += 1
+            if self._notes is not None:
+                self._unwritten[id] = b""
         self._write_later(id, b"")
         return True
 
@@ -78,8 +80,11 @@ class ResponseStore:
         """Wait until what was put is written."""
         self._writer.shutdown()
 
-    def _keep(self, id: str, data: bytes) -> None:
+    def _keep(self, id: str, data: bytes, deleted: int | None = None) -> None:
+        """deleted: nothing is kept if others than so many have been deleted: it may be among them."""
         with self._lock:
+            if deleted not in (None, self._deleted):
+                return
             self._size += len(data) - len(self._kept.pop(id, b""))
             self._kept[id] = data
             while self._kept and (len(self._kept) > self._count or self._size > self._bytes):
@@ -92,6 +97,7 @@ class ResponseStore:
             if self._waiting + len(data) > _MOST_WAITING:
                 return
             self._waiting += len(data)
+            self._unwritten[id] = data
         with suppress(RuntimeError):  # Python is about to end
             self._writer.submit(self._write, id, data)
 
@@ -102,6 +108,8 @@ class ResponseStore:
         finally:
             with self._lock:
                 self._waiting -= len(data)
+                if self._unwritten.get(id) is data:
+                    del self._unwritten[id]
 
 
 def _key(id: str) -> str:
