@@ -417,6 +417,11 @@ DELTIC_INLINE void take_minima(const Block &block, const Int8Tile &tile, int64_t
     }
 }
 
+// Has so many bytes come into the second-level cache.
+template <int64_t Bytes> DELTIC_INLINE void fetch(const uint8_t *from) {
+    for (int64_t at = 0; at < Bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
 template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const int32_t *memory, int64_t columns) {
     constexpr int kGroups = Format::kWeights / 32;
     constexpr int64_t kStep = Format::kBytes / kGroups;
@@ -429,19 +434,16 @@ template <class Format, int T> Sums<T> times_int8(const uint8_t *panel, const in
         auto add = [&](int g, int part) DELTIC_INLINE_LAMBDA {
             add_group<Format, T>({data, part * kNative}, tile, g, b * kGroups + g, sum.of[part]);
         };
-        auto fetch = [&](int g) DELTIC_INLINE_LAMBDA {
-            for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + ahead + at, 0, 2);
-        };
         if constexpr (T > 2)  // what there are too few registers for at once
 #pragma GCC unroll 4
             for (int part = 0; part < Rows<T>::kParts; ++part)
                 for (int g = 0; g < kGroups; ++g) {
-                    if (part == 0) fetch(g);
+                    if (part == 0) fetch<kStep>(data + g * kStep + ahead);
                     add(g, part);
                 }
         else
             for (int g = 0; g < kGroups; ++g) {
-                fetch(g);
+                fetch<kStep>(data + g * kStep + ahead);
 #pragma GCC unroll 4
                 for (int part = 0; part < Rows<T>::kParts; ++part) add(g, part);
             }
@@ -467,7 +469,7 @@ template <class Format, int T> Sums<T> times_fine(const uint8_t *panel, const in
     for (int64_t group = 0; group < columns / 32; ++group) {
         const uint8_t *data = panel + group / kGroups * Format::kBytes;
         int g = int(group % kGroups);
-        for (int64_t at = 0; at < kStep; at += 64) __builtin_prefetch(data + g * kStep + ahead + at, 0, 2);
+        fetch<kStep>(data + g * kStep + ahead);
 #pragma GCC unroll 4
         for (int part = 0; part < Rows<T>::kParts; ++part) {
             Block block{data, part * kNative};
