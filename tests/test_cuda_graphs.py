@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from math import sqrt
 from pathlib import Path
 from random import Random
 
@@ -130,8 +131,9 @@ def test_greedy_answers_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_greedy_tokens_are_those_of_the_cpu() -> None:
     """To tokens at random, where the model is hardly sure of anything. bfloat16 rounds differently here and there, so
-    that both are compared with float32 too: neither is further from it than the other."""
+    that both are compared with float32: neither is further from it than the other, but for chance, which moves a
+    difference of counts by the root of their sum."""
     vocabulary = Session(None, device="cpu").vocab_size
     same, tokens = _agreement((numbers(seed, 20, vocabulary) for seed in range(40)), 512), 10_000
-    assert same["exact", "cuda"] >= 0.994 * tokens and same["cpu", "cuda"] >= 0.993 * tokens, same
-    assert tokens - same["exact", "cuda"] <= 1.3 * (tokens - same["cpu", "exact"]), same
+    others, own = tokens - same["exact", "cuda"], tokens - same["cpu", "exact"]
+    assert abs(others - own) <= 3 * sqrt(others + own) and max(others, own) <= 0.01 * tokens, same

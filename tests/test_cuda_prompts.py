@@ -244,7 +244,7 @@ def test_steps(runtime: Runtime, case: str) -> None:
 def test_a_step_gives_the_same_bits_again(model: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names the first operation that does not."""
     runtime = load(RandomModel(model, 4), EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=1,
-                                                       max_context=8192, speculate="off"))
+                                                       max_context=16384, speculate="off"))
     batch, seen = batch_of([(0, tokens)]), list[tuple[str, Tensor]]()
 
     def watched(owner: type, name: str) -> None:

@@ -139,6 +139,14 @@ DEVICE void expect_bytes(u32 barrier, int bytes) {
 DEVICE void arrive_barrier(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
+// A whole warp has read a part of shared memory that a copy will write to next, which whoever makes it learns from the
+// barrier. Copies are of another proxy than plain reads, so that a barrier alone does not keep them behind these (PTX ISA,
+// proxies): without the fence reads that are on their way have seen what was copied.
+DEVICE void release_slot(u32 barrier) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) arrive_barrier(barrier);
+}
 DEVICE void await_barrier(u32 barrier, u32 parity) {
     u32 done;
     do asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -159,6 +167,7 @@ DEVICE void init_barrier(u32, int) {}
 DEVICE void publish_barriers() {}
 DEVICE void expect_bytes(u32, int) {}
 DEVICE void arrive_barrier(u32) {}
+DEVICE void release_slot(u32) {}
 DEVICE void await_barrier(u32, u32) {}
 DEVICE void bulk_copy(u32, const void *, int, u32, u64) {}
 DEVICE void bulk_copy_kept(u32, const void *, int, u32) {}

@@ -182,8 +182,7 @@ struct Ring {
     }
     DEVICE void await_emptied() const { await_barrier(filled() + 8 * slots, lap ^ 1); }
     DEVICE void release() {
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) arrive_barrier(filled() + 8 * slots);
+        release_slot(filled() + 8 * slots);
         next();
     }
 };

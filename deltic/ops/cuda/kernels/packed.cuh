@@ -206,10 +206,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 
         if (++place == a.slots) place = 0, lap ^= 1, at = ring, barrier -= a.slots * 8;
     }
     // The current slot may be written again.
-    DEVICE void release() {
-        __syncwarp();
-        if (lane == 0) arrive_barrier(barrier + 8 * a.slots);
-    }
+    DEVICE void release() { release_slot(barrier + 8 * a.slots); }
     // A part's units of this block in a round: how many, and the first.
     DEVICE int units(int p, int round, int &first) const {
         int block = int(blockIdx.x) - a.shift[p];

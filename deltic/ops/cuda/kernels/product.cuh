@@ -113,11 +113,8 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
     }
     // What the slot before the current one held, or with `more` the one before that, is in registers.
     DEVICE void release(bool more) {
-        __syncwarp();
-        if (lane == 0) {
-            const int before = 1 + more;
-            arrive_barrier(barrier + 8 * (a.slots - before + (slot < before ? a.slots : 0)));
-        }
+        const int before = 1 + more;
+        release_slot(barrier + 8 * (a.slots - before + (slot < before ? a.slots : 0)));
     }
     DEVICE void multiply_slot(float (&d)[2][4], const uint2 (&f)[LOADS], const uint4 (&v)[LOADS], int segment) {
 #pragma unroll
