@@ -21,11 +21,13 @@ from common import record
 from speculation import DEPTH, Forced, plain_runtime, serve
 
 from deltic.config import EngineConfig, ModelConfig
+from deltic.engine.batch import FEW_ROWS
 from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
 from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
+from deltic.engine.scheduler import DEFERRED
 from deltic.engine.speculator import drafter_of
 from deltic.types import Request, SamplingParams, TokenOut
 from deltic.weights.names import expected_tensors
@@ -119,7 +121,8 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
         pstats.Stats(profile).sort_stats("tottime").print_stats(22)
     step = median(times)
     weights = _weight_bytes(runtime, batch)
-    state = 2 * batch * runtime.pools.recurrent[:, 0].nbytes
+    written = 1 / DEFERRED if runtime.defers and batch > FEW_ROWS else 1
+    state = (1 + written) * batch * runtime.pools.recurrent[:, 0].nbytes
     keys = 2 * batch * (args.prompt + args.new // 2) * runtime.pools.keys[:, 0, 0].nbytes
     floor = (weights + state + keys) / BANDWIDTH
     record("gpu", {"task": "decode", "model": runtime.name, "served": _served(runtime), "batch": batch,
@@ -184,7 +187,7 @@ def _captured(runtime: Runtime, batch: int) -> Any:
     assert runtime.graphs
     return next((found
                  for (rows, _, tokens), found in reversed(runtime.graphs._captured.items())
-                 if rows >= batch and tokens is None), None)
+                 if rows >= batch and tokens in (None, rows)), None)
 
 
 def _kernels(runtime: Runtime, batch: int) -> None:

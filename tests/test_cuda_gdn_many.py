@@ -1,17 +1,22 @@
-"""The delta rule of many rows, whose states pass through shared memory: blocks with more heads than they remember."""
+"""The delta rule of many rows, whose states pass through shared memory: blocks with more heads than they remember, and
+states that are written only now and then."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support import drain, greedy, numbers
 from test_cuda_kernels import batch_of, error, randn, served
 
 from deltic.config import EngineConfig
+from deltic.engine.batch import decoding, step_of
+from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
+from deltic.engine.scheduler import Plan, Row
 from deltic.ops.records import GdnWeights, StateView
 from deltic.ops.torch import gdn as torch_gdn
 
@@ -55,3 +60,89 @@ def test_whole_states(runtime: Runtime, blocks: int, moved: bool, real: int) -> 
     others[slots] = False
     assert torch.equal(state.recurrent[others], before.recurrent[others])
     assert torch.equal(state.conv[others], before.conv[others])
+
+
+@dataclass
+class Place:
+    """Where a row's state is, where it is written to next, and how many tokens are in its ring."""
+
+    slot: int
+    other: int
+    behind: int = 0
+
+    def advance(self, row: Row) -> None:
+        self.behind = self.behind + 1 if row.append else 0
+        if not row.append:
+            self.slot, self.other = self.other, self.slot
+
+
+def row_of(index: int, place: Place, tokens: int, deferred: bool) -> Row:
+    """That has had so many tokens more than at first. deferred: most leave this one in their rings, not all at once."""
+    done, append = (5 * index) % 23 + tokens, deferred and (tokens + index) % 8 != 0
+    return Row((7,), done, tuple(range(4 * index, 4 * index + 4)), place.slot, 1, None if append else place.other,
+               base=done - place.behind, ring=39 - index, append=append)
+
+
+@pytest.mark.parametrize("blocks", [132, 7])
+@torch.inference_mode()
+def test_deferred_updates_have_the_same_bits(runtime: Runtime, blocks: int) -> None:
+    """Outputs token by token, and the states in the end."""
+    step, layer, pools, count = served(runtime), runtime.decoder.weights.layers[0], runtime.pools, 40
+    assert isinstance(layer.mixer, GdnWeights) and runtime.defers and pools.rings
+    spec, state = layer.mixer.spec, runtime.views.states[0]
+    for tensor in pools.rings:
+        tensor.fill_(float("nan"))
+    start = randn(*state.recurrent.shape, seed=1) * 0.3, randn(*state.conv.shape, seed=2)
+    found = []
+    for deferred in (False, True):
+        state.recurrent.copy_(start[0])
+        state.conv.copy_(start[1])
+        places = [Place(index, 100 + index if index % 2 else index) for index in range(count)]
+        outputs = []
+        for tokens in range(21):
+            rows = tuple(row_of(index, place, tokens, deferred) for index, place in enumerate(places))
+            padded = decoding(Plan(rows), pools.device).padded
+            assert padded and (padded.tokens is not None) == deferred
+            batch = step_of(padded)
+            proj = randn(padded.rows, spec.channels + spec.values + 2 * spec.value_heads, seed=tokens,
+                         dtype=torch.bfloat16)
+            work = step._begin(batch, "many")
+            assert work.fresh is None
+            known, step._blocks = step._blocks, blocks
+            step._mix(layer, work, proj, proj.shape[1])
+            step._blocks = known
+            outputs.append(work.y.view(-1)[:count * spec.values].clone())
+            for place, row in zip(places, rows, strict=True):
+                place.advance(row)
+        assert (max(place.behind for place in places) > 3) == deferred
+        for index, place in enumerate(places):
+            if place.behind:
+                row = row_of(index, place, 21, deferred)
+                runtime.decoder.ops.fold_ring(runtime.views.states[:1], row.slot, row.ring, row.done - place.behind,
+                                              row.done, row.slot)
+        slots = [place.slot for place in places]
+        found.append((torch.stack(outputs), state.recurrent[slots], state.conv[slots]))
+    for wanted, given in zip(*found, strict=True):
+        assert torch.equal(wanted, given)
+
+
+@pytest.mark.parametrize("model", [None, "qwen3.5-0.8b", "qwen3.5-35b-a3b"])
+def test_answers_with_deferred_updates(model: str | None) -> None:
+    """Are the same as without, while sequences come and end; and nothing is recorded on the way."""
+    options = EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=32, max_context=512,
+                           speculate="off", prefix_cache=False)
+    runtime = load(model and RandomModel(model, 4), options)
+    runtime.warm_up()
+    assert runtime.defers and runtime.graphs
+    recorded = runtime.graphs.buckets
+    requests = [greedy(numbers(seed, 5 + 3 * seed, runtime.config.vocab_size), 30 + 3 * (seed % 11), str(seed))
+                for seed in range(50)]
+    plain, deferring = Engine(replace(runtime)), Engine(runtime)
+    plain.scheduler.defer_from = None
+    answers = []
+    for engine in (plain, deferring):
+        for request in requests:
+            engine.add(request)
+        answers.append({key: answer.tokens for key, answer in drain(engine).items()})
+    assert answers[0] == answers[1] and runtime.graphs.buckets == recorded
+    torch.cuda.empty_cache()

@@ -79,9 +79,10 @@ def test_structs_are_the_kernels(name: str) -> None:
     assert [member for member, _ in given._fields_] == members(name)
 
 
-def test_the_struct_of_rows_with_rings_begins_as_that_without() -> None:
-    found = [name for name, _ in arguments.Verify._fields_]
-    assert found == [*members("Gdn"), *members("Verify : Gdn")]
+@pytest.mark.parametrize("name", ["Verify", "OverRings"])
+def test_the_structs_of_rows_with_rings_begin_as_that_without(name: str) -> None:
+    given: type[Arguments] = getattr(arguments, name)
+    assert [member for member, _ in given._fields_] == [*members("Gdn"), *members(f"{name} : Gdn")]
 
 
 @pytest.mark.parametrize("tokens", range(1, MOST + 1))

@@ -49,6 +49,7 @@ class Successor:
     draft: Model | None = None
     encode: Encode | None = None
     verifies: bool = False
+    defers: bool = False
     numbers: Numbers = field(default_factory=dict)
     steps: int = 0
 

@@ -85,7 +85,7 @@ class ProgramModel:
     notes: Any = None
     numbers: Any = field(default_factory=dict)
     vision = mtp_runner = draft = encode = experts = cast(Any, None)
-    verifies = False
+    verifies = defers = False
 
     @property
     def device(self) -> torch.device:

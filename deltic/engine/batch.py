@@ -20,6 +20,9 @@ RowsOf = Callable[[str], Tensor]
 Numbers = dict[tuple[int, int, int | None], Tensor]
 """Where the integers of a bucket's steps lie on the device, by `Padded.bucket`, and as many more as it has rows."""
 
+FEW_ROWS = 16
+"""Rows of a step on a GPU up to which there may be drafts. With more, states are what takes the time: then tokens stay
+in replay rings."""
 _LAYOUTS = 64
 """Of a bucket's steps, whose batches are kept."""
 _FEWEST_PAGES = 16
@@ -173,7 +176,7 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     embeddings of pictures' tokens. verified: `Model.verifies`.
     """
     rows = plan.rows
-    if device.type == "cuda" and (verified or not hidden) and (drawn is not None or decodes(plan)):
+    if device.type == "cuda" and (verified or not hidden) and (drawn is not None or decodes(plan, verified)):
         return decoding(plan, device, drawn, memory, hidden)
     if device.type == "cuda" and verified and drawn is None and verifies(plan):
         return verifying(plan, device, memory, hidden)
@@ -252,10 +255,16 @@ def _batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor, kept: 
         kept=kept)
 
 
-def decodes(plan: Plan) -> bool:
-    """Whether every row takes one token whose logits are wanted, and nothing else: then the step has a bucket."""
-    return all(len(row.tokens) == 1 and row.logits == 1 and not row.emits and not (row.append or row.seen)
-               and row.base in (None, row.done) for row in plan.rows)
+def decodes(plan: Plan, verified: bool = False) -> bool:
+    """Whether every row takes one token whose logits are wanted, and nothing else: then the step has a bucket.
+    verified: of many rows, some may have tokens in replay rings, or leave this one there."""
+    over_rings = verified and len(plan.rows) > FEW_ROWS
+    return all(len(row.tokens) == 1 and row.logits == 1 and not row.emits and not row.seen
+               and (over_rings or not _over_ring(row)) for row in plan.rows)
+
+
+def _over_ring(row: Row) -> bool:
+    return row.append or row.base not in (None, row.done)
 
 
 def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memory: BatchMemory | None = None,
@@ -264,7 +273,9 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
     drawn, memory, hidden: as in `build`."""
     rows, real, memory = plan.rows, len(plan.rows), memory or BatchMemory()
     count, pages = power_of_two(real), power_of_two(max(_FEWEST_PAGES, max([len(row.pages) for row in rows])))
-    bucket = memory.bucket(count, pages, None, 2 + 9 * count + count * pages, device)
+    over_rings = any(map(_over_ring, rows))
+    tokens, columns = (count, 13) if over_rings else (None, 9)
+    bucket = memory.bucket(count, pages, tokens, 2 + columns * count + count * pages, device)
     done, slots = [row.done for row in rows], [row.slot for row in rows]
     targets = [row.slot if row.target is None else row.target for row in rows]
     ids = [row.tokens[0] if row.drawn is None else row.drawn for row in rows]
@@ -273,7 +284,11 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
         numbers.extend(column)
         numbers.extend((column[-1],) * fill)
     numbers.extend(range(count + 1))
-    for column in (done, [_flat(row, row.done) for row in rows], slots, targets):
+    store = [_flat(row, row.done) for row in rows]
+    following = (done, slots, targets, [row.done if row.base is None else row.base for row in rows],
+                 [row.ring for row in rows], [int(row.append) for row in rows], store, range(real)) if over_rings else (
+                 done, store, slots, targets)
+    for column in following:
         numbers.extend(column)
         numbers.extend((column[-1],) * fill)
     draws = bucket.write(numbers, rows, memory.pages)
@@ -283,8 +298,8 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
         torch.index_select(drawn, 0, bucket.draws, out=bucket.numbers[1:1 + count])
     batch = bucket.batches.get(real)
     if batch is None or batch.layout.hidden != hidden:
-        layout = Layout((1,) * real, (pages * PAGE,) * real, real, real, hidden=hidden)
-        batch = bucket.batches[real] = step_of(Padded(bucket.numbers, count, pages, hidden=hidden), layout)
+        layout = Layout((1,) * real, (pages * PAGE,) * real, real, real, appends=over_rings, hidden=hidden)
+        batch = bucket.batches[real] = step_of(Padded(bucket.numbers, count, pages, tokens, hidden), layout)
     batch.memo.clear()
     return batch
 
@@ -292,8 +307,9 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
 def verifies(plan: Plan) -> bool:
     """Whether every row takes a few tokens whose logits are all wanted, drafts among them that go to a replay ring, or
     one token; and nothing else."""
-    return all(row.logits == len(row.tokens) <= RING and not row.emits and (row.append or len(row.tokens) == 1)
-               for row in plan.rows)
+    return len(plan.rows) <= FEW_ROWS and all(
+        row.logits == len(row.tokens) <= RING and not row.emits and (row.append or len(row.tokens) == 1)
+        for row in plan.rows)
 
 
 def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = None, hidden: bool = False) -> Batch:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deltic.cache.policy import distinct, grid_spacing, kept_positions
 from deltic.engine.ahead import plan_ahead
+from deltic.engine.batch import FEW_ROWS
 from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
 from deltic.engine.fairness import stall_of
@@ -86,7 +87,8 @@ class Engine:
         self.runtime, self.stats, self.meter = runtime, EngineStats(), Meter()
         options = runtime.options
         self.scheduler = Scheduler(runtime.cache, runtime.memory.max_batch, options.token_budget,
-                                   stall_of(options.max_stall_ms, options.token_budget), not runtime.verifies)
+                                   stall_of(options.max_stall_ms, options.token_budget), not runtime.verifies,
+                                   FEW_ROWS + 1 if runtime.defers else None)
         self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
         self.pictures = Pictures(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
@@ -219,7 +221,7 @@ class Engine:
             if row is None or not share.live:
                 continue
             if not row.drafts:
-                cache.commit(share.lease, len(row.tokens))
+                cache.commit(share.lease, len(row.tokens), base_after(row))
             if row.target is not None:
                 cache.exchange_spare(share.lease, row.target)
             self.stats.prompt_tokens += max(0, min(len(sequence.request.prompt) - row.done, len(row.tokens)))

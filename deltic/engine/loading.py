@@ -18,6 +18,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.pools import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.aot import PackedFile
+from deltic.engine.batch import FEW_ROWS
 from deltic.engine.experts import Experts, card_store, check_experts, fill_card, open_experts
 from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity, machine_facts
@@ -32,7 +33,7 @@ from deltic.model.mtp import build_head
 from deltic.model.vision import build_tower
 from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
-from deltic.ops.cuda import serves_drafts, tiles
+from deltic.ops.cuda import serves_rings, tiles
 from deltic.ops.memory import memory_for
 from deltic.ops.qtensor import Form, host_form
 from deltic.ops.records import Weight
@@ -126,7 +127,7 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
 
 def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vectors: bool = False) -> Runtime:
     config, options, ops, dtype = loaded.config, loaded.options, loaded.decoder.ops, loaded.decoder.dtype
-    memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings, vectors)
+    memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings, vectors, _defers(loaded))
     for warning in memory.warnings:
         log.warning("%s%s", f"the draft model {loaded.name}: " if loaded.drafts else "", warning)
     extras = replace(extras, tiled=loaded.tiled)
@@ -142,6 +143,13 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
         raise ConfigError(f"expert_memory is not possible: on a GPU only deltic's own kernels know such experts: {why}",
                           "expert_memory")
     return runtime
+
+
+def _defers(loaded: _Loaded) -> bool:
+    """Whether updates of states are to be deferred: on a card, where there may be many rows."""
+    options, dtype = loaded.options, str(loaded.decoder.dtype).removeprefix("torch.")
+    return (options.device != "cpu" and options.max_batch > FEW_ROWS and loaded.config.linear is not None
+            and serves_rings(torch.device(options.device), dtype) and not loaded.drafts)
 
 
 def _memory_for_weights(model: str | RandomModel | None) -> AbstractContextManager[None]:
@@ -236,7 +244,7 @@ def _head_weights(model: str | RandomModel | None, files: ModelFiles | None, con
     if not isinstance(speculation, Auto | Mtp):
         return None
     if isinstance(speculation, Auto) and options.device != "cpu" and not (
-            serves_drafts(torch.device(options.device), dtype) and options.quant == "none" and not tiled):
+            serves_rings(torch.device(options.device), dtype) and options.quant == "none" and not tiled):
         return None  # there torch would verify them, one op at a time
     found: dict[str, Weight] | None
     if isinstance(model, RandomModel):

@@ -15,10 +15,10 @@ log = logging.getLogger("deltic")
 
 
 def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
-                head: bool, wanted: bool, vectors: bool = False) -> tuple[MemoryPlan, Extras]:
-    """How the cache is split; ConfigError if it holds nothing. head: it serves a draft head too. wanted: sequences
-    shall have replay rings. vectors: it serves texts that are read once, beside other models, and takes no more than
-    one of full length and a step need."""
+                head: bool, drafts: bool, vectors: bool = False, defers: bool = False) -> tuple[MemoryPlan, Extras]:
+    """How the cache is split; ConfigError if it holds nothing. head: it serves a draft head too. drafts, defers:
+    sequences shall have replay rings, for drafts, for updates of states that are deferred. vectors: it serves texts
+    that are read once, beside other models, and takes no more than one of full length and a step need."""
     needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
                         ahead=options.device != "cpu")
@@ -28,10 +28,10 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
         budget = free_memory(options.device) // 2
         if vectors:
             budget = min(budget, enough(needs, options.token_budget))
-    # rings take a quarter at most: who gets none is served without drafts
-    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if wanted else 0
+    # rings take a quarter at most: who gets none is served without
+    rings = min(options.max_batch, budget // 4 // ring if ring else options.max_batch) if drafts or defers else 0
     memory = split_memory(budget - rings * ring, needs)
-    if wanted and not rings:
+    if drafts and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
     return memory, Extras(min(rings, memory.max_batch), head)
 

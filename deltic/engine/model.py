@@ -33,6 +33,8 @@ class Model(Protocol):
     experts: those that are not all in memory, if it has such.
     verifies: steps with drafts have buckets, as those that only decode (`engine.batch`); then drafts and prompts are
         not to be in one step.
+    defers: in steps of many rows, what most tokens do to their rows' states is to stay in replay rings for a while, as
+        writing all states takes longer.
     numbers: where the integers of buckets' steps lie, if it has recorded such.
     """
 
@@ -47,6 +49,7 @@ class Model(Protocol):
     encode: Encode | None
     experts: Experts | None
     verifies: bool
+    defers: bool
     numbers: Numbers
 
     @property

@@ -9,9 +9,6 @@ from torch import Tensor
 from deltic.model.mtp import Mtp
 from deltic.ops.records import Batch, CacheViews, Sampling
 
-DRAFT_ROWS = 16
-"""Sequences that drafts are made for at once, beside a device that computes on its own."""
-
 
 def draft_sizes(limit: int) -> list[int]:
     """How many drafts are made at once there, if so many are made at most."""

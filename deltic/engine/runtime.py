@@ -17,11 +17,11 @@ from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
-from deltic.engine.batch import BatchMemory, Numbers, buckets, build, draft_buckets
+from deltic.engine.batch import FEW_ROWS, BatchMemory, Numbers, buckets, build, draft_buckets
 from deltic.engine.experts import Experts
 from deltic.engine.graphs import Graphs
 from deltic.engine.model import Model
-from deltic.engine.mtp import DRAFT_ROWS, MtpRunner, draft_sizes
+from deltic.engine.mtp import MtpRunner, draft_sizes
 from deltic.engine.pictures import Encode
 from deltic.engine.scheduler import Plan, Row
 from deltic.model.decoder import Decoder, Observer
@@ -66,7 +66,7 @@ class Runtime:
     step: runs a batch in one call, where the ops have that.
     mtp_runner: the draft head over this cache.
     graphs: replays decode steps, on a GPU.
-    verifies, numbers: as in `Model`.
+    verifies, defers, numbers: as in `Model`.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Runtime:
     mtp_runner: MtpRunner | None = field(init=False)
     graphs: Graphs | None = field(init=False)
     verifies: bool = field(init=False)
+    defers: bool = field(init=False)
     numbers: Numbers = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,6 +109,7 @@ class Runtime:
             self.mtp_runner = None  # torch would serve it, one op at a time
         # where kernels of our own serve steps with drafts, and the head if there is one
         self.verifies = fast and pools.rings is not None
+        self.defers = self.verifies and self.config.linear is not None
 
     @property
     def pools(self) -> CachePools:
@@ -162,7 +164,8 @@ class Runtime:
             return
         head, memory = self.mtp_runner is not None, BatchMemory(self.numbers)
         for rows, pages in buckets(self.memory.max_batch, self.memory.max_context):
-            row = Row((0,), 0, (0,) * pages, 0, 1)
+            deferred = self.defers and rows > FEW_ROWS
+            row = Row((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
             logits = self.run(build(Plan((row,) * rows), self.device, hidden=head, memory=memory,
                                     verified=self.verifies))
         if self.verifies and self._drafts:
@@ -182,7 +185,7 @@ class Runtime:
 
     def _warm_up_drafts(self, memory: BatchMemory) -> None:
         most, head = self._drafts, self.mtp_runner
-        for rows, pages in draft_buckets(min(self.memory.max_batch, DRAFT_ROWS), self.memory.max_context):
+        for rows, pages in draft_buckets(min(self.memory.max_batch, FEW_ROWS), self.memory.max_context):
             each = 1
             while each < 2 * (most + 1):
                 # as if one token had been left in the ring before, or as many were appended

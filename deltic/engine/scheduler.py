@@ -23,7 +23,7 @@ from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, hurry, share
 from deltic.engine.sequence import Sequence
 from deltic.engine.turns import TURN, gives_way, in_turn, settled
-from deltic.types import PAGE, Positions, common_length, ring_base
+from deltic.types import PAGE, RING, Positions, common_length, ring_base
 
 log = logging.getLogger("deltic")
 
@@ -41,6 +41,9 @@ _PATIENCE = 0.01
 """Seconds to sleep at a time while there is nothing to do but to wait for a tier."""
 
 
+DEFERRED = 8
+"""Tokens of a sequence among which one has its state written, where the others stay in the replay ring. More would have
+to be replayed for what is saved."""
 UNKNOWN = -1
 """Stands for a token that is not on the host yet."""
 
@@ -103,6 +106,14 @@ def base_after(row: Row) -> int | None:
     return ring_base(row.done if row.base is None else row.base, row.done, len(row.tokens))
 
 
+def defers(cache: HybridCache, lease: Lease) -> bool:
+    """Whether what the next token does to the state is left in the lease's replay ring. Of a few tokens in a row one is
+    not, so that the state is written; of different sequences not in the same step."""
+    if not cache.take_ring(lease) or lease.ring is None:
+        return False
+    return lease.behind + 1 < RING and (lease.done + lease.ring) % DEFERRED != 0
+
+
 def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int) -> tuple[tuple[int, int], ...]:
     """`Row.emits` of a row with the next `count` tokens: those of the wanted positions that lie in it and have room."""
     if not wanted:
@@ -144,14 +155,16 @@ class Scheduler:
     """Queues of waiting and running sequences over a cache that grants them pages and slots."""
 
     def __init__(self, cache: HybridCache, max_batch: int, token_budget: int, stall: Stall | None = None,
-                 mixes: bool = True) -> None:
+                 mixes: bool = True, defer_from: int | None = None) -> None:
         """stall: how long a step may take in which answers wait for prompts; None: as long as it takes. mixes: prompts
-        and drafts may be in one step."""
+        and drafts may be in one step. defer_from: rows of a step from which on updates of states are deferred
+        (`Model.defers`); None: they never are."""
         self.cache, self.max_batch, self.token_budget, self.stall = cache, max_batch, token_budget, stall or Stall(None)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.mixes, self.preemptions, self.turns, self._step = mixes, 0, 0, 0
+        self.defer_from = defer_from
         self._hurried = False
 
     def add(self, sequence: Sequence) -> None:
@@ -187,8 +200,13 @@ class Scheduler:
             if count and sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
-        rows = tuple(self._row(sequence, count) for sequence, count in shares)
+        deferring = self.defers(len(shares)) and all(count == 1 and sequence.generated for sequence, count in shares)
+        rows = tuple(self._row(sequence, count, deferring) for sequence, count in shares)
         return Plan(rows, self.cache.take_operations()), [sequence for sequence, _ in shares]
+
+    def defers(self, rows: int) -> bool:
+        """Whether updates of states may be deferred in a step of so many rows that only decode."""
+        return self.defer_from is not None and rows >= self.defer_from
 
     def pass_over(self) -> bool:
         """Count a step that is not planned here, if `plan` would leave everybody where he is."""
@@ -400,7 +418,7 @@ class Scheduler:
             self.cache.wake(sequence.rest, sequence.lease)
             sequence.rest = None
 
-    def _row(self, sequence: Sequence, count: int) -> Row:
+    def _row(self, sequence: Sequence, count: int, deferring: bool) -> Row:
         lease = sequence.lease
         assert lease is not None
         done, end = lease.done, lease.done + count
@@ -408,9 +426,10 @@ class Scheduler:
         drafts, ends = max(end - len(sequence.tokens), 0), end >= len(sequence.tokens)
         scored = max(end - ends - max(done, len(sequence.scores)), 0) if sequence.scoring else 0
         drawn = drafts + 1 if ends and not sequence.embeds else 0
+        append = defers(self.cache, lease) if deferring else drafts > 0 and lease.ring is not None
         return Row(tokens, done, lease.pages, lease.slot, scored + drawn, scored=scored,
                    emits=emits_of(self.cache, lease, sequence.wanted, count), base=lease.base, ring=lease.ring or 0,
-                   append=drafts > 0 and lease.ring is not None, drafts=drafts,
+                   append=append, drafts=drafts,
                    rotary=sequence.rotary(done, count) if sequence.positions else sequence.offset,
                    hidden=ends and sequence.embeds, seen=_seen(sequence, done, end))
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence as List
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from deltic.engine.batch import FEW_ROWS
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth, Growth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import Drafter, DraftsAhead, MtpDrafter, NgramDrafter
 from deltic.engine.launch import InFlight
 from deltic.engine.model import Model
-from deltic.engine.mtp import DRAFT_ROWS
 from deltic.engine.scheduler import Plan, Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.types import MAX_DRAFTS, Draft, Mtp, Ngram
@@ -61,7 +61,7 @@ class Speculator:
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)
         self._next: int | None = None
-        self._most_rows = DRAFT_ROWS if runtime.verifies else 1 << 30
+        self._most_rows = FEW_ROWS if runtime.verifies else 1 << 30
 
     def draft(self) -> list[Sequence]:
         """Give the sequences that are about to answer their drafts for the next step; returns these sequences, none

@@ -9,7 +9,7 @@ from deltic.ops.cuda.draft import mtp_step
 from deltic.ops.cuda.rings import fold_ring
 from deltic.ops.cuda.sample import sample
 from deltic.ops.cuda.step import left_to_torch as left_to_torch
-from deltic.ops.cuda.step import serves_drafts as serves_drafts
+from deltic.ops.cuda.step import serves_rings as serves_rings
 from deltic.ops.cuda.step import step
 from deltic.ops.cuda.tower import Vision
 from deltic.ops.torch import OPS as TORCH_OPS

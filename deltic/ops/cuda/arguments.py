@@ -33,6 +33,10 @@ class Verify(Arguments):
                                        "core ended", "", ""))
 
 
+class OverRings(Arguments):
+    _fields_ = (*Gdn._fields_, *fields("base unit append inputs keys updates decays", "", ""))
+
+
 class Append(Arguments):
     _fields_ = fields("new_inputs new_keys new_decays inputs keys decays count starts done unit append", "",
                       "channels key_size value_heads tokens units")

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.cuda.shapes import entry, gdn_slice
+from deltic.ops.cuda.shapes import PASSING, STATES_OVER_RINGS, entry, gdn_slice
 from deltic.ops.records import RING, Batch, CacheViews, GdnSpec, GdnWeights, RingView, StateView
 from deltic.ops.torch.gdn import fold_ring as fold_ring_by_torch
 
@@ -66,6 +66,21 @@ class Rings:
             updates=ring.updates, decays=ring.decays, new_inputs=fresh.inputs[store], new_keys=fresh.keys[store],
             new_decays=fresh.decays[store], core=fresh.core, ended=self._ended))
 
+    def mix_singles(self, mixer: GdnWeights, store: int, batch: Batch, proj: Tensor, stride: int, y: Tensor,
+                    blocks: int) -> None:
+        """As `mix`, of many rows of one token whose states pass whole, in this many blocks. What rows append goes to
+        their rings right away, which have room for it."""
+        spec, state = mixer.spec, self._states[store]
+        ring, heads = _ring(state), spec.value_heads * len(batch.source)
+        self._module.launch("k_gdn_many_rings", (min(heads, blocks),), PASSING, args.OverRings(
+            proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
+            state=state.recurrent, ring=state.conv, y=y, count=batch.count, starts=batch.starts, done=batch.done,
+            source=batch.source, target=batch.target, eps=spec.eps, key_heads=spec.key_heads,
+            value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads, base=batch.base,
+            unit=batch.ring, append=batch.append if batch.layout.appends else None, inputs=ring.inputs,
+            keys=ring.keys, updates=ring.updates, decays=ring.decays),
+            STATES_OVER_RINGS * spec.key_dim * spec.value_dim * 4)
+
     def end(self, batch: Batch, fresh: Fresh) -> None:
         """After the last layer: what was appended goes to the rings."""
         if not batch.layout.appends:
@@ -104,7 +119,7 @@ def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, 
 
 def fold_source() -> str:
     """The text of the kernel that folds."""
-    return headers("gdn", "verify") + entry("fold", "Fold", "256", "fold")
+    return headers("gdn", "gdn_many", "verify") + entry("fold", "Fold", "256", "fold")
 
 
 @cache

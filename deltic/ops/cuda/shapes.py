@@ -25,8 +25,9 @@ _SUMS = 8 << 10
 _NORMALISED, _PLAIN = 4096, 12288
 """Columns that products take at most."""
 STORE, ADD, GATE = range(3)
-PASSING, STATES = 384, 3
-"""Threads of a block through which whole states pass, and states that it has at once."""
+PASSING, STATES, STATES_OVER_RINGS = 384, 3, 2
+"""Threads of a block through which whole states pass, and states that it has at once, without and with what is to be
+replayed on them beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,10 @@ class Shapes:
                 if name == "few":
                     text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
                 if name == "many" and passes_whole(gdn):
-                    text.append(entry("gdn_many", "Gdn", f"{PASSING}, 1", f"gdn_many<{gdn.key_dim}, {STATES}>"))
+                    text.append(entry("gdn_many", "Gdn", f"{PASSING}, 1", f"gdn_many<{gdn.key_dim}, {STATES}, false>"))
+                    if self.rings:
+                        text.append(entry("gdn_many_rings", "OverRings", f"{PASSING}, 1",
+                                          f"gdn_many<{gdn.key_dim}, {STATES_OVER_RINGS}, true>"))
                 else:
                     text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
                 if self.rings:

@@ -95,9 +95,9 @@ def left_to_torch(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict[
     return {name: f"torch ({why})" for name, why in found.items() if why}
 
 
-def serves_drafts(device: torch.device, dtype: str) -> bool:
-    """Whether steps with drafts are served, of models that the kernels know, as far as that can be said before one is
-    loaded."""
+def serves_rings(device: torch.device, dtype: str) -> bool:
+    """Whether steps over replay rings are served, with drafts and without, of models that the kernels know, as far as
+    that can be said before one is loaded."""
     return dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -116,7 +116,8 @@ class _Work:
     """One step's memory. residual [T, H], turns [T, rotary] float32; y: what mixers give, [T, values or queries] bf16;
     core [T, ...] float32: what heads in slices give, not
     normed yet, and behind each row of them the squares of its slices. mixed, mass: parts of the attention.
-    kind: of the projections: few (float32) or many (bf16). fresh: where rows have tokens in replay rings."""
+    kind: of the projections: few (float32) or many (bf16). behind: rows have tokens in replay rings. fresh: then, what
+    they append; None where they have one token each, and append it themselves."""
 
     batch: Batch
     kind: str
@@ -127,6 +128,7 @@ class _Work:
     core: Tensor
     mixed: Tensor
     mass: Tensor
+    behind: bool
     fresh: Fresh | None
 
 
@@ -161,8 +163,10 @@ class Step:
         heads, size = (attention.heads, attention.head_dim) if attention else (1, 1)
         fill = 512 // (tokens * (attention.kv_heads if attention else 1))
         # of a row's tokens, those before them have a page in another part
-        parts = _PARTS if kind == "few" else max(1 + batch.layout.appends, min(8, 1 << max(fill, 1).bit_length() - 1))
+        several = batch.layout.appends and tokens > batch.layout.rows
+        parts = _PARTS if kind == "few" else max(1 + several, min(8, 1 << max(fill, 1).bit_length() - 1))
         behind = self._rings is not None and batch.base is not batch.done
+        whole = kind == "many" and tokens == batch.layout.rows and gdn is not None and passes_whole(gdn)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -172,7 +176,8 @@ class Step:
                      empty(tokens, rotary),
                      empty(tokens, max(gdn.values if gdn else 1, heads * size), dtype=torch.bfloat16),
                      empty(min(tokens, SPREAD), heads_stride(gdn) if gdn else 1), empty(tokens, heads, parts, size),
-                     empty(tokens, heads, parts, 2), self._rings.begin(tokens) if behind and self._rings else None)
+                     empty(tokens, heads, parts, 2), behind,
+                     self._rings.begin(tokens) if behind and self._rings and not whole else None)
 
     def _begin(self, batch: Batch, kind: str) -> _Work:
         work = self.work(batch, kind)
@@ -268,6 +273,8 @@ class Step:
         mixer, batch = layer.mixer, work.batch
         if isinstance(mixer, GdnWeights) and work.fresh and self._rings:
             self._rings.mix(mixer, layer.store, batch, proj, stride, work.y, work.fresh)
+        elif isinstance(mixer, GdnWeights) and work.behind and self._rings:
+            self._rings.mix_singles(mixer, layer.store, batch, proj, stride, work.y, self._blocks)
         elif isinstance(mixer, GdnWeights):
             spec, state = mixer.spec, self._views.states[layer.store]
             slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
@@ -291,7 +298,7 @@ class Step:
 
     def _spreads(self, spec: GdnSpec, work: _Work) -> bool:
         """Whether each slice of a head is a block of its own, and what they give is not normed yet."""
-        if work.fresh:
+        if work.behind:
             return False
         slices = spec.value_heads * spec.value_dim // gdn_slice(spec, "few")
         return work.kind == "few" and len(work.residual) <= SPREAD and slices * len(work.residual) <= 2 * self._blocks

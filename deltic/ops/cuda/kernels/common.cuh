@@ -139,11 +139,12 @@ DEVICE void expect_bytes(u32 barrier, int bytes) {
 DEVICE void arrive_barrier(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
-// A whole warp has read a part of shared memory that a copy will write to next, which whoever makes it learns from the
-// barrier. Copies are of another proxy than plain reads, so that a barrier alone does not keep them behind these (PTX ISA,
-// proxies): without the fence reads that are on their way have seen what was copied.
+// Plain reads of shared memory that copies write to next are done. Copies are of another proxy, so that a barrier alone does
+// not keep them behind reads (PTX ISA, proxies): without this, reads that were on their way have seen what was copied.
+DEVICE void end_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// A whole warp has read what a copy writes to next; whoever makes that waits for the barrier.
 DEVICE void release_slot(u32 barrier) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    end_reads();
     __syncwarp();
     if ((threadIdx.x & 31) == 0) arrive_barrier(barrier);
 }
@@ -167,6 +168,7 @@ DEVICE void init_barrier(u32, int) {}
 DEVICE void publish_barriers() {}
 DEVICE void expect_bytes(u32, int) {}
 DEVICE void arrive_barrier(u32) {}
+DEVICE void end_reads() {}
 DEVICE void release_slot(u32) {}
 DEVICE void await_barrier(u32, u32) {}
 DEVICE void bulk_copy(u32, const void *, int, u32, u64) {}

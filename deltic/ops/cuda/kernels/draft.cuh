@@ -90,7 +90,7 @@ struct HeadKeys {
     const float *key_norm;
     const float *turns;     // [T, rotary]
     const float *last;      // [T, H]
-    float *slots;           // [S, H]: get the hidden states of the rows' last tokens, but for rows that append
+    float *slots;           // [S, H]: get the hidden states of the rows' last tokens, but for rows with drafts
     u16 *keys, *values;     // [pages, PAGE, kv_heads, D]
     const i64 *count, *starts, *done, *target, *append, *pages;
     float eps;
@@ -103,7 +103,8 @@ template <int D, class In> DEVICE void head_keys(const HeadKeys &a) {
     launch_dependents();
     const int token = blockIdx.x, rows = int(*a.count), found = row_of(a.starts, rows, token), row = min(found, rows - 1);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, position = int(a.done[row]) + token - int(a.starts[row]);
-    const bool ends = token + 1 == int(a.starts[row + 1]) && !(a.append && a.append[row]);
+    const int begin = int(a.starts[row]), end = int(a.starts[row + 1]);
+    const bool ends = token + 1 == end && !(a.append && a.append[row] && end > begin + 1);
     wait();
     if (found >= rows) return;
     const In *from = (const In *)a.proj + i64(token) * a.stride;

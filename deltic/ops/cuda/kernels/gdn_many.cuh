@@ -2,33 +2,71 @@
 // go in and out. One block for each multiprocessor goes from head to head: states come to shared memory as a whole, the
 // next ones while one is worked on, and go back from registers. Eight warps have the state, four others what lies before
 // and behind: they convolve the next head, and norm and gate the last one, so that nobody waits for anything but states.
+//
+// Over replay rings (`verify.cuh`) a state is read, but written only now and then: what tokens since then do to it is
+// replayed, with the same operations and so the same bits, and a row that appends leaves its own token there, too.
 
-// D: rows and columns of a state. STAGES: states in shared memory.
-template <int D, int STAGES> struct ManyHeads {
+#define RING 16
+
+struct OverRings : Gdn {
+    const i64 *base, *unit, *append;  // rows that append have less than RING tokens in their ring; null: none appends
+    u16 *inputs;                      // [units, RING, C]
+    float *keys;                      // [units, RING, Hk, D]
+    float *updates;                   // [units, RING, Hv, D]
+    float *decays;                    // [units, RING, Hv]
+};
+// Where a row's state stands, and where what comes after it lies.
+struct Since {
+    int base, append;
+    i64 unit;
+    static DEVICE Since of(const Gdn &, const Place &p) { return {p.done, 0, 0}; }
+    static DEVICE Since of(const OverRings &a, const Place &p) {
+        return {int(a.base[p.row]), a.append && a.append[p.row], a.unit[p.row]};
+    }
+    DEVICE i64 entry(int position) const { return unit * RING + (position & (RING - 1)); }
+};
+struct NoEntries {};
+// What a head replays: keys, updates, decays.
+template <int D> struct alignas(16) Entries {
+    float keys[RING][D], updates[RING][D], keeps[RING];
+};
+template <bool RINGS, int D> struct EntriesOf { using Type = NoEntries; using Arguments = Gdn; };
+template <int D> struct EntriesOf<true, D> { using Type = Entries<D>; using Arguments = OverRings; };
+
+// D: rows and columns of a state. STAGES: states in shared memory. RINGS: over replay rings.
+template <int D, int STAGES, bool RINGS> struct ManyHeads {
     static constexpr int WARPS = 8, HELPERS = D, ROWS = D / WARPS, SIZE = D * D * 4, CHUNK = 16384, KNOWN = 64;
     static_assert(D == 128, "a warp has rows of 128 columns");
+    using Arguments = typename EntriesOf<RINGS, D>::Arguments;
     struct alignas(16) Shared {
         float mixed[2][3][D], rates[2][4], found[2][D], parts[WARPS][2][D], sums[3][4], squares[4];
+        typename EntriesOf<RINGS, D>::Type entries[2];
         Place places[KNOWN];
+        Since since[KNOWN];
         u64 full[STAGES];
     };
-    const Gdn &a;
+    const Arguments &a;
     Shared &m;
     const u32 stage;
     const int items, keys, channels;
 
-    DEVICE ManyHeads(const Gdn &args, Shared &shared, u32 stage)
+    DEVICE ManyHeads(const Arguments &args, Shared &shared, u32 stage)
         : a(args), m(shared), stage(stage), items(min(args.heads, int(*args.count) * args.value_heads)),
           keys(args.key_heads * D), channels(2 * args.key_heads * D + args.value_heads * D) {}
     DEVICE bool exists(int n) const { return int(blockIdx.x + n * gridDim.x) < items; }
     DEVICE Place find(int n) const { return Place::of(a, blockIdx.x + n * gridDim.x); }
     DEVICE const Place &place(int n) const { return m.places[n % KNOWN]; }
+    DEVICE const Since &since(int n) const { return m.since[n % KNOWN]; }
+    DEVICE void know(int n) const {
+        const Place p = find(n);
+        m.places[n % KNOWN] = p, m.since[n % KNOWN] = Since::of(a, p);
+    }
     DEVICE char *state(i64 slot, int head) const { return (char *)(a.state + (slot * a.value_heads + head) * (D * D)); }
     DEVICE u32 full(int n) const { return shared_address(&m.full[n % STAGES]); }
     // By one thread.
-    DEVICE void fetch(int n, const Place &p) const {
-        expect_bytes(full(n), p.done ? SIZE : 0);
-        for (int at = 0; p.done && at < SIZE; at += CHUNK)
+    DEVICE void fetch(int n, const Place &p, const Since &since) const {
+        expect_bytes(full(n), since.base ? SIZE : 0);
+        for (int at = 0; since.base && at < SIZE; at += CHUNK)
             bulk_copy_kept(stage + n % STAGES * SIZE + at, state(p.source, p.head) + at, CHUNK, full(n));
     }
     // A token's step of a state: a lane has four columns, a warp some rows.
@@ -36,7 +74,8 @@ template <int D, int STAGES> struct ManyHeads {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = n & 1;
         const u32 at = stage + n % STAGES * SIZE + warp * ROWS * D * 4 + lane * 16;
         const Place &p = place(n);
-        const bool there = p.done;
+        const Since &from = since(n);
+        const bool there = from.base, stores = !RINGS || !from.append;
         float *to = (float *)state(p.target, p.head) + warp * ROWS * D + lane * 4;
         const float *query = m.mixed[side][0] + warp * ROWS, *key = m.mixed[side][1] + warp * ROWS;
         float4 s[ROWS];
@@ -47,14 +86,19 @@ template <int D, int STAGES> struct ManyHeads {
         for (int i = 0; i < ROWS; ++i) {
             const uint4 v = there ? load_shared(at + i * D * 4) : make_uint4(0, 0, 0, 0);
             s[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+        }
+        if constexpr (RINGS) replay(s, n, warp, lane);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
             const float row[4] = {s[i].x, s[i].y, s[i].z, s[i].w}, k = key[i], q = query[i];
 #pragma unroll
             for (int c = 0; c < 4; ++c) k4[c] = __fmaf_rn(k, row[c], k4[c]), q4[c] = __fmaf_rn(q, row[c], q4[c]);
         }
         *(float4 *)&m.parts[warp][0][lane * 4] = make_float4(k4[0], k4[1], k4[2], k4[3]);
         *(float4 *)&m.parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
+        end_reads();
         meet_eight_warps();  // all have taken theirs from shared memory
-        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES));
+        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES), since(n + STAGES));
         __syncwarp();
         const float keep = m.rates[side][0], beta = m.rates[side][1], dot = m.rates[side][2];
         float u[4];
@@ -74,6 +118,10 @@ template <int D, int STAGES> struct ManyHeads {
                 m.found[side][lane * 4 + c] = __fmaf_rn(dot, u[c], __fmul_rn(keep, from_query));
             }
         }
+        if constexpr (RINGS)
+            if (!stores && warp == 0)
+                *(float4 *)(a.updates + (from.entry(p.done) * a.value_heads + p.head) * D + lane * 4) = make_float4(u[0], u[1], u[2], u[3]);
+        if (!stores) return;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const float k = key[i];
@@ -81,6 +129,46 @@ template <int D, int STAGES> struct ManyHeads {
                                                 __fmaf_rn(k, u[1], __fmul_rn(keep, s[i].y)),
                                                 __fmaf_rn(k, u[2], __fmul_rn(keep, s[i].z)),
                                                 __fmaf_rn(k, u[3], __fmul_rn(keep, s[i].w))), policy);
+        }
+    }
+
+    // What the tokens in the ring do to a warp's rows of a state.
+    DEVICE void replay(float4 (&s)[ROWS], int n, int warp, int lane) const {
+        const auto &entries = m.entries[n & 1];
+        const int count = place(n).done - since(n).base;
+#pragma unroll 1
+        for (int j = 0; j < count; ++j) {
+            const float keep = entries.keeps[j];
+            const float4 u = *(const float4 *)&entries.updates[j][lane * 4];
+#pragma unroll
+            for (int i = 0; i < ROWS; i += 4) {
+                const float4 k4 = *(const float4 *)&entries.keys[j][warp * ROWS + i];
+                const float k[4] = {k4.x, k4.y, k4.z, k4.w};
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    float4 &v = s[i + r];
+                    v = make_float4(__fmaf_rn(k[r], u.x, __fmul_rn(keep, v.x)), __fmaf_rn(k[r], u.y, __fmul_rn(keep, v.y)),
+                                    __fmaf_rn(k[r], u.z, __fmul_rn(keep, v.z)), __fmaf_rn(k[r], u.w, __fmul_rn(keep, v.w)));
+                }
+            }
+        }
+    }
+    // By helpers: what a head replays is on its way to shared memory.
+    DEVICE void load_entries(int n, int t) const {
+        if constexpr (RINGS) {
+            if (!exists(n)) return;
+            constexpr int UNITS = D / 4;  // of 16 bytes
+            auto &to = m.entries[n & 1];
+            const Place &p = place(n);
+            const Since &from = since(n);
+            const int count = p.done - from.base;
+            for (int i = t; i < count * 2 * UNITS; i += HELPERS) {
+                const int j = i / (2 * UNITS), unit = i % UNITS * 4;
+                const i64 entry = from.entry(from.base + j);
+                if (i / UNITS % 2) copy_async<16>(shared_address(&to.updates[j][unit]), a.updates + (entry * a.value_heads + p.head) * D + unit);
+                else copy_async<16>(shared_address(&to.keys[j][unit]), a.keys + (entry * a.key_heads + p.from) * D + unit);
+            }
+            if (t < count) to.keeps[t] = __ldcg(a.decays + from.entry(from.base + t) * a.value_heads + p.head);
         }
     }
 
@@ -95,13 +183,20 @@ template <int D, int STAGES> struct ManyHeads {
     }
     DEVICE void load_inputs(int n, int t, Inputs &v) const {
         const Place &p = place(n);
+        const Since &from = since(n);
         const u16 *own = (const u16 *)a.proj + i64(p.start) * a.stride, *ring = a.ring + i64(p.source) * 4 * channels;
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
             const int c = channel(p, i, t);
             v.taps[i] = __ldg((const uint2 *)a.conv + c), v.raw[i] = __ldcg(own + c);
 #pragma unroll
-            for (int j = 0; j < 3; ++j) v.old[i][j] = __ldcg(ring + ((p.done + 1 + j) & 3) * channels + c);
+            for (int j = 0; j < 3; ++j) {
+                const int position = p.done - 3 + j;
+                const u16 *at = ring + (position & 3) * channels;
+                if constexpr (RINGS)
+                    if (position >= from.base) at = a.inputs + from.entry(position) * channels;
+                v.old[i][j] = __ldcg(at + c);
+            }
         }
         own += channels;
         v.gate = __ldcg(own + p.head * D + t), own += a.value_heads * D;
@@ -112,7 +207,9 @@ template <int D, int STAGES> struct ManyHeads {
     // The convolution of a head, its query and key with their lengths, its rates, and its inputs to the ring.
     DEVICE void mix(int n, int t, const Inputs &v) {
         const Place &p = place(n);
+        const Since &from = since(n);
         const int side = n & 1;
+        const bool appends = RINGS && from.append, all = p.source != p.target || !p.done || (RINGS && from.base < p.done);
         float x[3];
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
@@ -122,9 +219,12 @@ template <int D, int STAGES> struct ManyHeads {
             x[i] = silu(__fmaf_rn(low(v.taps[i].x), old[0], __fmaf_rn(high(v.taps[i].x), old[1],
                         __fmaf_rn(low(v.taps[i].y), old[2], __fmul_rn(high(v.taps[i].y), wide(v.raw[i]))))));
             if (i < 2 && !p.leads) continue;
+            if constexpr (RINGS)
+                if (appends) a.inputs[from.entry(p.done) * channels + channel(p, i, t)] = v.raw[i];
+            if (appends) continue;
             u16 *const to = a.ring + i64(p.target) * 4 * channels + channel(p, i, t);
             to[(p.done & 3) * channels] = v.raw[i];
-            if (p.source == p.target && p.done) continue;
+            if (!all) continue;
 #pragma unroll
             for (int j = 0; j < 3; ++j) to[((p.done + 1 + j) & 3) * channels] = p.done ? v.old[i][j] : u16(0);
         }
@@ -134,15 +234,19 @@ template <int D, int STAGES> struct ManyHeads {
             for (int i = 0; i < 3; ++i) m.sums[i][t >> 5] = sums[i];
         }
         meet_helpers();
-        float all[3];
+        float lengths[3];
 #pragma unroll
-        for (int i = 0; i < 3; ++i) all[i] = (m.sums[i][0] + m.sums[i][1]) + (m.sums[i][2] + m.sums[i][3]);
-        const float query = rsqrtf(all[0] + 1e-6f) * rsqrtf(float(D)), key = rsqrtf(all[1] + 1e-6f);
+        for (int i = 0; i < 3; ++i) lengths[i] = (m.sums[i][0] + m.sums[i][1]) + (m.sums[i][2] + m.sums[i][3]);
+        const float query = rsqrtf(lengths[0] + 1e-6f) * rsqrtf(float(D)), key = rsqrtf(lengths[1] + 1e-6f);
         m.mixed[side][0][t] = x[0] * query, m.mixed[side][1][t] = x[1] * key, m.mixed[side][2][t] = x[2];
         if (t == 0) {
             const float steep = wide(v.steep) + v.bias, soft = steep > 20.f ? steep : log1pf(__expf(steep));
-            m.rates[side][0] = __expf(v.rate * soft), m.rates[side][1] = sigmoid(wide(v.beta)), m.rates[side][2] = all[2] * query * key;
+            m.rates[side][0] = __expf(v.rate * soft), m.rates[side][1] = sigmoid(wide(v.beta)), m.rates[side][2] = lengths[2] * query * key;
+            if constexpr (RINGS)
+                if (appends) a.decays[from.entry(p.done) * a.value_heads + p.head] = m.rates[side][0];
         }
+        if constexpr (RINGS)
+            if (appends && p.leads) a.keys[(from.entry(p.done) * a.key_heads + p.from) * D + t] = x[1] * key;
     }
     // What a head has given, normed and gated.
     DEVICE void finish(int n, int t, float gate, float scale) {
@@ -165,15 +269,17 @@ template <int D, int STAGES> struct ManyHeads {
     DEVICE void run_helpers(int t, Inputs &inputs, float gate, float scale) {
         float last = 0;
         for (int n = 0; exists(n); ++n) {
+            load_entries(n + 1, t);
             if (n) finish(n - 1, t, last, scale);
             last = gate;
             if (exists(n + 1)) {
                 mix(n + 1, t, inputs);
                 gate = wide(inputs.gate);
                 const int later = n - 1 + KNOWN / 2 + t;
-                if (n % (KNOWN / 2) == 1 && n > 1 && t < KNOWN / 2 && exists(later)) m.places[later % KNOWN] = find(later);
+                if (n % (KNOWN / 2) == 1 && n > 1 && t < KNOWN / 2 && exists(later)) know(later);
                 if (exists(n + 2)) load_inputs(n + 2, t, inputs);
             }
+            if constexpr (RINGS) await_copies();
             __syncthreads();
             if (!exists(n + 1)) finish(n, t, last, scale);
         }
@@ -181,8 +287,8 @@ template <int D, int STAGES> struct ManyHeads {
 };
 
 // 384 threads.
-template <int D, int STAGES> DEVICE void gdn_many(const Gdn &a) {
-    using Heads = ManyHeads<D, STAGES>;
+template <int D, int STAGES, bool RINGS> DEVICE void gdn_many(const typename EntriesOf<RINGS, D>::Arguments &a) {
+    using Heads = ManyHeads<D, STAGES, RINGS>;
     extern __shared__ __align__(128) char shared_states[];
     __shared__ typename Heads::Shared shared;
     Heads g(a, shared, shared_address(shared_states));
@@ -190,12 +296,16 @@ template <int D, int STAGES> DEVICE void gdn_many(const Gdn &a) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) init_barrier(g.full(i), 1);
         publish_barriers();
-        for (int n = 0; n < STAGES && g.exists(n); ++n) g.fetch(n, g.find(n));
+        for (int n = 0; n < STAGES && g.exists(n); ++n) {
+            const Place p = g.find(n);
+            g.fetch(n, p, Since::of(a, p));
+        }
     }
     launch_dependents();
     if (!g.exists(0)) return wait();
-    if (t >= 0 && t < Heads::KNOWN && g.exists(t)) shared.places[t] = g.find(t);
+    if (t >= 0 && t < Heads::KNOWN && g.exists(t)) g.know(t);
     __syncthreads();
+    if (t >= 0) g.load_entries(0, t);
     wait();
     if (t < 0) {
         __syncthreads();
@@ -207,6 +317,7 @@ template <int D, int STAGES> DEVICE void gdn_many(const Gdn &a) {
     g.mix(0, t, inputs);
     const float gate = wide(inputs.gate);
     if (g.exists(1)) g.load_inputs(1, t, inputs);
+    if constexpr (RINGS) await_copies();
     __syncthreads();
     g.run_helpers(t, inputs, gate, scale);
 }

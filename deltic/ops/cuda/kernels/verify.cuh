@@ -4,8 +4,6 @@
 // that not a bit differs. Four warps have BV columns of a value head of a row, all of the row's tokens; the last block of a
 // head norms and gates it. What rows append goes to scratch memory first, and to the ring when no block reads it any more.
 
-#define RING 16
-
 struct Verify : Gdn {      // y: [T, Hv * DV] bf16
     const i64 *base, *unit, *append;
     const u16 *inputs;     // [units, RING, C]
