@@ -270,7 +270,8 @@ def test_states_do_not_drift(runtime: Runtime) -> None:
     found = []
     for done in range(STEPS):
         batch = batch_of([done % (64 * PAGE)], 1)
-        batch = replace(batch, done=batch.done * 0 + done)
+        cursor = batch.done * 0 + done
+        batch = replace(batch, done=cursor, base=cursor)
         work = step._begin(batch, "few")
         step._mix(layer, work, proj[done:done + 1], proj.shape[1])
         found.append(work.core.clone() if step._spreads(spec, work) else work.y[:, :spec.values].float())

@@ -168,8 +168,8 @@ class Runtime:
             row = Row((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
             logits = self.run(build(Plan((row,) * rows), self.device, hidden=head, memory=memory,
                                     verified=self.verifies))
-        if self.verifies and self._drafts:
-            self._warm_up_drafts(memory)
+        if self.verifies and (self._drafts or self.defers):
+            self._warm_up_rings(memory)
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)
@@ -183,7 +183,8 @@ class Runtime:
             return Mtp().tokens if self.mtp_runner else 0
         return speculation.tokens if speculation else 0
 
-    def _warm_up_drafts(self, memory: BatchMemory) -> None:
+    def _warm_up_rings(self, memory: BatchMemory) -> None:
+        """Steps of few rows with drafts, or with tokens that were left in replay rings."""
         most, head = self._drafts, self.mtp_runner
         for rows, pages in draft_buckets(min(self.memory.max_batch, FEW_ROWS), self.memory.max_context):
             each = 1
@@ -194,7 +195,7 @@ class Runtime:
                 self.run(build(Plan((row,) * rows), self.device, hidden=head is not None, memory=memory,
                                verified=True))
                 each *= 2
-            for drafts in draft_sizes(most):
+            for drafts in draft_sizes(most) if most else ():
                 if head:
                     head.record(rows, pages, drafts)
 

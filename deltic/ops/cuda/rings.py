@@ -12,7 +12,7 @@ from torch import Tensor
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.cuda.shapes import PASSING, STATES_OVER_RINGS, entry, gdn_slice
+from deltic.ops.cuda.shapes import PASSING, STATES, entry, gdn_slice
 from deltic.ops.records import RING, Batch, CacheViews, GdnSpec, GdnWeights, RingView, StateView
 from deltic.ops.torch.gdn import fold_ring as fold_ring_by_torch
 
@@ -79,7 +79,7 @@ class Rings:
             value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads, base=batch.base,
             unit=batch.ring, append=batch.append if batch.layout.appends else None, inputs=ring.inputs,
             keys=ring.keys, updates=ring.updates, decays=ring.decays),
-            STATES_OVER_RINGS * spec.key_dim * spec.value_dim * 4)
+            STATES * spec.key_dim * spec.value_dim * 4)
 
     def end(self, batch: Batch, fresh: Fresh) -> None:
         """After the last layer: what was appended goes to the rings."""

@@ -25,9 +25,8 @@ _SUMS = 8 << 10
 _NORMALISED, _PLAIN = 4096, 12288
 """Columns that products take at most."""
 STORE, ADD, GATE = range(3)
-PASSING, STATES, STATES_OVER_RINGS = 384, 3, 2
-"""Threads of a block through which whole states pass, and states that it has at once, without and with what is to be
-replayed on them beside it."""
+PASSING, STATES = 384, 3
+"""Threads of a block through which whole states pass, and states that it has at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ class Shapes:
                     text.append(entry("gdn_many", "Gdn", f"{PASSING}, 1", f"gdn_many<{gdn.key_dim}, {STATES}, false>"))
                     if self.rings:
                         text.append(entry("gdn_many_rings", "OverRings", f"{PASSING}, 1",
-                                          f"gdn_many<{gdn.key_dim}, {STATES_OVER_RINGS}, true>"))
+                                          f"gdn_many<{gdn.key_dim}, {STATES}, true>"))
                 else:
                     text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
                 if self.rings:

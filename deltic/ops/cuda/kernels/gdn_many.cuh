@@ -26,9 +26,10 @@ struct Since {
     DEVICE i64 entry(int position) const { return unit * RING + (position & (RING - 1)); }
 };
 struct NoEntries {};
-// What a head replays: keys, updates, decays.
+// What a head replays, as far as there is room: keys, updates, decays.
 template <int D> struct alignas(16) Entries {
-    float keys[RING][D], updates[RING][D], keeps[RING];
+    static constexpr int MOST = 7;
+    float keys[MOST][D], updates[MOST][D], keeps[MOST + 1];
 };
 template <bool RINGS, int D> struct EntriesOf { using Type = NoEntries; using Arguments = Gdn; };
 template <int D> struct EntriesOf<true, D> { using Type = Entries<D>; using Arguments = OverRings; };
@@ -87,6 +88,10 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
             const uint4 v = there ? load_shared(at + i * D * 4) : make_uint4(0, 0, 0, 0);
             s[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
         }
+        end_reads();
+        meet_eight_warps();  // all have taken theirs from shared memory
+        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES), since(n + STAGES));
+        __syncwarp();
         if constexpr (RINGS) replay(s, n, warp, lane);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -96,10 +101,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         }
         *(float4 *)&m.parts[warp][0][lane * 4] = make_float4(k4[0], k4[1], k4[2], k4[3]);
         *(float4 *)&m.parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
-        end_reads();
-        meet_eight_warps();  // all have taken theirs from shared memory
-        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES), since(n + STAGES));
-        __syncwarp();
+        meet_eight_warps();
         const float keep = m.rates[side][0], beta = m.rates[side][1], dot = m.rates[side][2];
         float u[4];
 #pragma unroll
@@ -135,14 +137,19 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
     // What the tokens in the ring do to a warp's rows of a state.
     DEVICE void replay(float4 (&s)[ROWS], int n, int warp, int lane) const {
         const auto &entries = m.entries[n & 1];
-        const int count = place(n).done - since(n).base;
+        const Place &p = place(n);
+        const Since &from = since(n);
+        const int count = p.done - from.base;
 #pragma unroll 1
         for (int j = 0; j < count; ++j) {
-            const float keep = entries.keeps[j];
-            const float4 u = *(const float4 *)&entries.updates[j][lane * 4];
+            const bool here = j < entries.MOST;
+            const i64 entry = from.entry(from.base + j);
+            const float keep = here ? entries.keeps[j] : __ldcg(a.decays + entry * a.value_heads + p.head);
+            const float *key = here ? entries.keys[j] : a.keys + (entry * a.key_heads + p.from) * D;
+            const float4 u = *(const float4 *)((here ? entries.updates[j] : a.updates + (entry * a.value_heads + p.head) * D) + lane * 4);
 #pragma unroll
             for (int i = 0; i < ROWS; i += 4) {
-                const float4 k4 = *(const float4 *)&entries.keys[j][warp * ROWS + i];
+                const float4 k4 = *(const float4 *)(key + warp * ROWS + i);
                 const float k[4] = {k4.x, k4.y, k4.z, k4.w};
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
@@ -161,7 +168,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
             auto &to = m.entries[n & 1];
             const Place &p = place(n);
             const Since &from = since(n);
-            const int count = p.done - from.base;
+            const int count = min(p.done - from.base, to.MOST);
             for (int i = t; i < count * 2 * UNITS; i += HELPERS) {
                 const int j = i / (2 * UNITS), unit = i % UNITS * 4;
                 const i64 entry = from.entry(from.base + j);

@@ -111,10 +111,18 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
             if (exists(segment, j)) v[j] = load_shared(at + j / 2 * (WARPS * 128) + (odd ? -(j % 2) : j % 2) * 64);
         next();
     }
-    // What the slot before the current one held, or with `more` the one before that, is in registers.
-    DEVICE void release(bool more) {
-        const int before = 1 + more;
-        release_slot(barrier + 8 * (a.slots - before + (slot < before ? a.slots : 0)));
+    // What the slot before the current one held, or with `more` the one before that, has come to registers: the address of
+    // the barrier cannot be had before. A fence, as of `release_slot`, would also wait for the slot that is on its way.
+    DEVICE void release(bool more, const uint4 (&v)[LOADS], int segment) {
+        u32 loaded = 0;
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j)
+            if (exists(segment, j)) loaded |= v[j].x;
+        __syncwarp();
+        if (lane == 0) {
+            const int before = 1 + more;
+            arrive_barrier(barrier + 8 * (a.slots - before + (slot < before ? a.slots : 0)) + (loaded & threadIdx.z));
+        }
     }
     DEVICE void multiply_slot(float (&d)[2][4], const uint2 (&f)[LOADS], const uint4 (&v)[LOADS], int segment) {
 #pragma unroll
@@ -156,7 +164,7 @@ struct Multiplier : Input<Product, K, NORM, HEAD, SLICE, kPaired> {
                         multiply_slot(d[four], f, v, segment);
                     }
             }
-            release(more);
+            release(more, v, segment);
             if (last) store_sums(d, to), to += WARPS * 8 * a.tokens;
             segment = next;
         };
