@@ -28,7 +28,7 @@ struct Since {
 struct NoEntries {};
 // What a head replays, as far as there is room: keys, updates, decays.
 template <int D> struct alignas(16) Entries {
-    static constexpr int MOST = 7;
+    static constexpr int MOST = 5;
     float keys[MOST][D], updates[MOST][D], keeps[MOST + 1];
 };
 template <bool RINGS, int D> struct EntriesOf { using Type = NoEntries; using Arguments = Gdn; };
@@ -41,7 +41,7 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
     using Arguments = typename EntriesOf<RINGS, D>::Arguments;
     struct alignas(16) Shared {
         float mixed[2][3][D], rates[2][4], found[2][D], parts[WARPS][2][D], sums[3][4], squares[4];
-        typename EntriesOf<RINGS, D>::Type entries[2];
+        typename EntriesOf<RINGS, D>::Type entries[3];
         Place places[KNOWN];
         Since since[KNOWN];
         u64 full[STAGES];
@@ -134,49 +134,59 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         }
     }
 
-    // What the tokens in the ring do to a warp's rows of a state.
+    // What a token did to a warp's rows of a state.
+    static DEVICE void follow(float4 (&s)[ROWS], const float *key, float4 u, float keep) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i += 4) {
+            const float4 k4 = *(const float4 *)(key + i);
+            const float k[4] = {k4.x, k4.y, k4.z, k4.w};
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                float4 &v = s[i + r];
+                v = make_float4(__fmaf_rn(k[r], u.x, __fmul_rn(keep, v.x)), __fmaf_rn(k[r], u.y, __fmul_rn(keep, v.y)),
+                                __fmaf_rn(k[r], u.z, __fmul_rn(keep, v.z)), __fmaf_rn(k[r], u.w, __fmul_rn(keep, v.w)));
+            }
+        }
+    }
+    // What those in the ring did.
     DEVICE void replay(float4 (&s)[ROWS], int n, int warp, int lane) const {
-        const auto &entries = m.entries[n & 1];
+        const auto &entries = m.entries[n % 3];
         const Place &p = place(n);
         const Since &from = since(n);
-        const int count = p.done - from.base;
+        const int count = p.done - from.base, here = min(count, int(entries.MOST));
 #pragma unroll 1
-        for (int j = 0; j < count; ++j) {
-            const bool here = j < entries.MOST;
+        for (int j = 0; j < here; ++j)
+            follow(s, entries.keys[j] + warp * ROWS, *(const float4 *)&entries.updates[j][lane * 4], entries.keeps[j]);
+#pragma unroll 1
+        for (int j = here; j < count; ++j) {
             const i64 entry = from.entry(from.base + j);
-            const float keep = here ? entries.keeps[j] : __ldcg(a.decays + entry * a.value_heads + p.head);
-            const float *key = here ? entries.keys[j] : a.keys + (entry * a.key_heads + p.from) * D;
-            const float4 u = *(const float4 *)((here ? entries.updates[j] : a.updates + (entry * a.value_heads + p.head) * D) + lane * 4);
-#pragma unroll
-            for (int i = 0; i < ROWS; i += 4) {
-                const float4 k4 = *(const float4 *)(key + warp * ROWS + i);
-                const float k[4] = {k4.x, k4.y, k4.z, k4.w};
-#pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    float4 &v = s[i + r];
-                    v = make_float4(__fmaf_rn(k[r], u.x, __fmul_rn(keep, v.x)), __fmaf_rn(k[r], u.y, __fmul_rn(keep, v.y)),
-                                    __fmaf_rn(k[r], u.z, __fmul_rn(keep, v.z)), __fmaf_rn(k[r], u.w, __fmul_rn(keep, v.w)));
-                }
-            }
+            follow(s, a.keys + (entry * a.key_heads + p.from) * D + warp * ROWS,
+                   load4(a.updates + (entry * a.value_heads + p.head) * D + lane * 4), __ldcg(a.decays + entry * a.value_heads + p.head));
         }
     }
     // By helpers: what a head replays is on its way to shared memory.
     DEVICE void load_entries(int n, int t) const {
         if constexpr (RINGS) {
-            if (!exists(n)) return;
-            constexpr int UNITS = D / 4;  // of 16 bytes
-            auto &to = m.entries[n & 1];
-            const Place &p = place(n);
-            const Since &from = since(n);
-            const int count = min(p.done - from.base, to.MOST);
-            for (int i = t; i < count * 2 * UNITS; i += HELPERS) {
-                const int j = i / (2 * UNITS), unit = i % UNITS * 4;
-                const i64 entry = from.entry(from.base + j);
-                if (i / UNITS % 2) copy_async<16>(shared_address(&to.updates[j][unit]), a.updates + (entry * a.value_heads + p.head) * D + unit);
-                else copy_async<16>(shared_address(&to.keys[j][unit]), a.keys + (entry * a.key_heads + p.from) * D + unit);
+            if (exists(n)) {
+                constexpr int UNITS = D / 4;  // of 16 bytes
+                auto &to = m.entries[n % 3];
+                const Place &p = place(n);
+                const Since &from = since(n);
+                const int count = min(p.done - from.base, int(to.MOST));
+                for (int i = t; i < count * 2 * UNITS; i += HELPERS) {
+                    const int j = i / (2 * UNITS), unit = i % UNITS * 4;
+                    const i64 entry = from.entry(from.base + j);
+                    if (i / UNITS % 2) copy_async<16>(shared_address(&to.updates[j][unit]), a.updates + (entry * a.value_heads + p.head) * D + unit);
+                    else copy_async<16>(shared_address(&to.keys[j][unit]), a.keys + (entry * a.key_heads + p.from) * D + unit);
+                }
+                if (t < count) copy_async<4>(shared_address(&to.keeps[t]), a.decays + from.entry(from.base + t) * a.value_heads + p.head);
             }
-            if (t < count) to.keeps[t] = __ldcg(a.decays + from.entry(from.base + t) * a.value_heads + p.head);
+            asm volatile("cp.async.commit_group;" ::: "memory");
         }
+    }
+    // All but those of the last head that they were asked for.
+    static DEVICE void await_entries() {
+        if constexpr (RINGS) asm volatile("cp.async.wait_group 1;" ::: "memory");
     }
 
     // What a helper has of a head: a channel each of query, key and value.
@@ -272,23 +282,35 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
             __syncthreads();
         }
     }
-    // inputs: of the second head.
-    DEVICE void run_helpers(int t, Inputs &inputs, float gate, float scale) {
-        float last = 0;
-        for (int n = 0; exists(n); ++n) {
-            load_entries(n + 1, t);
-            if (n) finish(n - 1, t, last, scale);
-            last = gate;
-            if (exists(n + 1)) {
-                mix(n + 1, t, inputs);
-                gate = wide(inputs.gate);
-                const int later = n - 1 + KNOWN / 2 + t;
-                if (n % (KNOWN / 2) == 1 && n > 1 && t < KNOWN / 2 && exists(later)) know(later);
-                if (exists(n + 2)) load_inputs(n + 2, t, inputs);
-            }
-            if constexpr (RINGS) await_copies();
-            __syncthreads();
-            if (!exists(n + 1)) finish(n, t, last, scale);
+    // What helpers do while the states of head n are worked on. inputs: of the next head, then of the third one from here.
+    DEVICE void help(int n, int t, Inputs &inputs, float &last, float &gate, float scale) {
+        load_entries(n + 2, t);
+        if (n) finish(n - 1, t, last, scale);
+        last = gate;
+        if (exists(n + 1)) {
+            mix(n + 1, t, inputs);
+            gate = wide(inputs.gate);
+            const int later = n - 1 + KNOWN / 2 + t;
+            if (n % (KNOWN / 2) == 1 && n > 1 && t < KNOWN / 2 && exists(later)) know(later);
+            if (exists(n + 3)) load_inputs(n + 3, t, inputs);
+        }
+        await_entries();
+        __syncthreads();
+        if (!exists(n + 1)) finish(n, t, last, scale);
+    }
+    // What they wait for was asked for two heads ago: memory has that many states to bring before.
+    DEVICE void run_helpers(int t, float scale) {
+        Inputs odd, even;
+        load_inputs(0, t, even);
+        if (exists(1)) load_inputs(1, t, odd);
+        mix(0, t, even);
+        float gate = wide(even.gate), last = 0;
+        if (exists(2)) load_inputs(2, t, even);
+        await_entries();
+        __syncthreads();
+        for (int n = 0; exists(n); n += 2) {
+            help(n, t, odd, last, gate, scale);
+            if (exists(n + 1)) help(n + 1, t, even, last, gate, scale);
         }
     }
 };
@@ -312,19 +334,11 @@ template <int D, int STAGES, bool RINGS> DEVICE void gdn_many(const typename Ent
     if (!g.exists(0)) return wait();
     if (t >= 0 && t < Heads::KNOWN && g.exists(t)) g.know(t);
     __syncthreads();
-    if (t >= 0) g.load_entries(0, t);
+    if (t >= 0) g.load_entries(0, t), g.load_entries(1, t);
     wait();
     if (t < 0) {
         __syncthreads();
         return g.run_states();
     }
-    const float scale = __ldg(a.norm + t);
-    typename Heads::Inputs inputs;
-    g.load_inputs(0, t, inputs);
-    g.mix(0, t, inputs);
-    const float gate = wide(inputs.gate);
-    if (g.exists(1)) g.load_inputs(1, t, inputs);
-    if constexpr (RINGS) await_copies();
-    __syncthreads();
-    g.run_helpers(t, inputs, gate, scale);
+    g.run_helpers(t, __ldg(a.norm + t));
 }
