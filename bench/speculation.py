@@ -32,10 +32,11 @@ from experts import Said, text
 from deltic import LLM, RandomModel
 from deltic.config import EngineConfig
 from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth, Growth
-from deltic.engine.drafters import MtpDrafter, Wants
+from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.launch import InFlight
 from deltic.engine.loading import load
+from deltic.engine.promise import Promise, Wants
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.engine.speculator import drafter_of
@@ -57,7 +58,8 @@ class Forced:
         self._random = random.Random(1)
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        self.head.draft(wants)
+        if self.head.promise(wants) is None:  # else nobody has to wait for what the head drafts
+            self.head.draft(wants)
         return [self._draft(sequence, count) for sequence, count in wants]
 
     def _draft(self, sequence: Running, count: int) -> list[int]:
@@ -66,6 +68,12 @@ class Forced:
 
     def draft_ahead(self, flight: InFlight) -> None:
         self.head.draft_ahead(flight)
+
+    def promise(self, wants: Wants) -> Promise | None:
+        return None  # as the drafts are made right on the host
+
+    def disagree(self, sequence: Running) -> None:
+        self.head.disagree(sequence)
 
     def forget(self, sequence: Running) -> None:
         pass

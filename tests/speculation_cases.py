@@ -24,9 +24,9 @@ from support import (
 )
 
 from deltic.config import EngineConfig
-from deltic.engine.drafters import Wants
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.promise import Wants
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.text.chat_processor import ChatProcessor

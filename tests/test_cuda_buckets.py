@@ -13,6 +13,7 @@ from deltic.config import EngineConfig
 from deltic.engine.batch import (
     BatchMemory,
     PageTable,
+    Promised,
     buckets,
     build,
     decodes,
@@ -158,6 +159,35 @@ def test_what_a_bucket_of_drafts_holds() -> None:
     assert whole.pages.shape == (4, 16) and whole.base is not whole.done
     for change in ({"logits": 1}, {"emits": ((15, 3),)}, {"append": False}):
         assert not verifies(Plan((rows[0], replace(rows[1], **change))))
+
+
+def test_drafts_that_the_host_has_not_seen_are_taken_from_the_device() -> None:
+    rows = (Row((6, -1, -1), 14, (5, 6), 2, 3, base=9, ring=8, append=True, drafts=2),
+            Row((9, -1), 30, (7, 8), 4, 2, base=30, ring=9, append=True, drafts=1))
+    numbers = torch.arange(100, 120)
+    memory = BatchMemory()
+    for places in ([3, 1, 7, 0, 12], [19, 18, 17, 16, 15]):
+        batch = build(Plan(rows), CPU, drawn=Promised(numbers, places), memory=memory, verified=True)
+        assert batch.ids.tolist() == [100 + place for place in places]
+        assert batch.padded and (step_of(batch.padded).ids >= 100).all(), "those that fill up are no tokens"
+
+
+def test_what_a_bucket_over_rings_holds() -> None:
+    """Of many rows of one token, which may be behind, and leave this one in their rings."""
+    rows = tuple(Row((row,), 20 + row, (row, 20 + row, 40 + row), row, 1, 50 + row if row % 5 == 0 else None,
+                     base=20 + row - row % 5, ring=60 + row, append=row % 5 > 0) for row in range(17))
+    assert decodes(Plan(rows), verified=True) and not decodes(Plan(rows)) and not decodes(Plan(rows[:16]), True)
+    batch = decoding(Plan(rows), CPU)
+    padded = batch.padded
+    assert padded and padded.bucket == (32, 16, 32) and batch.layout.appends and batch.layout.singles == 17
+    for given in (batch, step_of(padded)):
+        assert given.ids[:17].tolist() == given.source[:17].tolist() == list(range(17))
+        assert given.target[:6].tolist() == [50, 1, 2, 3, 4, 55] and given.append[:6].tolist() == [0, 1, 1, 1, 1, 0]
+        assert given.ring[:17].tolist() == list(range(60, 77)) and given.starts[:18].tolist() == list(range(18))
+        assert (given.done - given.base)[:17].tolist() == [row % 5 for row in range(17)]
+        assert given.store[:3].tolist() == [20 * PAGE + 4, 21 * PAGE + 5, 22 * PAGE + 6]
+    whole = step_of(padded)
+    assert whole.count is not None and whole.count.tolist() == [17] and whole.layout.tokens == whole.layout.rows == 32
 
 
 def test_all_buckets_of_drafts() -> None:

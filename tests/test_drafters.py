@@ -42,10 +42,11 @@ from deltic.cache.tier_index import TierIndex
 from deltic.config import EngineConfig
 from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import MtpDrafter, NgramDrafter, Wants
+from deltic.engine.drafters import MtpDrafter, NgramDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.mtp import MtpRunner
+from deltic.engine.promise import Wants
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.errors import ConfigError

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from deltic.engine.drafters import _Ahead, _has_room, _keys
+from deltic.engine.drafters import _has_room, _keys
 from deltic.engine.launch import Share
+from deltic.engine.promise import Promise
 from deltic.engine.scheduler import Row
+from deltic.ops.drafted import Drafted
 from deltic.ops.noise import sample_key
 from deltic.types import SamplingParams
 
@@ -28,29 +30,44 @@ class Running:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7))
 
 
-def ahead_of(*rows: list[int]) -> tuple[Any, list[Any]]:
+def promise_of(*rows: list[int]) -> tuple[Any, list[Any]]:
     """Each row: the token that its drafts follow, its position, the drafts; and sequences that this is true of."""
     sequences = [Running([1, row[0]], row[1]) for row in rows]
     places: Any = {sequence: (sequence.lease, place) for place, sequence in enumerate(sequences)}
     arrived: Any = SimpleNamespace(synchronize=lambda: None)
-    return _Ahead(places, torch.tensor(rows), arrived), sequences
+    drafts, width = len(rows[0]) - 2, 4  # of rows, of which two are nobody's
+    numbers = torch.full((2 * width * (drafts + 1),), -9)
+    drafted = Drafted(numbers, width, drafts)
+    for place, (token, position, *follow) in enumerate(rows):
+        numbers[drafted.token_at(place):drafted.token_at(place) + 2] = torch.tensor([token, position])
+        for draft, found in enumerate(follow):
+            numbers[drafted.draft_at(place, draft)] = found
+    return Promise(places, drafted, numbers, arrived), sequences
 
 
 def test_drafts_are_taken_as_far_as_they_are_wanted() -> None:
-    ahead, (first, second) = ahead_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
-    assert ahead.drafts([(first, 3), (second, 1)]) == [[6, 7, 8], [1]]
-    assert ahead.drafts([(second, 5)]) == [[1, 2, 3]]
+    promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    assert promise.covers([(first, 3), (second, 1)]) and promise.follows(first) and promise.follows(second)
+    assert promise.drafts(first, 3) == (6, 7, 8) and promise.drafts(second, 1) == (1,)
+    assert promise.drafts(second, 5) == (1, 2, 3)
+
+
+def test_a_step_can_take_them_from_where_they_are() -> None:
+    promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    rows = [Row((9, -1, -1), 31, (0, 1), 0, 3, drafts=2), Row((5, -1, -1, -1), 20, (0, 1), 1, 4, drafts=3)]
+    numbers, places = promise.promised(rows, [second, first])
+    assert numbers[places].tolist() == [9, 1, 2, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("change", [{"tokens": [1, 6]}, {"done": 21}, {"lease": object()}])
 def test_drafts_of_other_tokens_are_not_taken(change: dict[str, Any]) -> None:
     """A stop, a guide or a constraint has cut what was drawn, or the sequence was preempted."""
-    ahead, (first, second) = ahead_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
     for name, value in change.items():
         setattr(first, name, value)
-    assert ahead.drafts([(first, 3), (second, 3)]) is None
-    assert ahead.drafts([(second, 3)]) == [[1, 2, 3]]
-    assert ahead.drafts([(Running([5], 20), 3)]) is None
+    assert not (promise.covers([(first, 3), (second, 3)]) and promise.follows(first))
+    assert promise.covers([(second, 3)]) and promise.follows(second)
+    assert not promise.covers([(Running([5], 20), 3)])
 
 
 def share_of(row: Row, covered: int) -> Share:

@@ -11,9 +11,9 @@ from support import numbers, odd_runtime, odd_shape, reference, same_tokens
 
 from deltic import LLM, RandomModel, SamplingParams
 from deltic.engine.depth import FixedDepth
-from deltic.engine.drafters import Wants
 from deltic.engine.engine import Engine
 from deltic.engine.llm import Stream
+from deltic.engine.promise import Wants
 from deltic.engine.sequence import Sequence
 from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError

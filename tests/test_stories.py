@@ -32,11 +32,14 @@ from test_prefix_tree import tokens_of
 from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
+from deltic.cache.lease import Lease
 from deltic.engine.depth import Acceptance, AdaptiveDepth, Depth, FixedDepth
 from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import Drafter, MtpDrafter, NgramDrafter, Wants
+from deltic.engine.drafters import Drafter, MtpDrafter, NgramDrafter
 from deltic.engine.engine import Engine
+from deltic.engine.promise import Wants
 from deltic.engine.runtime import Runtime
+from deltic.engine.scheduler import defers
 from deltic.engine.sequence import Sequence as Running
 from deltic.engine.session import Session
 from deltic.types import PAGE
@@ -45,8 +48,8 @@ PLAIN = {"odd": odd_runtime, "headed": odd_runtime, "qwen3": qwen3_runtime, "moe
          "moe, headed": moe_runtime}
 """Who answers the same: a head drafts, and leaves the rest as it is."""
 OTHER = {**dict.fromkeys(PLAIN, qwen3_runtime), "qwen3": odd_runtime}
-TOLERANCE, FAST, FLYING, MIXED, SLOW, GROUP = (
-    2e-3, (*range(50, 120), 412), range(1500, 1540), range(700, 712), 1500, 50)
+TOLERANCE, FAST, FLYING, DEFERRING, MIXED, SLOW, GROUP = (
+    2e-3, (*range(50, 120), 412), range(1500, 1540), range(1600, 1630), range(700, 712), 1500, 50)
 
 
 def alone(story: Story) -> Answers:
@@ -131,8 +134,9 @@ class Stage:
     pauses: int = 0
 
     @classmethod
-    def of(cls, story: Story, place: str, ahead: bool = False) -> Stage:
-        """ahead: steps are launched while others are in flight, with as many slots beside the room's as that takes."""
+    def of(cls, story: Story, place: str, ahead: bool = False, defers: bool = False) -> Stage:
+        """ahead: steps are launched while others are in flight, with as many slots beside the room's as that takes.
+        defers: steps of two rows and more leave most updates of states in replay rings."""
         drafting, draw, wanted = story.drafting, Random(story.seed), alone(story)
         room = replace(story.room, slots=story.room.slots + story.room.batch) if ahead else story.room
         runtime = room.furnish(MODELS[story.model](), place)
@@ -141,6 +145,7 @@ class Stage:
                                     "fickle": Fickle(drafting.limit, draw)}
         engine = Engine(runtime, Several(drafters, drafting.limit, draw, drafting.breaks), depths[drafting.depth],
                         ahead)
+        engine.scheduler.defer_from = 2 if defers else None
         drafts = [drafter._runtime.cache for drafter in drafters if isinstance(drafter, ModelDrafter)]
         return cls(story, engine, drafts, wanted, session_over(PLAIN[story.model](), batch=1))
 
@@ -219,13 +224,14 @@ def same(wanted: Answer, found: Answer, aborted: bool) -> None:
             raise Mismatch("other probabilities")
 
 
-def tell(seeds: Sequence[int], ahead: bool = False, models: Mapping[str, str] | None = None) -> Counter[str]:
+def tell(seeds: Sequence[int], ahead: bool = False, models: Mapping[str, str] | None = None, defers: bool = False
+         ) -> Counter[str]:
     """What happened in all these stories, told of other models where `models` says so."""
     happened: Counter[str] = Counter()
     for story in map(story_of, seeds):
         story = replace(story, model=(models or {}).get(story.model, story.model))
         with tempfile.TemporaryDirectory() as place:
-            stage = Stage.of(story, place, ahead)
+            stage = Stage.of(story, place, ahead, defers)
             try:
                 stage.tell()
                 stage.compare()
@@ -250,6 +256,22 @@ def test_some_stories_with_a_step_in_flight() -> None:
         f"too little happened: {happened}")
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_some_stories_with_deferred_updates(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Counter[bool]()
+
+    def counted(cache: HybridCache, lease: Lease) -> bool:
+        deferred = defers(cache, lease)
+        found[deferred] += 1
+        return deferred
+
+    monkeypatch.setattr("deltic.engine.scheduler.defers", counted)
+    monkeypatch.setattr("deltic.engine.ahead.defers", counted)
+    happened = tell(DEFERRING, ahead, defers=True)
+    assert found[True] > 100 and found[False] > 20, found
+    assert all(happened[what] > 2 for what in ("preempted", "aborted", "reused", "restored", "paused")), happened
+
+
 EXPERTS = {"odd": "moe", "headed": "moe, headed", "qwen3": "moe"}
 
 
@@ -269,4 +291,4 @@ def test_many_stories_of_a_mixture_of_experts(first: int) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("first", range(0, SLOW, GROUP))
 def test_many_stories(first: int, ahead: bool) -> None:
-    tell(range(first, first + GROUP), ahead)
+    tell(range(first, first + GROUP), ahead, defers=first % (4 * GROUP) == 0)

@@ -105,11 +105,12 @@ class Upload:
 
 class _Bucket:
     """What the steps of a bucket share: the place of their integers, and batches by their layout, whose tensors are
-    views of it. draws: of those integers the last ones: instead of tokens that are not known, numbers of draws."""
+    views of it. draws: of those integers the last ones, one for each token: instead of tokens that are not known, where
+    the device has them."""
 
-    def __init__(self, numbers: Tensor, rows: int, pages: int) -> None:
-        self.upload, self.draws = Upload(numbers), numbers[len(numbers) - rows:]
-        self.numbers, self._shape = numbers[:len(numbers) - rows], (rows, pages)
+    def __init__(self, numbers: Tensor, rows: int, pages: int, tokens: int) -> None:
+        self.upload, self.draws = Upload(numbers), numbers[len(numbers) - tokens:]
+        self.numbers, self._shape = numbers[:len(numbers) - tokens], (rows, pages)
         self.batches: dict[Layout | int, Batch] = {}
 
     def write(self, numbers: array[int], rows: List[Row], pages: PageTable) -> Any:
@@ -139,10 +140,10 @@ class BatchMemory:
         key = rows, pages, tokens
         found = self._buckets.get(key)
         if found is None:
-            numbers = self._places.get(key)
+            numbers, draws = self._places.get(key), tokens or rows
             if numbers is None:
-                numbers = self._places[key] = torch.zeros(size + rows, dtype=torch.int64, device=device)
-            found = self._buckets[key] = _Bucket(numbers, rows, pages)
+                numbers = self._places[key] = torch.zeros(size + draws, dtype=torch.int64, device=device)
+            found = self._buckets[key] = _Bucket(numbers, rows, pages, draws)
         return found
 
     def batch(self, shape: _Shape, numbers: array[int], appends: List[bool], pages: Tensor) -> Batch:
@@ -157,6 +158,13 @@ class BatchMemory:
         return self._batch
 
 
+class Promised(NamedTuple):
+    """Where the tokens of a step are: places of all of them, row by row, among numbers [N] int64 on the device."""
+
+    numbers: Tensor
+    places: List[int]
+
+
 class _Shape(NamedTuple):
     """All of a batch but its numbers. behind: some state is behind its cursor. span: as in `Batch`."""
 
@@ -166,16 +174,19 @@ class _Shape(NamedTuple):
 
 
 def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bool = False,
-          drawn: Tensor | None = None, memory: BatchMemory | None = None, rows_of: RowsOf | None = None,
+          drawn: Tensor | Promised | None = None, memory: BatchMemory | None = None, rows_of: RowsOf | None = None,
           verified: bool = False) -> Batch:
     """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
 
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
-    int64, on the device: what the step in flight has drawn; then every row takes its token from there. memory: that of
-    the steps before; on a CPU the batch is valid until the next one is built with it. rows_of: gives what stands in for
-    embeddings of pictures' tokens. verified: `Model.verifies`.
+    int64, on the device: what the step in flight has drawn; then every row takes its token from there; of rows with
+    drafts that are not known: where the device has them. memory: that of the steps before; on a CPU the batch is valid
+    until the next one is built with it. rows_of: gives what stands in for embeddings of pictures' tokens. verified:
+    `Model.verifies`.
     """
     rows = plan.rows
+    if isinstance(drawn, Promised):
+        return verifying(plan, device, memory, hidden, drawn)
     if device.type == "cuda" and (verified or not hidden) and (drawn is not None or decodes(plan, verified)):
         return decoding(plan, device, drawn, memory, hidden)
     if device.type == "cuda" and verified and drawn is None and verifies(plan):
@@ -312,9 +323,10 @@ def verifies(plan: Plan) -> bool:
         for row in plan.rows)
 
 
-def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = None, hidden: bool = False) -> Batch:
+def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = None, hidden: bool = False,
+              promised: Promised | None = None) -> Batch:
     """A plan that `verifies`, with its bucket: both are views of one upload, valid until the next step of the bucket.
-    memory, hidden: as in `build`."""
+    memory, hidden, promised: as in `build`."""
     rows, real = plan.rows, len(plan.rows)
     tokens, count = [token for row in rows for token in row.tokens], power_of_two(real)
     size, pages = power_of_two(max(len(tokens), count)), draft_pages(max(len(row.pages) for row in rows))
@@ -342,8 +354,12 @@ def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = Non
     layout = Layout(chunks, (pages * PAGE,) * real, chunks.count(1), len(tokens), appends=True, hidden=hidden)
     memory = memory or BatchMemory()
     bucket = memory.bucket(count, pages, size, len(numbers) + count * pages, device)
-    bucket.write(numbers, rows, memory.pages)
+    draws = bucket.write(numbers, rows, memory.pages)
+    if promised:
+        draws[:len(tokens)], draws[len(tokens):] = promised.places, promised.places[-1]
     bucket.upload.send()
+    if promised:
+        torch.index_select(promised.numbers, 0, bucket.draws, out=bucket.numbers[1:1 + size])
     batch = bucket.batches.get(layout)
     if batch is None:
         if len(bucket.batches) >= _LAYOUTS:

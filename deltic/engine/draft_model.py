@@ -10,8 +10,8 @@ from torch import Tensor
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.engine.batch import build
-from deltic.engine.drafters import Wants
 from deltic.engine.model import Model
+from deltic.engine.promise import Wants
 from deltic.engine.sampler import Draw, sampling_of
 from deltic.engine.scheduler import Plan, Row, base_after, emits_of
 from deltic.engine.sequence import Sequence

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from deltic.cache.lease import Lease
 from deltic.engine.batch import BatchMemory, build, upload, verifying
 from deltic.engine.launch import InFlight, Share
 from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner
+from deltic.engine.promise import Promise, Wants
 from deltic.engine.sampler import Draw, SamplingTable, sampling_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
 from deltic.ops.noise import sample_key
-
-Wants = List[tuple[Sequence, int]]
-"""Sequences that are about to answer, each with the number of drafts that are wanted, at least 1."""
 
 
 class Drafter(Protocol):
@@ -43,6 +39,12 @@ class DraftsAhead(Protocol):
     def draft_ahead(self, flight: InFlight) -> None:
         """Draft what follows a step that was just launched, where a device knows by itself what the step draws. The
         shares of the step say whether that was done."""
+
+    def promise(self, wants: Wants) -> Promise | None:
+        """What `draft` would give, where a device is at work on it; None where it is not. Once."""
+
+    def disagree(self, sequence: Sequence) -> None:
+        """What a sequence took of the last step is not what the device took for granted."""
 
 
 _LONGEST, _SHORTEST = 4, 2
@@ -93,7 +95,9 @@ class MtpDrafter:
     def __init__(self, runtime: Model, head: MtpRunner, limit: int) -> None:
         self.limit, self._runtime, self._head = limit, runtime, head
         self._memory, self._params = BatchMemory(), SamplingTable()
-        self._ahead: _Ahead | None = None
+        self._ahead: Promise | None = None
+        self._turn, self._keys = 0, torch.empty(0)
+        self._landings, self._arrived = [torch.empty(0)] * 2, list[torch.cuda.Event]()
 
     @torch.inference_mode()
     def draft_ahead(self, flight: InFlight) -> None:
@@ -104,25 +108,50 @@ class MtpDrafter:
             return
         device, width = self._runtime.device, 2 * most + 1
         if sampling.greedy:
-            keys = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
+            keys = self._none(len(rows), width)
         else:
             numbers = array("q", [key for share in flight.shares for key in _keys(share, width)])
             keys = upload(numbers, torch.int64, device).view(-1, width)
-        tokens, accepted = self._head.draft_ahead(batch, most, flight.drawn, keys, sampling.temperature)
-        found = torch.cat((accepted, tokens), 1).to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
+        drafted = self._head.draft_ahead(batch, most, flight.drawn, keys, sampling.temperature)
+        self._turn ^= 1
+        found = self._landing(len(drafted.numbers))
+        found.copy_(drafted.numbers, non_blocking=True)
+        if not self._arrived:
+            self._arrived = [torch.cuda.Event() for _ in self._landings]
+        arrived = self._arrived[self._turn]
         arrived.record(torch.cuda.current_stream(device))
-        self._ahead = _Ahead({share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}, found,
-                             arrived)
+        places = {share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}
+        self._ahead = Promise(places, drafted, found, arrived)
         for share in flight.shares:
             share.ahead = True
+
+    def _none(self, rows: int, width: int) -> Tensor:
+        """Keys of greedy draws."""
+        if self._keys.shape != (rows, width):
+            self._keys = torch.zeros(rows, width, dtype=torch.int64, device=self._runtime.device)
+        return self._keys
+
+    def _landing(self, count: int) -> Tensor:
+        """Pinned memory, of two pieces by turns: what is in the other one may not have been looked at."""
+        if len(self._landings[self._turn]) < count:
+            self._landings[self._turn] = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        return self._landings[self._turn][:count]
+
+    def promise(self, wants: Wants) -> Promise | None:
+        if self._ahead is None or not self._ahead.covers(wants):
+            return None
+        ahead, self._ahead = self._ahead, None
+        return ahead
+
+    def disagree(self, sequence: Sequence) -> None:
+        if self._ahead:
+            self._ahead.places.pop(sequence, None)
 
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
         ahead, self._ahead = self._ahead, None
-        drafts = ahead.drafts(wants) if ahead else None
-        if drafts is not None:
-            return drafts
+        if ahead and ahead.covers(wants) and all(ahead.follows(sequence) for sequence, _ in wants):
+            return [[*ahead.drafts(sequence, count)] for sequence, count in wants]
         self._runtime.cache.flush()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)
         plan = Plan(tuple([_next_row(sequence, sequence.tokens[-1], 0) for sequence, _ in wants]))
@@ -157,33 +186,6 @@ class MtpDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """Drafts that were made before they were asked for.
-
-    places: of which sequences, on the lease that they had then.
-    found [R, 2 + drafts] int64, on the host as soon as `arrived`: the token that the drafts follow, its position, the
-        drafts.
-    """
-
-    places: dict[Sequence, tuple[Lease, int]]
-    found: Tensor
-    arrived: torch.cuda.Event
-
-    def drafts(self, wants: Wants) -> list[list[int]] | None:
-        """None where others are wanted."""
-        if not all(sequence in self.places and self.places[sequence][0] is sequence.lease for sequence, _ in wants):
-            return None
-        self.arrived.synchronize()
-        known, drafts = self.found.tolist(), list[list[int]]()
-        for sequence, count in wants:
-            token, done, *follow = known[self.places[sequence][1]]
-            if (token, done) != (sequence.tokens[-1], sequence.done):
-                return None
-            drafts.append(follow[:count])
-        return drafts
 
 
 def _has_room(share: Share) -> bool:

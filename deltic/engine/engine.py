@@ -196,7 +196,7 @@ class Engine:
         plan, sequences = self.scheduler.plan()
         known = [sequence for sequence in self.scheduler.running[:]
                  if sequence.logits is not None and self._fits(sequence)]
-        flight = self.launcher.launch(plan, sequences, known)
+        flight = self.launcher.launch(plan, sequences, known, promise=self.speculator.promise)
         flight.drafting = drafting
         self.speculator.draft_ahead(flight)
         return flight if flight.shares or flight.error else None
@@ -228,6 +228,7 @@ class Engine:
 
     def _collect(self, flight: InFlight) -> None:
         """See what the step has drawn, and follow it in every sequence that still runs."""
+        flight.keep_promise()
         for share in flight.shares:
             if share.live and share.scores:
                 self._score(share.sequence, share.scores.report())
@@ -351,6 +352,7 @@ class Engine:
                      len(share.draft_tokens))
         if self.runtime.mtp_runner and not (share.ahead and known == last):
             self.runtime.mtp_runner.settle(share.lease.slot, share.start + last)
+            self.speculator.disagree(share.sequence)
 
     def _take(self, sequence: Sequence, token: int, chosen: Chosen, row: int) -> Finish | None:
         """Take one token that was chosen or forced; returns why the answer ends with it, if it does."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from deltic.cache.lease import Lease
-from deltic.engine.batch import BatchMemory, build
+from deltic.engine.batch import BatchMemory, Promised, build
 from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
 from deltic.engine.pictures import Pictures
+from deltic.engine.promise import Promise
 from deltic.engine.sampler import Draw, SamplingTable, Scores, logprobs_of, scores_of
 from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
@@ -76,6 +77,7 @@ class InFlight:
     sampled: the same, on the host but for what has landed there (`Sampled.landed`).
     vectors [N, H] float32: the hidden states that were asked for. Both on the host as soon as `arrived`.
     raw [L, V]: the model's logits, where the probability of another token than the drawn one may be reported.
+    promise: has the rows' drafts, which are UNKNOWN.
     batch: its rows, on the device.
     sampling: how it has drawn.
     error: what launching raised.
@@ -90,6 +92,7 @@ class InFlight:
     vectors: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     raw: Tensor | None = None
+    promise: Promise | None = None
     batch: Batch | None = None
     sampling: Sampling | None = None
     error: Exception | None = None
@@ -98,6 +101,14 @@ class InFlight:
     def live(self) -> bool:
         """Whether any of its sequences still runs."""
         return any(share.live for share in self.shares)
+
+    def keep_promise(self) -> None:
+        """Give the rows their drafts, for which this waits."""
+        for share in self.shares if self.promise else ():
+            if self.promise and share.live and share.row and share.row.drafts:
+                assert self.promise.follows(share.sequence), "drafts were verified that follow other tokens"
+                drafts = self.promise.drafts(share.sequence, share.row.drafts)
+                share.row = replace(share.row, tokens=(share.row.tokens[0], *drafts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +137,10 @@ class Launcher:
         self._memory, self._params, self._masks = BatchMemory(runtime.numbers), SamplingTable(lands=True), Masks()
 
     def launch(self, plan: Plan, sequences: List[Sequence], known: List[Sequence] = (),
-               before: InFlight | None = None) -> InFlight:
+               before: InFlight | None = None, promise: Promise | None = None) -> InFlight:
         """Carry the plan out; draw for its rows, and for the sequences whose logits are known. before: the step whose
-        tokens those rows take that say so. Never raises."""
-        flight = InFlight(plan, [])
+        tokens those rows take that say so. promise: has the rows' drafts. Never raises."""
+        flight = InFlight(plan, [], promise=promise)
         try:
             self._launch(flight, sequences, known, before)
         except Exception as error:
@@ -181,8 +192,12 @@ class Launcher:
     def _run(self, flight: InFlight, logits: list[Tensor], before: InFlight | None) -> None:
         """Run the plan's rows."""
         runtime, wanting = self._runtime, [share for share in flight.shares if share.row and share.row.hidden]
+        rows = flight.plan.rows
+        drawn: Tensor | Promised | None = before.drawn if before else None
+        if flight.promise and any(row.drafts for row in rows):
+            drawn = flight.promise.promised(rows, [share.sequence for share in flight.shares if share.row])
         batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
-                      drawn=before.drawn if before else None, memory=self._memory,
+                      drawn=drawn, memory=self._memory,
                       rows_of=self._pictures.rows if self._pictures else None, verified=runtime.verifies)
         flight.batch = batch
         began = time.perf_counter()

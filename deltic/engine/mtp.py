@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deltic.model.mtp import Mtp
+from deltic.ops.drafted import Drafted
 from deltic.ops.records import Batch, CacheViews, Sampling
 
 
@@ -63,7 +64,7 @@ class MtpRunner:
             self._step.record(rows, pages, most)
 
     def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor
-                    ) -> tuple[Tensor, Tensor]:
+                    ) -> Drafted:
         """As `MtpStep.draft_ahead`."""
         assert self._step and self._step.draft_ahead
         return self._step.draft_ahead(batch, most, chosen, keys, temperature)

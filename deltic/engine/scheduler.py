@@ -41,7 +41,7 @@ _PATIENCE = 0.01
 """Seconds to sleep at a time while there is nothing to do but to wait for a tier."""
 
 
-DEFERRED = 8
+DEFERRED = 5
 """Tokens of a sequence among which one has its state written, where the others stay in the replay ring. More would have
 to be replayed for what is saved."""
 UNKNOWN = -1

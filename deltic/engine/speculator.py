@@ -16,7 +16,9 @@ from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import Drafter, DraftsAhead, MtpDrafter, NgramDrafter
 from deltic.engine.launch import InFlight
 from deltic.engine.model import Model
-from deltic.engine.scheduler import Plan, Scheduler
+from deltic.engine.penalties import wanted
+from deltic.engine.promise import Promise, Wants
+from deltic.engine.scheduler import UNKNOWN, Plan, Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.types import MAX_DRAFTS, Draft, Mtp, Ngram
 
@@ -52,7 +54,7 @@ def drafter_of(runtime: Model) -> Drafter | None:
 
 class Speculator:
     """Has tokens drafted for the sequences that are about to answer. drafter: None where nobody drafts, or once it has
-    failed."""
+    failed. promise: has the drafts for the next step, which are UNKNOWN."""
 
     def __init__(self, runtime: Model, scheduler: Scheduler, drafter: Drafter | None, depth: Depth | None) -> None:
         self.drafter = drafter_of(runtime) if drafter is None else drafter
@@ -61,18 +63,26 @@ class Speculator:
         self._runtime, self._scheduler = runtime, scheduler
         self._usual = Acceptance.hopeful(self.depth.limit)
         self._next: int | None = None
+        self.promise: Promise | None = None
         self._most_rows = FEW_ROWS if runtime.verifies else 1 << 30
 
     def draft(self) -> list[Sequence]:
         """Give the sequences that are about to answer their drafts for the next step; returns these sequences, none
         where nobody drafts."""
         ready = [sequence for sequence in self._scheduler.running if sequence.answering]
+        self.promise = None
         for sequence in ready:
             sequence.draft_tokens = ()
         if self.drafter is None:
             return []
         granted = self._grants(ready)
         try:
+            if granted and len(granted) == len(self._scheduler.running):
+                self.promise = self._promised(granted)
+            if self.promise:
+                for sequence, count in granted:
+                    sequence.draft_tokens = (UNKNOWN,) * min(count, self.promise.drafted.drafts)
+                return ready
             found = self.drafter.draft(granted) if granted else []
             checked = [self._checked(tokens[:count]) for (_, count), tokens in zip(granted, found, strict=True)]
         except Exception:
@@ -104,6 +114,18 @@ class Speculator:
             self.drafter.draft_ahead(flight)
         except Exception:
             self._switch_off()
+
+    def _promised(self, wants: Wants) -> Promise | None:
+        """Where nobody has to see the drafts before they are verified."""
+        if not isinstance(self.drafter, DraftsAhead) or any(
+                sequence.guide or sequence.constraint or wanted(sequence) for sequence, _ in wants):
+            return None
+        return self.drafter.promise(wants)
+
+    def disagree(self, sequence: Sequence) -> None:
+        """What a sequence took of the last step is not what was taken for granted, where that was."""
+        if isinstance(self.drafter, DraftsAhead):
+            self.drafter.disagree(sequence)
 
     def learn(self, sequence: Sequence, drafted: int, right: int) -> None:
         """Of so many drafts that were verified so many were right."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deltic.ops.drafted import Drafted
 from deltic.ops.qtensor import QTensor
 from deltic.types import CHUNK as CHUNK
 from deltic.types import PAGE as PAGE
@@ -411,18 +412,17 @@ class MtpStep:
 
     Where a device computes beside the host:
 
-    draft_ahead(batch, most, chosen [T] int64, keys [R, n] int64, temperature [T] float32) -> (tokens [R, most],
-        accepted [R, 2]) int64: drafts of what follows a step that was just launched, in which `chosen` was drawn after
-        each token, as far as its drafts are right. keys: of the draws after a row's first token and those that follow,
-        n >= most + the tokens of a row. accepted: the token that a row's drafts follow, and its position. The slots'
-        hidden states become those of the last right tokens. Valid until the next drafts.
+    draft_ahead(batch, most, chosen [T] int64, keys [R, n] int64, temperature [T] float32) -> Drafted: so many drafts of
+        what follows a step that was just launched, in which `chosen` was drawn after each token. keys: of the draws
+        after a row's first token and those that follow, n >= most + the tokens of a row. The slots' hidden states
+        become those of the last right tokens.
     record(rows, pages, most): make ready for drafts of so many rows at once, for which as many pages are laid out.
     last [N, H] float32: the hidden states of the last step's tokens, of at most N.
     """
 
     follow: Callable[[Batch, Tensor], None]
     draft: Callable[[Batch, Tensor, Sampling], Tensor]
-    draft_ahead: Callable[[Batch, int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    draft_ahead: Callable[[Batch, int, Tensor, Tensor, Tensor], Drafted] | None = None
     record: Callable[[int, int, int], None] | None = None
     last: Tensor | None = None
 

@@ -19,6 +19,7 @@ from deltic.ops.cuda.record import record
 from deltic.ops.cuda.sample import choose
 from deltic.ops.cuda.shapes import STORE, Multiply, Shapes, entry, shapes_of
 from deltic.ops.cuda.step import Step, why_not
+from deltic.ops.drafted import Drafted
 from deltic.ops.records import (
     AttentionWeights,
     Batch,
@@ -86,11 +87,11 @@ def _joined(weight: Weight) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class _Drafts:
-    """The recorded drafts of a bucket. numbers: what the graph reads, as kernels/draft.cuh lays them out. tokens
-    [drafts, 2, rows]: what it gives, and whether it is sound. accepted [rows, 2]: the token that each row's drafts
-    follow, and its position."""
+    """The recorded drafts of a bucket. numbers: what the graph reads, as kernels/draft.cuh lays them out. found: what
+    it gives, of which `tokens` and `accepted` are views, as `Drafted` says."""
 
     numbers: Tensor
+    found: Drafted
     tokens: Tensor
     accepted: Tensor
     graph: torch.cuda.CUDAGraph
@@ -148,19 +149,11 @@ class Head:
         drafts.graph.replay()
         return drafts.tokens[:, 0, :batch.layout.rows].t()
 
-    def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor
-                    ) -> tuple[Tensor, Tensor]:
-        """So many drafts of what follows a step that was just launched, as far as its own drafts turn out to be right.
-
-        batch: the step's, which had a bucket. chosen [T] int64: what was drawn after each of its tokens. keys [R, n]
-        int64: of the draws after a row's first token and those that follow. temperature [T] float32. The slots' hidden
-        states become those of the last right tokens. -> (tokens [R, most], as `draft`; accepted [R, 2] int64: the token
-        that a row's drafts follow, and its position).
-        """
+    def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor) -> Drafted:
+        """As `MtpStep.draft_ahead`, of a step that had a bucket."""
         drafts = self._plan(batch, most, chosen, keys, temperature, keys.shape[1])
         drafts.graph.replay()
-        rows = batch.layout.rows
-        return drafts.tokens[:, 0, :rows].t(), drafts.accepted[:rows]
+        return drafts.found
 
     def record(self, rows: int, pages: int, most: int) -> None:
         """Record the drafts of a bucket."""
@@ -170,12 +163,14 @@ class Head:
         size = 2 + 4 * rows + most * 5 * rows + rows * pages
         numbers = torch.zeros(size, dtype=torch.int64, device=self._device)
         numbers[0] = 1
-        tokens = torch.zeros(most, 2, rows, dtype=torch.int64, device=self._device)
+        found = Drafted(torch.zeros(2 * rows * (most + 1), dtype=torch.int64, device=self._device), rows, most)
+        each, first = found.numbers.split((2 * rows * most, 2 * rows))
+        tokens, accepted = each.view(most, 2, rows), first.view(rows, 2)
         with torch.cuda.device(self._device):
             self._draft(numbers, rows, pages, tokens)
             graph, _ = record(lambda: self._draft(numbers, rows, pages, tokens), self._pool)
         self._pool = self._pool or graph.pool()
-        self._known[key] = _Drafts(numbers, tokens, torch.zeros(rows, 2, dtype=torch.int64, device=self._device), graph)
+        self._known[key] = _Drafts(numbers, found, tokens, accepted, graph)
 
     def _plan(self, batch: Batch, most: int, chosen: Tensor | None, keys: Tensor, temperature: Tensor, width: int
               ) -> _Drafts:
