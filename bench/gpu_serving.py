@@ -127,6 +127,7 @@ def _poisson(args: argparse.Namespace) -> None:
     try:
         assert process.stdout
         offline = json.loads(process.stdout.readline())
+        print(f"alone: {offline}", file=sys.stderr, flush=True)
         port = port_of(process)
         found = asyncio.run(_requests(args, port, SHARE * offline["requests_per_second"]))
         process.terminate()
@@ -150,6 +151,8 @@ async def _requests(args: argparse.Namespace, port: int, rate: float) -> dict[st
                 "temperature": 0, "max_repeat": 0}
         reply = await post(port, "/v1/completions", body, 300.0)
         ends.append(time.perf_counter() - began)
+        if len(ends) % max(args.requests // 10, 1) == 0:
+            print(f"{len(ends)} of {args.requests} answered after {ends[-1]:.0f} s", file=sys.stderr, flush=True)
         return reply
 
     due = 0.0
