@@ -239,6 +239,8 @@ def test_a_draft_head_follows_the_positions() -> None:
         assert plain.mtp_runner and sequence.lease
         fresh_reading(plain, PROMPT, sequence.tokens[len(PROMPT):sequence.done], hidden=True)
         lease, = plain.cache.accounts.leases.values()
+        runtime.mtp_runner.catch_up()
+        plain.mtp_runner.catch_up()
         for found, wanted in zip(runtime.pools.page_tensors, plain.pools.page_tensors, strict=True):
             torch.testing.assert_close(found[-1, sequence.lease.pages].flatten(0, 1)[:sequence.done],
                                        wanted[-1, lease.pages].flatten(0, 1)[:sequence.done], rtol=0, atol=1e-4)

@@ -86,6 +86,7 @@ class CachePools:
     copying: copies that may still be under way, oldest first, of which someone may wait no longer.
     held: what queued operations name by a number.
     numbers: the next ones.
+    backlogs: each writes what steps have left to be written later, before anybody else looks at the tensors.
 
     Memory is not initialised: a slot is read only after a write (rows with done = 0 start from zero), a K/V entry
     only below its sequence's cursor. Pages that are never used are never touched, so they cost no real memory.
@@ -104,6 +105,7 @@ class CachePools:
     copying: deque[_Arrival] = field(default_factory=deque)
     held: dict[int, object] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=count)
+    backlogs: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def page_tensors(self) -> tuple[Tensor, ...]:
@@ -160,6 +162,7 @@ class CachePools:
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Carry these out, in order."""
+        self._catch_up()
         while self.copying and self.copying[0].event.query():
             self.copying.popleft()
         for operation in operations:
@@ -183,11 +186,16 @@ class CachePools:
 
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
         """Whether the states in these slots, and the K/V of the first `done` tokens in these pages, are finite."""
+        self._catch_up()
         self.wait()
         index = torch.tensor(pages[:-(-done // PAGE)], dtype=torch.int64, device=self.device)
         return (all(bool(pool[:, slot].isfinite().all()) for pool in self.slot_tensors for slot in slots)
                 and all(bool(layer.index_select(0, index).flatten(0, 1)[:done].isfinite().all())
                         for pool in self.page_tensors for layer in pool))
+
+    def _catch_up(self) -> None:
+        for write in self.backlogs:
+            write()
 
     def _copy(self, by: Callable[[tuple[Tensor, ...], Tensor, Tensor], None], tensors: tuple[Tensor, ...], source: int,
               target: int) -> None:

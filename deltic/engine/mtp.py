@@ -3,17 +3,66 @@ state."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+
 import torch
 from torch import Tensor
 
 from deltic.model.mtp import Mtp
 from deltic.ops.drafted import Drafted
-from deltic.ops.records import Batch, CacheViews, Sampling
+from deltic.ops.records import PAGE, Batch, CacheViews, Layout, Sampling
 
 
 def draft_sizes(limit: int) -> list[int]:
     """How many drafts are made at once there, if so many are made at most."""
     return sorted({min(limit, size) for size in (1, 2, 3, 4, 6, 8, limit)})
+
+
+_PUT_OFF = 16
+"""Tokens of a row at most that the head has not been told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Backlog:
+    """Single tokens of some rows, step by step, that the head has not been told of yet: while nothing is drafted nobody
+    needs its K/V, and its weights are read once for all of them. first: the step that they begin with. The lists have a
+    tensor for each step: ids [R], positions [3, R], places [R] in the K/V, hidden [R, H]."""
+
+    first: Batch
+    ids: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    places: list[Tensor] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Backlog:
+        """Empty; what the batch's memory holds may change."""
+        kept = {name: getattr(batch, name).clone() for name in ("done", "source", "target", "ring")}
+        return cls(replace(batch, **kept))
+
+    def goes_on(self, batch: Batch) -> bool:
+        """Whether a step has the next tokens of these rows."""
+        return (batch.layout.rows == self.first.layout.rows and len(self.ids) < _PUT_OFF
+                and torch.equal(batch.done, self.first.done + len(self.ids))
+                and torch.equal(batch.source, self.first.source))
+
+    def add(self, batch: Batch, hidden: Tensor) -> None:
+        for kept, given in ((self.ids, batch.ids), (self.positions, batch.positions), (self.places, batch.store),
+                            (self.hidden, hidden)):
+            kept.append(given.clone())
+
+    def batch(self) -> tuple[Batch, Tensor]:
+        """All of them as one step, and its hidden states. Its pages are none, as all K/V goes to its places."""
+        steps, rows, done = len(self.ids), self.first.layout.rows, self.first.done
+        end = -(-(int(done.max()) + steps) // PAGE)
+        layout = Layout((steps,) * rows, (end * PAGE,) * rows, rows * (steps == 1), 0)
+        none = done[:0]
+        return Batch(
+            layout=layout, ids=torch.stack(self.ids, 1).flatten(), positions=torch.stack(self.positions, 2).flatten(1),
+            starts=torch.arange(rows + 1) * steps, done=done, pages=done.new_zeros(rows, end),
+            store=torch.stack(self.places, 1).flatten(), source=self.first.source, target=self.first.target, base=done,
+            ring=self.first.ring, append=torch.zeros(rows, dtype=torch.bool), emit_row=none, emit_length=none,
+            emit_slot=none, logit_tokens=none), torch.stack(self.hidden, 1).flatten(0, 1)
 
 
 class MtpRunner:
@@ -28,12 +77,16 @@ class MtpRunner:
         """hidden [1, slots, H] float32: those of the state slots."""
         self._mtp, self._views, self._slots = mtp, views, hidden[0]
         self._last = hidden[0, :0]
+        self._backlog: _Backlog | None = None
         self._step = mtp.ops.mtp_step(mtp.ops, mtp, views, hidden[0])
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take note of a step. hidden [T, H] float32: of all its tokens, after the model's final norm. Which tokens of
         appended rows are committed is told by `settle`."""
         self._last = hidden
+        if self._step and self._step.last is None and _single(batch):
+            return self._put_off(batch, hidden)
+        self.catch_up()
         if self._step:
             self._last = hidden if self._step.last is None else self._step.last
             return self._step.follow(batch, hidden)
@@ -49,8 +102,21 @@ class MtpRunner:
             targets, ends = targets[~batch.append], ends[~batch.append]
         self._slots[targets] = hidden[ends]
 
+    def _put_off(self, batch: Batch, hidden: Tensor) -> None:
+        if self._backlog is None or not self._backlog.goes_on(batch):
+            self.catch_up()
+            self._backlog = _Backlog.of(batch)
+        self._backlog.add(batch, hidden)
+
+    def catch_up(self) -> None:
+        """Do what was put off, before somebody looks at what it writes, or owns where it is written."""
+        backlog, self._backlog = self._backlog, None
+        if backlog and self._step:
+            self._step.follow(*backlog.batch())
+
     def settle(self, slot: int, token: int) -> None:
         """The last committed token of a slot is this one of the last step's batch."""
+        self.catch_up()
         self._slots[slot] = self._last[token]
 
     @property
@@ -72,12 +138,20 @@ class MtpRunner:
     def draft_all(self, batch: Batch, counts: Tensor, sampling: Sampling) -> Tensor | None:
         """All drafts of single-token rows at once, as `MtpStep.draft` says; None where they have to be made one after
         another, with `draft`."""
+        self.catch_up()
         plain = self.ahead or sampling.adjust is None
         return self._step.draft(batch, counts, sampling) if self._step and plain else None
 
     def draft(self, batch: Batch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draft from single-token rows. hidden [R, H]: what the last draft gave; None: start from the model's own.
         Returns hidden [R, H] and logits [R, N] of the vocabulary's first N tokens, float32."""
+        self.catch_up()
         if hidden is None:
             hidden = torch.where((batch.done > 0)[:, None], self._slots[batch.source], 0.0)
         return self._mtp.draft(batch.ids, hidden, batch, self._views)
+
+
+def _single(batch: Batch) -> bool:
+    """Whether a step has one token of each row, whose states go nowhere else."""
+    layout = batch.layout
+    return layout.tokens == layout.rows and not layout.appends and not layout.emits

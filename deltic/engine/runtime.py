@@ -100,6 +100,8 @@ class Runtime:
         self.step = ops.step(ops, self.decoder.weights, self.views)
         self.mtp_runner = (MtpRunner(self.mtp, self.views, pools.hidden)
                      if self.mtp is not None and pools.hidden is not None else None)
+        if self.mtp_runner:
+            pools.backlogs[:] = [self.mtp_runner.catch_up]
         self.graphs = (Graphs(lambda batch: self._follow(batch)[0])
                        if self.options.device.startswith("cuda") and not self.options.debug_layers
                        # torch's mixture of experts asks the device which experts there are

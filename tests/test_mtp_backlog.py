@@ -1,0 +1,82 @@
+"""What a draft head is told late, while nothing is drafted, is there as soon as anybody looks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import Answers, greedy, numbers, take
+
+from deltic.config import EngineConfig
+from deltic.engine import mtp
+from deltic.engine.depth import FixedDepth
+from deltic.engine.engine import Engine
+from deltic.engine.loading import RandomModel, load
+from deltic.engine.runtime import Runtime
+
+PROMPTS = {"a": 5, "b": 30, "c": 17, "d": 40, "e": 9}
+LENGTHS = {"a": 60, "b": 35, "c": 5, "d": 21, "e": 44}
+
+
+def headed() -> Runtime:
+    return load(RandomModel(layers=4, initializer_range=0.1, head=True), EngineConfig(
+        dtype="float32", memory="96MiB", max_batch=3, max_context=256, threads=1, speculate="mtp:2"))
+
+
+def head_rows(runtime: Runtime, pages: list[int], done: int) -> list[torch.Tensor]:
+    """The head's keys and values of the first `done` tokens in these pages."""
+    return [tensor[-1, pages].flatten(0, 1)[:done].clone() for tensor in runtime.pools.page_tensors]
+
+
+def compare(late: Engine, early: Engine) -> None:
+    """All that the late one has been told of."""
+    assert late.runtime.mtp_runner
+    backlog = late.runtime.mtp_runner._backlog
+    for mine, other in zip(late.scheduler.running, early.scheduler.running, strict=True):
+        assert mine.lease and other.lease and mine.lease.pages == other.lease.pages
+        told = mine.lease.done - (len(backlog.ids) if backlog else 0)
+        for found, wanted in zip(head_rows(late.runtime, mine.lease.pages, told),
+                                 head_rows(early.runtime, mine.lease.pages, told), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_head_that_is_told_late_knows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step beside one that is told at once: sequences come and go, one is aborted, one begins with what another
+    has just left; what is kept of them all is complete."""
+    engines = [Engine(headed(), depth=FixedDepth(0)) for _ in range(2)]
+    requests = {name: greedy(numbers(index, PROMPTS[name], 500), LENGTHS[name], name)
+                for index, name in enumerate(PROMPTS)}
+    single, calls = mtp._single, [0, 0]
+    answers: list[Answers] = [{}, {}]
+    for number, engine in enumerate(engines):
+        runner = engine.runtime.mtp_runner
+        assert runner and runner._step
+
+        def counted(*arguments: Any, number: int = number, follow: Any = runner._step.follow) -> None:
+            calls[number] += 1
+            follow(*arguments)
+
+        monkeypatch.setattr(runner, "_step", replace(runner._step, follow=counted))
+        for name in "abc":
+            engine.add(requests[name])
+    steps, after = 0, {"b": "again", "again": "d", "c": "e"}
+    while engines[0].has_work:
+        for number, engine in enumerate(engines):
+            monkeypatch.setattr(mtp, "_single", single if number == 0 else lambda batch: False)
+            take(answers[number], engine.step())
+            if steps == 50:
+                engine.abort("d")
+            engine.check()
+        for name in [name for name in after if (name, 0) in answers[0] and answers[0][name, 0].last.finish]:
+            again, said = after.pop(name), answers[0]["b", 0].tokens if ("b", 0) in answers[0] else []
+            for engine in engines:
+                engine.add(requests[again] if again in requests else
+                           greedy((*requests["b"].ids, *said, 7, 8, 9), 30, again))
+        steps += 1
+        compare(*engines)
+    assert calls[0] < 0.5 * calls[1] and not after, calls
+    assert answers[0]["again", 0].last.usage.cached_tokens >= 60
+    assert {key: answer.tokens for key, answer in answers[0].items()} == {
+        key: answer.tokens for key, answer in answers[1].items()}
