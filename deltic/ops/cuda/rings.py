@@ -119,7 +119,7 @@ def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, 
 
 def fold_source() -> str:
     """The text of the kernel that folds."""
-    return headers("gdn", "gdn_many", "verify") + entry("fold", "Fold", "256", "fold")
+    return headers("gdn", "verify") + entry("fold", "Fold", "256", "fold")
 
 
 @cache

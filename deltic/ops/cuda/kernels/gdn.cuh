@@ -5,6 +5,9 @@
 // registers, the next one and all else that its head needs are on their way to shared memory, as loads that are waited
 // for lie behind all those copies. Both round alike.
 
+// Entries of a replay ring (`verify.cuh`).
+#define RING 16
+
 struct Gdn {
     const void *proj;    // [T, stride]: q, k, v (the convolved channels), z, b, a
     const u16 *conv;     // [C, 4]

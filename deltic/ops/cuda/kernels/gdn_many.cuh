@@ -6,8 +6,6 @@
 // Over replay rings (`verify.cuh`) a state is read, but written only now and then: what tokens since then do to it is
 // replayed, with the same operations and so the same bits, and a row that appends leaves its own token there, too.
 
-#define RING 16
-
 struct OverRings : Gdn {
     const i64 *base, *unit, *append;  // rows that append have less than RING tokens in their ring; null: none appends
     u16 *inputs;                      // [units, RING, C]
