@@ -13,6 +13,7 @@ from test_cuda_kernels import batch_of, error, randn, served
 
 from deltic.config import EngineConfig
 from deltic.engine.batch import decoding, step_of
+from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
@@ -126,18 +127,20 @@ def test_deferred_updates_have_the_same_bits(runtime: Runtime, blocks: int) -> N
         assert torch.equal(wanted, given)
 
 
-@pytest.mark.parametrize("model", [None, "qwen3.5-0.8b", "qwen3.5-35b-a3b"])
-def test_answers_with_deferred_updates(model: str | None) -> None:
-    """Are the same as without, while sequences come and end; and nothing is recorded on the way."""
+@pytest.mark.parametrize(("model", "speculate"), [(None, "off"), (None, "mtp:3"), ("qwen3.5-0.8b", "off"),
+                                                  ("qwen3.5-35b-a3b", "off")])
+def test_answers_with_deferred_updates(model: str | None, speculate: str) -> None:
+    """Are the same as without, while sequences come and end, also beside a draft head that drafts nothing; and nothing
+    is recorded on the way."""
     options = EngineConfig(device="cuda", dtype="bfloat16", memory="2GiB", max_batch=32, max_context=512,
-                           speculate="off", prefix_cache=False)
+                           speculate=speculate, prefix_cache=False)
     runtime = load(model and RandomModel(model, 4), options)
     runtime.warm_up()
     assert runtime.defers and runtime.graphs
     recorded = runtime.graphs.buckets
     requests = [greedy(numbers(seed, 5 + 3 * seed, runtime.config.vocab_size), 30 + 3 * (seed % 11), str(seed))
                 for seed in range(50)]
-    plain, deferring = Engine(replace(runtime)), Engine(runtime)
+    plain, deferring = (Engine(each, depth=FixedDepth(0)) for each in (replace(runtime), runtime))
     plain.scheduler.defer_from = None
     answers = []
     for engine in (plain, deferring):
