@@ -82,7 +82,7 @@ class MtpRunner:
 
     def follow(self, batch: Batch, hidden: Tensor) -> None:
         """Take note of a step. hidden [T, H] float32: of all its tokens, after the model's final norm. Which tokens of
-        appended rows are committed is told by `settle`."""
+        appended rows are committed is told by `settle`. Steps of single tokens may be put off until `catch_up`."""
         self._last = hidden
         if self._step and self._step.last is None and _single(batch):
             return self._put_off(batch, hidden)
@@ -129,8 +129,7 @@ class MtpRunner:
         if self._step and self._step.record:
             self._step.record(rows, pages, most)
 
-    def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor
-                    ) -> Drafted:
+    def draft_ahead(self, batch: Batch, most: int, chosen: Tensor, keys: Tensor, temperature: Tensor) -> Drafted:
         """As `MtpStep.draft_ahead`."""
         assert self._step and self._step.draft_ahead
         return self._step.draft_ahead(batch, most, chosen, keys, temperature)
