@@ -20,17 +20,15 @@ import torch
 from common import record
 from speculation import DEPTH, Forced, plain_runtime, serve
 
-from deltic.config import EngineConfig, ModelConfig
-from deltic.engine.batch import FEW_ROWS
+from deltic.cli.floors import prompt_operations, step_bytes
+from deltic.config import EngineConfig
 from deltic.engine.depth import AdaptiveDepth, Depth, FixedDepth
 from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import DEFERRED
 from deltic.engine.speculator import drafter_of
 from deltic.types import Request, SamplingParams, TokenOut
-from deltic.weights.names import expected_tensors
 
 BANDWIDTH = 4.4e12
 """Bytes a second that a kernel which only reads reaches on an H200."""
@@ -120,11 +118,7 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
     if profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(22)
     step = median(times)
-    weights = _weight_bytes(runtime, batch)
-    written = 1 / DEFERRED if runtime.defers and batch > FEW_ROWS else 1
-    state = (1 + written) * batch * runtime.pools.recurrent[:, 0].nbytes
-    keys = 2 * batch * (args.prompt + args.new // 2) * runtime.pools.keys[:, 0, 0].nbytes
-    floor = (weights + state + keys) / BANDWIDTH
+    floor = step_bytes(runtime, batch, args.prompt + args.new // 2) / BANDWIDTH
     record("gpu", {"task": "decode", "model": runtime.name, "served": _served(runtime), "batch": batch,
                    "quant": args.quant, "prompt": args.prompt, "new": args.new, "temperature": args.temperature,
                    "graphs": runtime.graphs is not None, "ops": args.ops, "step_us": round(step * 1e6, 1),
@@ -136,30 +130,8 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
         _kernels(runtime, batch)
 
 
-def _weight_bytes(runtime: Runtime, batch: int) -> int:
-    """Of a step of so many tokens. Of mixtures: the experts that some token passes, if all are equally likely."""
-    weights, experts = runtime.decoder.weight_bytes(), runtime.config.experts
-    if experts is None:
-        return weights
-    own = 6 * runtime.config.num_hidden_layers * experts.count * experts.size * runtime.config.hidden_size
-    embedding = 0 if runtime.config.tie_word_embeddings else runtime.decoder.weights.embedding.nbytes
-    return int(weights - embedding - own * (1 - experts.per_token / experts.count) ** batch)
-
-
 def _served(runtime: Runtime) -> str:
     return "torch" if runtime.step is None else "cuda"
-
-
-def prompt_operations(config: ModelConfig, tokens: int) -> int:
-    """Of products and attention while a prompt is read; the delta rule's and the only row of the head's are few."""
-    shapes = expected_tensors(config)
-    layers = sum(shape[0] * shape[1] for name, shape in shapes.items()
-                 if ".layers." in name and len(shape) == 2 and ".conv1d." not in name)
-    # of mixtures: the matrices of the experts that a token passes
-    layers += sum(shape[1] * shape[2] for name, shape in shapes.items()
-                  if ".experts." in name) * (config.experts.per_token if config.experts else 0)
-    attention = config.layer_types.count("full_attention") * config.num_attention_heads * config.head_dim
-    return 2 * layers * tokens + 2 * attention * tokens**2
 
 
 def _replays(runtime: Runtime, batch: int) -> float | None:

@@ -317,7 +317,8 @@ def test_bench(capsys):
     assert main([*argv, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {"prefill_tokens_per_second", "decode_tokens_per_second", "time_to_first_token_ms", "peak_memory_mib",
-            "machine", "version", "commit", "ops", "model", "dtype", "overhead_ms", "runs"} <= set(result)
+            "machine", "version", "commit", "ops", "model", "dtype", "overhead_ms", "runs", "memory_gb_per_second",
+            "step_mib", "allowed_decode_tokens_per_second"} <= set(result)
     assert len(result["runs"]) == 2 and result["model"] == "tiny" and result["dtype"] == "bfloat16"
     assert all(result[name] > 0 for name in ("prefill_tokens_per_second", "decode_tokens_per_second", "overhead_ms",
                                              "peak_memory_mib"))

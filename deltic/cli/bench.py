@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from deltic.cli import bench_model, options
+from deltic.cli.floors import floors
 from deltic.cli.machine import peak_memory_mib
 from deltic.cli.measure import Case, Run, check_room, measure, model_facts, origin_facts
 from deltic.cli.models import open_llm
@@ -20,12 +21,18 @@ from deltic.cli.table import table
 if TYPE_CHECKING:
     from deltic.engine.llm import LLM
 
-HELP = "Measure reading (prefill) and writing (decode) of tokens. Prompts are random token ids."
+HELP = ("Measure reading (prefill) and writing (decode) of tokens, and say what this machine allows of them. Prompts "
+        "are random token ids.")
 
 _MEASURES = {"prefill_tokens_per_second": "prompt tokens over the time until every sequence has its first token",
              "decode_tokens_per_second": "tokens per second while all sequences write, summed over the batch",
              "time_to_first_token_ms": "median over the batch",
              "overhead_ms": "a decode step without the model's forward pass"}
+_FLOORS = {"memory_gb_per_second": "how fast this machine's memory was read just now",
+           "step_mib": "what a decode step reads and writes: weights, states, keys and values",
+           "allowed_decode_tokens_per_second": "if that were all, and nothing of it in caches",
+           "multiply_tflops": "how fast the GPU multiplied large matrices just now",
+           "allowed_prefill_tokens_per_second": "if products and attention were all, at that speed"}
 _PROMPT, _NEW, _REPEAT = 512, 64, 3
 
 
@@ -67,7 +74,14 @@ def report(llm: LLM, case: Case, runs: Sequence[Run]) -> dict[str, Any]:
     """Medians and runs, with all that is needed to understand them."""
     return {**model_facts(llm), **asdict(case), "repeat": len(runs),
             **{name: _median([getattr(run, name) for run in runs]) for name in _MEASURES},
-            "peak_memory_mib": round(peak_memory_mib(), 1), "runs": [asdict(run) for run in runs], **origin_facts(llm)}
+            "peak_memory_mib": round(peak_memory_mib(), 1), **_floors(llm, case), "runs": [asdict(run) for run in runs],
+            **origin_facts(llm)}
+
+
+def _floors(llm: LLM, case: Case) -> dict[str, Any]:
+    from deltic.engine.runtime import Runtime
+
+    return floors(llm.runtime, case) if isinstance(llm.runtime, Runtime) else {}
 
 
 def _add_scenario(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +111,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def _for_people(result: dict[str, Any]) -> dict[str, Any]:
     hidden = ("runs", "ops", "machine")
-    rows = {name: f"{value}  ({_MEASURES[name]})" if name in _MEASURES else value
+    said = _MEASURES | _FLOORS
+    rows = {name: f"{value}  ({said[name]})" if name in said else value
             for name, value in result.items() if name not in hidden}
     return {**rows, "machine": result["machine"], "ops": result["ops"]}

@@ -1,0 +1,55 @@
+"""What a step reads, by which `deltic bench` says what a machine allows."""
+
+from __future__ import annotations
+
+import pytest
+from support import moe_runtime, odd_runtime, qwen3_runtime
+
+from deltic.cli.floors import floors, prompt_operations, step_bytes
+from deltic.cli.measure import Case
+from deltic.config import ModelConfig
+from deltic.engine.runtime import Runtime
+
+
+def state_bytes(runtime: Runtime) -> int:
+    return int(runtime.pools.recurrent[:, 0].nbytes)
+
+
+def key_bytes(runtime: Runtime) -> int:
+    """Of a token's keys and values in all layers."""
+    return 2 * int(runtime.pools.keys[:, 0, 0].nbytes)
+
+
+def test_a_step_reads_weights_once_and_states_twice() -> None:
+    runtime = odd_runtime()
+    one, eight = step_bytes(runtime, 1, 100), step_bytes(runtime, 8, 100)
+    assert one == runtime.decoder.token_bytes() + 2 * state_bytes(runtime) + 100 * key_bytes(runtime)
+    assert eight - one == 7 * (2 * state_bytes(runtime) + 100 * key_bytes(runtime))
+
+
+def test_without_recurrent_layers_there_are_no_states() -> None:
+    runtime = qwen3_runtime()
+    assert step_bytes(runtime, 3, 0) == runtime.decoder.token_bytes()
+
+
+def test_of_a_mixture_more_sequences_pass_more_experts() -> None:
+    runtime = moe_runtime()
+    weights = [step_bytes(runtime, batch, 0) - 2 * batch * state_bytes(runtime) for batch in (1, 2, 8, 512)]
+    assert weights[0] == runtime.decoder.token_bytes() and weights == sorted({*weights})
+    tied = runtime.decoder.weights.embedding is runtime.decoder.weights.head
+    whole = runtime.decoder.weight_bytes() - (0 if tied else runtime.decoder.weights.embedding.nbytes)
+    assert weights[-1] == pytest.approx(whole, rel=0.01)
+
+
+def test_a_prompt_is_two_operations_for_each_weight() -> None:
+    config = ModelConfig.preset("qwen3.5-4b")
+    embedding = config.vocab_size * config.hidden_size
+    assert prompt_operations(config, 1) == pytest.approx(2 * (config.parameter_count - embedding), rel=0.01)
+    assert prompt_operations(config, 4096) > 4096 * prompt_operations(config, 1)
+
+
+def test_what_is_allowed_goes_by_both() -> None:
+    found = floors(odd_runtime(), Case(64, 16, 2))
+    allowed = 2 * found["memory_gb_per_second"] * 1e9 / (found["step_mib"] * (1 << 20))
+    assert found["allowed_decode_tokens_per_second"] == pytest.approx(allowed, rel=0.1)
+    assert "multiply_tflops" not in found, "that is for GPUs"
