@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltic.cli.models import open_llm
-from deltic.cli.options import engine_options
+from deltic.cli.options import engine_options, without
 from deltic.cli.parser import UsageError, text
 from deltic.config import EngineConfig, parse_bytes
 from deltic.errors import ConfigError
@@ -44,7 +44,7 @@ def wanted(args: argparse.Namespace) -> bool:
 
 def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> ModelSet:
     """The models that the arguments name; all of them are there, but none is loaded. prepare: for one that is."""
-    from deltic.engine.memory import free_memory
+    from deltic.engine.memory import card_share, free_memory
     from deltic.server.model_registry import ModelSet
     from deltic.server.served_model import short_name
 
@@ -58,7 +58,9 @@ def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> Model
     elif args.served_name:
         raise UsageError("--served-name is the name of MODEL, which is not given: name models by --model NAME=MODEL")
     asked = args.models_memory
-    memory = asked if isinstance(asked, int) else int(free_memory(config.device) * _SHARE)
+    share = config.gpu_memory_utilization
+    memory = asked if isinstance(asked, int) else (
+        card_share(config.device, share) if share else int(free_memory(config.device) * _SHARE))
     cache = config.memory_bytes or int(memory * _CACHES) // len(named)
     sources = [_source(args, name, model, cache, prepare) for name, model in named]
     if aliases:
@@ -83,7 +85,7 @@ def _with(source: ModelSource, aliases: tuple[str, ...]) -> ModelSource:
 
 
 def _load(args: argparse.Namespace, cache: int, prepare: Callable[[LLM], None]) -> LLM:
-    llm = open_llm(args, memory=str(cache))
+    llm = open_llm(without(args, "gpu_memory_utilization"), memory=str(cache))
     try:
         prepare(llm)
         with llm.worker.hold():

@@ -97,6 +97,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def without(args: argparse.Namespace, name: str) -> argparse.Namespace:
+    """The arguments but for an engine option, which is not given then."""
+    return argparse.Namespace(**{given: value for given, value in vars(args).items() if given != _dest(name)})
+
+
 def _add_fields(group: argparse._ArgumentGroup, record: type) -> None:
     kinds = get_type_hints(record)
     for field in fields(record):

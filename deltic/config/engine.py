@@ -10,7 +10,7 @@ from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, parse_bytes
 from deltic.config.speculation import parse_speculation
 from deltic.errors import ConfigError, show
-from deltic.types import Speculation
+from deltic.types import Draft, Speculation
 
 _RANGES: Final = {
     "threads": (1, 1024),
@@ -41,6 +41,9 @@ class EngineConfig:
     dtype: str = _option("auto", "dtype of weights and activations; auto: the checkpoint's", choices=_DTYPES)
     threads: int | None = _option(None, "CPU threads (default: the physical cores the container may use)")
     memory: str | None = _option(None, "memory for the cache, such as 4GiB (default: a share of the rest)")
+    gpu_memory_utilization: float | None = _option(
+        None, "share of a GPU's memory that weights, cache and what a step works in take together, such as 0.9 "
+        "(default: the cache takes half of what the weights leave)")
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(None, "tokens that one step aims at; longer prompts are read in chunks (default: 512, "
@@ -107,12 +110,27 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(getattr(self, name))}", name)
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
+        self._check_utilization()
         parse_speculation(self.speculate)
         if self.mmproj is not None and not self.vision:
             raise ConfigError("mmproj is the file of a vision tower: leave out --no-vision", "mmproj")
         self._check_tiers()
         self._check_experts()
         self._check_ops()
+
+    def _check_utilization(self) -> None:
+        name, share = "gpu_memory_utilization", self.gpu_memory_utilization
+        if share is None:
+            return
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"{name} must be a number above 0 and at most 1, not {share!r}", name)
+        if self.device == "cpu":
+            raise ConfigError(f"{name} is for GPUs: leave it out, or give device cuda", name)
+        if self.memory is not None:
+            raise ConfigError(f"{name} and memory both say how large the cache is: leave one of them out", name)
+        if isinstance(self.speculation, Draft):
+            raise ConfigError(f"{name} is not possible with a draft model: say how large both caches are (memory)",
+                              name)
 
     def _check_tiers(self) -> None:
         if self.host_memory is not None:

@@ -10,8 +10,12 @@ import torch
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, enough, split_memory
 from deltic.cache.pools import Extras, page_bytes, ring_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
+from deltic.errors import ConfigError
 
 log = logging.getLogger("deltic")
+
+_KEPT = 1 << 30
+"""Bytes that products and recorded steps keep for themselves on a card."""
 
 
 def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
@@ -25,7 +29,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     budget, ring = options.memory_bytes, ring_bytes(config, dtype)
     if budget is None:
         assert options.token_budget
-        budget = free_memory(options.device) // 2
+        budget = _chosen(config, options)
         if vectors:
             budget = min(budget, enough(needs, options.token_budget))
     # rings take a quarter at most: who gets none is served without
@@ -42,6 +46,40 @@ def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     drafting = replace(options, memory=str(memory // 4), speculate="off", cache_dir=None, expert_memory=None,
                        expert_cap=None, expert_predict=False, expert_profile=None)
     return replace(options, memory=str(memory - memory // 4)), drafting
+
+
+def _chosen(config: ModelConfig, options: EngineConfig) -> int:
+    """Bytes of the cache where nobody says how many; the weights are there."""
+    share = options.gpu_memory_utilization
+    if share is None:
+        return free_memory(options.device) // 2
+    room = card_share(options.device, share)
+    budget = room - working_bytes(config, options.token_budget)
+    if budget <= 0:
+        raise ConfigError(f"gpu_memory_utilization={share} leaves nothing for the cache beside weights, what others "
+                          "have of the card, and what a step works in: raise it, or lower token_budget",
+                          "gpu_memory_utilization")
+    return budget
+
+
+def card_share(device: str, share: float) -> int:
+    """Bytes that are left of a share of a card's memory, by all who have some of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * share) - (total - free)
+
+
+def working_bytes(config: ModelConfig, tokens: int) -> int:
+    """What a step of so many tokens takes at most beside weights and cache: of a layer what goes into its products and
+    comes out of them, in two bytes, the residual in four; and what products and recorded steps keep for themselves."""
+    linear, experts = config.linear, config.experts
+    mixer = 2 * config.num_attention_heads * config.head_dim + 2 * config.num_key_value_heads * config.head_dim
+    if linear:
+        keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
+        mixer = max(mixer, 2 * keys + 2 * values)
+    inner = 3 * config.intermediate_size
+    if experts:
+        inner = (experts.per_token + 1) * (2 * config.hidden_size + 2 * experts.size)
+    return tokens * (2 * (3 * mixer + inner) + 16 * config.hidden_size) + _KEPT
 
 
 def free_memory(device: str) -> int:

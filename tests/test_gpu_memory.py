@@ -1,0 +1,69 @@
+"""How much of a card's memory the cache takes, planned without a card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deltic.config import EngineConfig, ModelConfig
+from deltic.engine.memory import card_share, plan_memory, working_bytes
+from deltic.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Free and total bytes, which a test may change."""
+    sizes = [70 * GIB, 80 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: tuple(sizes))
+    return sizes
+
+
+def planned(**options: Any) -> tuple[int, int]:
+    """Slots and pages of a cache."""
+    config = EngineConfig(device="cuda", max_context=4096, **options)
+    plan, _ = plan_memory(ModelConfig.preset("qwen3.5-4b"), config, torch.bfloat16, False, False)
+    return plan.slots, plan.pages
+
+
+def test_a_share_of_the_card_is_of_all_of_it(card: list[int]) -> None:
+    assert card_share("cuda", 0.9) == 62 * GIB, "10 of 80 are taken"
+    card[0] = 4 * GIB
+    assert card_share("cuda", 0.9) == -4 * GIB
+
+
+def test_the_cache_takes_what_a_share_leaves(card: list[int]) -> None:
+    config = ModelConfig.preset("qwen3.5-4b")
+    work = working_bytes(config, 8192)
+    assert GIB < work < 4 * GIB
+    assert planned() == planned(memory=str(35 * GIB)), "half of what is free, if nobody says otherwise"
+    assert planned(gpu_memory_utilization=0.9) == planned(memory=str(62 * GIB - work))
+
+
+def test_more_tokens_and_more_experts_take_more_to_work_in() -> None:
+    dense, mixture = (ModelConfig.preset(name) for name in ("qwen3.5-4b", "qwen3.5-35b-a3b"))
+    assert working_bytes(dense, 16384) - GIB == 2 * (working_bytes(dense, 8192) - GIB)
+    assert working_bytes(mixture, 8192) > working_bytes(dense, 8192) // 2
+
+
+def test_a_share_that_leaves_nothing_says_so(card: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.13 leaves nothing for the cache.*raise it"):
+        planned(gpu_memory_utilization=0.13)
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, "most", True, float("nan")])
+def test_a_share_is_a_number(share: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a number above 0 and at most 1"):
+        EngineConfig(device="cuda", gpu_memory_utilization=share)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"device": "cpu"}, "is for GPUs: leave it out"), ({"memory": "4GiB"}, "leave one of them out"),
+    ({"speculate": "draft:tiny"}, "not possible with a draft model")])
+def test_what_a_share_is_not_for(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        EngineConfig(**{"device": "cuda", "gpu_memory_utilization": 0.9, **options})
+    assert caught.value.option == "gpu_memory_utilization"
