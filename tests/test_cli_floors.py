@@ -9,6 +9,7 @@ from deltic.cli.floors import floors, prompt_operations, step_bytes
 from deltic.cli.measure import Case
 from deltic.config import ModelConfig
 from deltic.engine.runtime import Runtime
+from deltic.ops.records import MoeWeights
 
 
 def state_bytes(runtime: Runtime) -> int:
@@ -39,6 +40,10 @@ def test_of_a_mixture_more_sequences_pass_more_experts() -> None:
     tied = runtime.decoder.weights.embedding is runtime.decoder.weights.head
     whole = runtime.decoder.weight_bytes() - (0 if tied else runtime.decoder.weights.embedding.nbytes)
     assert weights[-1] == pytest.approx(whole, rel=0.01)
+    layers = [layer.mlp for layer in runtime.decoder.weights.layers if isinstance(layer.mlp, MoeWeights)]
+    experts = sum(part.gate_up.nbytes + part.down.nbytes for layer in layers for part in layer.experts)
+    passed = layers[0].per_token / len(layers[0].experts)
+    assert weights[1] - weights[0] == pytest.approx(experts * (1 - (1 - passed)**2 - passed), rel=0.01)
 
 
 def test_a_prompt_is_two_operations_for_each_weight() -> None:

@@ -52,6 +52,15 @@ def test_drafts_are_taken_as_far_as_they_are_wanted() -> None:
     assert promise.drafts(second, 5) == (1, 2, 3)
 
 
+def test_drafts_lie_as_the_device_writes_them() -> None:
+    """[drafts, 2, rows], then [rows, 2]."""
+    drafted = Drafted(torch.arange(2 * 4 * (3 + 1)), 4, 3)
+    each, first = drafted.numbers.split((24, 8))
+    for row in range(4):
+        assert drafted.token_at(row) == first.view(4, 2)[row, 0]
+        assert [drafted.draft_at(row, draft) for draft in range(3)] == each.view(3, 2, 4)[:, 0, row].tolist()
+
+
 def test_a_step_can_take_them_from_where_they_are() -> None:
     promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
     rows = [Row((9, -1, -1), 31, (0, 1), 0, 3, drafts=2), Row((5, -1, -1, -1), 20, (0, 1), 1, 4, drafts=3)]

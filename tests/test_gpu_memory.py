@@ -31,8 +31,10 @@ def planned(**options: Any) -> tuple[int, int]:
 
 def test_a_share_of_the_card_is_of_all_of_it(card: list[int]) -> None:
     assert card_share("cuda", 0.9) == 62 * GIB, "10 of 80 are taken"
+    assert card_share("cuda", 0.9, 2 * GIB) == 60 * GIB, "and what steps work in"
     card[0] = 4 * GIB
-    assert card_share("cuda", 0.9) == -4 * GIB
+    with pytest.raises(ConfigError, match=r"=0.9 leaves no memory: of 81920 MiB of the GPU 77824 are taken.*raise it"):
+        card_share("cuda", 0.9)
 
 
 def test_the_cache_takes_what_a_share_leaves(card: list[int]) -> None:
@@ -50,7 +52,7 @@ def test_more_tokens_and_more_experts_take_more_to_work_in() -> None:
 
 
 def test_a_share_that_leaves_nothing_says_so(card: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.13 leaves nothing for the cache.*raise it"):
+    with pytest.raises(ConfigError, match=r"=0.13 leaves no memory.*raise it, lower token_budget"):
         planned(gpu_memory_utilization=0.13)
 
 

@@ -28,7 +28,7 @@ _MEASURES = {"prefill_tokens_per_second": "prompt tokens over the time until eve
              "decode_tokens_per_second": "tokens per second while all sequences write, summed over the batch",
              "time_to_first_token_ms": "median over the batch",
              "overhead_ms": "a decode step without the model's forward pass"}
-_FLOORS = {"memory_gb_per_second": "how fast this machine's memory was read just now",
+_FLOORS = {"memory_gb_per_second": "how fast a sum read memory just now; kernels may be a little faster",
            "step_mib": "what a decode step reads and writes: weights, states, keys and values",
            "allowed_decode_tokens_per_second": "if that were all, and nothing of it in caches",
            "multiply_tflops": "how fast the GPU multiplied large matrices just now",

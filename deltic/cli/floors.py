@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from deltic.config import ModelConfig
     from deltic.engine.runtime import Runtime
 
-_BYTES, _SIDE, _TRIES = 256 << 20, 8192, 4
-"""What is read at once, more than caches hold; rows and columns of the matrices that are multiplied; of several tries
-the best counts."""
+_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+"""What is read at once: more than caches hold, and for longer than it takes to have it done."""
+_SIDE, _TRIES = 8192, 16
+"""Rows and columns of the matrices that are multiplied; of several tries the best counts."""
 
 
 def floors(runtime: Runtime, case: Case) -> dict[str, Any]:
@@ -70,10 +71,12 @@ def _read_rate(runtime: Runtime) -> float:
     """Bytes a second."""
     import torch
 
+    from deltic.engine.memory import free_memory
     from deltic.ops.cpu import use_torch_threads
 
     use_torch_threads(runtime.decoder.ops, runtime.threads)
-    numbers = torch.ones(_BYTES // 4, device=runtime.device)
+    size = min(_BYTES[runtime.device.type], free_memory(runtime.options.device) // 4)
+    numbers = torch.ones(max(size // 4, 1), device=runtime.device)
     return numbers.nbytes / min(_seconds(numbers.sum, runtime.device) for _ in range(_TRIES))
 
 

@@ -126,8 +126,8 @@ def _plan(config: ModelConfig, engine: EngineConfig) -> tuple[MemoryPlan, Extras
     room = max(available_memory() - weight_bytes(config, kind), 0)
     rings = isinstance(engine.speculation, Ngram | Draft)
     try:
-        return plan_memory(config, replace(engine, memory=engine.memory or str(room // 2)), getattr(torch, kind),
-                           False, rings)
+        sized = replace(engine, memory=engine.memory or str(room // 2), gpu_memory_utilization=None)
+        return plan_memory(config, sized, getattr(torch, kind), False, rings)
     except ConfigError:
         if engine.memory:
             raise

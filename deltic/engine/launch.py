@@ -104,10 +104,13 @@ class InFlight:
 
     def keep_promise(self) -> None:
         """Give the rows their drafts, for which this waits."""
-        for share in self.shares if self.promise else ():
-            if self.promise and share.live and share.row and share.row.drafts:
-                assert self.promise.follows(share.sequence), "drafts were verified that follow other tokens"
-                drafts = self.promise.drafts(share.sequence, share.row.drafts)
+        promise = self.promise
+        if promise is None:
+            return
+        for share in self.shares:
+            if share.live and share.row and share.row.drafts:
+                assert promise.follows(share.sequence), "drafts were verified that follow other tokens"
+                drafts = promise.drafts(share.sequence, share.row.drafts)
                 share.row = replace(share.row, tokens=(share.row.tokens[0], *drafts))
 
 

@@ -53,19 +53,20 @@ def _chosen(config: ModelConfig, options: EngineConfig) -> int:
     share = options.gpu_memory_utilization
     if share is None:
         return free_memory(options.device) // 2
-    room = card_share(options.device, share)
-    budget = room - working_bytes(config, options.token_budget)
-    if budget <= 0:
-        raise ConfigError(f"gpu_memory_utilization={share} leaves nothing for the cache beside weights, what others "
-                          "have of the card, and what a step works in: raise it, or lower token_budget",
-                          "gpu_memory_utilization")
-    return budget
+    return card_share(options.device, share, working_bytes(config, options.token_budget))
 
 
-def card_share(device: str, share: float) -> int:
-    """Bytes that are left of a share of a card's memory, by all who have some of it."""
+def card_share(device: str, share: float, work: int = 0) -> int:
+    """Bytes that are left of a share of a card's memory, by all who have some of it, and by what steps work in;
+    ConfigError if there are none."""
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * share) - (total - free)
+    left = int(total * share) - (total - free) - work
+    if left <= 0:
+        raise ConfigError(
+            f"gpu_memory_utilization={share} leaves no memory: of {total >> 20} MiB of the GPU {total - free >> 20} "
+            f"are taken, and steps work in {work >> 20}; raise it, lower token_budget, or free memory of the GPU",
+            "gpu_memory_utilization")
+    return left
 
 
 def working_bytes(config: ModelConfig, tokens: int) -> int:
