@@ -659,7 +659,7 @@ def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
         kept = plan.slots - own * plan.max_batch - 1
         assert not kept or not needs.slot_bytes or plan.max_context == asked, "kept at the cost of the context"
         spare = budget - plan.pages * needs.page_bytes - plan.slots * needs.slot_bytes
-        assert plan.pages == plan.max_batch * -(-plan.max_context // PAGE) or spare < needs.page_bytes + wasted
+        assert plan.pages == (plan.max_batch + kept) * -(-plan.max_context // PAGE) or spare < needs.page_bytes + wasted
     assert held > 1000 and refused > 1000
 
 

@@ -55,8 +55,9 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
 
     The batch is clamped so that slots take at most half of the budget, then the context to the pages that remain;
     both with a warning instead of a refusal to start. One slot beyond the batch is for the prompt end that several
-    choices fork; of what is left beside one whole context, half goes to slots for states worth keeping. Logits of
-    prompts' ends get a sixteenth, and room for one at least.
+    choices fork; of what is left beside one whole context, half goes to slots for states worth keeping, the rest to
+    pages, until each of those could have a whole context, too. Logits of prompts' ends get a sixteenth, and room for
+    one at least.
     """
     context, own = needs.max_context or needs.model_context, 1 + needs.ahead
     smallest = needs.page_bytes + (own + 1) * needs.slot_bytes + needs.row_bytes
@@ -76,14 +77,15 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
         warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a state slot takes "
                         f"{_mib(needs.slot_bytes)} and the cache has {_mib(budget)} (raise --memory)")
     slots = own * batch + 1
-    slots += _kept_slots(budget, needs, slots, context)
+    kept = _kept_slots(budget, needs, slots, context)
+    slots += kept
     pages = (budget - slots * needs.slot_bytes) // needs.page_bytes if needs.page_bytes else 1 << 20
     wanted = -(-context // PAGE)
     if pages < wanted:
         context = pages * PAGE
         warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
                         f"what {_mib(budget)} of cache hold (raise --memory)")
-    return MemoryPlan(min(pages, batch * wanted), slots, batch, context, tuple(warnings), min(rows, slots))
+    return MemoryPlan(min(pages, (batch + kept) * wanted), slots, batch, context, tuple(warnings), min(rows, slots))
 
 
 def enough(needs: MemoryNeeds, tokens: int) -> int:
