@@ -12,7 +12,7 @@ from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
 from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.engine import Engine
-from deltic.engine.turns import SHORT_TURN, TURN
+from deltic.engine.turns import SHORT_TURN, TURN, turn_of
 from deltic.types import Request
 
 LONG = 6 * TURN
@@ -159,6 +159,22 @@ def test_clients_with_as_many_places_keep_them() -> None:
     for _ in range(2 * TURN):
         take(answers, engine.step())
     assert len({sequence.client for sequence in engine.scheduler.running}) == 2
+
+
+def test_what_turns_have_read_again_is_little_of_what_steps_do() -> None:
+    """Sixteen for four places, and memory for five: a step could read any of them again, but all wait meanwhile."""
+    requests = [greedy(numbers(index, 100, 500), 4 * TURN, name=f"long{index}") for index in range(16)]
+    engine, answers = engine_for(batch=4, pages=70, slots=80, budget=512), Answers()
+    for request in requests:
+        engine.add(request)
+    drain(engine, answers)
+    assert 0 < engine.scheduler.turns <= 16 and engine.scheduler.preemptions == 0
+    assert engine.stats.prompt_tokens <= 2 * 16 * 100, "every turn of 32 steps had them read again"
+
+
+def test_many_places_change_hands_no_more_often_than_few() -> None:
+    assert turn_of(1, 1) == turn_of(1, 8) == TURN and turn_of(2, 3) == SHORT_TURN, turn_of
+    assert turn_of(1, 64) == 8 * TURN and turn_of(3, 64) == 8 * SHORT_TURN, turn_of
 
 
 def test_few_give_way_where_what_was_read_would_be_lost() -> None:

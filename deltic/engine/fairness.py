@@ -14,7 +14,7 @@ from statistics import median
 
 from deltic.types import PAGE
 
-_STEP = 2 * PAGE
+STEP = 2 * PAGE
 """Tokens that a step costs as much as, besides those that it reads: weights are read, rows laid out."""
 _RECENT = 5
 """Steps whose median is the time of a prompt token: one that others disturbed does not count."""
@@ -76,19 +76,19 @@ class Meeting:
     def pays(self, budget: int) -> bool:
         """Whether all come out ahead. Counted in tokens that steps read until this prompt's first token: waiting may
         make them more, but by no more than it spares those that come after."""
-        if self.saved < _STEP:
+        if self.saved < STEP:
             return False
         half = max(budget // 2, 1)
         steps = -(-self.away // (budget if self.alone else half))
         left = max(self.others - steps * budget, 0)
-        waited = steps * (_STEP + min(self.others, budget)) + _reading(budget, left, self.own - self.saved)
+        waited = steps * (STEP + min(self.others, budget)) + _reading(budget, left, self.own - self.saved)
         return waited <= _reading(budget, self.others, self.own) + self.saved
 
 
 def _reading(budget: int, others: int, own: int) -> int:
     """Tokens that steps read until a prompt of `own` tokens is read beside others."""
     steps = 1 if others + own <= budget else -(-own // max(budget // 2, 1))
-    return steps * (_STEP + min(others + own, budget))
+    return steps * (STEP + min(others + own, budget))
 
 
 @dataclass(slots=True)

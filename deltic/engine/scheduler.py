@@ -22,7 +22,7 @@ from deltic.cache.operations import Operation, operation_of, plain
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, hurry, share
 from deltic.engine.sequence import Sequence
-from deltic.engine.turns import TURN, gives_way, in_turn, settled
+from deltic.engine.turns import TURN, gives_way, in_turn, settled, turn_to_read
 from deltic.types import PAGE, RING, Positions, common_length, ring_base
 
 log = logging.getLogger("deltic")
@@ -269,13 +269,15 @@ class Scheduler:
         if not full:
             return None
         room = len(ordered[0].tokens) + 2 * TURN * len(self.running)  # they go on while one rests
-        return gives_way(ordered[0], self.running, step, partial(self._can_rest, room=room))
+        rests = self.cache.can_rest(room)
+        return gives_way(ordered[0], self.running, step, partial(self._turn, rests=rests))
 
-    def _can_rest(self, sequence: Sequence, room: int) -> bool:
-        """Whether it costs little to go on later: its state stays beside so many tokens more, or a step reads as
-        much."""
-        return sequence.done <= self.token_budget or self.cache.can_rest(room)
-
+    def _turn(self, sequence: Sequence, rests: bool) -> int | None:
+        """Steps for which it keeps its place, by what it costs to go on later; None: more than a step reads. rests: its
+        state stays beside all that runs and rests."""
+        if rests:
+            return 0
+        return turn_to_read(sequence.done, len(self.running)) if sequence.done <= self.token_budget else None
 
     def _admit(self) -> dict[Sequence, int]:
         """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.

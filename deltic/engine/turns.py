@@ -11,17 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from itertools import islice
+from itertools import filterfalse, islice
 from operator import attrgetter
 
+from deltic.engine.fairness import STEP
 from deltic.engine.sequence import Sequence
 
-TURN, SHORT_TURN = 32, 8
-"""Steps for which a client's only place is safe, and one of several. Many answers to short questions end within one."""
+TURN, SHORT_TURN, _FEW = 32, 8, 8
+"""Steps for which a client's only place is safe, and one of several, where so few run. Many answers to short questions
+end within one. Where more run, turns are longer: a step in which one moves takes longer than others."""
 LONGEST_WAIT = 32 * TURN
 """Steps after which a sequence waits before all that came after it, whoever runs of its client."""
 _SCAN = 256
 """Waiting sequences that are looked at in one step."""
+_SHARE = 4
+"""Where going on means to read again, turns take so many times as long as that."""
 
 
 def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int) -> list[Sequence]:
@@ -45,18 +49,29 @@ def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int)
     return patient + [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
 
 
+def turn_of(places: int, running: int) -> int:
+    """Steps for which a place of a client with so many is safe."""
+    return (TURN if places == 1 else SHORT_TURN) * max(running, _FEW) // _FEW
+
+
 def settled(running: List[Sequence], step: int) -> bool:
     """Whether nobody would give way to anyone: all have one place each, and no turn is over."""
     return (len({sequence.client for sequence in running}) == len(running)
-            and all(step - sequence.turn < TURN for sequence in running))
+            and all(step - sequence.turn < turn_of(1, len(running)) for sequence in running))
+
+
+def turn_to_read(tokens: int, running: int) -> int:
+    """Steps of a turn after which so many tokens have to be read again, while all others wait: so many that little of
+    the time goes into that when each of those that run comes to it."""
+    return _SHARE * running * tokens // (STEP + running)
 
 
 def gives_way(first: Sequence, running: Iterable[Sequence], step: int,
-              can_rest: Callable[[Sequence], bool]) -> Sequence | None:
+              turn: Callable[[Sequence], int | None]) -> Sequence | None:
     """Which running sequence gives its place to the first that waits, if one shall: of the client, then of the body
     with most places, the one that has generated most. Who has none takes an answer's place from one that has several at
     once; else it has its turn. Who has had a turn itself waits for as long as that before it takes one.
-    can_rest: whether what it has read would still be there when a sequence goes on."""
+    turn: steps of its turn at least, by what it costs when a sequence goes on; None: more than it may."""
     if first.held or (first.rest and step - first.turn < TURN):
         return None
     running = list(running)
@@ -70,8 +85,8 @@ def gives_way(first: Sequence, running: Iterable[Sequence], step: int,
             return True
         if places > 1 and not wanted:
             return not sequence.generated
-        return step - sequence.turn < (TURN if places == 1 else SHORT_TURN)
+        return step - sequence.turn < max(turn_of(places, len(running)), least[sequence])
 
-    over = [sequence for sequence in running if not may_stay(sequence)]
-    return max(filter(can_rest, over), default=None, key=lambda sequence: (
+    least = {sequence: steps for sequence in running if (steps := turn(sequence)) is not None}
+    return max(filterfalse(may_stay, least), default=None, key=lambda sequence: (
         clients[sequence.client], groups[sequence.group], sequence.generated))
