@@ -17,7 +17,7 @@ released: list[int] = []
 
 @pytest.fixture(autouse=True)
 def _small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_FIRST", 1 << 18)
+    monkeypatch.setattr(pinned, "_REGION", 1 << 18)
 
 
 def memory(most: int = 1 << 20) -> PinnedMemory:
@@ -31,14 +31,6 @@ def numbers(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.empty(count, dtype=dtype)
 
 
-def grown(room: PinnedMemory, like: Tensor) -> Tensor | None:
-    """What there is when all has been made that was asked for."""
-    if room.tensor(like) is not None:
-        raise AssertionError("there was room at once")
-    room.wait()
-    return room.tensor(like)
-
-
 def test_tensors_do_not_share_memory_and_give_it_back() -> None:
     """Random sizes that come and go: what one wrote is still there as long as it lives."""
     room, draw, kept, refused = memory(), random.Random(0), list[tuple[int, Tensor]](), 0
@@ -50,7 +42,6 @@ def test_tensors_do_not_share_memory_and_give_it_back() -> None:
         found = room.tensor(like)
         if found is None:
             refused += 1
-            room.wait()
             kept = kept[1:]
             continue
         assert found.shape == like.shape and found.dtype == like.dtype
@@ -67,22 +58,23 @@ def test_tensors_do_not_share_memory_and_give_it_back() -> None:
 
 def test_a_tensor_is_a_claim() -> None:
     room = memory(1 << 18)
-    first = grown(room, numbers(1 << 18))
+    first = room.tensor(numbers(1 << 18))
     assert first is not None and room.tensor(numbers(1)) is None
     del first
     assert room.tensor(numbers(1)) is not None
 
 
-def test_regions_grow_with_what_is_asked_for_and_end() -> None:
+def test_regions_have_room_for_what_is_asked_for_and_end() -> None:
     room = memory()
-    held = [grown(room, numbers(1)), grown(room, numbers(1 << 18))]
-    assert all(part is not None for part in held) and [region.nbytes for region in room._regions] == [1 << 18, 3 << 18]
-    assert grown(room, numbers(1 << 20)) is None
+    held = [room.tensor(numbers(count)) for count in (1, 1 << 18, 1 << 17, 1 << 19)]
+    assert all(part is not None for part in held)
+    assert [region.nbytes for region in room._regions] == [1 << 18, 1 << 18, 1 << 19], "the third is beside the first"
+    assert room.tensor(numbers((1 << 17) + 1)) is None
 
 
 def test_it_is_let_go_with_its_last_owner() -> None:
     room = memory()
-    assert grown(room, numbers(1)) is not None
+    assert room.tensor(numbers(1)) is not None
     del room
     gc.collect()
     assert released[-1] == 1 << 18
@@ -90,4 +82,6 @@ def test_it_is_let_go_with_its_last_owner() -> None:
 
 @pytest.mark.parametrize("most", [1 << 20, 0])
 def test_where_none_can_be_had_there_is_none(most: int) -> None:
-    assert grown(PinnedMemory(most, lambda _: None), numbers(1)) is None
+    asked = list[int]()
+    room = PinnedMemory(most, lambda memory: asked.append(memory.nbytes))
+    assert [room.tensor(numbers(1)) for _ in range(2)] == [None, None] and len(asked) == bool(most)

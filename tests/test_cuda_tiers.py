@@ -15,10 +15,14 @@ from deltic.engine.loading import load
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 
-@pytest.mark.parametrize("spans", [32, 0])
-def test_what_comes_from_the_host_is_what_was_there(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where pages lie one after another, and as if they lay all over the pool."""
+@pytest.mark.parametrize(("spans", "pinned"), [(32, True), (0, True), (32, False)])
+def test_what_comes_from_the_host_is_what_was_there(spans: int, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages lie one after another, and as if they lay all over the pool; in pinned memory, and where there is
+    none left."""
     monkeypatch.setattr("deltic.cache.pools._SPANS", spans)
+    monkeypatch.setattr("deltic.cache.host._PIECE", 100_000)
+    if not pinned:
+        monkeypatch.setattr("deltic.cache.pinned.PinnedMemory.tensor", lambda memory, like: None)
     runtime = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", host_memory="256MiB",
                                       max_batch=2, max_context=4096, speculate="off"))
     prompt = numbers(5, 1500, runtime.config.vocab_size)
@@ -31,6 +35,9 @@ def test_what_comes_from_the_host_is_what_was_there(spans: int, monkeypatch: pyt
         while tier._pending:
             torch.cuda.synchronize()
             tier._settle()
+    items = [tensor for tier in runtime.cache.tiers for tensors in tier.store._items.values()  # type: ignore[attr-defined]
+             for name, tensor in tensors.items() if name not in ("tokens", "logits")]
+    assert items and {tensor.is_pinned() for tensor in items} == {pinned}
     for tensor in (runtime.pools.keys, runtime.pools.values, runtime.pools.recurrent, runtime.pools.conv):
         tensor.fill_(float("nan"))
     empty = replace(runtime, cache=HybridCache(runtime.pools, True, runtime.cache.tiers))

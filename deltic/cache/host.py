@@ -11,10 +11,13 @@ from torch import Tensor
 from deltic.cache.pinned import PinnedMemory
 from deltic.cache.tier_store import Item, TierStoreError
 
+_PIECE = 8 << 20
+"""Bytes that are copied at a time to memory that is not pinned."""
+
 
 class Host:
-    """A `TierStore` of plain tensors. What comes from a GPU is kept in pinned memory, as long as there is room, from
-    and to which its own engines copy beside what it computes."""
+    """A `TierStore` of plain tensors. What comes from a GPU is copied beside what that computes, and is kept in pinned
+    memory as long as there is room, from which it comes back in the same way."""
 
     name = "host"
     writable, trusted = True, True
@@ -57,15 +60,32 @@ class Host:
         """Itself, or, of one on a GPU, a copy; waits for what the GPU was to do before."""
         if not tensor.is_cuda:
             return tensor
-        kept = self._pinned.tensor(tensor) if self._pinned else None
-        if kept is None:
-            return tensor.cpu()
         stream = _copying(tensor.device)
         stream.wait_stream(torch.cuda.default_stream(tensor.device))
+        kept = self._pinned.tensor(tensor) if self._pinned else None
         with torch.cuda.stream(stream):
+            if kept is None:
+                return _by_pieces(tensor, _staging(tensor.device), stream)
             kept.copy_(tensor, non_blocking=True)
         stream.synchronize()
         return kept
+
+
+def _by_pieces(tensor: Tensor, staging: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """A copy in memory that is not pinned. The GPU's engines would have all else that it does wait while that memory is
+    made; so they copy a piece, which is copied on by the processor."""
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype)
+    source, target = (x.contiguous().view(-1).view(torch.uint8) for x in (tensor, kept))
+    for piece, into in zip(source.split(len(staging)), target.split(len(staging)), strict=True):
+        staging[:len(piece)].copy_(piece, non_blocking=True)
+        stream.synchronize()
+        into.copy_(staging[:len(piece)])
+    return kept
+
+
+@cache
+def _staging(device: torch.device) -> Tensor:
+    return torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
 
 
 @cache

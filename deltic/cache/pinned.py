@@ -1,5 +1,6 @@
-"""Memory of the host that a GPU copies from and to by itself. Pinning takes long and holds up all else that is asked of
-the GPU, so that large regions are pinned at a time, beside other work, and then given to tensors."""
+"""Memory of the host that a GPU copies from and to by itself. Pinning holds up all else that is asked of the GPU for as
+long as it takes (a millisecond for each 16 MB), so that regions are small, pinned when there is something to put into
+them, and then given to one tensor after another."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable
-from threading import Thread
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from deltic.ops.memory import is_shortage
 
 _LINE = 4096
 """Bytes of which parts are multiples."""
-_FIRST = 64 << 20
-"""Bytes of the first region. Each further one is at least as large as all before."""
-_AHEAD = 4
-"""A region has room for so many tensors like the one for which it is made."""
+_REGION = 128 << 20
+"""Bytes of a region, but for larger tensors."""
 
 Pin = Callable[[Tensor], Callable[[], object] | None]
 
@@ -33,47 +31,37 @@ def pin(memory: Tensor) -> Callable[[], object] | None:
 
 
 class PinnedMemory:
-    """Up to so many bytes, pinned as they are asked for. For one thread."""
+    """Up to so many bytes, pinned as they are asked for. For one thread, which waits for that."""
 
     def __init__(self, most: int, pin: Pin = pin) -> None:
-        self._left, self._size, self._pin = most // _LINE * _LINE, 0, pin
-        self._regions, self._made = list[Tensor](), deque[Tensor]()
+        self._left, self._pin = most // _LINE * _LINE, pin
+        self._regions = list[Tensor]()
         self._free, self._returned = list[tuple[int, int, int]](), deque[tuple[int, int, int]]()
-        self._growing: Thread | None = None
 
     def tensor(self, like: Tensor) -> Tensor | None:
         """A tensor on the host of this shape and dtype; its memory is used again when the tensor is gone. None where
-        there is no room; then some more is made in a thread of its own, if there may be."""
+        there is no room."""
         size = -(-like.nbytes // _LINE) * _LINE
         while self._returned:
             self._give_back(*self._returned.popleft())
-        while self._made:
-            made = self._made.popleft()
-            self._free.append((len(self._regions), 0, made.nbytes))
-            self._regions.append(made)
+        found = self._part(size, like)
+        return self._part(size, like) if found is None and self._grow(size) else found
+
+    def _part(self, size: int, like: Tensor) -> Tensor | None:
         for place, (region, start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[place:place + 1] = [(region, start + size, end)] * (end - start > size)
                 found = self._regions[region][start:start + like.nbytes].view(like.dtype).view(like.shape)
                 weakref.finalize(found, self._returned.append, (region, start, start + size)).atexit = False
                 return found
-        self._grow(size)
         return None
 
-    def wait(self) -> None:
-        """Until what is being made is there."""
-        if self._growing:
-            self._growing.join()
-
-    def _grow(self, wanted: int) -> None:
-        size = min(self._left, max(_FIRST, self._size, _AHEAD * wanted))
-        if size < wanted or (self._growing and self._growing.is_alive()):
-            return
-        self._left, self._size = self._left - size, self._size + size
-        self._growing = Thread(target=self._make, args=(size,), name="deltic-pin", daemon=True)
-        self._growing.start()
-
-    def _make(self, size: int) -> None:
+    def _grow(self, wanted: int) -> bool:
+        """Whether there is a region more, in which so many bytes have room."""
+        size = min(self._left, max(_REGION, wanted))
+        if not size or size < wanted:
+            return False
+        self._left -= size
         try:
             room = mmap.mmap(-1, size)
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -83,10 +71,14 @@ class PinnedMemory:
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not is_shortage(error):
                 raise
-            return  # then there is none
-        if release:
-            weakref.finalize(self, release).atexit = False
-            self._made.append(region)
+            release = None
+        if release is None:
+            self._left = 0  # it would be refused again
+            return False
+        weakref.finalize(self, release).atexit = False
+        self._free.append((len(self._regions), 0, size))
+        self._regions.append(region)
+        return True
 
     def _give_back(self, region: int, start: int, end: int) -> None:
         for other in [other for other in self._free if other[0] == region and (start == other[2] or end == other[1])]:

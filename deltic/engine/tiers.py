@@ -20,8 +20,6 @@ from deltic.ops import Ops
 log = logging.getLogger("deltic")
 
 Notes = DiskNotes | LateNotes | None
-_PINNED = 16 << 30
-"""Bytes of the host's memory that are pinned for a GPU at most."""
 _SPARE = 8
 """Of the tier's bytes this part more are pinned: what is given up leaves room in pieces."""
 
@@ -35,7 +33,7 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
         host = available_memory() // 4
     if host:
         on_gpu = options.device.startswith("cuda")
-        pinned = PinnedMemory(min(host + host // _SPARE, _PINNED)) if on_gpu else None
+        pinned = PinnedMemory(host + host // _SPARE) if on_gpu else None
         tiers.append(TierIndex(Host(host, pinned), threads=on_gpu))
     if options.cache_dir:
         facts = {**made.facts, **machine_facts(options, ops)}
