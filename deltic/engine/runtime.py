@@ -172,6 +172,7 @@ class Runtime:
                                     verified=self.verifies))
         if self.verifies and (self._drafts or self.defers):
             self._warm_up_rings(memory)
+            self.ops.fold_ring(self.views.states, 0, 0, 0, 1, 0)
         nothing = torch.zeros(1, device=self.device)
         self.sample(logits[:1], Sampling(nothing, nothing.long(), nothing + 1, nothing, nothing.long()))
         torch.cuda.synchronize(self.device)

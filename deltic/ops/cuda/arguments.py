@@ -43,7 +43,8 @@ class Append(Arguments):
 
 
 class Fold(Arguments):
-    _fields_ = fields("source_state source_conv state conv inputs keys updates decays", "",
+    _fields_ = fields("source_state source_conv state conv inputs keys updates decays state_step conv_step inputs_step "
+                      "keys_step updates_step decays_step", "",
                       "key_heads value_heads key_dim value_dim channels tiled base done")
 
 

@@ -106,15 +106,25 @@ def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, 
     if module is None:
         return fold_ring_by_torch(states, source, ring, base, done, target)
     assert done - base <= RING
-    for state in states:
-        view, (heads, key_dim, value_dim) = _ring(state), state.recurrent.shape[1:]
-        with torch.cuda.device(state.conv.device):
-            module.launch("k_fold", (heads, 8), 256, args.Fold(
-                source_state=state.recurrent[source], source_conv=state.conv[source], state=state.recurrent[target],
-                conv=state.conv[target], inputs=view.inputs[ring], keys=view.keys[ring], updates=view.updates[ring],
-                decays=view.decays[ring], key_heads=view.keys.shape[2], value_heads=heads, key_dim=key_dim,
-                value_dim=value_dim, channels=state.conv.shape[2], tiled=int(view.tiled), base=base, done=done),
-                overlap=False)
+    first, (heads, key_dim, value_dim) = states[0], states[0].recurrent.shape[1:]
+    view = _ring(first)
+    steps = {name: _step([getattr(_ring(state), name) for state in states])
+             for name in ("inputs", "keys", "updates", "decays")}
+    with torch.cuda.device(conv.device):
+        module.launch("k_fold", (heads, 8, len(states)), 256, args.Fold(
+            source_state=first.recurrent[source], source_conv=conv[source], state=first.recurrent[target],
+            conv=conv[target], inputs=view.inputs[ring], keys=view.keys[ring], updates=view.updates[ring],
+            decays=view.decays[ring], key_heads=view.keys.shape[2], value_heads=heads, key_dim=key_dim,
+            value_dim=value_dim, channels=conv.shape[2], tiled=int(view.tiled), base=base, done=done,
+            state_step=_step([state.recurrent for state in states]), conv_step=_step([state.conv for state in states]),
+            **{f"{name}_step": step for name, step in steps.items()}), overlap=False)
+
+
+def _step(layers: list[Tensor]) -> int:
+    """Numbers from one layer's tensor to the next one's; all must be as far apart."""
+    found = {second.data_ptr() - first.data_ptr() for first, second in pairwise(layers)} or {0}
+    assert len(found) == 1, "layers do not lie one after another"
+    return found.pop() // layers[0].element_size()
 
 
 def fold_source() -> str:

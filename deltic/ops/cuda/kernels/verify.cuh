@@ -260,17 +260,23 @@ DEVICE void append(const Append &a) {
 }
 
 struct Fold {
-    const float *source_state;  // [Hv, DK, DV]
-    const u16 *source_conv;     // [4, C]
+    const float *source_state;  // [layers, Hv, DK, DV], with so many numbers from one layer to the next
+    const u16 *source_conv;     // [layers, 4, C]
     float *state;
     u16 *conv;
-    const u16 *inputs;          // [RING, C], and so on: those of the unit
+    const u16 *inputs;          // [layers, RING, C], and so on: those of the unit
     const float *keys, *updates, *decays;
+    i64 state_step, conv_step, inputs_step, keys_step, updates_step, decays_step;
     int key_heads, value_heads, key_dim, value_dim, channels, tiled, base, done;
 };
-// A slot's state brought forward by entries base .. done - 1 of a ring, to a slot that may be the same. Grid [Hv, parts],
-// blocks of 256 threads.
-DEVICE void fold(const Fold &a) {
+// A slot's states brought forward by entries base .. done - 1 of a ring, to a slot that may be the same. Grid [Hv, parts,
+// layers], blocks of 256 threads.
+DEVICE void fold(Fold a) {
+    const i64 layer = blockIdx.z;
+    a.source_state += layer * a.state_step, a.state += layer * a.state_step;
+    a.source_conv += layer * a.conv_step, a.conv += layer * a.conv_step;
+    a.inputs += layer * a.inputs_step, a.keys += layer * a.keys_step;
+    a.updates += layer * a.updates_step, a.decays += layer * a.decays_step;
     const int head = blockIdx.x, from = a.tiled ? head % a.key_heads : head / (a.value_heads / a.key_heads);
     const int size = a.key_dim * a.value_dim, part = size / gridDim.y;
     for (int i = blockIdx.y * part + threadIdx.x; i < int(blockIdx.y + 1) * part; i += 256) {
