@@ -86,10 +86,6 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
             const uint4 v = there ? load_shared(at + i * D * 4) : make_uint4(0, 0, 0, 0);
             s[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
         }
-        end_reads();
-        meet_eight_warps();  // all have taken theirs from shared memory
-        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES), since(n + STAGES));
-        __syncwarp();
         if constexpr (RINGS) replay(s, n, warp, lane);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -99,7 +95,10 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         }
         *(float4 *)&m.parts[warp][0][lane * 4] = make_float4(k4[0], k4[1], k4[2], k4[3]);
         *(float4 *)&m.parts[warp][1][lane * 4] = make_float4(q4[0], q4[1], q4[2], q4[3]);
-        meet_eight_warps();
+        end_reads();
+        meet_eight_warps();  // all have taken theirs from shared memory, and have their sums there
+        if (threadIdx.x == 224 && exists(n + STAGES)) fetch(n + STAGES, place(n + STAGES), since(n + STAGES));
+        __syncwarp();
         const float keep = m.rates[side][0], beta = m.rates[side][1], dot = m.rates[side][2];
         float u[4];
 #pragma unroll
