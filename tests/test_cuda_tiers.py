@@ -20,7 +20,7 @@ def test_what_comes_from_the_host_is_what_was_there(spans: int, pinned: bool, mo
     """Where pages lie one after another, and as if they lay all over the pool; in pinned memory, and where there is
     none left."""
     monkeypatch.setattr("deltic.cache.pools._SPANS", spans)
-    monkeypatch.setattr("deltic.cache.host._PIECE", 100_000)
+    monkeypatch.setattr("deltic.cache.outgoing._PIECE", 100_000)
     if not pinned:
         monkeypatch.setattr("deltic.cache.pinned.PinnedMemory.tensor", lambda memory, like: None)
     runtime = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", host_memory="256MiB",

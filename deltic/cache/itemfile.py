@@ -45,7 +45,7 @@ def encode(item: Item, tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
     """
     ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0]))
     entries = [_Entry(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]
-    contents = [_bytes_of(tensor.detach().cpu()) for _, tensor in ordered]
+    contents = [_bytes_of(tensor.detach()) for _, tensor in ordered]
     checksum = crc32(_header(item, entries, _NO_CHECKSUM))
     for content in contents:
         checksum = crc32(content, checksum)

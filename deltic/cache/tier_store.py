@@ -63,7 +63,7 @@ class TierStore(Protocol):
         """What else lies in the budget (of other models or versions): only `delete` may be called with these."""
 
     def write(self, item: Item, tensors: Mapping[str, Tensor]) -> int:
-        """Keep an item, whole or not at all; returns its size in bytes. The tensors may be on a GPU."""
+        """Keep an item, whole or not at all; returns its size in bytes. The tensors are on the host."""
 
     def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
         """The tensors of an item; TierStoreError if it is missing, damaged, not what its name says or, in all, larger

@@ -34,7 +34,7 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
     if host:
         on_gpu = options.device.startswith("cuda")
         pinned = PinnedMemory(host + host // _SPARE) if on_gpu else None
-        tiers.append(TierIndex(Host(host, pinned), threads=on_gpu))
+        tiers.append(TierIndex(Host(host), threads=on_gpu, pinned=pinned))
     if options.cache_dir:
         facts = {**made.facts, **machine_facts(options, ops)}
         about = f"{str(dtype).removeprefix('torch.')}, {computes(facts)}"

@@ -1,0 +1,62 @@
+"""From a GPU to the host's memory, beside all that the GPU computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from deltic.cache.pinned import PinnedMemory
+
+_PIECE = 8 << 20
+"""Bytes that are copied at a time to memory that is not pinned."""
+
+
+def made(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
+    """When the GPU has made these, which it was told to just now; None where none of them is on one."""
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device).record_event()
+
+
+def on_host(tensors: Mapping[str, Tensor], made: torch.cuda.Event | None,
+            pinned: PinnedMemory | None = None) -> dict[str, Tensor]:
+    """The tensors themselves, or, of those on a GPU, copies: in pinned memory as long as there is room, from which they
+    come back as fast. Waits until they are there."""
+    return {name: _copy(tensor, made, pinned) if tensor.is_cuda and made else tensor
+            for name, tensor in tensors.items()}
+
+
+def _copy(tensor: Tensor, made: torch.cuda.Event, pinned: PinnedMemory | None) -> Tensor:
+    kept, stream = pinned.tensor(tensor) if pinned else None, _beside(tensor.device)
+    stream.wait_event(made)
+    with torch.cuda.stream(stream):
+        if kept is None:
+            return _by_pieces(tensor, stream)
+        kept.copy_(tensor, non_blocking=True)
+    stream.synchronize()
+    return kept
+
+
+def _by_pieces(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """A copy in memory that is not pinned. All that a GPU does waits while its own engines copy there; so they copy
+    pieces to pinned memory, and the processor from there."""
+    kept, staging = torch.empty(tensor.shape, dtype=tensor.dtype), _staging(get_ident())
+    source, target = (x.contiguous().view(-1).view(torch.uint8) for x in (tensor, kept))
+    for piece, into in zip(source.split(len(staging)), target.split(len(staging)), strict=True):
+        staging[:len(piece)].copy_(piece, non_blocking=True)
+        stream.synchronize()
+        into.copy_(staging[:len(piece)])
+    return kept
+
+
+@cache
+def _staging(thread: int) -> Tensor:
+    return torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
