@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reuse_cases
 import torch
-from support import odd_shape
+from support import Answers, drain, greedy, numbers, odd_runtime, odd_shape, serve, take
 
 from deltic import LLM, RandomModel
 from deltic.cache.pools import allocate
 from deltic.config import available_memory
+from deltic.engine.engine import Engine
+from deltic.engine.runtime import Runtime
 from deltic.errors import ConfigError
 from deltic.ops import backends, memory
+from deltic.ops.records import Batch
 
 
 @pytest.fixture
@@ -85,3 +89,33 @@ def test_a_process_with_little_address_space(memory: str, words: str) -> None:
     arguments = (["bench", "--random", "qwen3.5-0.8b", "--layers", "4"] if "error" in words else ["run", "hi"])
     done = subprocess.run([sys.executable, "-c", code, *arguments, "--memory", memory], capture_output=True, text=True)
     assert words in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_without_memory_costs_one_request(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step has written by then is not known: here states of all rows, by a step that fails at its end."""
+    runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, budget=64, slots=40)
+    short = [greedy(numbers(index, 20, 500), 30, name=f"short{index}", seed=index) for index in range(3)]
+    alone = {key: answer.tokens for request in short for key, answer in serve(runtime, [request]).items()}
+    engine, answers, run, failed = Engine(runtime, ahead=ahead), Answers(), Runtime.run_hidden, list[int]()
+
+    def refuse(self: Runtime, batch: Batch) -> Any:
+        found = run(self, batch)
+        if batch.layout.tokens > 50:
+            failed.append(batch.layout.tokens)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return found
+
+    monkeypatch.setattr(Runtime, "run_hidden", refuse)
+    runtime.cache.clear()
+    for request in (short[0], short[1]):
+        engine.add(request)
+    for _ in range(8):
+        take(answers, engine.step())
+    engine.add(greedy(numbers(9, 200, 500), 4, name="long"))
+    engine.add(short[2])
+    drain(engine, answers)
+    error = answers.pop(("long", 0)).last.error
+    assert failed and error and "there is no memory for a step with" in error and "--token-budget" in error
+    assert {key: answer.tokens for key, answer in answers.items()} == alone and len(failed) == 1
+    engine.check()

@@ -33,6 +33,7 @@ from deltic.engine.scheduler import Scheduler, base_after
 from deltic.engine.sequence import Origin, Sequence
 from deltic.engine.speculator import Speculator
 from deltic.errors import RequestError
+from deltic.ops.memory import is_shortage
 from deltic.types import (
     Embed,
     Event,
@@ -281,11 +282,26 @@ class Engine:
         self._forget(sequence)
 
     def _lose(self, flight: InFlight, error: Exception) -> None:
-        """The step has raised this error: the requests in it end."""
-        log.error("a step failed; its requests end with an error", exc_info=error)
-        for request in {share.sequence.request.id for share in flight.shares if share.live}:
+        """The step has raised this error: the requests in it end. Where memory ran out only the one that took most of
+        it; what the step has done for the others is not known, so that they read what they have again."""
+        live = [share for share in flight.shares if share.live]
+        if is_shortage(error) and live:
+            log.error("a step of %d tokens finds no memory; the request that has most of them ends with an error",
+                      sum(share.tokens for share in live), exc_info=error)
+            largest = max(live, key=lambda share: share.tokens)
+            lost, message = {largest.sequence.request.id}, (
+                f"there is no memory for a step with {largest.tokens} tokens of this request: let the server have a "
+                "smaller --token-budget, --memory or --gpu-memory-utilization")
+        else:
+            log.error("a step failed; its requests end with an error", exc_info=error)
+            lost, message = {share.sequence.request.id for share in live}, f"internal error: {error}"
+        for request in lost:
             for sequence in self._sequences.get(request, ())[:]:
-                self._fail(sequence, f"internal error: {error}")
+                self._fail(sequence, message)
+        for share in live:
+            if share.live:
+                self.speculator.forget(share.sequence)
+                self.scheduler.start_over(share.sequence)
 
     def _timed(self, flight: InFlight, seconds: float, read: int) -> None:
         """The step took so long, and read so many tokens of prompts."""

@@ -55,6 +55,11 @@ class Share:
         return self.sequence.lease is self.lease
 
     @property
+    def tokens(self) -> int:
+        """How many it has in the step."""
+        return len(self.row.tokens) if self.row else 0
+
+    @property
     def draft_tokens(self) -> tuple[int, ...]:
         return self.row.draft_tokens if self.row and self.row.drafts else ()
 

@@ -248,6 +248,10 @@ class Scheduler:
         self.cache.release(sequence.lease, keep)
         sequence.lease = None
 
+    def start_over(self, sequence: Sequence) -> None:
+        """Have a running sequence, whose state may be no good, read all again that was not kept before."""
+        self._preempt(sequence, sound=False)
+
     def _take_turns(self) -> None:
         """Put those that wait in order; where no place is free, have at most one running sequence give up its own."""
         leaving = self._due(self._step)
@@ -395,18 +399,18 @@ class Scheduler:
                 self._forget_origin(sequence)
         return origin is not None
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._yield(sequence)
+    def _preempt(self, sequence: Sequence, sound: bool = True) -> None:
+        self._yield(sequence, sound=sound)
         sequence.turn = self._step
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _yield(self, sequence: Sequence, resting: bool = False) -> None:
-        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again. resting: it
-        will go on soon, so that nobody shall take that."""
+    def _yield(self, sequence: Sequence, resting: bool = False, sound: bool = True) -> None:
+        """Take a running sequence's lease; what it has read goes to the tree, where it will find it again, if it is
+        sound. resting: it will go on soon, so that nobody shall take that."""
         lease = sequence.lease
         assert lease is not None
-        sound = sequence.generated > 0 or self.cache.keep_sound(lease)
+        sound = sound and (sequence.generated > 0 or self.cache.keep_sound(lease))
         self.running.remove(sequence)
         if resting:
             sequence.rest = self.cache.rest(lease, keep=sound)

@@ -40,9 +40,11 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devi
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether it says that memory ran out; torch has no class of its own for that on a CPU."""
+    """Whether it says that memory ran out; torch has no class of its own for that on a CPU, and cuBLAS and the driver
+    have names."""
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and re.search("allocate memory|out of memory", str(error)) is not None)
+        isinstance(error, RuntimeError)
+        and re.search("allocate memory|out of memory|OUT_OF_MEMORY|ALLOC_FAILED", str(error)) is not None)
 
 
 @contextmanager
