@@ -31,6 +31,7 @@ log = logging.getLogger("deltic")
 _SETTLE = 0.2  # seconds at rest before the accounts are checked: the check must not delay the next request
 _PAUSE = 0.002  # seconds to sleep when a step could do nothing, so that this does not spin
 _MAX_FAILURES = 3
+_NAME = "deltic-engine"
 _EXIT_PATIENCE = 5.0  # seconds that the end of the process waits for the step that is running
 
 Command = Callable[[], None]
@@ -83,7 +84,7 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="deltic-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
         self._starting, self._started, self._process = threading.Lock(), False, os.getpid()
         self._live: dict[str, _Live] = {}
         self._since: float | None = None
@@ -298,7 +299,9 @@ class Worker:
 
     def _end(self) -> None:
         self._ended = True
-        atexit.unregister(self._leave)
+        atexit.unregister(self._leave)  # which would keep the engine; of the thread nothing is left when it is over
+        atexit.unregister(_wait_for_threads)
+        atexit.register(_wait_for_threads)
         reason = self._fault or self._reason
         # at the end of the process only daemons still wait, and would die with a traceback
         waiting = [] if self._leaving else [live.listener for live in self._live.values()]
@@ -316,6 +319,13 @@ class Worker:
                 return
             if task is not None:
                 task[1](UnavailableError(self._fault or self._reason))
+
+
+def _wait_for_threads() -> None:
+    """Those that have ended may still be giving memory back: a GPU's driver does not survive to be left within that."""
+    for thread in threading.enumerate():
+        if thread.name == _NAME:
+            thread.join(_EXIT_PATIENCE)
 
 
 def _nothing(*_: object) -> None:
