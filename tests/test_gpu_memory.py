@@ -41,8 +41,10 @@ def test_the_cache_takes_what_a_share_leaves(card: list[int]) -> None:
     config = ModelConfig.preset("qwen3.5-4b")
     work = working_bytes(config, 8192)
     assert GIB < work < 4 * GIB
-    assert planned() == planned(memory=str(35 * GIB)), "half of what is free, if nobody says otherwise"
-    assert planned(gpu_memory_utilization=0.9) == planned(memory=str(62 * GIB - work))
+    assert planned() == planned(gpu_memory_utilization=0.9) == planned(memory=str(62 * GIB - work))
+    assert planned(gpu_memory_utilization=0.5) == planned(memory=str(30 * GIB - work))
+    card[0] = 8 * GIB
+    assert planned() == planned(memory=str(2 * GIB)), "weights nearly fill the card: a quarter of what is free"
 
 
 def test_more_tokens_and_more_experts_take_more_to_work_in() -> None:

@@ -40,10 +40,11 @@ class EngineConfig:
     device: str = _option("cpu", "where to run: cpu, cuda or cuda:N")
     dtype: str = _option("auto", "dtype of weights and activations; auto: the checkpoint's", choices=_DTYPES)
     threads: int | None = _option(None, "CPU threads (default: the physical cores the container may use)")
-    memory: str | None = _option(None, "memory for the cache, such as 4GiB (default: a share of the rest)")
+    memory: str | None = _option(None, "memory for the cache, such as 4GiB (default: half of what is free; on a "
+                                "GPU see --gpu-memory-utilization)")
     gpu_memory_utilization: float | None = _option(
-        None, "share of a GPU's memory that weights, cache and what a step works in take together, such as 0.9 "
-        "(default: the cache takes half of what the weights leave)")
+        None, "share of a GPU's memory that weights, cache and what a step works in take together, such as 0.8 "
+        "(default: 0.9)")
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(None, "tokens that one step aims at; longer prompts are read in chunks (default: 512, "

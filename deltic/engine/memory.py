@@ -14,6 +14,8 @@ from deltic.errors import ConfigError
 
 log = logging.getLogger("deltic")
 
+_SHARE = 0.9
+"""Of a card's memory, for weights, cache and steps together, where nobody says how much."""
 _KEPT = 1 << 30
 """Bytes that products and recorded steps keep for themselves on a card."""
 
@@ -50,23 +52,31 @@ def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
 
 def _chosen(config: ModelConfig, options: EngineConfig) -> int:
     """Bytes of the cache where nobody says how many; the weights are there."""
-    share = options.gpu_memory_utilization
-    if share is None:
+    if options.device == "cpu":
         return free_memory(options.device) // 2
-    return card_share(options.device, share, working_bytes(config, options.token_budget))
+    work = working_bytes(config, options.token_budget)
+    if options.gpu_memory_utilization is not None:
+        return card_share(options.device, options.gpu_memory_utilization, work)
+    # of a card that weights nearly fill some is left for steps, too
+    return max(_left(options.device, _SHARE, work), free_memory(options.device) // 4)
 
 
 def card_share(device: str, share: float, work: int = 0) -> int:
     """Bytes that are left of a share of a card's memory, by all who have some of it, and by what steps work in;
     ConfigError if there are none."""
-    free, total = torch.cuda.mem_get_info(device)
-    left = int(total * share) - (total - free) - work
+    left = _left(device, share, work)
     if left <= 0:
+        free, total = torch.cuda.mem_get_info(device)
         raise ConfigError(
             f"gpu_memory_utilization={share} leaves no memory: of {total >> 20} MiB of the GPU {total - free >> 20} "
             f"are taken, and steps work in {work >> 20}; raise it, lower token_budget, or free memory of the GPU",
             "gpu_memory_utilization")
     return left
+
+
+def _left(device: str, share: float, work: int) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * share) - (total - free) - work
 
 
 def working_bytes(config: ModelConfig, tokens: int) -> int:

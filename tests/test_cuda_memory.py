@@ -1,0 +1,41 @@
+"""On a GPU: where a step finds no memory, one request ends, and the others are answered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import Answers, drain, greedy, numbers, take
+
+from deltic import RandomModel
+from deltic.config import EngineConfig
+from deltic.engine.engine import Engine
+from deltic.engine.loading import load
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+
+
+def test_a_full_card_costs_one_request() -> None:
+    runtime = load(RandomModel("qwen3.5-0.8b", 4), EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB",
+                                                                max_batch=4, max_context=16384, speculate="off"))
+    engine, answers, vocabulary = Engine(runtime), Answers(), runtime.config.vocab_size
+    runtime.warm_up()
+    for index in range(3):
+        engine.add(greedy(numbers(index, 20, vocabulary), 40, name=f"short{index}"))
+    for _ in range(8):
+        take(answers, engine.step())
+    torch.cuda.empty_cache()
+    limit, total = torch.cuda.memory_reserved() + (48 << 20), torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    try:
+        engine.add(greedy(numbers(9, 8000, vocabulary), 4, name="long"))
+        drain(engine, answers)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    error = answers["long", 0].last.error
+    assert error and "there is no memory for a step with" in error
+    assert all(answers[f"short{index}", 0].last.finish == "length" for index in range(3))
+    assert all(len(answers[f"short{index}", 0].tokens) == 40 for index in range(3))
+    engine.add(greedy(numbers(9, 8000, vocabulary), 4, name="again"))
+    drain(engine, answers)
+    assert answers["again", 0].last.finish == "length"
+    engine.check()
