@@ -1,10 +1,9 @@
 """Memory of the host that a GPU copies from and to by itself. Pinning holds up all else that is asked of the GPU for as
-long as it takes (a millisecond for each 16 MB), so that regions are small, pinned when there is something to put into
+long as it takes (11 ms for 256 MiB), so that regions are small, pinned when there is something to put into
 them, and then given to one tensor after another."""
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deltic.ops.memory import is_shortage
+from deltic.ops.memory import is_shortage, reserve
 
 _LINE = 4096
 """Bytes of which parts are multiples."""
-_REGION = 128 << 20
+_REGION = 256 << 20
 """Bytes of a region, but for larger tensors."""
 
 Pin = Callable[[Tensor], Callable[[], object] | None]
@@ -63,13 +62,10 @@ class PinnedMemory:
             return False
         self._left -= size
         try:
-            room = mmap.mmap(-1, size)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                room.madvise(mmap.MADV_HUGEPAGE)
-            region = torch.frombuffer(room, dtype=torch.uint8).fill_(0)
+            region = reserve((size,), torch.uint8).fill_(0)
             release = self._pin(region)
-        except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not is_shortage(error):
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
                 raise
             release = None
         if release is None:
