@@ -25,6 +25,7 @@ CACHES = {
     "deltic/cache/pools.py _beside": "a stream of a device, which orders what is put into it",
     "deltic/ops/cpu/library.py load": "the library is loaded once; it has no state of its own",
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
+    "deltic/ops/cuda/driver.py _launcher": "the same library",
     "deltic/ops/cuda/nvrtc.py _library": "a library without a state that we know of",
     "deltic/ops/cuda/prompts.py _module": "compiled code",
     "deltic/ops/cuda/rings.py _module": "compiled code",

@@ -103,7 +103,7 @@ class _Call:
 
     def __init__(self, function: c_void_p, device: int, block: int, shared: int, overlap: bool) -> None:
         self._device = device
-        self._function, self._parameters, self._go = function, (c_void_p * 1)(), _driver().cuLaunchKernelEx
+        self._function, self._parameters, self._go = function, (c_void_p * 1)(), _launcher().cuLaunchKernelEx
         wanted = [(_PROGRAMMATIC, (1,))] * overlap
         self._attributes = (_Attribute * len(wanted))(*[_Attribute(id, 0, (c_int * 16)(*values))
                                                         for id, values in wanted])
@@ -157,3 +157,10 @@ def _check(result: int) -> None:
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _launcher() -> ctypes.PyDLL:
+    """Keeps the interpreter: a launch takes microseconds, and a step with prompts has hundreds, after each of which
+    another thread would have it for longer than that."""
+    return ctypes.PyDLL("libcuda.so.1")

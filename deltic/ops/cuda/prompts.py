@@ -85,13 +85,28 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class _Chunks:
+    """What lies between the kernels of a Gated DeltaNet layer: tiles [chunks, C, CHUNK], terms bf16, units, gates
+    float32."""
+
+    tiles: Tensor
+    units: Tensor
+    terms: Tensor
+    gates: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Work:
-    """What all layers of a step share. turns [T, rotary] float32. singles: of the rows of one token, as of a step that
-    only decodes."""
+    """What all layers of a step share. turns [T, rotary] float32. y, core: room for what mixers give, [T, values or
+    queries] bf16, and what the delta rule gives before it is normed. singles: of the rows of one token, which come
+    first, as of a step that only decodes; with the same y."""
 
     batch: Batch
     plan: Plan
     turns: Tensor
+    y: Tensor
+    core: Tensor
+    chunks: _Chunks | None
     singles: Work | None
 
 
@@ -138,7 +153,7 @@ class Prompts:
         step._enter(batch, residual, turns, 4 * step._blocks)
         if batch.given is not None:
             residual.index_copy_(0, batch.given.tokens, batch.given.rows)
-        work = _Work(batch, plan, turns, step._begin(plan.singles, "many") if plan.singles else None)
+        work = self._work(batch, plan, turns)
         delta: Tensor | None = None
         for layer in decoder.layers:
             delta = self._layer(layer, residual, delta, work)
@@ -148,6 +163,22 @@ class Prompts:
         wanted = batch.logit_tokens
         last = None if delta is None else delta[wanted]
         return step.head(self._norm(residual[wanted], last, decoder.norm)), None
+
+    def _work(self, batch: Batch, plan: Plan, turns: Tensor) -> _Work:
+        spec, attention, device = self._shapes.gdn, self._shapes.attention, self._device
+
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        y = empty(batch.layout.tokens * max(spec.values if spec else 1, attention.queries if attention else 1))
+        chunks = None
+        if spec and plan.rows:
+            count, heads = plan.count, plan.count * spec.value_heads
+            chunks = _Chunks(empty(count, spec.channels, CHUNK),
+                             empty(count, 2 * spec.key_heads, CHUNK, dtype=torch.float32),
+                             empty(heads, terms_bytes(spec.key_dim) // 2), empty(heads, 4, CHUNK, dtype=torch.float32))
+        singles = replace(self._step._begin(plan.singles, "many"), y=y) if plan.singles else None
+        return _Work(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, singles)
 
     def _layer(self, layer: Layer, residual: Tensor, delta: Tensor | None, work: _Work) -> Tensor:
         x = self._norm(residual, delta, layer.input_norm)
@@ -163,27 +194,18 @@ class Prompts:
         """Adds delta to the residual; its norm [T, H] bf16."""
         return self._step.normed(residual, delta, scale) if len(residual) else residual.bfloat16()
 
-    def _single_rows(self, layer: Layer, proj: Tensor, y: Tensor, work: Work | None) -> None:
-        """The rows of one token, by the kernels of decode steps."""
-        if work is not None:
-            count = work.batch.layout.rows
-            self._step._mix(layer, work, proj[:count], proj.shape[1])
-            y[:count] = work.y.view(-1)[:count * y.shape[1]].view(count, -1)
-
     def _gdn(self, layer: Layer, mixer: GdnWeights, proj: Tensor, work: _Work) -> Tensor:
         """proj [T, C + values + 2 Hv] -> [T, values]: what lies between the projections."""
         batch, plan = work.batch, work.plan
         spec, state, launch = mixer.spec, self._step._views.states[layer.store], self._module.launch
         size, stride, singles = spec.key_dim, proj.shape[1], batch.layout.singles
-        y = proj.new_empty(len(proj), spec.values)
-        self._single_rows(layer, proj, y, work.singles)
+        y = work.y[:len(proj) * spec.values].view(len(proj), spec.values)
+        if work.singles:
+            self._step._mix(layer, work.singles, proj, stride)
         emits = {"emit_row": batch.emit_row, "emit_length": batch.emit_length, "emit_slot": batch.emit_slot}
-        if plan.rows:
-            core = torch.empty_like(y)
-            tiles = proj.new_empty(plan.count, spec.channels, CHUNK)
-            units = torch.empty(plan.count, 2 * spec.key_heads, CHUNK, device=self._device)
-            terms = proj.new_empty(plan.count * spec.value_heads, terms_bytes(size) // 2)
-            gates = torch.empty(plan.count * spec.value_heads, 4, CHUNK, device=self._device)
+        if work.chunks:
+            core, tiles, units = work.core, work.chunks.tiles, work.chunks.units
+            terms, gates = work.chunks.terms, work.chunks.gates
             places = {"starts": batch.starts, "done": batch.done, "source": batch.source}
             heads = {"key_heads": spec.key_heads, "value_heads": spec.value_heads, "tiled": int(spec.tiled)}
             launch("k_prompt_conv", (spec.channels // 128, plan.count), 128, args.PromptConv(
@@ -215,8 +237,9 @@ class Prompts:
         batch, plan = work.batch, work.plan
         spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.singles
         kv.wait()
-        y = proj.new_empty(len(proj), spec.queries)
-        self._single_rows(layer, proj, y, work.singles)
+        y = work.y[:len(proj) * spec.queries].view(len(proj), spec.queries)
+        if work.singles:
+            self._step._mix(layer, work.singles, proj, proj.shape[1])
         if not plan.rows:
             return y
         spare = max((context.square.side for context in plan.contexts if context.square), default=0)
