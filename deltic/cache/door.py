@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from deltic.cache.prefix import Tensors
 from deltic.cache.tier_store import Item
 from deltic.errors import show
+from deltic.ops.kv import is_finite
 
 if TYPE_CHECKING:
     from deltic.cache.pools import CachePools
@@ -44,7 +44,7 @@ class PoolDoor:
             if found.dtype != dtype or shape not in (None, tuple(found.shape)):
                 return f"its {name} are {found.dtype} {show(list(found.shape))}"
             unused = name == "conv" and item.done < found.shape[1]  # places that nothing was written to yet
-            if not (trusted or unused) and found.is_floating_point() and not _finite(found):
+            if not (trusted or unused) and found.is_floating_point() and not is_finite(found):
                 return f"its {name} are not all finite"
         return "" if trusted else self._nonsense(tensors)
 
@@ -71,8 +71,3 @@ class PoolDoor:
         if logits is not None and bool((logits == logits[0]).all()):
             return "its logits are all equal"
         return ""
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether all of it is: in one pass, unlike `isfinite`, so that it takes less time than copying."""
-    return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))

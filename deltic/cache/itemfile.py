@@ -19,7 +19,8 @@ from torch import Tensor
 
 from deltic.cache.tier_store import Item, TierStoreError
 
-_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+                 "F8_E4M3": torch.float8_e4m3fn}
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _FORMAT, _VERSION = "deltic-prefix", "1"
 _METADATA, _CHECKSUM, _NO_CHECKSUM = "__metadata__", "crc32", "00000000"
@@ -41,7 +42,7 @@ class _Entry:
 def encode(item: Item, tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """The file of an item, in pieces; those of contiguous tensors on the CPU are views of them.
 
-    Tensors are float32, bfloat16, float16 or int64, of any shape.
+    Tensors are float32, bfloat16, float16, float8 e4m3 or int64, of any shape.
     """
     ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0]))
     entries = [_Entry(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]

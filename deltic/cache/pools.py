@@ -21,6 +21,7 @@ from deltic.cache.prefix import Loaded, Source, Tensors
 from deltic.cache.tiers import Offer
 from deltic.config import ModelConfig
 from deltic.ops import Ops
+from deltic.ops.kv import as_bytes, is_finite, take
 from deltic.ops.memory import is_shortage, memory_for, reserve
 from deltic.ops.records import PAGE, RING, KvView, RingView, StateView
 
@@ -32,20 +33,22 @@ STATE_LAYOUT = 1
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What speculation needs beside the plain cache. rings: sequences that may have a replay ring at the same time.
+    """How a cache differs from the plain one of a model. rings: sequences that may have a replay ring at the same time.
     head: the model's draft head runs, which has K/V of its own and reads the last hidden state. tiled: as in
-    `GdnSpec`."""
+    `GdnSpec`. kv: dtype of K/V; None: the model's."""
 
     rings: int = 0
     head: bool = False
     tiled: bool = False
+    kv: torch.dtype | None = None
 
 
 PLAIN = Extras()
 
 
 def page_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> int:
-    """Bytes of one page: K and V of PAGE tokens in every attention layer, the draft head's among them."""
+    """Bytes of one page: K and V of PAGE tokens, of this dtype, in every attention layer, the draft head's among
+    them."""
     layers = len(config.attention_layers) + head
     return 2 * layers * PAGE * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
@@ -190,7 +193,7 @@ class CachePools:
         self.wait()
         index = torch.tensor(pages[:-(-done // PAGE)], dtype=torch.int64, device=self.device)
         return (all(bool(pool[:, slot].isfinite().all()) for pool in self.slot_tensors for slot in slots)
-                and all(bool(layer.index_select(0, index).flatten(0, 1)[:done].isfinite().all())
+                and all(is_finite(take(layer, 0, index).flatten(0, 1)[:done])
                         for pool in self.page_tensors for layer in pool))
 
     def _catch_up(self) -> None:
@@ -200,7 +203,7 @@ class CachePools:
     def _copy(self, by: Callable[[tuple[Tensor, ...], Tensor, Tensor], None], tensors: tuple[Tensor, ...], source: int,
               target: int) -> None:
         if self.device.type == "cpu":
-            return by(tensors, torch.tensor([source]), torch.tensor([target]))
+            return by(tuple(map(as_bytes, tensors)), torch.tensor([source]), torch.tensor([target]))
         for tensor in tensors:  # a number that had to be brought to the device would wait for all that it is to do
             tensor[:, target].copy_(tensor[:, source])
 
@@ -208,7 +211,7 @@ class CachePools:
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
              extras: Extras = PLAIN) -> CachePools:
     """Reserve address space for the pools; ConfigError naming what makes them smaller if that is refused."""
-    size = (pages * page_bytes(config, dtype, extras.head) + slots * slot_bytes(config, dtype, extras.head)
+    size = (pages * page_bytes(config, extras.kv or dtype, extras.head) + slots * slot_bytes(config, dtype, extras.head)
             + extras.rings * ring_bytes(config, dtype))
     with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
                     "choose a smaller --memory, which --max-context and --max-batch must then fit", "memory"):
@@ -223,8 +226,8 @@ def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, o
     heads = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim) if linear else (1, 1, 1)
     conv = (linear.conv_kernel, config.conv_dim) if linear else (1, 1)
     return CachePools(
-        keys=reserve(kv, dtype, device),
-        values=reserve(kv, dtype, device),
+        keys=reserve(kv, extras.kv or dtype, device),
+        values=reserve(kv, extras.kv or dtype, device),
         recurrent=reserve((recurrent, slots, *heads), torch.float32, device),
         conv=reserve((recurrent, slots, *conv), dtype, device),
         ops=ops,
@@ -336,7 +339,7 @@ def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_Run]) -> None:
     """The K/V of one attention layer."""
     for run in runs:
         for pool, name in zip(pools.page_tensors, ("keys", "values"), strict=True):
-            flat, kept = pool[layer].flatten(0, 1), run.tensors[name][layer]
+            flat, kept = as_bytes(pool[layer].flatten(0, 1)), as_bytes(run.tensors[name][layer])
             if run.places is not None:  # as a whole, which waits for nobody
                 flat.index_copy_(0, run.places, kept.to(pool.device, non_blocking=True)[run.skip:])
                 continue
@@ -347,7 +350,7 @@ def _restore_layer(pools: CachePools, layer: int, runs: Sequence[_Run]) -> None:
 def _read_kv(pools: CachePools, pages: Sequence[int], start: int, end: int) -> dict[str, Tensor]:
     """keys, values [A, tokens, kv_heads, head_dim] of the positions `start` to `end`, where the pools are."""
     index = _places(pools, pages, start, end)
-    return {name: pool.flatten(1, 2).index_select(1, index)
+    return {name: take(pool.flatten(1, 2), 1, index)
             for name, pool in zip(("keys", "values"), pools.page_tensors, strict=True)}
 
 

@@ -147,8 +147,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class KvView:
-    """One attention layer's K/V pages: keys, values [pages, PAGE, kv_heads, head_dim], in the model's dtype. arriving:
-    copies to them that are under way beside the stream of steps; who uses the pages there calls `wait` before."""
+    """One attention layer's K/V pages: keys, values [pages, PAGE, kv_heads, head_dim], in the model's dtype or as in
+    `ops/kv`. arriving: copies to them under way beside the stream of steps; who uses the pages calls `wait` before."""
 
     keys: Tensor
     values: Tensor

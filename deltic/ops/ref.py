@@ -497,8 +497,10 @@ def _read_context(pool: Tensor, pages: Tensor, length: int) -> Tensor:
 def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, eps: float, kv: KvView, batch: Batch, rope: Rope) -> None:
     """key, value [T, kv_heads, D], before norm and rotation."""
     key = rotate(each_token(lambda heads: rms_norm(heads, k_norm, eps), key), rope)
-    kv.keys.view(-1, *key.shape[1:])[batch.store] = key.to(kv.keys.dtype)
-    kv.values.view(-1, *value.shape[1:])[batch.store] = value.to(kv.values.dtype)
+    for pool, rows in ((kv.keys, key), (kv.values, value)):
+        if pool.dtype == torch.float8_e4m3fn:  # has no infinity; torch moves only its bytes
+            pool, rows = pool.view(torch.uint8), rows.clamp(-448, 448).to(pool.dtype).view(torch.uint8)
+        pool.view(-1, *rows.shape[1:])[batch.store] = rows.to(pool.dtype)
 
 
 def store_kv(x: Tensor, weight: Weight, k_norm: Tensor | None, spec: AttentionSpec, kv: KvView, batch: Batch,

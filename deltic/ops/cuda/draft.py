@@ -59,9 +59,10 @@ def mtp_step(ops: Ops, weights: MtpWeights, views: CacheViews, slots: Tensor) ->
 def source(shapes: Shapes) -> str:
     """The text of what a head's layer needs beside a layer's kernels."""
     assert shapes.attention
-    text = [headers("attention", "draft")]
+    text = [headers("kv", "attention", "draft")]
     text += [entry(name, type, "256", name) for name, type in (("head_enter", "HeadEnter"), ("accept", "Accept"))]
-    text += [entry(f"head_keys_{kind}", "HeadKeys", "256", f"head_keys<{shapes.attention.head_dim}, {number}>")
+    text += [entry(f"head_keys_{kind}", "HeadKeys", "256",
+                   f"head_keys<{shapes.attention.head_dim}, {number}, {shapes.kv}>")
              for kind, number in (("few", "float"), ("many", "u16"))]
     return "".join(text)
 

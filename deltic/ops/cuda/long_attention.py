@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltic.ops.kv import take
 from deltic.ops.records import PAGE, AttentionSpec, Batch, KvView
 
 _LARGE = 1 << 22
@@ -124,7 +125,8 @@ class Attend:
         """query [GRAIN + T + side of the largest square, heads, D] bfloat16: those of the tokens after the first
         GRAIN."""
         begin, square = GRAIN + context.first, context.square
-        keys, values = (pool.flatten(0, 1).index_select(0, context.places) for pool in (kv.keys, kv.values))
+        # torch has no flash kernel that reads float8; as bfloat16 they are the same numbers
+        keys, values = (take(pool.flatten(0, 1), 0, context.places).bfloat16() for pool in (kv.keys, kv.values))
         if len(context.queries) == 2 and (square is None or not self._cudnn):
             # one row alone: its context is split among the card's multiprocessors
             rows = (x[None] for x in (query[begin:begin + context.tokens], keys[:context.context],

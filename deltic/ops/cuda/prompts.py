@@ -50,7 +50,7 @@ def columns(size: int) -> int:
 
 def source(shapes: Shapes) -> str:
     """The text of the kernels for a model."""
-    text = [headers("prompt", "delta", "scan"), entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
+    text = [headers("kv", "prompt", "delta", "scan"), entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
             entry("copy_slot", "CopySlot", "256", "copy_slot")]
     if shapes.gdn:
         text += [entry(name, type, bounds, f"{name}<{shapes.gdn.key_dim}>") for name, type, bounds in (
@@ -60,7 +60,7 @@ def source(shapes: Shapes) -> str:
     if shapes.attention:
         spec = shapes.attention
         text.append(entry("prompt_heads", "PromptHeads", "256",
-                          f"prompt_heads<{spec.head_dim}, {spec.heads + 2 * spec.kv_heads}>"))
+                          f"prompt_heads<{spec.head_dim}, {spec.heads + 2 * spec.kv_heads}, {shapes.kv}>"))
     return "".join(text)
 
 

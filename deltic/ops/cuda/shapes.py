@@ -25,6 +25,8 @@ _SUMS = 8 << 10
 _NORMALISED, _PLAIN = 4096, 12288
 """Columns that products take at most."""
 STORE, ADD, GATE = range(3)
+_KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8"}
+"""What keys and values are in the kernels."""
 PASSING, STATES = 384, 3
 """Threads of a block through which whole states pass, and states that it has at once."""
 
@@ -100,6 +102,7 @@ class Shapes:
     parts: by the id of a weight that is quantized, its tiles.
     rings: states have replay rings beside them.
     experts: of layers that are mixtures of them.
+    kv: the kernels' type of keys and values in the pages (kernels/kv.cuh).
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -109,6 +112,7 @@ class Shapes:
     parts: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict, compare=False)
     rings: bool = False
     experts: ExpertsShape | None = None
+    kv: str = "u16"
 
     @property
     def shared(self) -> int:
@@ -127,7 +131,7 @@ class Shapes:
         return plain and self.experts is None
 
     def source(self) -> str:
-        text = [headers("input", "product", "gdn", "gdn_many", "attention", "small", *["verify"] * self.rings,
+        text = [headers("input", "product", "gdn", "gdn_many", "kv", "attention", "small", *["verify"] * self.rings,
                         *["packed"] * bool(self.kinds), *["experts", "grouped"] * (self.experts is not None))]
         text += {product.source(tokens) if isinstance(product, PackedMultiply)
                  else product.source(tokens, self.squeezed): None
@@ -152,7 +156,8 @@ class Shapes:
                     text.append(entry(f"gdn_verify_{name}", "Verify", "128, 4", f"gdn_verify<{shape}>"))
             if self.attention:
                 size, share = self.attention.head_dim, self.attention.heads // self.attention.kv_heads
-                text.append(entry(f"attention_{name}", "Attention", "256, 2", f"attention<{size}, {share}, {kind}>"))
+                text.append(entry(f"attention_{name}", "Attention", "256, 2",
+                                  f"attention<{size}, {share}, {kind}, {self.kv}>"))
         if self.gdn and self.rings:
             text.append(entry("append", "Append", "256", "append"))
         text += self.experts.entries() if self.experts else ()
@@ -225,7 +230,7 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
         return None
     rings = any(state.ring is not None for state in views.states)
     shapes = Shapes(tuple(found.products), gdn, attention, frozenset(found.kinds), found.parts, rings,
-                    experts)
+                    experts, _KV.get(views.kv[0].keys.dtype, "") if views.kv else "u16")
     return shapes if found.all_known and _known(shapes) and _stored(views) else None
 
 
@@ -276,6 +281,6 @@ def _known(shapes: Shapes) -> bool:
 
 
 def _stored(views: CacheViews) -> bool:
-    keys = all(view.keys.dtype == torch.bfloat16 for view in views.kv)
-    return keys and all(view.conv.dtype == torch.bfloat16 and view.conv.shape[1] == 4
+    keys = {view.keys.dtype for view in views.kv}
+    return len(keys) < 2 and keys <= {*_KV} and all(view.conv.dtype == torch.bfloat16 and view.conv.shape[1] == 4
                         and view.recurrent.dtype == torch.float32 for view in views.states)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltic.ops.kv import FP8, store, take
 from deltic.ops.records import PAGE, AttentionSpec, AttentionWeights, Batch, KvView, Rope, Weight
 from deltic.ops.torch.basic import linear, rms_norm
 
@@ -26,7 +27,7 @@ def attention_mixer(x: Tensor, weights: AttentionWeights, kv: KvView, batch: Bat
     query, gate = query.chunk(2, dim=-1) if spec.gate else (query, None)
     query = rotate(_normed(query, weights.q_norm, spec.eps), rope).to(x.dtype)
     _store(key, value, weights.k_norm, spec, kv, batch, rope)
-    mixed = _attend(query.to(kv.keys.dtype), kv, batch).to(x.dtype)
+    mixed = _attend(query if kv.keys.dtype == FP8 else query.to(kv.keys.dtype), kv, batch).to(x.dtype)
     if gate is not None:
         mixed = mixed * gate.sigmoid()
     return linear(mixed.flatten(1), weights.o_proj)
@@ -47,8 +48,8 @@ def _store(key: Tensor, value: Tensor, k_norm: Tensor | None, spec: AttentionSpe
            rope: Rope) -> None:
     """key, value [T, kv], before norm and rotation."""
     key = rotate(_normed(key.unflatten(-1, (spec.kv_heads, -1)), k_norm, spec.eps), rope)
-    kv.keys.flatten(0, 1).index_copy_(0, batch.store, key.to(kv.keys.dtype))
-    kv.values.flatten(0, 1).index_copy_(0, batch.store, value.unflatten(-1, (spec.kv_heads, -1)).to(kv.values.dtype))
+    store(kv.keys, batch.store, key)
+    store(kv.values, batch.store, value.unflatten(-1, (spec.kv_heads, -1)))
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -94,7 +95,7 @@ def _make_plan(batch: Batch) -> _Plan:
 
 
 def _attend(query: Tensor, kv: KvView, batch: Batch) -> Tensor:
-    """query [T, heads, head_dim] -> [T, heads, head_dim]."""
+    """query [T, heads, head_dim] -> [T, heads, head_dim]; in the dtype of K/V, or of any with float8 K/V."""
     plan, layout = _plan(batch), batch.layout
     parts, row, token = [], 0, 0
     if plan.padded and layout.singles:
@@ -127,7 +128,7 @@ def _causal(batch: Batch, row: int, tokens: int, context: int, groups: int) -> T
 
 def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
     """One token per row: query [R, heads, head_dim], mask [R, 1, 1, context]."""
-    keys, values = (_gather(pool, pages, context) for pool in (kv.keys, kv.values))
+    keys, values = (_gather(pool, pages, context, query.dtype) for pool in (kv.keys, kv.values))
     if mask is not None:
         # masked weights are zero, but zero times a stale NaN is NaN
         values = values.masked_fill(~mask.transpose(-1, -2), 0)
@@ -145,7 +146,7 @@ def _single_tokens(query: Tensor, kv: KvView, pages: Tensor, context: int, mask:
 
 def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor | None) -> Tensor:
     """One longer row: query [n, heads, head_dim], mask [groups * n, context]."""
-    keys, values = (_gather(pool, pages, context) for pool in (kv.keys, kv.values))
+    keys, values = (_gather(pool, pages, context, query.dtype) for pool in (kv.keys, kv.values))
     if mask is None:
         out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
@@ -159,10 +160,11 @@ def _chunk(query: Tensor, kv: KvView, pages: Tensor, context: int, mask: Tensor 
     return ungrouped
 
 
-def _gather(pool: Tensor, pages: Tensor, context: int) -> Tensor:
-    """K or V of each row: pool [P, PAGE, kv_heads, head_dim], pages [R, ...] -> [R, kv_heads, context, head_dim]."""
+def _gather(pool: Tensor, pages: Tensor, context: int, dtype: torch.dtype) -> Tensor:
+    """K or V of each row: pool [P, PAGE, kv_heads, head_dim], pages [R, ...] -> [R, kv_heads, context, head_dim] of
+    this dtype."""
     wanted = pages[:, :-(-context // PAGE)]
-    rows = pool.flatten(1).index_select(0, wanted.flatten())
+    rows = take(pool.flatten(1), 0, wanted.flatten()).to(dtype)
     return rows.view(len(pages), -1, *pool.shape[2:])[:, :context].transpose(1, 2)
 
 

@@ -6,7 +6,7 @@ struct Attention {
     const void *proj;    // [T, stride]: per head query and gate, then keys, then values
     const float *query_norm, *key_norm;
     const float *turns;  // [T, rotary]: cosines, then sines, of half the rotary dimensions each
-    u16 *keys, *values;  // [pages, PAGE, kv_heads, D]
+    u16 *keys, *values;  // [pages, PAGE, kv_heads, D], of the type KV
     float *mixed;        // [T, heads, parts, D]: not divided by the part's mass
     float *mass;         // [T, heads, parts, 2]: the part's highest score, its mass
     u16 *y;              // [T, heads * D]
@@ -46,22 +46,10 @@ template <int D, class In> DEVICE void turn(float (&v)[D / 32], const In *from, 
     __syncwarp();
 }
 
-template <int N> struct Vector {
-    u32 w[N / 2];
-    DEVICE void read(const u16 *p) { load_words<N>(w, p); }
-    DEVICE void take(const u32 *p) {
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) w[i] = p[i];
-    }
-    DEVICE void clear() {
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) w[i] = 0;
-    }
-    DEVICE float at(int i) const { return i & 1 ? high(w[i / 2]) : low(w[i / 2]); }
-};
-
-template <int D, int SHARE, class In> struct Attend {
+// In: of the projections. KV: of keys and values in the pages, as in kv.cuh.
+template <int D, int SHARE, class In, class KV> struct Attend {
     static constexpr int WARPS = 8, N = D / 32;
+    typedef Vector<N, KV> Kept;
     struct Shared {
         float query[SHARE][D], buffers[WARPS][SHARE < 3 ? 3 : SHARE][D], top[WARPS][SHARE], weight[WARPS][SHARE];
         float share[SHARE][64];
@@ -87,17 +75,23 @@ template <int D, int SHARE, class In> struct Attend {
     DEVICE i64 place(int position) const {
         return ((table[position / PAGE] * PAGE + position % PAGE) * a.kv_heads + kv) * D + lane * N;
     }
+    DEVICE KV *keys() const { return (KV *)a.keys; }
+    DEVICE KV *values() const { return (KV *)a.values; }
     DEVICE const In *input(int token) const { return (const In *)a.proj + i64(token) * a.stride; }
     // The last page that this part has of the token's, and a warp's two positions of a page.
     DEVICE int last_page() const { return position / PAGE - ((position / PAGE - part) & (a.parts - 1)); }
     DEVICE int first_of(int page) const { return page * PAGE + warp * 2; }
     DEVICE bool is_new(int p) const { return p >= done && p <= position; }
     // The warp's own room for two new keys and values, where its sums will be.
-    DEVICE u32 *fresh(int h, int value) const { return (u32 *)m.buffers[warp][1] + ((h * 2 + value) * 32 + lane) * (N / 2); }
-    DEVICE void keep(int h, int value, const float (&v)[N], u16 *pool) {
+    DEVICE u32 *fresh(int h, int value) const {
+        return (u32 *)m.buffers[warp][1] + ((h * 2 + value) * 32 + lane) * Kept::WORDS;
+    }
+    DEVICE void keep(int h, int value, const float (&v)[N], KV *pool) {
         u32 *const to = fresh(h, value);
+        Kept kept;
+        kept.round(v);
 #pragma unroll
-        for (int i = 0; i < N; i += 2) to[i / 2] = narrow2(v[i], v[i + 1]);
+        for (int i = 0; i < Kept::WORDS; ++i) to[i] = kept.w[i];
         if (pool) store_all<N>(pool, v);
     }
     // The token's queries, a warp for each, and the new keys and values of this part, a warp for two. The token's own are
@@ -119,28 +113,29 @@ template <int D, int SHARE, class In> struct Attend {
             const i64 at = p == position ? place(p) : -1;
             float v[N];
             turn<D>(v, raw, a.key_norm, a.turns + other * a.rotary, a.rotary, a.eps, m.buffers[warp][0]);
-            keep(h, 0, v, at < 0 ? nullptr : a.keys + at);
+            keep(h, 0, v, at < 0 ? nullptr : keys() + at);
             load_all<N>(v, raw + a.kv_heads * D + lane * N);
-            keep(h, 1, v, at < 0 ? nullptr : a.values + at);
+            keep(h, 1, v, at < 0 ? nullptr : values() + at);
         }
     }
     // A warp's two keys and values of a page that earlier steps have stored; zeros for others.
-    DEVICE void fetch(int page, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
+    DEVICE void fetch(int page, Kept (&key)[2], Kept (&value)[2]) {
         const int first = first_of(page);
         const i64 at = first < done ? place(first) : 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (first + h < done) key[h].read(a.keys + at + h * a.kv_heads * D), value[h].read(a.values + at + h * a.kv_heads * D);
+            const i64 own = at + h * a.kv_heads * D;
+            if (first + h < done) key[h].read(keys() + own), value[h].read(values() + own);
             else key[h].clear(), value[h].clear();
         }
     }
-    DEVICE void fetch_new(int page, Vector<N> (&key)[2], Vector<N> (&value)[2]) {
+    DEVICE void fetch_new(int page, Kept (&key)[2], Kept (&value)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (is_new(first_of(page) + h)) key[h].take(fresh(h, 0)), value[h].take(fresh(h, 1));
     }
     // This part's share of one token's attention.
-    DEVICE void attend(Vector<N> (&key)[2], Vector<N> (&value)[2]) {
+    DEVICE void attend(Kept (&key)[2], Kept (&value)[2]) {
         float acc[SHARE][N], best[SHARE], mass[SHARE];
 #pragma unroll
         for (int g = 0; g < SHARE; ++g) {
@@ -150,7 +145,7 @@ template <int D, int SHARE, class In> struct Attend {
         }
         for (int page = part; page * PAGE <= position; page += a.parts) {
             const int first = first_of(page);
-            Vector<N> next_key[2], next_value[2];
+            Kept next_key[2], next_value[2];
             fetch(page + a.parts, next_key, next_value);
             if (page + a.parts > position / PAGE) fetch_new(page, key, value);
             if (first <= position) {
@@ -263,7 +258,7 @@ template <int D, int SHARE, class In> struct Attend {
             if (sub + k * SPLIT < SHARE) finish(sub + k * SPLIT, d, sum[k]);
     }
     DEVICE void run() {
-        Vector<N> key[2], value[2];
+        Kept key[2], value[2];
         if (active) fetch(part, key, value);  // what earlier steps have stored can be read at once
         if (tid * 32 < D) prefetch(a.query_norm + tid * 32), prefetch(a.key_norm + tid * 32);
         wait();
@@ -276,8 +271,8 @@ template <int D, int SHARE, class In> struct Attend {
 };
 
 // Grid [parts * K/V heads * T or more], 256 threads.
-template <int D, int SHARE, class In> DEVICE void attention(const Attention &a) {
-    __shared__ typename Attend<D, SHARE, In>::Shared shared;
+template <int D, int SHARE, class In, class KV> DEVICE void attention(const Attention &a) {
+    __shared__ typename Attend<D, SHARE, In, KV>::Shared shared;
     launch_dependents();
-    Attend<D, SHARE, In>(a, shared, blockIdx.x).run();
+    Attend<D, SHARE, In, KV>(a, shared, blockIdx.x).run();
 }

@@ -1,4 +1,5 @@
 // What all kernels share. No headers, so that NVRTC compiles this without a toolkit.
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -91,13 +91,13 @@ struct HeadKeys {
     const float *turns;     // [T, rotary]
     const float *last;      // [T, H]
     float *slots;           // [S, H]: get the hidden states of the rows' last tokens, but for rows with drafts
-    u16 *keys, *values;     // [pages, PAGE, kv_heads, D]
+    u16 *keys, *values;     // [pages, PAGE, kv_heads, D], of the type KV
     const i64 *count, *starts, *done, *target, *append, *pages;
     float eps;
     int kv_heads, stride, rotary, width, size;
 };
 // Keys and values of all tokens. A block of 256 threads for each.
-template <int D, class In> DEVICE void head_keys(const HeadKeys &a) {
+template <int D, class In, class KV> DEVICE void head_keys(const HeadKeys &a) {
     constexpr int N = D / 32;
     __shared__ float buffers[8][D];
     launch_dependents();
@@ -114,7 +114,7 @@ template <int D, class In> DEVICE void head_keys(const HeadKeys &a) {
         const int head = job % a.kv_heads;
         if (job < a.kv_heads) turn<D>(v, from + head * D, a.key_norm, a.turns + token * a.rotary, a.rotary, a.eps, buffers[warp]);
         else load_all<N>(v, from + (a.kv_heads + head) * D + lane * N);
-        store_all<N>((job < a.kv_heads ? a.keys : a.values) + (place * a.kv_heads + head) * D + lane * N, v);
+        store_all<N>((KV *)(job < a.kv_heads ? a.keys : a.values) + (place * a.kv_heads + head) * D + lane * N, v);
     }
     for (int i = threadIdx.x; ends && i < a.size; i += 256) a.slots[a.target[row] * a.size + i] = __ldcg(a.last + i64(token) * a.size + i);
 }

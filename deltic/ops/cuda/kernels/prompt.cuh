@@ -170,14 +170,15 @@ struct PromptHeads {
     const float *query_norm, *key_norm;
     const float *turns;  // [T, rotary]
     u16 *query;          // [T, heads, D]
-    u16 *keys, *values;  // [pages * PAGE, kv_heads, D]
+    u16 *keys, *values;  // [pages * PAGE, kv_heads, D], of the type KV
     const i64 *store;    // [T]
     float eps;
     int heads, kv_heads, stride, rotary, token;  // token: the first of those that are asked for
 };
 // Queries and keys normalised and rotated, keys and values stored: a warp for every eighth head of a token, all of which it
-// loads at once. Lane has elements lane * D / 32 ... of a head; those that they are rotated with are whole lanes away.
-template <int D, int HEADS> DEVICE void prompt_heads(const PromptHeads &a) {
+// loads at once. Lane has elements lane * D / 32 ... of a head; those that they are rotated with are whole lanes away. KV: of
+// keys and values in the pages, as in kv.cuh.
+template <int D, int HEADS, class KV> DEVICE void prompt_heads(const PromptHeads &a) {
     launch_dependents();
     wait();
     constexpr int N = D / 32, MOST = (HEADS + 7) / 8;
@@ -214,8 +215,15 @@ template <int D, int HEADS> DEVICE void prompt_heads(const PromptHeads &a) {
                 v[i][k] = turned ? x * cosine[k] + (second ? other : -other) * sine[k] : x;
             }
         }
+        if constexpr (sizeof(KV) == 1) {
+            if (!query) {
+                const i64 at = (place * a.kv_heads + (head - a.heads) % a.kv_heads) * D;
+                store_all<N>((KV *)(value ? a.values : a.keys) + at + first, v[i]);
+                continue;
+            }
+        }
         u16 *to = query ? a.query + (token * a.heads + head) * D
-                        : (value ? a.values : a.keys) + (place * a.kv_heads + (head - a.heads) % a.kv_heads) * D;
+                        : (u16 *)(value ? a.values : a.keys) + (place * a.kv_heads + (head - a.heads) % a.kv_heads) * D;
         u32 out[N / 2];
 #pragma unroll
         for (int k = 0; k < N; k += 2) out[k / 2] = narrow2(v[i][k], v[i][k + 1]);
