@@ -69,7 +69,8 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
                 "tokenizer": _text_facts(llm.chat_processor, runtime.generation.eos_token_ids),
                 "generation": runtime.generation.sampling()}
     facts = _facts(runtime.config, runtime.options, runtime.decoder.ops,
-                   (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None)))
+                   (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None,
+                                            kv=runtime.pools.keys.dtype)))
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
     facts["ops"] = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
@@ -199,10 +200,11 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, e
     from deltic.cache.pools import page_bytes, ring_bytes, slot_bytes
 
     kind: torch.dtype = getattr(torch, _dtype(config, engine))
-    units = {"page": (plan.pages, page_bytes(config, kind, extras.head)),
+    kv = extras.kv or kind
+    units = {"page": (plan.pages, page_bytes(config, kv, extras.head)),
              "slot": (plan.slots, slot_bytes(config, kind, extras.head)),
              "ring": (extras.rings, ring_bytes(config, kind))}
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {"kv_dtype": str(kv).removeprefix("torch.")}
     for unit, (count, size) in units.items():
         facts |= {f"{unit}s": count, f"{unit}_bytes": size, f"{unit}s_mib": _mib(count * size)}
     return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context, "warnings": list(plan.warnings)}

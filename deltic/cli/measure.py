@@ -77,7 +77,8 @@ def model_facts(llm: LLM) -> dict[str, Any]:
     """Which model was measured."""
     runtime = llm.runtime
     dtype = runtime.config.dtype if runtime.options.dtype == "auto" else runtime.options.dtype
-    return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype,
+    kv = "float8_e4m3fn" if runtime.options.kv_dtype == "fp8" else dtype
+    return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype, "kv_dtype": kv,
             "device": runtime.options.device}
 
 

@@ -132,7 +132,7 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
         log.warning("%s%s", f"the draft model {loaded.name}: " if loaded.drafts else "", warning)
     extras = replace(extras, tiled=loaded.tiled)
     pools = allocate(config, memory.pages, memory.slots, dtype, ops, options.device, extras)
-    tiers, notes = ([], None) if loaded.drafts else open_tiers(loaded.name, options, ops, loaded.made, dtype)
+    tiers, notes = ([], None) if loaded.drafts else open_tiers(loaded.name, options, ops, loaded.made, pools.keys.dtype)
     cache = HybridCache(pools, options.prefix_cache, tiers, memory.rows)
     files = loaded.files
     runtime = Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,

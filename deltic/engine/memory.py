@@ -11,6 +11,7 @@ from deltic.cache.policy import MemoryNeeds, MemoryPlan, enough, split_memory
 from deltic.cache.pools import Extras, page_bytes, ring_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError
+from deltic.ops.kv import FP8
 
 log = logging.getLogger("deltic")
 
@@ -22,10 +23,11 @@ _KEPT = 1 << 30
 
 def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
                 head: bool, drafts: bool, vectors: bool = False, defers: bool = False) -> tuple[MemoryPlan, Extras]:
-    """How the cache is split; ConfigError if it holds nothing. head: it serves a draft head too. drafts, defers:
-    sequences shall have replay rings, for drafts, for updates of states that are deferred. vectors: it serves texts
-    that are read once, beside other models, and takes no more than one of full length and a step need."""
-    needs = MemoryNeeds(page_bytes(config, dtype, head), slot_bytes(config, dtype, head),
+    """How the cache is split; ConfigError if it holds nothing. dtype: of activations. head: it serves a draft head too.
+    drafts, defers: sequences shall have replay rings, for drafts, for updates of states that are deferred. vectors: it
+    serves texts that are read once, beside other models, and takes no more than one of full length and a step need."""
+    kv = FP8 if options.kv_dtype == "fp8" else None
+    needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
                         ahead=options.device != "cpu")
     budget, ring = options.memory_bytes, ring_bytes(config, dtype)
@@ -39,7 +41,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     memory = split_memory(budget - rings * ring, needs)
     if drafts and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
-    return memory, Extras(min(rings, memory.max_batch), head)
+    return memory, Extras(min(rings, memory.max_batch), head, kv=kv)
 
 
 def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:

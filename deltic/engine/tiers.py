@@ -36,8 +36,9 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
         pinned = PinnedMemory(host + host // _SPARE) if on_gpu else None
         tiers.append(TierIndex(Host(host), threads=on_gpu, pinned=pinned))
     if options.cache_dir:
-        facts = {**made.facts, **machine_facts(options, ops)}
-        about = f"{str(dtype).removeprefix('torch.')}, {computes(facts)}"
+        kv = str(dtype).removeprefix("torch.")
+        facts = {**made.facts, **machine_facts(options, ops), "kv": kv}
+        about = f"{kv}, {computes(facts)}"
         try:
             tier, notes = _on_disk(name, Identity(facts, made.marks), about, options)
             tiers.append(tier)
