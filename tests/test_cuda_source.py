@@ -159,6 +159,21 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     else:
         text = {"draws": source, "folds": rings.fold_source, "encoder": lambda: encoder.source(1000),
                 "towers": lambda: tower_source(1152, 72)}[name]()
+    compiles(text, tmp_path, for_prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_sources_for_float8_compile(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what reads or writes keys and values."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shapes = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8")
+    for text in (shapes.source(), draft.source(shapes), prompts.source(shapes)):
+        compiles(text, tmp_path, text == prompts.source(shapes))
+
+
+def compiles(text: str, tmp_path: Path, for_prompts: bool) -> None:
+    """By NVRTC, or by a toolkit; skips where there is neither."""
     try:
         for architecture in ("sm_90a",) if for_prompts else ("sm_90a", "sm_80"):
             assert compile_source(text, architecture)[:4] == b"\x7fELF"
