@@ -202,8 +202,9 @@ class CachePools:
 
     def _copy(self, by: Callable[[tuple[Tensor, ...], Tensor, Tensor], None], tensors: tuple[Tensor, ...], source: int,
               target: int) -> None:
+        tensors = tuple(map(as_bytes, tensors))
         if self.device.type == "cpu":
-            return by(tuple(map(as_bytes, tensors)), torch.tensor([source]), torch.tensor([target]))
+            return by(tensors, torch.tensor([source]), torch.tensor([target]))
         for tensor in tensors:  # a number that had to be brought to the device would wait for all that it is to do
             tensor[:, target].copy_(tensor[:, source])
 
