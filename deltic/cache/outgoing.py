@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from threading import get_ident
 
 import torch
@@ -15,16 +15,23 @@ _PIECE = 8 << 20
 """Bytes that are copied at a time to memory that is not pinned."""
 
 
-def made(tensors: Mapping[str, Tensor]) -> torch.cuda.Event | None:
-    """When the GPU has made these, which it was told to just now; None where none of them is on one."""
-    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-    return None if device is None else torch.cuda.current_stream(device).record_event()
+class Outgoing:
+    """What takes tensors to the host. Those of a GPU are copied to pinned memory as long as there is room, from which
+    they come back as fast."""
+
+    def __init__(self, pinned: PinnedMemory | None = None) -> None:
+        self._pinned = pinned
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """To be called when the GPU has just been told to make them. Returns what gives them on the host, for another
+        thread, which waits there."""
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        made = None if device is None else torch.cuda.current_stream(device).record_event()
+        return partial(_on_host, tensors, made, self._pinned)
 
 
-def on_host(tensors: Mapping[str, Tensor], made: torch.cuda.Event | None,
-            pinned: PinnedMemory | None = None) -> dict[str, Tensor]:
-    """The tensors themselves, or, of those on a GPU, copies: in pinned memory as long as there is room, from which they
-    come back as fast. Waits until they are there."""
+def _on_host(tensors: Mapping[str, Tensor], made: torch.cuda.Event | None,
+             pinned: PinnedMemory | None) -> dict[str, Tensor]:
     return {name: _copy(tensor, made, pinned) if tensor.is_cuda and made else tensor
             for name, tensor in tensors.items()}
 

@@ -19,10 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from deltic.cache.outgoing import made, on_host
-from deltic.cache.pinned import PinnedMemory
 from deltic.cache.prefix import (
     ANYTHING,
     Door,
@@ -39,6 +35,9 @@ from deltic.cache.tier_store import FullError, Item, Kind, PrefixHash, TierStore
 from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
+
+Outgoing = Callable[[Tensors], Callable[[], Tensors]]
+"""Takes tensors on their way; what it returns waits for them."""
 
 _BACKLOG = 512 << 20
 """Bytes that may wait to be written; beyond that, prefixes are skipped rather than held in memory."""
@@ -76,10 +75,10 @@ class TierIndex:
     hits: prefixes that came from here, hit_tokens: how many tokens they spared.
     """
 
-    def __init__(self, store: TierStore, threads: bool, late: bool = False, pinned: PinnedMemory | None = None) -> None:
-        """late: the store may not be there yet. Nothing is found in it before it is; what is offered waits. pinned:
-        where what comes from a GPU is kept."""
-        self.store, self.name, self.budget, self._pinned = store, store.name, store.budget, pinned
+    def __init__(self, store: TierStore, threads: bool, late: bool = False, outgoing: Outgoing | None = None) -> None:
+        """late: the store may not be there yet. Nothing is found in it before it is; what is offered waits. outgoing:
+        takes what is offered to the host, where it does not lie there."""
+        self.store, self.name, self.budget, self._outgoing = store, store.name, store.budget, outgoing
         self.bytes = self.evictions = self.hits = self.hit_tokens = self.prefixes = self._given_up = 0
         self._entries: dict[str, Entry] = {}
         self._root = Entry("", 0, None)
@@ -233,14 +232,15 @@ class TierIndex:
         return item
 
     def _submit(self, entry: Entry, item: Item, tensors: Tensors, tries: int = 0) -> None:
-        future: Future[int] = _begin(self._writer, self._write_out, item, tensors, made(tensors))
+        future: Future[int] = _begin(self._writer, self._write_out, item,
+                                     self._outgoing(tensors) if self._outgoing else lambda: tensors)
         entry.writing.append(future)
         self._pending.append(Writing(entry, item, tensors, future, self._given_up, tries))
         self._backlog += item.size
 
-    def _write_out(self, item: Item, tensors: Tensors, ready: torch.cuda.Event | None) -> int:
+    def _write_out(self, item: Item, arrived: Callable[[], Tensors]) -> int:
         """In the writer's thread."""
-        return self.store.write(item, on_host(tensors, ready, self._pinned))
+        return self.store.write(item, arrived())
 
     def _settle(self) -> None:
         """Take note of what has been written since, and what has not."""

@@ -371,13 +371,18 @@ def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = Non
 
 def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:
     """Rows and pages of all buckets that steps may have, the largest first."""
-    rows, most = power_of_two(max_rows), power_of_two(max(_FEWEST_PAGES, -(-max_context // PAGE)))
+    rows, most = bucket_of(max_rows, max_context)
     while rows:
         pages = most
         while pages >= _FEWEST_PAGES:
             yield rows, pages
             pages //= 2
         rows //= 2
+
+
+def bucket_of(rows: int, context: int) -> tuple[int, int]:
+    """Rows and pages of the bucket of steps that decode with so many rows, of which one has so many tokens."""
+    return power_of_two(rows), power_of_two(max(_FEWEST_PAGES, -(-context // PAGE)))
 
 
 def draft_buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:

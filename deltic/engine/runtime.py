@@ -17,7 +17,8 @@ from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools
 from deltic.config import EngineConfig, GenerationDefaults, ModelConfig
 from deltic.config.vision import Vision
-from deltic.engine.batch import FEW_ROWS, BatchMemory, Numbers, buckets, build, draft_buckets
+from deltic.engine.batch import FEW_ROWS, BatchMemory, Numbers, build, draft_buckets
+from deltic.engine.buckets import recorded_buckets
 from deltic.engine.experts import Experts
 from deltic.engine.graphs import Graphs
 from deltic.engine.model import Model
@@ -165,7 +166,7 @@ class Runtime:
         if self.graphs is None or (self.mtp_runner is not None and not self.verifies):
             return
         head, memory = self.mtp_runner is not None, BatchMemory(self.numbers)
-        for rows, pages in buckets(self.memory.max_batch, self.memory.max_context):
+        for rows, pages in recorded_buckets(self.path, self.memory.max_batch, self.memory.max_context):
             deferred = self.defers and rows > FEW_ROWS
             row = Row((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
             logits = self.run(build(Plan((row,) * rows), self.device, hidden=head, memory=memory,

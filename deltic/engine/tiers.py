@@ -10,6 +10,7 @@ from deltic.cache.disk import Disk, DiskNotes
 from deltic.cache.folder import WEIGHTS, open_root
 from deltic.cache.host import Host
 from deltic.cache.late import LateDisk, LateNotes
+from deltic.cache.outgoing import Outgoing
 from deltic.cache.pinned import PinnedMemory
 from deltic.cache.tier_index import TierIndex
 from deltic.config import EngineConfig, available_memory
@@ -34,7 +35,7 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
     if host:
         on_gpu = options.device.startswith("cuda")
         pinned = PinnedMemory(host + host // _SPARE) if on_gpu else None
-        tiers.append(TierIndex(Host(host), threads=on_gpu, pinned=pinned))
+        tiers.append(TierIndex(Host(host), threads=on_gpu, outgoing=Outgoing(pinned)))
     if options.cache_dir:
         kv = str(dtype).removeprefix("torch.")
         facts = {**made.facts, **machine_facts(options, ops), "kv": kv}
@@ -56,6 +57,7 @@ def _on_disk(name: str, identity: Identity, about: str,
         lambda digest: (Disk(directory, digest, budget, name, about), DiskNotes(directory, digest)))
     if opening.done():
         disk, notes = opening.result()
-        return TierIndex(disk, threads=True), notes
+        return TierIndex(disk, threads=True, outgoing=Outgoing()), notes
     log.info("the weights' files are new and are being hashed; until then nothing is found in %s", directory)
-    return TierIndex(LateDisk(opening, budget, abandon), threads=True, late=True), LateNotes(opening)
+    late = TierIndex(LateDisk(opening, budget, abandon), threads=True, late=True, outgoing=Outgoing())
+    return late, LateNotes(opening)
