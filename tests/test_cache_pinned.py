@@ -72,6 +72,16 @@ def test_regions_have_room_for_what_is_asked_for_and_end() -> None:
     assert room.tensor(numbers((1 << 17) + 1)) is None
 
 
+def test_what_is_prepared_is_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_PREPARED", 3 << 18)
+    room = memory()
+    for _ in range(2):
+        room.prepare()
+        assert [region.nbytes for region in room._regions] == [3 << 18]
+    held = [room.tensor(numbers(1 << 18)) for _ in range(4)]
+    assert all(part is not None for part in held) and len(room._regions) == 2
+
+
 def test_it_is_let_go_with_its_last_owner() -> None:
     room = memory()
     assert room.tensor(numbers(1)) is not None

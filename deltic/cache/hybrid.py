@@ -353,6 +353,11 @@ class HybridCache:
         for tier in self.tiers:
             tier.close()
 
+    def prepare(self) -> None:
+        """Have the tiers do before what would hold up a GPU later."""
+        for tier in self.tiers:
+            tier.prepare()
+
     def can_rest(self, room: int) -> bool:
         """Whether what a lease holds would stay in the tree if it rested, beside all that runs and rests, and a
         newcomer, where all together take `room` tokens more."""

@@ -22,6 +22,11 @@ class Outgoing:
     def __init__(self, pinned: PinnedMemory | None = None) -> None:
         self._pinned = pinned
 
+    def prepare(self) -> None:
+        """Do before what would hold up the GPU later."""
+        if self._pinned:
+            self._pinned.prepare()
+
     def __call__(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """To be called when the GPU has just been told to make them. Returns what gives them on the host, for another
         thread, which waits there."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from deltic.cache.prefix import (
     ANYTHING,
@@ -36,8 +36,16 @@ from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
 
-Outgoing = Callable[[Tensors], Callable[[], Tensors]]
-"""Takes tensors on their way; what it returns waits for them."""
+
+class Outgoing(Protocol):
+    """What takes tensors to the host."""
+
+    def prepare(self) -> None:
+        """Do before what would hold up others later."""
+
+    def __call__(self, tensors: Tensors) -> Callable[[], Tensors]:
+        """Begin; what it returns waits for them."""
+
 
 _BACKLOG = 512 << 20
 """Bytes that may wait to be written; beyond that, prefixes are skipped rather than held in memory."""
@@ -94,6 +102,11 @@ class TierIndex:
             self._begin_scan()
         else:
             self._merge(*_scan(store), 0.0)
+
+    def prepare(self) -> None:
+        """Do before what would hold up others later; waits for it."""
+        if self._outgoing:
+            _begin(self._writer, self._outgoing.prepare).result()
 
     def find(self, tokens: Sequence[int], above: int = 0) -> Entry | None:
         """The deepest entry with a state that `tokens` begin with, if deeper than `above`; at their very end only one

@@ -89,6 +89,7 @@ def _load(args: argparse.Namespace, cache: int, prepare: Callable[[LLM], None]) 
     try:
         prepare(llm)
         with llm.worker.hold():
+            llm.runtime.cache.prepare()
             llm.runtime.warm_up()
     except BaseException:
         llm.close()

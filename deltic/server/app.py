@@ -161,6 +161,7 @@ def serve(llm: LLM | ModelSet, host: str = "127.0.0.1", port: int = 8000, *, lis
         name, limits = options.get("served_name") or public_name(llm), llm.runtime.options.limits
         ready = f"{name} is ready{where}: {places}. Context of {llm.engine.max_context:,} tokens. Ctrl-C ends."
         with llm.worker.hold():
+            llm.runtime.cache.prepare()
             llm.runtime.warm_up()
     gc.collect()  # what is garbage now would stay for as long as the server runs
     try:
