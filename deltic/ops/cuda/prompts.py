@@ -192,14 +192,14 @@ class Prompts:
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16."""
-        return self._step.normed(residual, delta, scale) if len(residual) else residual.bfloat16()
+        return self._step.normed(residual, delta, scale) if residual.shape[0] else residual.bfloat16()
 
     def _gdn(self, layer: Layer, mixer: GdnWeights, proj: Tensor, work: _Work) -> Tensor:
         """proj [T, C + values + 2 Hv] -> [T, values]: what lies between the projections."""
         batch, plan = work.batch, work.plan
         spec, state, launch = mixer.spec, self._step._views.states[layer.store], self._module.launch
         size, stride, singles = spec.key_dim, proj.shape[1], batch.layout.singles
-        y = work.y[:len(proj) * spec.values].view(len(proj), spec.values)
+        y = work.y[:proj.shape[0] * spec.values].view(-1, spec.values)
         if work.singles:
             self._step._mix(layer, work.singles, proj, stride)
         emits = {"emit_row": batch.emit_row, "emit_length": batch.emit_length, "emit_slot": batch.emit_slot}
@@ -237,13 +237,13 @@ class Prompts:
         batch, plan = work.batch, work.plan
         spec, kv, singles = mixer.spec, self._step._views.kv[layer.store], batch.layout.singles
         kv.wait()
-        y = work.y[:len(proj) * spec.queries].view(len(proj), spec.queries)
+        y = work.y[:proj.shape[0] * spec.queries].view(-1, spec.queries)
         if work.singles:
             self._step._mix(layer, work.singles, proj, proj.shape[1])
         if not plan.rows:
             return y
         spare = max((context.square.side for context in plan.contexts if context.square), default=0)
-        query = proj.new_empty(GRAIN + len(proj) + spare, spec.heads, spec.head_dim)
+        query = proj.new_empty(GRAIN + proj.shape[0] + spare, spec.heads, spec.head_dim)
         self._module.launch("k_prompt_heads", (plan.tokens,), 256, args.PromptHeads(
             proj=proj, query_norm=mixer.q_norm, key_norm=mixer.k_norm, turns=work.turns, query=query[GRAIN:],
             keys=kv.keys, values=kv.values, store=batch.store, eps=spec.eps, heads=spec.heads, kv_heads=spec.kv_heads,

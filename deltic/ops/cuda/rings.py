@@ -71,7 +71,7 @@ class Rings:
         """As `mix`, of many rows of one token whose states pass whole, in this many blocks. What rows append goes to
         their rings right away, which have room for it."""
         spec, state = mixer.spec, self._states[store]
-        ring, heads = _ring(state), spec.value_heads * len(batch.source)
+        ring, heads = _ring(state), spec.value_heads * batch.source.shape[0]
         self._module.launch("k_gdn_many_rings", (min(heads, blocks),), PASSING, args.OverRings(
             proj=proj, conv=mixer.conv, decay=mixer.decay, dt_bias=mixer.dt_bias, norm=mixer.norm,
             state=state.recurrent, ring=state.conv, y=y, count=batch.count, starts=batch.starts, done=batch.done,

@@ -331,9 +331,9 @@ class Step:
         if self._experts and isinstance(layer.mlp, MoeWeights):
             return self._experts.many(layer.mlp, x, real)
         both = self.linear(x, layer.dense.gate_up)
-        width = both.shape[1] // 2
-        gated = both.new_empty(len(both), width)
-        self._module.launch("k_gate", (-(-width // 2048), len(both)), 256, args.Gate(x=both, y=gated, width=width))
+        tokens, width = both.shape[0], both.shape[1] // 2
+        gated = both.new_empty(tokens, width)
+        self._module.launch("k_gate", (-(-width // 2048), tokens), 256, args.Gate(x=both, y=gated, width=width))
         return self.linear(gated, layer.dense.down)
 
     def linear(self, x: Tensor, weight: object) -> Tensor:
@@ -361,7 +361,7 @@ class Step:
     def normed(self, residual: Tensor, delta: Tensor | None, scale: Tensor, wide: Tensor | None = None) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16, which goes to `wide` in float32, too."""
         y = torch.empty_like(residual, dtype=torch.bfloat16)
-        self._module.launch("k_add_norm", (len(y),), 256, args.AddNorm(
+        self._module.launch("k_add_norm", (y.shape[0],), 256, args.AddNorm(
             residual=residual, delta=delta, scale=scale, y=y, wide=wide, eps=self._decoder.eps,
             hidden=self._hidden))
         return y
