@@ -143,6 +143,48 @@ DEVICE int bytes_of(int kind) {
     return 0;
 }
 
+// The sums of a row, of which the tensor cores have made two.
+DEVICE float whole(int upper, int lower) {
+    constexpr float BIAS = 12582912.f;  // of multiply_bytes
+    return __fmaf_rn(__int_as_float(upper) - BIAS, 256.f, __int_as_float(lower) - BIAS);
+}
+// Adds the products of a lane's i-th eight columns of a set of the tiles' groups; HIGH: tiles, one below the other.
+template <bool SIGNED, int HIGH>
+DEVICE void multiply_eight(int (&d)[4], const u32 (&c)[HIGH][2], u32 x, u32 y, bool fresh) {
+    multiply_bytes<SIGNED>(d, c[0][0], c[HIGH - 1][0], c[0][1], c[HIGH - 1][1], x, y, fresh);
+}
+// The products of the tiles' groups with one token; numbers(n): 16 bytes of a lane's numbers, which are four times as many.
+template <int KIND, int HIGH, class F>
+DEVICE void multiply_groups(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUMS][4], F numbers) {
+    constexpr int RUN = 8 / Tile<KIND>::SUMS;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const uint4 v = numbers(n);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = n * 2 + i;
+            u32 c[HIGH][2];
+#pragma unroll
+            for (int h = 0; h < HIGH; ++h) w[h].codes(at / 4, at % 4, c[h]);
+            multiply_eight<Tile<KIND>::SIGNED>(d[at / RUN], c, i ? v.z : v.x, i ? v.w : v.y, at % RUN == 0);
+        }
+    }
+}
+// What they are all together, of row lane / 4 of each tile; line: the sums of the lane's groups.
+template <int KIND, int HIGH>
+DEVICE void add_groups(const Tile<KIND> (&w)[HIGH], const int (&d)[Tile<KIND>::SUMS][4], const uint4 &line, float (&sum)[HIGH]) {
+    constexpr int SUMS = Tile<KIND>::SUMS;
+#pragma unroll
+    for (int h = 0; h < HIGH; ++h) {
+        float s[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) s[i] = whole(d[i][2 * h], d[i][2 * h + 1]);
+        sum[h] = Tile<KIND>::part(w[h].s, w[h].d, s, line);
+#pragma unroll
+        for (int other = 1; other < 4; other *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], other);
+    }
+}
+
 struct Packed {
     const char *data[4];  // of each part of the weight, whose rows follow one another
     const void *x;        // this and the next ones as of `Product`
@@ -164,7 +206,7 @@ template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, 
 struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 1) ? kBoth : kFixed> {
     static constexpr bool PLAIN = (KINDS >> kBF16) & 1;
     using Base = Input<Packed, K, NORM, HEAD, SLICE, PLAIN ? kBoth : kFixed>;
-    using Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::BIAS;
+    using Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
     static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1;  // a warp's tiles are all of the same columns of x
     int lap = 0, place = 0;
@@ -249,42 +291,20 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 
             }
         if (copied <= a.slots) __syncthreads();
     }
-    // The sums of a row, of which the tensor cores have made two.
-    DEVICE float whole(int upper, int lower) const {
-        return __fmaf_rn(__int_as_float(upper) - BIAS, 256.f, __int_as_float(lower) - BIAS);
-    }
-    // Adds the products of a lane's i-th eight columns of a set of the tiles' groups.
+    // Called directly, these two make the compiler keep more on the stack.
+    DEVICE float whole(int upper, int lower) const { return ::whole(upper, lower); }
     template <bool SIGNED> DEVICE void multiply_eight(int (&d)[4], const u32 (&c)[HIGH][2], u32 x, u32 y, bool fresh) {
-        multiply_bytes<SIGNED>(d, c[0][0], c[HIGH - 1][0], c[0][1], c[HIGH - 1][1], x, y, fresh);
+        ::multiply_eight<SIGNED, HIGH>(d, c, x, y, fresh);
     }
     // A tile's products with one token, [8], and those of the tile below it, `below` further on. Releases the slot.
     template <int KIND> DEVICE void multiply_one(const Tile<KIND> (&w)[HIGH], int tile, float *to, int below) {
-        constexpr int SUMS = Tile<KIND>::SUMS, RUN = 8 / SUMS;
-        int d[SUMS][4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const uint4 v = HELD ? held[HELD ? n : 0] : load_shared(first + tile * step + n * 16);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int at = n * 2 + i;
-                u32 c[HIGH][2];
-#pragma unroll
-                for (int h = 0; h < HIGH; ++h) w[h].codes(at / 4, at % 4, c[h]);
-                multiply_eight<Tile<KIND>::SIGNED>(d[at / RUN], c, i ? v.z : v.x, i ? v.w : v.y, at % RUN == 0);
-            }
-        }
+        int d[Tile<KIND>::SUMS][4];
+        multiply_groups<KIND, HIGH>(w, d, [&](int n) {
+            return HELD ? held[HELD ? n : 0] : load_shared(first + tile * step + n * 16);
+        });
         release();
-        const uint4 v = HELD ? held[HELD ? 4 : 0] : load_shared(line + tile * LINES_BYTES + 128);
         float sum[HIGH];
-#pragma unroll
-        for (int h = 0; h < HIGH; ++h) {
-            float s[SUMS];
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) s[i] = whole(d[i][2 * h], d[i][2 * h + 1]);
-            sum[h] = Tile<KIND>::part(w[h].s, w[h].d, s, v);
-#pragma unroll
-            for (int other = 1; other < 4; other *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], other);
-        }
+        add_groups<KIND, HIGH>(w, d, HELD ? held[HELD ? 4 : 0] : load_shared(line + tile * LINES_BYTES + 128), sum);
         const int mine = lane & 3;
         if (mine == 0 || (HIGH == 2 && mine == 1 && below)) to[(mine ? below : 0) + (lane >> 2)] = mine ? sum[HIGH - 1] : sum[0];
     }
