@@ -79,12 +79,15 @@ class Form:
     serves(type, columns): whether such a matrix can stay packed.
     dtype: of what cannot, and of convolutions.
     device: where all tensors lie.
+    stack: of (type, its number, count, rows, columns, bytes of a row, read) makes so many matrices [rows, columns] that
+        lie one behind the other; None: they are made one by one.
     """
 
     pack: Callable[[str, int, int, int, int, Callable[[int, int], Any]], QTensor]
     serves: Callable[[str, int], bool]
     dtype: torch.dtype
     device: torch.device
+    stack: Callable[[str, int, int, int, int, int, Callable[[int, int], Any]], tuple[QTensor, ...]] | None = None
 
 
 def host_form(arena: Arena | None = None) -> Form:

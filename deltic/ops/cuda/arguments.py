@@ -132,6 +132,20 @@ class ExpertsDown(Arguments):
     _fields_ = fields("x logits weights y count starts", "", "tokens first slots")
 
 
+class PackedGate(Arguments):
+    _fields_ = fields("x scale logits gate up y count starts", "eps",
+                      "tokens first group slots slot wide shared_wide gate_kind up_kind shared_gate_kind "
+                      "shared_up_kind")
+
+
+class PackedDown(Arguments):
+    _fields_ = fields("x logits down y count starts", "", "tokens first slots slot kind shared_kind")
+
+
+class UnpackExperts(Arguments):
+    _fields_: ClassVar = [*fields("data y counts", "", ""), ("stride", c_longlong), ("rows", c_int), ("columns", c_int)]
+
+
 class Route(Arguments):
     _fields_ = fields("logits expert place counts share count starts", "", "tokens stride")
 

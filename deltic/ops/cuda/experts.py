@@ -15,17 +15,13 @@ from deltic.ops.cuda.expert_store import Addresses, ExpertStore
 from deltic.ops.cuda.layout import ALONE, BOX_COLUMNS, BOX_ROWS, FEW, MOST, WARPS, WHOLE
 from deltic.ops.records import ExpertPool, MlpWeights, MoeWeights, Weight
 
-_GATE_BESIDE, _DOWN_BESIDE = 115 << 10, 98 << 10
+GATE_BESIDE, DOWN_BESIDE = 115 << 10, 98 << 10
 """Bytes of shared memory of the blocks of both products, which then lie on a multiprocessor together."""
-_SUMS = 8 << 10
+SUMS = 8 << 10
 """Bytes of a group's sums."""
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
 _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
 """By the tokens of a tile."""
-
-
-_AHEAD = 8
-"""Steps of the first product that are fetched while tokens choose, where nearly all experts are passed by some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +43,25 @@ class ExpertsShape:
 
     @property
     def known(self) -> bool:
-        return (self.hidden % 64 == 0 and self.size % 8 == 0 and self.count <= _MOST_EXPERTS
-                and self.per_token <= _MOST_CHOSEN and self.shared_memory <= WHOLE)
+        return (self.fits_blocks and self.count <= _MOST_EXPERTS and self.per_token <= _MOST_CHOSEN
+                and self.shared_memory <= WHOLE)
 
     @property
-    def _offset(self) -> int:
+    def fits_blocks(self) -> bool:
+        """Whether the matrices are whole units of the kernels."""
+        return self.hidden % 64 == 0 and self.size % 8 == 0
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The kernel files of the kernels, behind those of products."""
+        return "experts", "grouped"
+
+    def joined(self, other: ExpertsShape) -> ExpertsShape | None:
+        """What serves layers of both shapes; None where nothing does."""
+        return self if self == other else None
+
+    @property
+    def offset(self) -> int:
         """Where the rings begin: behind the barriers and `Passed`."""
         slots = min(self.count, MOST * self.per_token) + self.shared
         passed = 8 * (self.count + 1) + 16 * slots + 4 * self.count + 64 * self.each + 128 * self.per_token + 64
@@ -73,34 +83,47 @@ class ExpertsShape:
     def gate_plan(self, tokens: int, blocks: int) -> tuple[int, int, int]:
         """Units between two sums, slots of the ring, bytes of shared memory."""
         units = -(-(min(self.count, tokens * self.per_token) + self.shared) * (self.size // 4) // blocks)
-        group = max(1, min(_SUMS // (WARPS * 8 * 4 * tokens), units))
-        fixed = self._offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
-        slots = _slots(fixed, 16 * self.hidden, _GATE_BESIDE, units)
+        group = max(1, min(SUMS // (WARPS * 8 * 4 * tokens), units))
+        fixed = self.offset + 2 * self.hidden * tokens + 2 * group * WARPS * 8 * 4 * tokens
+        slots = ring_slots(fixed, 16 * self.hidden, GATE_BESIDE, units)
         return group, slots, max(ALONE, fixed + slots * 16 * self.hidden)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
         """Slots of the ring, bytes of shared memory."""
         experts = min(self.count, tokens * self.per_token) + self.shared
         slot = -(-(32 * self.size + tokens * (-(-self.size // 64) * 128 + 64)) // 128) * 128
-        fixed = self._offset + 2 * WARPS * 16 * 4 * tokens
-        slots = _slots(fixed, slot, _DOWN_BESIDE, experts * -(-self.hidden // (16 * blocks)))
+        fixed = self.offset + 2 * WARPS * 16 * 4 * tokens
+        slots = ring_slots(fixed, slot, DOWN_BESIDE, experts * -(-self.hidden // (16 * blocks)))
         return slots, max(ALONE, fixed + slots * slot)
+
+    @property
+    def who(self) -> str:
+        """What kernels are told of which experts there are."""
+        return f"{self.count}, {self.per_token}, {flag(self.shared)}"
 
     def entries(self) -> Iterator[str]:
         """The text of all kernels."""
-        who = f"{self.count}, {self.per_token}, {_flag(self.shared)}"
-        few = f"{self.hidden}, {self.size}, {who}, {_flag(self.normalised)}"
+        yield from self.few_entries()
+        yield from self.many_entries()
+
+    def few_entries(self) -> Iterator[str]:
+        """Of those for few tokens."""
+        few = f"{self.hidden}, {self.size}, {self.who}, {flag(self.normalised)}"
         for name, many in (("few", False), ("many", True)):
             for kind, type in (("gate", "ExpertsGate"), ("down", "ExpertsDown")):
-                yield _entry(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
-                             f"experts_{kind}<{few}, {_flag(many)}, {self._offset}>")
-        yield _entry("route", "Route", "256", f"route<{who}, {_flag(self.normalised)}>")
-        yield _entry("group", "Group", "1024", f"group<{who}>")
-        yield _entry("combine", "Combine", "256", "::combine")
+                yield kernel(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
+                             f"experts_{kind}<{few}, {flag(many)}, {self.offset}>")
+
+    def many_entries(self) -> Iterator[str]:
+        """Of those for many."""
+        who = self.who
+        yield kernel("route", "Route", "256", f"route<{who}, {flag(self.normalised)}>")
+        yield kernel("group", "Group", "1024", f"group<{who}>")
+        yield kernel("combine", "Combine", "256", "::combine")
         for tile, stages in _STAGES.items():
             for kind, columns, rows in (("gate", self.hidden, 2 * self.size), ("down", self.size, self.hidden)):
-                yield _entry(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
-                             f"grouped<{columns}, {rows}, {tile}, {stages}, {_flag(kind == 'gate')}>")
+                yield kernel(f"grouped_{kind}_{tile}", "Grouped", f"{WARPS * 32 + 32}, {_resident(tile)}",
+                             f"grouped<{columns}, {rows}, {tile}, {stages}, {flag(kind == 'gate')}>")
 
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
@@ -116,7 +139,7 @@ def shape_of(weights: MoeWeights) -> ExpertsShape | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class Table:
     """at: where the matrices of all experts lie. router [n, H]: filled up to a multiple of 8 rows."""
 
     at: Addresses
@@ -136,13 +159,28 @@ ALL = Real(None, None)
 
 
 class Experts:
-    """The mixtures of a model's layers."""
+    """The mixtures of a model's layers.
+
+    in_passes: up to so many tokens `few` is faster, in several passes, than `many`; 0: not.
+    """
+
+    in_passes = 0
+    ahead = 8
+    """Steps of the first product that are fetched while tokens choose, where nearly all experts are passed by some."""
 
     def __init__(self, module: Module, shape: ExpertsShape, layers: Iterable[MoeWeights], blocks: int) -> None:
         """blocks: multiprocessors of the card."""
         self._module, self._shape, self._blocks = module, shape, blocks
-        self._tables = {id(layer): _table(layer, module.device) for layer in layers}
+        self._tables = {id(layer): self.table(layer) for layer in layers}
         self._counts = torch.zeros(shape.count, dtype=torch.int32, device=module.device)
+
+    def table(self, weights: MoeWeights) -> Table:
+        """What is known of a layer."""
+        return Table(_addresses(weights, self._module.device), filled_router(weights))
+
+    def prepare(self, weights: MoeWeights) -> None:
+        """Called when it is known how many tokens pass each expert of the layer (`_counts`), before `grouped.cuh`
+        reads those of them."""
 
     def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor, real: Real = ALL,
             first: int = 0) -> None:
@@ -183,6 +221,7 @@ class Experts:
         self._module.launch("k_route", (-(-tokens // 8),), 256, args.Route(
             logits=logits, expert=expert, place=place, counts=self._counts, share=share, count=real.count,
             starts=real.starts, tokens=tokens, stride=logits.shape[1]))
+        self.prepare(weights)
         self._module.launch("k_group", (-(-pairs // 32),), 1024, args.Group(
             x=x, expert=expert, place=place, counts=self._counts, wanted=table.at.wanted, share=share, sorted=ordered,
             rows=rows, tiles=tiles, total=total, weight=weight, count=real.count, starts=real.starts, tokens=tokens,
@@ -193,7 +232,7 @@ class Experts:
                                 args.Grouped(
                 x=_words(tensor_map(source, tile, BOX_COLUMNS)), weights=maps, tiles=tiles, total=total, rows=rows,
                 weight=weight, y=target, counts=self._counts if kind == "down" else None, experts=shape.count,
-                ahead=_AHEAD if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
+                ahead=self.ahead if kind == "gate" and tokens * shape.per_token >= 4 * shape.count else 0),
                 _tile_bytes(tile))
         found = torch.empty_like(x)
         self._module.launch("k_combine", (tokens, -(-shape.hidden // 2048)), 256, args.Combine(
@@ -215,18 +254,27 @@ def _addresses(weights: MoeWeights, device: torch.device) -> Addresses:
     if store and isinstance(weights.experts, ExpertPool):
         return store.addresses(weights.experts.layer, pairs[0] if pairs else None)
     gate, down = (torch.tensor([pair[index].data_ptr() for pair in pairs], device=device) for index in range(2))
-    gate_maps, down_maps = (
-        torch.frombuffer(bytearray(b"".join(tensor_map(pair[index], rows, BOX_COLUMNS) for pair in pairs)),
-                         dtype=torch.uint8).to(device) for index, rows in enumerate(BOX_ROWS))
+    gate_maps, down_maps = (maps_of([pair[index] for pair in pairs], index) for index in range(2))
     return Addresses(gate, down, gate_maps, down_maps, None)
 
 
-def _table(weights: MoeWeights, device: torch.device) -> _Table:
+def maps_of(matrices: Iterable[Tensor], index: int) -> Tensor:
+    """How the tensor memory accelerator finds boxes of matrices of gates and their other halves (index 0), or of those
+    after them (1): uint8 [n, 128], beside them."""
+    found, device = bytearray(), torch.device("cpu")
+    for matrix in matrices:
+        found += tensor_map(matrix, BOX_ROWS[index], BOX_COLUMNS)
+        device = matrix.device
+    return torch.frombuffer(found, dtype=torch.uint8).view(-1, 128).to(device)
+
+
+def filled_router(weights: MoeWeights) -> Tensor:
+    """Its rows, filled up with zeros to a multiple of 8."""
     router = weights.router
     assert isinstance(router, Tensor)
     filled = router.new_zeros(-(-len(router) // 8) * 8, router.shape[1])
     filled[:len(router)] = router
-    return _Table(_addresses(weights, device), filled)
+    return filled
 
 
 def _both(part: MlpWeights) -> tuple[Tensor, Tensor]:
@@ -250,9 +298,9 @@ def _sizes(part: MlpWeights) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(gate.shape), tuple(down.shape)
 
 
-def _slots(fixed: int, slot: int, beside: int, items: int) -> int:
-    """Of a ring; fixed: bytes of what else a block has. Three at least beside the next kernel's block, or more in all
-    the memory."""
+def ring_slots(fixed: int, slot: int, beside: int, items: int) -> int:
+    """How many slots a ring has; fixed: bytes of what else a block has. Three at least beside the next kernel's block,
+    or more in all the memory."""
     few, most = (beside - fixed) // slot, (WHOLE - fixed) // slot
     return max(2, min(few if few >= 3 else most, items, 16))
 
@@ -275,10 +323,10 @@ def _words(map: bytes) -> object:
     return (c_uint64 * 16).from_buffer_copy(map)
 
 
-def _flag(value: bool) -> str:
+def flag(value: bool) -> str:
     return str(value).lower()
 
 
-def _entry(name: str, type: str, bounds: str, call: str) -> str:
+def kernel(name: str, type: str, bounds: str, call: str) -> str:
     return (f'extern "C" __global__ void __launch_bounds__({bounds}) k_{name}(const __grid_constant__ {type} a) '
             f"{{ {call}(a); }}\n")

@@ -180,7 +180,7 @@ class Prompts:
         singles = replace(self._step._begin(plan.singles, "many"), y=y) if plan.singles else None
         return _Work(batch, plan, turns, y, torch.empty_like(y) if chunks else y[:0], chunks, singles)
 
-    def _layer(self, layer: Layer, residual: Tensor, delta: Tensor | None, work: _Work) -> Tensor:
+    def _layer(self, layer: Layer, residual: Tensor, delta: Tensor | None, work: _Work) -> Tensor | None:
         x = self._norm(residual, delta, layer.input_norm)
         if isinstance(layer.mixer, GdnWeights):
             delta = self._step.linear(self._gdn(layer, layer.mixer, self._step.linear(x, layer.mixer.in_proj), work),
@@ -188,7 +188,7 @@ class Prompts:
         else:
             delta = self._step.linear(self._attention(layer, layer.mixer, self._step.linear(x, layer.mixer.qkv), work),
                              layer.mixer.o_proj)
-        return self._step.feed_forward(layer, self._norm(residual, delta, layer.post_norm))
+        return self._step.feed_forward(layer, residual, delta)
 
     def _norm(self, residual: Tensor, delta: Tensor | None, scale: Tensor) -> Tensor:
         """Adds delta to the residual; its norm [T, H] bf16."""

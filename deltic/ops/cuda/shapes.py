@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deltic.ops.cuda.experts import ExpertsShape, shape_of
+from deltic.ops.cuda.experts import ExpertsShape
 from deltic.ops.cuda.layout import ALONE, FOUR, HALF, INPUT, MOST, SPREAD, SQUEEZED, WARPS, WHOLE
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.packed import PackedMultiply, kinds_entries, parts_of, product_of
+from deltic.ops.cuda.packed_experts import experts_shape
 from deltic.ops.cuda.tiles import Tiles
 from deltic.ops.records import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, MoeWeights, Weight
 
@@ -132,7 +133,7 @@ class Shapes:
 
     def source(self) -> str:
         text = [headers("input", "product", "gdn", "gdn_many", "kv", "attention", "small", *["verify"] * self.rings,
-                        *["packed"] * bool(self.kinds), *["experts", "grouped"] * (self.experts is not None))]
+                        *["packed"] * bool(self.kinds), *(self.experts.files if self.experts else ()))]
         text += {product.source(tokens) if isinstance(product, PackedMultiply)
                  else product.source(tokens, self.squeezed): None
                  for product in self.products for tokens in range(1, product.most + 1)}
@@ -214,8 +215,9 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
         found.add(inner, True, STORE)
         found.add(outer, False, ADD, gdn if isinstance(mixer, GdnWeights) else None)
         if isinstance(layer.mlp, MoeWeights):
-            experts, before = shape_of(layer.mlp), experts
-            if experts is None or experts != (before or experts):
+            own = experts_shape(layer.mlp)
+            experts = own.joined(experts) if own and experts else own
+            if experts is None:
                 return None
             found.add(layer.mlp.router, True, STORE)
         else:

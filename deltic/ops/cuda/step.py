@@ -16,9 +16,10 @@ from deltic.ops import Ops
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda import packed, prompts
 from deltic.ops.cuda.driver import Module, architecture, shared_memory
-from deltic.ops.cuda.experts import ALL, Experts, Real
+from deltic.ops.cuda.experts import ALL, Real
 from deltic.ops.cuda.layout import LONE, MOST, SPREAD, WARPS
 from deltic.ops.cuda.nvrtc import CompileError, compile_source
+from deltic.ops.cuda.packed_experts import experts_of
 from deltic.ops.cuda.rings import Fresh, Rings
 from deltic.ops.cuda.sample import why_not as why_not_draw
 from deltic.ops.cuda.shapes import (
@@ -146,7 +147,7 @@ class Step:
         self._frequencies, self._axes = _frequencies(decoder.rope, self._device)
         self._rings = (Rings(self._module, views, shapes.gdn, _MOST_ROWS) if shapes.gdn and shapes.rings else None)
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoeWeights)]
-        self._experts = Experts(self._module, shapes.experts, mixtures, self._blocks) if shapes.experts else None
+        self._experts = experts_of(self._module, shapes.experts, mixtures, self._blocks) if shapes.experts else None
         reads = reads and _reads_prompts(self._device)
         self._prompts = prompts.Prompts(self, shapes, self._device) if reads else None
 
@@ -222,13 +223,18 @@ class Step:
     def _add_feed_forward(self, layer: Layer, work: _Work, gated: Tensor) -> None:
         """Of few tokens. gated: room for what lies between a dense layer's products."""
         residual = work.residual
-        if self._experts and isinstance(layer.mlp, MoeWeights):
-            logits = residual.new_empty(len(residual), _rows(layer.mlp.router))
-            self._multiply(layer.mlp.router, residual, layer.post_norm, logits, STORE)
-            self._experts.few(layer.mlp, residual, layer.post_norm, self._decoder.eps, logits, _real(work.batch))
+        if isinstance(layer.mlp, MoeWeights):
+            self._add_experts(layer.mlp, layer.post_norm, residual, _real(work.batch))
         else:
             self._multiply(layer.dense.gate_up, residual, layer.post_norm, gated, GATE)
             self._multiply(layer.dense.down, gated, None, residual, ADD)
+
+    def _add_experts(self, weights: MoeWeights, norm: Tensor, residual: Tensor, real: Real) -> None:
+        """What the experts of few tokens give. norm [H]: before them."""
+        assert self._experts
+        logits = residual.new_empty(len(residual), _rows(weights.router))
+        self._multiply(weights.router, residual, norm, logits, STORE)
+        self._experts.few(weights, residual, norm, self._decoder.eps, logits, real)
 
     def _end(self, work: _Work) -> None:
         if work.fresh and self._rings:
@@ -321,14 +327,19 @@ class Step:
             self._mix(layer, work, proj, proj.shape[1])
             outer = _outer(layer)
             delta = self.linear(work.y.view(-1)[:len(proj) * _columns(outer)].view(len(proj), -1), outer)
-            delta = self.feed_forward(layer, self.normed(work.residual, delta, layer.post_norm), _real(batch))
+            delta = self.feed_forward(layer, work.residual, delta, _real(batch))
         self._end(work)
         hidden = torch.empty_like(work.residual) if batch.layout.hidden else None
         return self.head(self.normed(work.residual, delta, decoder.norm, hidden)), hidden
 
-    def feed_forward(self, layer: Layer, x: Tensor, real: Real = ALL) -> Tensor:
-        """Of many tokens: x [T, H] bf16, normed -> [T, H] bf16."""
+    def feed_forward(self, layer: Layer, residual: Tensor, delta: Tensor | None, real: Real = ALL) -> Tensor | None:
+        """Of many tokens: adds delta to the residual [T, H]; what is to be added to that next, [T, H] bf16, or None
+        where it was."""
+        x = self.normed(residual, delta, layer.post_norm)
         if self._experts and isinstance(layer.mlp, MoeWeights):
+            if len(x) <= self._experts.in_passes:
+                self._add_experts(layer.mlp, layer.post_norm, residual, real)
+                return None
             return self._experts.many(layer.mlp, x, real)
         both = self.linear(x, layer.dense.gate_up)
         tokens, width = both.shape[0], both.shape[1] // 2

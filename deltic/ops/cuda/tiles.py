@@ -40,7 +40,8 @@ _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 6
 
 def form(device: str | torch.device) -> Form:
     """Of models on that GPU."""
-    return Form(partial(pack_tiles, device=device), serves, torch.bfloat16, torch.device(device))
+    return Form(partial(pack_tiles, device=device), serves, torch.bfloat16, torch.device(device),
+                partial(pack_stack, device=device))
 
 
 def serves(type: str, columns: int) -> bool:
@@ -93,6 +94,22 @@ def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, 
         tiles = _PACK[kept](_as_bytes(type, raw) if type in _AS_BYTES else raw)
         data[first // ROWS:first // ROWS + len(tiles)] = tiles
     return Tiles(kept, rows, columns, data, None)
+
+
+def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_bytes: int,
+               read: Callable[[int, int], Any], device: str | torch.device) -> tuple[Tiles, ...]:
+    """As `pack_tiles`, of `count` matrices [rows, columns] one behind the other, which are views of one tensor where
+    their rows fill units."""
+    if rows % ROWS:
+        size = rows * row_bytes
+        return tuple(pack_tiles(type, number, rows, columns, row_bytes, partial(_read_from, read, index * size), device)
+                     for index in range(count))
+    whole = pack_tiles(type, number, count * rows, columns, row_bytes, read, device)
+    return tuple(replace(whole, rows=rows, data=data) for data in whole.data.chunk(count))
+
+
+def _read_from(read: Callable[[int, int], Any], first: int, start: int, count: int) -> Any:
+    return read(first + start, count)
 
 
 def tiles_of(weight: Tensor) -> Tiles:
