@@ -34,13 +34,14 @@ from deltic.model.vision import build_tower
 from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.cuda import serves_rings, tiles
+from deltic.ops.cuda.packed_experts import knows_packed
 from deltic.ops.memory import memory_for
 from deltic.ops.qtensor import Form, host_form
-from deltic.ops.records import Weight
+from deltic.ops.records import MoeWeights, Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
-from deltic.weights.gguf.load import is_quantized, wants_packing
+from deltic.weights.gguf.load import is_quantized, unserved_experts, wants_packing
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.quant import quantize_tensors, quantize_tower
 from deltic.weights.random import random_head, random_tensors
@@ -127,7 +128,8 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
 
 def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vectors: bool = False) -> Runtime:
     config, options, ops, dtype = loaded.config, loaded.options, loaded.decoder.ops, loaded.decoder.dtype
-    memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings, vectors, _defers(loaded))
+    memory, extras = plan_memory(config, options, dtype, loaded.head is not None, rings, vectors, _defers(loaded),
+                                 _unpacks(loaded))
     for warning in memory.warnings:
         log.warning("%s%s", f"the draft model {loaded.name}: " if loaded.drafts else "", warning)
     extras = replace(extras, tiled=loaded.tiled)
@@ -150,6 +152,13 @@ def _defers(loaded: _Loaded) -> bool:
     options, dtype = loaded.options, str(loaded.decoder.dtype).removeprefix("torch.")
     return (options.device != "cpu" and options.max_batch > FEW_ROWS and loaded.config.linear is not None
             and serves_rings(torch.device(options.device), dtype) and not loaded.drafts)
+
+
+def _unpacks(loaded: _Loaded) -> bool:
+    """Whether experts that stay quantized become plain numbers on a card, for steps of many tokens."""
+    layers = loaded.decoder.weights.layers
+    return any(isinstance(block, tiles.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
+               for part in layer.mlp.parts[:1] for block in (part.down,))
 
 
 def _memory_for_weights(model: str | RandomModel | None) -> AbstractContextManager[None]:
@@ -284,8 +293,21 @@ def _not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str
         return missing().get("step")
     if dtype != "bfloat16":
         return f"on a GPU only with dtype bfloat16, not {dtype}"
-    if options.ops or config.architecture != "qwen3_5" or torch.cuda.get_device_capability(options.device) < (9, 0):
+    served = config.architecture in ("qwen3_5", "qwen3_5_moe")
+    if options.ops or not served or torch.cuda.get_device_capability(options.device) < (9, 0):
         return "on a GPU only deltic's kernels, for Qwen3.5 and compute capability 9.0 or later, know quantized weights"
+    return _experts_not_packed(options, config) if config.experts else None
+
+
+def _experts_not_packed(options: EngineConfig, config: ModelConfig) -> str | None:
+    """Why the experts of a mixture cannot stay quantized on a GPU."""
+    experts = config.experts
+    assert experts
+    if options.offloads_experts:
+        return ("experts that are not all on the GPU are bfloat16 there; leave out expert_memory and expert_cap if the "
+                "quantized ones fit")
+    if not knows_packed(config.hidden_size, experts.size, experts.count, experts.per_token, experts.shared_size):
+        return "on a GPU the kernels do not know quantized experts of these sizes"
     return None
 
 
@@ -321,6 +343,8 @@ def _keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> boo
     if files.gguf is None or options.packed_weights == "off":
         return False
     reason = _not_packed(options, files.config, dtype)
+    if reason is None and options.device != "cpu" and (types := unserved_experts(files.gguf, _form(options))):
+        reason = f"on a GPU the kernels know no experts of type {', '.join(types)}"
     if reason is None and options.quant != "none":  # only what is quantized already cannot be quantized
         return options.packed_weights == "on" or is_quantized(files.gguf)
     if reason is None:

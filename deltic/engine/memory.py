@@ -11,6 +11,7 @@ from deltic.cache.policy import MemoryNeeds, MemoryPlan, enough, split_memory
 from deltic.cache.pools import Extras, page_bytes, ring_bytes, slot_bytes
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError
+from deltic.ops.cuda.packed_experts import scratch_bytes
 from deltic.ops.kv import FP8
 
 log = logging.getLogger("deltic")
@@ -22,10 +23,12 @@ _KEPT = 1 << 30
 
 
 def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
-                head: bool, drafts: bool, vectors: bool = False, defers: bool = False) -> tuple[MemoryPlan, Extras]:
+                head: bool, drafts: bool, vectors: bool = False, defers: bool = False, unpacks: bool = False
+                ) -> tuple[MemoryPlan, Extras]:
     """How the cache is split; ConfigError if it holds nothing. dtype: of activations. head: it serves a draft head too.
     drafts, defers: sequences shall have replay rings, for drafts, for updates of states that are deferred. vectors: it
-    serves texts that are read once, beside other models, and takes no more than one of full length and a step need."""
+    serves texts that are read once, beside other models, and takes no more than one of full length and a step need.
+    unpacks: as of `working_bytes`."""
     kv = FP8 if options.kv_dtype == "fp8" else None
     needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
@@ -33,7 +36,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     budget, ring = options.memory_bytes, ring_bytes(config, dtype)
     if budget is None:
         assert options.token_budget
-        budget = _chosen(config, options)
+        budget = _chosen(config, options, unpacks)
         if vectors:
             budget = min(budget, enough(needs, options.token_budget))
     # rings take a quarter at most: who gets none is served without
@@ -52,11 +55,11 @@ def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     return replace(options, memory=str(memory - memory // 4)), drafting
 
 
-def _chosen(config: ModelConfig, options: EngineConfig) -> int:
+def _chosen(config: ModelConfig, options: EngineConfig, unpacks: bool) -> int:
     """Bytes of the cache where nobody says how many; the weights are there."""
     if options.device == "cpu":
         return free_memory(options.device) // 2
-    work = working_bytes(config, options.token_budget)
+    work = working_bytes(config, options.token_budget, unpacks)
     if options.gpu_memory_utilization is not None:
         return card_share(options.device, options.gpu_memory_utilization, work)
     # of a card that weights nearly fill some is left for steps, too
@@ -76,23 +79,20 @@ def card_share(device: str, share: float, work: int = 0) -> int:
     return left
 
 
-def _left(device: str, share: float, work: int) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total * share) - (total - free) - work
-
-
-def working_bytes(config: ModelConfig, tokens: int) -> int:
     """What a step of so many tokens takes at most beside weights and cache: of a layer what goes into its products and
-    comes out of them, in two bytes, the residual in four; and what products and recorded steps keep for themselves."""
+    comes out of them, in two bytes, the residual in four; and what products and recorded steps keep for themselves.
+    unpacks: experts stay quantized, and there is memory for those of one layer as plain numbers."""
     linear, experts = config.linear, config.experts
     mixer = 2 * config.num_attention_heads * config.head_dim + 2 * config.num_key_value_heads * config.head_dim
     if linear:
         keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
         mixer = max(mixer, 2 * keys + 2 * values)
-    inner = 3 * config.intermediate_size
+    inner, plain = 3 * config.intermediate_size, 0
+    if experts and unpacks:
+        plain = scratch_bytes(experts.count + bool(experts.shared_size), experts.size, config.hidden_size)
     if experts:
         inner = (experts.per_token + 1) * (2 * config.hidden_size + 2 * experts.size)
-    return tokens * (2 * (3 * mixer + inner) + 16 * config.hidden_size) + _KEPT
+    return tokens * (2 * (3 * mixer + inner) + 16 * config.hidden_size) + _KEPT + plain
 
 
 def free_memory(device: str) -> int:

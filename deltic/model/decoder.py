@@ -201,13 +201,15 @@ class Taker:
 
     def _experts(self) -> tuple[MlpWeights, ...]:
         stacks = [self.weights.pop(f"{self.prefix}mlp.experts.{part}_proj.weight") for part in ("gate", "up", "down")]
-        return tuple(MlpWeights(self._joined([gate, up]), self._joined([down]))
+        # as many copies as there are experts would not be worth it
+        return tuple(MlpWeights(self._joined([gate, up], copies=False), self._joined([down]))
                      for gate, up, down in zip(*stacks, strict=True))
 
     def _mlp(self, prefix: str) -> MlpWeights:
         return MlpWeights(self.linear(f"{prefix}gate_proj", f"{prefix}up_proj"), self.linear(f"{prefix}down_proj"))
 
-    def _joined(self, blocks: Sequence[Weight]) -> Weight:
+    def _joined(self, blocks: Sequence[Weight], copies: bool = True) -> Weight:
+        """copies: packed blocks may be copied to be one."""
         plain = [block for block in blocks if isinstance(block, Tensor)]
         if len(plain) == len(blocks):
             return self.ops.pack(plain[0] if len(plain) == 1 else torch.cat(plain), False)
@@ -215,7 +217,8 @@ class Taker:
         for block in (block for weight in blocks for block in _blocks(weight)):
             block = self.ops.pack(block, False) if isinstance(block, Tensor) else block
             before = packed[-1] if packed else None
-            joined = before.joined(block) if isinstance(before, QTensor) and isinstance(block, QTensor) else None
+            joined = (before.joined(block) if copies and isinstance(before, QTensor) and isinstance(block, QTensor)
+                      else None)
             packed[len(packed) - (joined is not None):] = [block if joined is None else joined]
         return packed[0] if len(packed) == 1 else tuple(packed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -75,17 +75,26 @@ def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
 def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, form: Form) -> Weight:
     if tensor.dim() == 2:
         return quantized(name, tensor.cpu(), type, pool, form)
-    return tuple(quantized(name, matrix.cpu(), type, pool, form) for matrix in tensor)
+    if form.stack is None:
+        return tuple(quantized(name, matrix.cpu(), type, pool, form) for matrix in tensor)
+    count, rows, columns = tensor.shape
+    return form.stack(type.name, type.id, count, rows, columns, type.size(columns),
+                      _quantizing(name, tensor.flatten(0, 1).cpu(), type, pool))
 
 
 def quantized(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: Form) -> QTensor:
     """A matrix of any float type in blocks of this type. ModelError names it if it has values that these cannot hold.
     """
     rows, columns = matrix.shape
-    row_bytes = type.size(columns)
+    return form.pack(type.name, type.id, rows, columns, type.size(columns), _quantizing(name, matrix, type, pool))
+
+
+def _quantizing(name: str, matrix: Tensor, type: BlockType, pool: Executor) -> Callable[[int, int], Any]:
+    """What reads bytes of the matrix as blocks of this type, whole rows at a time."""
+    row_bytes = type.size(matrix.shape[1])
 
     def read(start: int, count: int) -> Any:
         first = start // row_bytes
         return np.concatenate([*quantize_in_pieces(name, matrix[first:first + count // row_bytes], type, pool)])
 
-    return form.pack(type.name, type.id, rows, columns, row_bytes, read)
+    return read

@@ -162,6 +162,12 @@ def is_quantized(file: GgufFile) -> bool:
     return any(tensor.type.weights > 1 for tensor in file.tensors.values())
 
 
+def unserved_experts(file: GgufFile, form: Form) -> list[str]:
+    """The types of experts' matrices that the form does not serve."""
+    stacks = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 3]
+    return sorted({tensor.type.name for tensor in stacks if not form.serves(tensor.type.name, tensor.shape[-1])})
+
+
 def _is_matrix(part: GgufSource) -> bool:
     """A matrix, or a stack of them. (The convolution's form changes, or it would be one.)"""
     return all(len(shape) > 1 for shape in part.shapes) and not part.place.form.changes
@@ -180,7 +186,15 @@ def _pack(part: GgufSource, config: ModelConfig, form: Form) -> Iterator[tuple[s
     stored = part.stored
     row_bytes, columns = stored.type.size(stored.shape[-1]), stored.shape[-1]
     found: dict[str, list[Block]] = {name: [] for name in part.place.names}
-    for first, name, rows in matrices_of(part):
+    matrices = list(matrices_of(part))
+    sizes = {rows for *_, rows in matrices}
+    if form.stack and len(stored.shape) == 3 and len(sizes) == 1 and form.serves(stored.type.name, columns):
+        stack = form.stack(stored.type.name, stored.type.id, len(matrices), sizes.pop(), columns, row_bytes,
+                           stored.read)
+        for (_, name, _), matrix in zip(matrices, stack, strict=True):
+            found[name].append(matrix)
+        matrices = []
+    for first, name, rows in matrices:
         read = _reader(stored, first * row_bytes, row_bytes, part.place.form.rows(rows, config))
         found[name].append(_packed(stored, rows, columns, row_bytes, read, form))
     for name, shape in zip(part.place.names, part.shapes, strict=True):
