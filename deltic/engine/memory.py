@@ -79,6 +79,12 @@ def card_share(device: str, share: float, work: int = 0) -> int:
     return left
 
 
+def _left(device: str, share: float, work: int) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * share) - (total - free) - work
+
+
+def working_bytes(config: ModelConfig, tokens: int, unpacks: bool = False) -> int:
     """What a step of so many tokens takes at most beside weights and cache: of a layer what goes into its products and
     comes out of them, in two bytes, the residual in four; and what products and recorded steps keep for themselves.
     unpacks: experts stay quantized, and there is memory for those of one layer as plain numbers."""

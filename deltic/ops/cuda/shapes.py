@@ -12,7 +12,7 @@ from deltic.ops.cuda.experts import ExpertsShape
 from deltic.ops.cuda.layout import ALONE, FOUR, HALF, INPUT, MOST, SPREAD, SQUEEZED, WARPS, WHOLE
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.packed import PackedMultiply, kinds_entries, parts_of, product_of
-from deltic.ops.cuda.packed_experts import experts_shape
+from deltic.ops.cuda.packed_experts import PackedShape, experts_shape
 from deltic.ops.cuda.tiles import Tiles
 from deltic.ops.records import AttentionSpec, CacheViews, DecoderWeights, GdnSpec, GdnWeights, MoeWeights, Weight
 
@@ -133,7 +133,8 @@ class Shapes:
 
     def source(self) -> str:
         text = [headers("input", "product", "gdn", "gdn_many", "kv", "attention", "small", *["verify"] * self.rings,
-                        *["packed"] * bool(self.kinds), *(self.experts.files if self.experts else ()))]
+                        *["packed"] * (bool(self.kinds) or isinstance(self.experts, PackedShape)),
+                        *(self.experts.files if self.experts else ()))]
         text += {product.source(tokens) if isinstance(product, PackedMultiply)
                  else product.source(tokens, self.squeezed): None
                  for product in self.products for tokens in range(1, product.most + 1)}
