@@ -35,6 +35,15 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _shared_card() -> Iterator[None]:
+    """Processes that test on one card leave each other what they do not need any more."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 4 << 30:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """The embedded model behind a real server, whose accounts are right when all is over."""

@@ -19,7 +19,7 @@ from deltic.engine.scheduler import Plan, Row
 from deltic.ops import ref
 from deltic.ops.cuda import long_attention
 from deltic.ops.cuda import prompts as prompts_module
-from deltic.ops.cuda.prompts import Prompts, _Work, plan_of
+from deltic.ops.cuda.prompts import Prompts, plan_of
 from deltic.ops.cuda.step import Step
 from deltic.ops.qtensor import QTensor
 from deltic.ops.records import PAGE, AttentionWeights, Batch, GdnSpec, GdnWeights, KvView, Rope, StateView
@@ -116,9 +116,7 @@ def test_gdn(runtime: Runtime, case: str, moved: bool) -> None:
 
 
 def mix(prompts: Prompts, layer: object, proj: Tensor, batch: Batch) -> Tensor:
-    step, plan = prompts._step, plan_of(batch)
-    work = _Work(batch, plan, _turns(step, batch), step._begin(plan.singles, "many") if plan.singles else None)
-    mixer = layer.mixer
+    work, mixer = prompts._work(batch, plan_of(batch), _turns(prompts._step, batch)), layer.mixer
     return (prompts._gdn if isinstance(mixer, GdnWeights) else prompts._attention)(layer, mixer, proj, work)
 
 
