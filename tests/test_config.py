@@ -349,6 +349,10 @@ def test_engine_options_document_themselves():
         assert option.metadata["help"], option.name
     assert EngineConfig().memory_bytes is None
     assert EngineConfig(memory="1.5GiB").memory_bytes == 3 << 29
+    assert EngineConfig(host_memory="1GiB").host_memory_bytes == 1 << 30
+    assert EngineConfig(host_memory="0").host_memory_bytes == 0 and EngineConfig().host_memory_bytes is None
+    with pytest.raises(ConfigError, match="host_memory must be a size"):
+        EngineConfig(host_memory="none")
     assert EngineConfig(threads=3).threads_for(1) == EngineConfig(threads=3).threads_for(10**9) == 3
     assert EngineConfig().threads_for(1_000_000) == 1
     assert EngineConfig().threads_for(10**9) == available_cores()

@@ -56,8 +56,8 @@ class EngineConfig:
                                              "prompts, which are then read in smaller chunks and take longer (default: "
                                              "50, but chunks of a quarter of --token-budget at least)")
     prefix_cache: bool = _option(True, "keep the states of prompts and answers, and resume where a prompt repeats them")
-    host_memory: str | None = _option(None, "host memory for prefixes for which the device has no room, such as 16GiB "
-                                            "(default: with a GPU a quarter of what is free, else none)")
+    host_memory: str | None = _option(None, "host memory for prefixes for which the device has no room, such as 16GiB; "
+                                            "0: none (default: with a GPU a quarter of what is free, else none)")
     cache_dir: str | None = _option(None, "directory in which to keep conversations, so that they are known after a "
                                           "restart (default: none)")
     cache_disk_gb: float = _option(10.0, "gigabytes that --cache-dir may take")
@@ -140,8 +140,7 @@ class EngineConfig:
                               name)
 
     def _check_tiers(self) -> None:
-        if self.host_memory is not None:
-            parse_bytes(self.host_memory, "host_memory")
+        _ = self.host_memory_bytes
         size = self.cache_disk_gb
         if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size <= 1e6:
             raise ConfigError(f"cache_disk_gb must be a number above 0 and at most 1,000,000, not {size!r}",
@@ -197,8 +196,10 @@ class EngineConfig:
 
     @property
     def host_memory_bytes(self) -> int | None:
-        """The budget of the tier in host memory in bytes, `None` when it is to be chosen."""
-        return None if self.host_memory is None else parse_bytes(self.host_memory, "host_memory")
+        """The budget of the tier in host memory in bytes, 0 for none, `None` when it is to be chosen."""
+        if self.host_memory is None:
+            return None
+        return 0 if str(self.host_memory).strip() == "0" else parse_bytes(self.host_memory, "host_memory")
 
     @property
     def offloads_experts(self) -> bool:
