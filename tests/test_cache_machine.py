@@ -6,6 +6,7 @@ depends on that hash. Whatever reads, keeps or returns to anything but the very 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -574,6 +575,39 @@ def test_check_notices_wrong_accounts(wreck: Any) -> None:
 
 
 # Ledger
+
+
+def test_units_that_nobody_took_cost_nothing() -> None:
+    ledger = Ledger("page", 1 << 40)
+    assert ledger.take(200) == [*range(200)] and ledger.free == (1 << 40) - 200
+    ledger.release([7, 3])
+    assert ledger.take(4) == [3, 7, 200, 201] and not ledger.owned(202)
+    ledger.check(range(202))
+    with pytest.raises(AssertionError, match="page 202 is released but nobody owns it"):
+        ledger.release([202])
+    with pytest.raises(AssertionError, match="never taken"):
+        ledger.check(range(203))
+
+
+@pytest.mark.parametrize("size", [1, 70, 3000])
+def test_the_lowest_free_units_are_taken(size: int) -> None:
+    """Against a set of them."""
+    ledger, draw, free, taken = Ledger("page", size), random.Random(size), {*range(size)}, list[int]()
+    for _ in range(400):
+        count = draw.choice([1, 2, 64, 65, 500, size])
+        if draw.random() < 0.5:
+            found = ledger.take(count)
+            wanted = sorted(free)[:count] if count <= len(free) else None
+            assert found == wanted
+            taken += found or ()
+            free -= {*(found or ())}
+        else:
+            draw.shuffle(taken)
+            ledger.release(taken[:count])
+            free |= {*taken[:count]}
+            del taken[:count]
+        assert ledger.free == len(free)
+    ledger.check(taken)
 
 
 def test_ledger_takes_the_lowest_and_all_or_nothing() -> None:

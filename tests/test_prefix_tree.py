@@ -259,8 +259,6 @@ def test_an_exact_end_serves_only_with_its_logits() -> None:
     assert tree.match(range(20)).checkpoint is None
     slot, page = tree._slots, tree._pages.take()
     slot.size += 1
-    slot._free.append(1)
-    slot._owners.append(0)
     taken = slot.take()
     assert taken and page
     tree.insert(range(20), tree.path(next(iter(tree._checkpoints))), taken[0], page[0], "logits")
