@@ -56,8 +56,8 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     The batch is clamped so that slots take at most half of the budget, then the context to the pages that remain;
     both with a warning instead of a refusal to start. One slot beyond the batch is for the prompt end that several
     choices fork; of what is left beside one whole context, half goes to slots for states worth keeping, the rest to
-    pages, until each of those could have a whole context, too. Logits of prompts' ends get a sixteenth, and room for
-    one at least.
+    pages: for whole contexts of all that run, and for the K/V in which each kept state lies. Logits of prompts' ends
+    get a sixteenth, and room for one at least.
     """
     context, own = needs.max_context or needs.model_context, 1 + needs.ahead
     smallest = needs.page_bytes + (own + 1) * needs.slot_bytes + needs.row_bytes
@@ -85,7 +85,8 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
         context = pages * PAGE
         warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
                         f"what {_mib(budget)} of cache hold (raise --memory)")
-    return MemoryPlan(min(pages, (batch + kept) * wanted), slots, batch, context, tuple(warnings), min(rows, slots))
+    most = batch * wanted + kept * _pages_of_a_state(needs)
+    return MemoryPlan(min(pages, most), slots, batch, context, tuple(warnings), min(rows, slots))
 
 
 def enough(needs: MemoryNeeds, tokens: int) -> int:
@@ -100,6 +101,11 @@ def enough(needs: MemoryNeeds, tokens: int) -> int:
 def _kept_slots(budget: int, needs: MemoryNeeds, slots: int, context: int) -> int:
     left = budget - slots * needs.slot_bytes - -(-context // PAGE) * needs.page_bytes
     return max(0, min(_MAX_KEPT, left // 2 // needs.slot_bytes)) if needs.slot_bytes else _MAX_KEPT
+
+
+def _pages_of_a_state(needs: MemoryNeeds) -> int:
+    """Of the K/V from one kept state to the next."""
+    return grid_spacing(needs.slot_bytes * PAGE / needs.page_bytes) // PAGE if needs.page_bytes else 0
 
 
 def distinct(boundaries: Iterable[int], prompt: int) -> tuple[int, ...]:
