@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from support import drain, greedy, numbers, serve
-from test_cuda_kernels import CURSORS, NAN, batch_of, error, fill, randn, served
+from test_cuda_kernels import CURSORS, NAN, batch_of, check_replays, error, fill, randn, row_alone, served
 from test_cuda_source import BLOCK, MULTIPROCESSOR, members
 from test_cuda_verify import Known, plain_of
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
-from deltic.engine.batch import build, step_of
+from deltic.engine.batch import build
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
@@ -27,7 +27,7 @@ from deltic.ops.cuda import arguments
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.experts import ALL, Experts, ExpertsShape, Real, shape_of
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.records import MlpWeights, MoeWeights, Padded
+from deltic.ops.records import MlpWeights, MoeWeights
 from deltic.types import SamplingParams
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
@@ -262,10 +262,7 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
     together = served(runtime)(whole)
     fill(runtime)
     for row in range(16):
-        one = torch.cat([torch.tensor([1], device="cuda"), whole.ids[row:row + 1], whole.done[row:row + 1].repeat(3),
-                         torch.arange(2, device="cuda"), *(tensor[row:row + 1] for tensor in (
-                             whole.done, whole.store, whole.source, whole.target)), whole.pages[row]])
-        alone = served(runtime)(step_of(Padded(one, 1, whole.pages.shape[1])))
+        alone = served(runtime)(row_alone(whole, row))
         assert together and alone and torch.equal(alone[0][0], together[0][row])
 
 
@@ -273,14 +270,7 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @torch.inference_mode()
 def test_replayed_steps(runtime: Runtime, rows: int) -> None:
-    plan = Plan(tuple(Row((7 + row,), 20 + row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows)))
-    batch = build(plan, runtime.pools.device)
-    assert runtime.graphs and batch.padded
-    fill(runtime)
-    wanted = runtime.run(batch).clone()  # records
-    for _ in range(2):
-        fill(runtime)
-        assert torch.equal(runtime.run(build(plan, runtime.pools.device)), wanted)
+    check_replays(runtime, rows)
 
 
 @needs_card

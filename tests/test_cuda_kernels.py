@@ -326,6 +326,14 @@ def test_attention(runtime: Runtime, done: list[int]) -> None:
 # Steps
 
 
+def row_alone(whole: Batch, row: int) -> Batch:
+    """A step of one row of a batch of single tokens."""
+    numbers = torch.cat([torch.ones_like(whole.ids[:1]), whole.ids[row:row + 1], whole.done[row:row + 1].repeat(3),
+                         torch.arange(2, device=whole.ids.device), *(tensor[row:row + 1] for tensor in (
+                             whole.done, whole.store, whole.source, whole.target)), whole.pages[row]])
+    return step_of(Padded(numbers, 1, whole.pages.shape[1]))
+
+
 def fill(runtime: Runtime) -> None:
     pools = runtime.pools
     for seed, tensor in enumerate((pools.keys, pools.values, pools.recurrent, pools.conv)):
@@ -346,6 +354,18 @@ def test_steps(runtime: Runtime, done: list[int]) -> None:
     assert error(runtime.pools.recurrent, states) < 2e-2
 
 
+def check_replays(runtime: Runtime, rows: int) -> None:
+    """A recorded step gives the same bits whenever it is replayed."""
+    plan = Plan(tuple(Row((7 + row,), 20 + row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows)))
+    batch = build(plan, runtime.pools.device)
+    assert runtime.graphs and batch.padded
+    fill(runtime)
+    wanted = runtime.run(batch).clone()  # records
+    for _ in range(2):
+        fill(runtime)
+        assert torch.equal(runtime.run(build(plan, runtime.pools.device)), wanted)
+
+
 @torch.inference_mode()
 def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
     done = [16 * row + row for row in range(16)]
@@ -355,10 +375,7 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
     after = [tensor.clone() for tensor in (runtime.pools.recurrent, runtime.pools.keys)]
     fill(runtime)
     for row in range(16):
-        one = torch.cat([torch.tensor([1], device="cuda"), whole.ids[row:row + 1], whole.done[row:row + 1].repeat(3),
-                         torch.arange(2, device="cuda"), *(tensor[row:row + 1] for tensor in (
-                             whole.done, whole.store, whole.source, whole.target)), whole.pages[row]])
-        alone = served(runtime)(step_of(Padded(one, 1, whole.pages.shape[1])))
+        alone = served(runtime)(row_alone(whole, row))
         assert together and alone and torch.equal(alone[0][0], together[0][row])
     for tensor, wanted in zip((runtime.pools.recurrent, runtime.pools.keys), after, strict=True):
         assert torch.equal(tensor, wanted)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support import moe_shape
 from test_cuda_experts import rows
-from test_cuda_kernels import CURSORS, NAN, batch_of, error, fill, randn, served
+from test_cuda_kernels import CURSORS, NAN, batch_of, check_replays, error, fill, randn, row_alone, served
 from test_cuda_packed import answers
 from test_cuda_source import BLOCK, members
 from test_cuda_tiles import random_blocks
@@ -21,7 +21,7 @@ from test_gguf_convert import tiny_texts
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
-from deltic.engine.batch import build, step_of
+from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.memory import working_bytes
 from deltic.engine.runtime import Runtime
@@ -42,7 +42,7 @@ from deltic.ops.cuda.packed_experts import (
     scratch_bytes,
 )
 from deltic.ops.cuda.tiles import KINDS, Tiles, pack_stack
-from deltic.ops.records import Block, MlpWeights, MoeWeights, Padded
+from deltic.ops.records import Block, MlpWeights, MoeWeights
 from deltic.weights.gguf.blocks import BY_NAME, decode
 from deltic.weights.gguf.convert import convert
 from deltic.weights.gguf.file import GgufFile
@@ -410,14 +410,7 @@ def test_prompts(runtime: Runtime, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @torch.inference_mode()
 def test_replayed_steps(runtime: Runtime, rows: int) -> None:
-    plan = Plan(tuple(Row((7 + row,), 20 + row, tuple(range(4 * row, 4 * row + 4)), row, 1) for row in range(rows)))
-    batch = build(plan, runtime.pools.device)
-    assert runtime.graphs and batch.padded
-    fill(runtime)
-    wanted = runtime.run(batch).clone()  # records
-    for _ in range(2):
-        fill(runtime)
-        assert torch.equal(runtime.run(build(plan, runtime.pools.device)), wanted)
+    check_replays(runtime, rows)
 
 
 @needs_card
@@ -429,10 +422,7 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
     together = served(runtime)(whole)
     fill(runtime)
     for row in range(16):
-        one = torch.cat([torch.tensor([1], device="cuda"), whole.ids[row:row + 1], whole.done[row:row + 1].repeat(3),
-                         torch.arange(2, device="cuda"), *(tensor[row:row + 1] for tensor in (
-                             whole.done, whole.store, whole.source, whole.target)), whole.pages[row]])
-        alone = served(runtime)(step_of(Padded(one, 1, whole.pages.shape[1])))
+        alone = served(runtime)(row_alone(whole, row))
         assert together and alone and torch.equal(alone[0][0], together[0][row])
 
 

@@ -173,8 +173,8 @@ def test_what_turns_have_read_again_is_little_of_what_steps_do() -> None:
 
 
 def test_many_places_change_hands_no_more_often_than_few() -> None:
-    assert turn_of(1, 1) == turn_of(1, 8) == TURN and turn_of(2, 3) == SHORT_TURN, turn_of
-    assert turn_of(1, 64) == 8 * TURN and turn_of(3, 64) == 8 * SHORT_TURN, turn_of
+    assert turn_of(1, 1) == turn_of(1, 8) == TURN and turn_of(2, 3) == SHORT_TURN
+    assert turn_of(1, 64) == 8 * TURN and turn_of(3, 64) == 8 * SHORT_TURN
 
 
 def test_few_give_way_where_what_was_read_would_be_lost() -> None:
