@@ -17,7 +17,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """As pages of this dtype keep it. There is no infinity in float8: what is too large becomes the largest number,
-    448."""
+    448, which not every version of torch sees to by itself."""
     return (x.clamp(-_LARGEST, _LARGEST) if dtype == FP8 else x).to(dtype)
 
 

@@ -77,8 +77,9 @@ DEVICE void clear_zeros(char *shared) {
 DEVICE bool has_numbers(int lane) { return (lane & 3) == lane >> 3; }
 
 // SiLU of the gate times the other half of all pairs, from the residual. An item: eight rows of an expert's gate and of its
-// other half, in one slot of the ring or several. A warp has every eighth tile of a row, wherever it lies. KINDS: bits of all kinds of both; MIXED: the halves of
-// an expert may be of different ones. OFFSET: where the ring begins. H is a multiple of 256, I of 8.
+// other half, in one slot of the ring or several. A warp has every eighth tile of a row, wherever it lies. KINDS: bits of
+// all kinds of both; MIXED: the halves of an expert may be of different ones. OFFSET: where the ring begins. H is a
+// multiple of 256, I of 8.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS, bool MIXED, int OFFSET>
 struct PackedGateItems : Input<PackedGate, H, true, 0, 0, (KINDS >> kBF16 & 1) ? kBoth : kFixed> {
     static constexpr bool PLAIN = (KINDS >> kBF16) & 1;
