@@ -106,7 +106,7 @@ def _contexts(args: argparse.Namespace) -> None:
     import torch
 
     from deltic.engine.batch import BatchMemory, build
-    from deltic.engine.scheduler import Plan, Row
+    from deltic.engine.plan import Plan, Row
     from deltic.types import PAGE
 
     for context in (1_000, 262_000):

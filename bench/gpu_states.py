@@ -17,8 +17,9 @@ from common import record
 from deltic.config import EngineConfig
 from deltic.engine.batch import decoding, step_of
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import DEFERRED, Plan, Row
+from deltic.engine.scheduler import DEFERRED
 from deltic.ops.cuda.step import Step
 from deltic.ops.records import Batch, GdnWeights
 

@@ -24,7 +24,8 @@ from deltic.cache.operations import (
     StoreItem,
 )
 from deltic.cache.prefix import ANYTHING, OpenDoor
-from deltic.engine.scheduler import Plan, Row, Scheduler, base_after
+from deltic.engine.plan import Plan, Row, base_after
+from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Origin, Sequence
 from deltic.types import PAGE, RING, Request, SamplingParams
 

@@ -18,7 +18,9 @@ from test_prefix_tree import tokens_of
 from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
-from deltic.engine.launch import _on_host
+from deltic.engine.fairness import Stall
+from deltic.engine.launch import InFlight, Launcher, _on_host
+from deltic.engine.plan import Plan
 from deltic.engine.runtime import Runtime
 from deltic.ops.records import Sampled
 from deltic.types import Request
@@ -32,8 +34,9 @@ def engine_for(model: Runtime, ahead: bool, **changes: Any) -> Engine:
     """An engine with the same slots for the tree in both cases, that does not go by the clock."""
     limits: dict[str, Any] = {"batch": BATCH, "slots": 24, **changes}
     limits["slots"] += limits["batch"] if ahead else 0
-    timeless = replace(model, options=replace(model.options, max_stall_ms=1 << 30))
-    return Engine(runtime_of(timeless, **limits), NgramDrafter(3), FixedDepth(3), ahead)
+    engine = Engine(runtime_of(model, **limits), NgramDrafter(3), FixedDepth(3), ahead)
+    engine.scheduler.stall = Stall(None)
+    return engine
 
 
 def test_what_was_drawn_comes_to_the_host_whole() -> None:
@@ -112,6 +115,32 @@ def test_l6_who_waits_for_a_place_gets_it() -> None:
     assert {key: answer.tokens for key, answer in answers.items()} == {key: a.tokens for key, a in others.items()}
     assert wanted.stats.steps <= found.stats.steps <= 1.2 * wanted.stats.steps
     assert found.stats.ahead > found.stats.steps / 2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_l6_prompts_are_read_behind_a_step_in_flight(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests that come while others answer, with prompts that are known, new, or longer than a step."""
+    first = [plain("a", 1), plain("b", 2, max_tokens=70)]
+    known = replace(plain("known", 1), prompt=(*first[0].prompt,))
+    later = {4: plain("short", 3), 9: replace(plain("long", 4), prompt=tuple(numbers(4, 150, 250))), 15: known,
+             16: plain("choices", 6, n=2), 22: plain("penalty", 7, repetition_penalty=0.5, max_tokens=9)}
+    launch, mixed = Launcher.launch, 0
+
+    def launched(launcher: Launcher, plan: Plan, *args: Any, **named: Any) -> InFlight:
+        nonlocal mixed
+        mixed += named.get("before") is not None and any(row.drawn is None for row in plan.rows)
+        return launch(launcher, plan, *args, **named)
+
+    def arrive(engine: Engine, step: int) -> None:
+        if step in later:
+            engine.add(later[step])
+
+    monkeypatch.setattr(Launcher, "launch", launched)
+    wanted, found = (engine_for(MODELS[model](), ahead, batch=6) for ahead in (False, True))
+    answers = tell(wanted, first, arrive)
+    assert not mixed
+    others = tell(found, first, arrive)
+    assert mixed > 4 and {key: a.tokens for key, a in others.items()} == {key: a.tokens for key, a in answers.items()}
 
 
 def meddled(what: str, name: str, when: int) -> Meddle:

@@ -26,8 +26,8 @@ from deltic.engine.batch import (
     verifying,
 )
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.ops.records import PAGE, Layout
 
 CPU = torch.device("cpu")

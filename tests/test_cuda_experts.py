@@ -19,8 +19,8 @@ from deltic.engine.batch import build
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.errors import ConfigError
 from deltic.ops import ref
 from deltic.ops.cuda import arguments

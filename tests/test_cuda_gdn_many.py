@@ -16,8 +16,8 @@ from deltic.engine.batch import decoding, step_of
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.ops.records import GdnWeights, StateView
 from deltic.ops.torch import gdn as torch_gdn
 

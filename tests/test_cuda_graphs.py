@@ -18,8 +18,8 @@ from deltic import LLM
 from deltic.config import EngineConfig
 from deltic.engine.batch import decoding, step_of
 from deltic.engine.loading import load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.engine.session import Session
 from deltic.types import SamplingParams
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from deltic.config import EngineConfig
 from deltic.engine.batch import build, step_of
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.ops import ref
 from deltic.ops.cuda.arguments import Product
 from deltic.ops.cuda.driver import Module

@@ -29,8 +29,8 @@ from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.engine.session import Session
 from deltic.ops import ref
 from deltic.ops.cuda import long_attention

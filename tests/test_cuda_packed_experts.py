@@ -24,8 +24,8 @@ from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, Linea
 from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.memory import working_bytes
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.errors import ConfigError
 from deltic.model.decoder import build as build_decoder
 from deltic.ops import ref, select
@@ -444,10 +444,7 @@ def test_a_file_stays_quantized(tmp_path: Path) -> None:
     assert packed.decoder.weight_bytes() < 0.4 * plain.decoder.weight_bytes()
     together = answers(packed, 16)
     assert agreement(together, answers(plain, 16), 4) > 0.7
-    again = answers(packed, 16)  # the prompts are known
-    assert agreement(again, together, 8) > 0.9
-    object.__setattr__(packed, "graphs", None)
-    assert answers(packed, 16) == again, "an answer depends on graphs"
+    assert answers(packed, 16) == together, "what is known of a prompt changes what follows it"
     cut = answers(load(str(file), options(memory="64MiB", max_batch=20, token_budget=48)), 16)
     assert agreement(cut, together, 4) > 0.8, "an answer depends on how a prompt was cut"
     assert all(len(found) == 24 for found in answers(packed, 20))  # 17 rows and more: several passes

@@ -14,8 +14,8 @@ from torch import Tensor
 from deltic.config import EngineConfig
 from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.ops import ref
 from deltic.ops.cuda import long_attention
 from deltic.ops.cuda import prompts as prompts_module

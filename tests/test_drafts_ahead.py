@@ -11,8 +11,8 @@ import torch
 
 from deltic.engine.drafters import _has_room, _keys
 from deltic.engine.launch import Share
+from deltic.engine.plan import Row
 from deltic.engine.promise import Promise
-from deltic.engine.scheduler import Row
 from deltic.ops.drafted import Drafted
 from deltic.ops.noise import sample_key
 from deltic.types import SamplingParams

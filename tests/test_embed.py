@@ -18,8 +18,8 @@ from deltic.cache.host import Host
 from deltic.cache.tier_index import TierIndex
 from deltic.engine.batch import build
 from deltic.engine.engine import Engine
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.errors import RequestError
 from deltic.ops import backends
 from deltic.types import Embed, Event, Prompt, Request, SamplingParams, TokenOut, VectorOut

@@ -11,8 +11,8 @@ from test_penalties import sequence_of
 from torch import Tensor
 
 from deltic.engine.batch import BatchMemory, build
+from deltic.engine.plan import Plan, Row
 from deltic.engine.sampler import Draw, SamplingTable, sampling_of
-from deltic.engine.scheduler import Plan, Row
 from deltic.ops import backends
 from deltic.ops.noise import sample_key
 from deltic.ops.records import PAGE, Batch, Sampled, Sampling

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltic.cache.pools import allocate
 from deltic.config import ModelConfig
 from deltic.engine.batch import build as build_batch
-from deltic.engine.scheduler import Plan, Row
+from deltic.engine.plan import Plan, Row
 from deltic.model.decoder import Decoder, build
 from deltic.model.mtp import Mtp, build_head, first_rows
 from deltic.ops import Ops, backends

@@ -22,8 +22,8 @@ from deltic.config import EngineConfig, LinearConfig
 from deltic.engine.batch import build
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.ops.cpu import missing
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.records import Batch
@@ -205,7 +205,7 @@ STORM = """
 import random, sys, threading, torch
 import test_native_models as tests
 from deltic.engine.batch import build
-from deltic.engine.scheduler import Plan, Row
+from deltic.engine.plan import Plan, Row
 runtime = tests.shared()
 
 def work(seed):

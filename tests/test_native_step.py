@@ -18,8 +18,8 @@ from torch import Tensor
 from deltic.config import EngineConfig, LinearConfig
 from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.ops import backends, ref
 from deltic.ops.cpu import missing
 from deltic.ops.records import PAGE, Batch, CacheViews, GdnWeights, StateView

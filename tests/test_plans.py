@@ -27,8 +27,8 @@ from deltic.cache.tiers import Offer
 from deltic.engine.batch import build
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.ops.records import Batch
 from deltic.types import SamplingParams
 

@@ -32,8 +32,8 @@ from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.drafters import MtpDrafter
 from deltic.engine.engine import Engine
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import Plan, Row
 from deltic.errors import RequestError
 from deltic.ops import backends
 from deltic.types import Prompt, Request, SamplingParams, content_keys

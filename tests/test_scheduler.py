@@ -23,7 +23,7 @@ from torch import Tensor
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.pools import CachePools
 from deltic.engine.engine import Engine
-from deltic.engine.scheduler import Plan
+from deltic.engine.plan import Plan
 from deltic.engine.sequence import Sequence
 from deltic.ops import backends
 from deltic.ops.records import Batch

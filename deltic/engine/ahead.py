@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from deltic.engine.launch import InFlight, Share
 from deltic.engine.penalties import wanted
-from deltic.engine.scheduler import UNKNOWN, Plan, Row, Scheduler, defers
+from deltic.engine.plan import UNKNOWN, Plan, Row
+from deltic.engine.scheduler import Scheduler, defers
 from deltic.engine.sequence import Sequence
 
 
@@ -14,30 +15,33 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
                ) -> tuple[Plan, list[Sequence]] | None:
     """The step after the one in flight, whose processed tokens are committed; None where it has to wait for its draws.
 
-    It can be launched if all that it needs of the next tokens is the tokens: every running sequence takes one, draws
-    one, and is followed by nothing that the host decides. States are written to spare slots, or stay as they are with
-    the token in a replay ring; there and in K/V it lies past the cursor, so that where a sequence turns out to be over
-    nothing has happened to it. drafts: whether there are to be drafts in it, which is asked last.
+    It can be launched if all that it needs of the next tokens is the tokens: every sequence that draws one now takes
+    it, draws one, and is followed by nothing that the host decides; all others read prompts, whose tokens are known.
+    States of the first are written to spare slots, or stay as they are with the token in a replay ring; there and in
+    K/V it lies past the cursor, so that where a sequence turns out to be over nothing has happened to it. drafts:
+    whether there are to be drafts in it, which is asked last.
     """
-    shares = [share for share in flight.shares if share.live]
-    if len(shares) != len(scheduler.running) or not all(map(_is_plain, shares)):
-        return None
-    deferring = scheduler.defers(len(shares))
-    if not deferring and any(share.lease.behind for share in shares):
+    shares = [share for share in flight.shares if share.live and share.draw is not None]
+    drawing, cache = {share.sequence for share in shares}, scheduler.cache
+    others = [sequence for sequence in scheduler.running if sequence not in drawing]
+    if not all(map(_is_plain, shares)) or not all(map(_reads_on, others)):
         return None
     going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
     if len(going) < len(shares) and scheduler.waiting:
         return None  # the place that becomes free is not to stay so for a step
-    shares, cache, spares = going, scheduler.cache, scheduler.cache.accounts.spares
-    short = [share.lease for share in shares if share.lease.done == share.lease.covered]
-    if (not shares or len(shares) > len(spares) or len(short) > cache.pages.free or drafts()
-            or not scheduler.pass_over()):
+    alone = not others and not (scheduler.waiting and len(scheduler.running) < scheduler.max_batch)
+    deferring = alone and scheduler.defers(len(going))
+    if alone and not deferring and any(share.lease.behind for share in shares):
+        return None
+    spares = cache.accounts.spares
+    short = [share.lease for share in going if share.lease.done == share.lease.covered]
+    if (alone and not going) or len(going) > len(spares) or len(short) > cache.pages.free or drafts():
         return None
     for lease in short:
         cache.reserve(lease, 1)
-    rows = tuple(_row(share, spare, deferring and defers(cache, share.lease))
-                 for share, spare in zip(shares, spares, strict=False))
-    return Plan(rows, cache.take_operations()), [share.sequence for share in shares]
+    rows = [_row(share, spare, deferring and defers(cache, share.lease))
+            for share, spare in zip(going, spares, strict=False)]
+    return scheduler.plan_behind(rows, [share.sequence for share in going])
 
 
 def _row(share: Share, spare: int, append: bool) -> Row:
@@ -48,6 +52,11 @@ def _row(share: Share, spare: int, append: bool) -> Row:
 
 def _is_plain(share: Share) -> bool:
     """Whether the sequence's next step but one needs nothing of the next one but the token."""
-    row, sequence = share.row, share.sequence
-    return (row is not None and len(row.tokens) == 1 and share.draw is not None and sequence.generated > 0
-            and not (sequence.guide or sequence.constraint) and not wanted(sequence))
+    sequence = share.sequence
+    return not (share.draft_tokens or sequence.splits or share.scores or sequence.guide or sequence.constraint
+                or wanted(sequence))
+
+
+def _reads_on(sequence: Sequence) -> bool:
+    """Whether a sequence that draws nothing now goes on to read what is known of its prompt."""
+    return sequence.reading and sequence.blind is None and not sequence.scoring

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltic.engine.scheduler import Plan, Row
+from deltic.engine.plan import Plan, Row
 from deltic.ops.records import PAGE, RING, Batch, Given, Layout, Padded
 
 RowsOf = Callable[[str], Tensor]
@@ -179,16 +179,17 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     """Lay out the plan's rows as one ragged batch; one host-to-device copy, which waits for nothing on the device.
 
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
-    int64, on the device: what the step in flight has drawn; then every row takes its token from there; of rows with
-    drafts that are not known: where the device has them. memory: that of the steps before; on a CPU the batch is valid
-    until the next one is built with it. rows_of: gives what stands in for embeddings of pictures' tokens. verified:
-    `Model.verifies`.
+    int64, on the device: what the step in flight has drawn, of which the first rows take their tokens, as far as they
+    say so; of rows with drafts that are not known: where the device has them. memory: that of the steps before; on a
+    CPU the batch is valid until the next one is built with it. rows_of: gives what stands in for embeddings of
+    pictures' tokens. verified: `Model.verifies`.
     """
     rows = plan.rows
     if isinstance(drawn, Promised):
         return verifying(plan, device, memory, hidden, drawn)
-    if device.type == "cuda" and (verified or not hidden) and (drawn is not None or decodes(plan, verified)):
-        return decoding(plan, device, drawn, memory, hidden)
+    unknown = sum(row.drawn is not None for row in rows)
+    if device.type == "cuda" and (verified or not hidden) and (unknown == len(rows) or decodes(plan, verified)):
+        return decoding(plan, device, drawn if unknown else None, memory, hidden)
     if device.type == "cuda" and verified and drawn is None and verifies(plan):
         return verifying(plan, device, memory, hidden)
     shape, numbers = _numbers(rows, all_logits, hidden, exact=device.type != "cpu")
@@ -201,8 +202,8 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
         batch = _batch(shape, upload(numbers, torch.int64, device), append, on_device(table, device))
     if rows_of is not None and any(row.seen for row in rows):
         batch = replace(batch, given=_given(rows, rows_of, device), memo={}, kept=None)
-    if drawn is not None:
-        _take_drawn(batch.ids, drawn)
+    if drawn is not None and unknown:
+        _take_drawn(batch.ids[:unknown], drawn)
     return batch
 
 

@@ -11,9 +11,10 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
 from deltic.engine.batch import build
 from deltic.engine.model import Model
+from deltic.engine.plan import Plan, Row, base_after
 from deltic.engine.promise import Wants
 from deltic.engine.sampler import Draw, sampling_of
-from deltic.engine.scheduler import Plan, Row, base_after, emits_of
+from deltic.engine.scheduler import emits_of
 from deltic.engine.sequence import Sequence
 from deltic.errors import ConfigError
 from deltic.types import RING, common_length

@@ -13,9 +13,9 @@ from deltic.engine.batch import BatchMemory, build, upload, verifying
 from deltic.engine.launch import InFlight, Share
 from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner
+from deltic.engine.plan import Plan, Row
 from deltic.engine.promise import Promise, Wants
 from deltic.engine.sampler import Draw, SamplingTable, sampling_of
-from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
 from deltic.ops.noise import sample_key
 

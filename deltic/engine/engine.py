@@ -28,8 +28,9 @@ from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter, Progress, progress
 from deltic.engine.model import Model
 from deltic.engine.pictures import Pictures
+from deltic.engine.plan import base_after
 from deltic.engine.repeats import Repeats
-from deltic.engine.scheduler import Scheduler, base_after
+from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Origin, Sequence
 from deltic.engine.speculator import Speculator
 from deltic.errors import RequestError
@@ -195,9 +196,7 @@ class Engine:
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
             self._blame_picture(*failed)
         plan, sequences = self.scheduler.plan()
-        known = [sequence for sequence in self.scheduler.running[:]
-                 if sequence.logits is not None and self._fits(sequence)]
-        flight = self.launcher.launch(plan, sequences, known, promise=self.speculator.promise)
+        flight = self.launcher.launch(plan, sequences, self._with_logits(), promise=self.speculator.promise)
         flight.drafting = drafting
         self.speculator.draft_ahead(flight)
         return flight if flight.shares or flight.error else None
@@ -210,9 +209,18 @@ class Engine:
         if ahead is None:
             return None
         self.stats.ahead += 1
-        following = self.launcher.launch(*ahead, before=flight)
-        following.drafting = ahead[1] if self.speculator.drafter else ()
+        plan, sequences = ahead
+        following = self.launcher.launch(plan, sequences, self._with_logits(), before=flight)
+        if all(row.drawn is not None for row in plan.rows):
+            following.drafting = sequences if self.speculator.drafter else ()
+        else:
+            flight.drafting = ()  # what it takes from here on is not what an answer's step takes
         return following
+
+    def _with_logits(self) -> list[Sequence]:
+        """The running sequences whose next token's logits the cache has kept."""
+        return [sequence for sequence in self.scheduler.running[:]
+                if sequence.logits is not None and self._fits(sequence)]
 
     def _commit(self, flight: InFlight) -> None:
         """Move the cursors over what the step has processed, but for drafts: all of it is known to be right by now."""

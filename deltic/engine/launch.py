@@ -15,9 +15,9 @@ from deltic.engine.batch import BatchMemory, Promised, build
 from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
 from deltic.engine.pictures import Pictures
+from deltic.engine.plan import Plan, Row
 from deltic.engine.promise import Promise
 from deltic.engine.sampler import Draw, SamplingTable, Scores, logprobs_of, scores_of
-from deltic.engine.scheduler import Plan, Row
 from deltic.engine.sequence import Sequence
 from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import TokenLogprobs

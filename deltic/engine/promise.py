@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltic.cache.lease import Lease
 from deltic.engine.batch import Promised
-from deltic.engine.scheduler import Row
+from deltic.engine.plan import Row
 from deltic.engine.sequence import Sequence
 from deltic.ops.drafted import Drafted
 

@@ -24,7 +24,7 @@ from deltic.engine.graphs import Graphs
 from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner, draft_sizes
 from deltic.engine.pictures import Encode
-from deltic.engine.scheduler import Plan, Row
+from deltic.engine.plan import Plan, Row
 from deltic.model.decoder import Decoder, Observer
 from deltic.model.mtp import Mtp as MtpHead
 from deltic.ops import Ops

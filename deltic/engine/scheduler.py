@@ -1,4 +1,4 @@
-"""Who runs in the next step, and with how many tokens. Pure Python; the plan is plain data.
+"""Who runs in the next step, and with how many tokens. Pure Python.
 
 Running sequences come first, oldest first; each that is ready to choose its next token takes one token, beside those
 that were drafted for it, and what is left of the token budget is shared among prompts (`fairness`), at least one token.
@@ -7,23 +7,20 @@ When pages run out, the youngest running sequence is sent back to wait and later
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
 
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.lease import Lease
-from deltic.cache.operations import Operation, operation_of, plain
 from deltic.cache.tiers import NOTHING
 from deltic.engine.fairness import Meeting, Stall, hurry, share
+from deltic.engine.plan import Plan, Row, Seen
 from deltic.engine.sequence import Sequence
 from deltic.engine.turns import TURN, gives_way, in_turn, settled, turn_to_read
-from deltic.types import PAGE, RING, Positions, common_length, ring_base
+from deltic.types import PAGE, RING, common_length
 
 log = logging.getLogger("deltic")
 
@@ -39,71 +36,9 @@ _SCORED = 32
 prompt, and as much memory as the vocabulary is large."""
 _PATIENCE = 0.01
 """Seconds to sleep at a time while there is nothing to do but to wait for a tier."""
-
-
 DEFERRED = 5
 """Tokens of a sequence among which one has its state written, where the others stay in the replay ring. More would have
 to be replayed for what is saved."""
-UNKNOWN = -1
-"""Stands for a token that is not on the host yet."""
-
-
-class Seen(NamedTuple):
-    """Tokens of a row that stand for a part of a picture: `length` from the row's `token` on, for its rows from `first`
-    on."""
-
-    token: int
-    length: int
-    digest: str
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's share of a step: process `tokens` at cache indices done, done + 1, ... of these pages, read the
-    state from `slot` and write it to `target` (None: in place), give the logits of the last `logits` tokens.
-
-    pages: the lease's own list, which only becomes longer.
-    emits: (position, slot) pairs: also write the state after `position` tokens to this slot.
-    base: tokens that the state in the slot stands for (None: done); those after it are in the replay ring `ring`.
-    append: leave this step's tokens there too.
-    drafts: how many of the tokens, the last ones, are drafts.
-    drawn: the one token is what this draw of the step in flight gives, and is not known yet.
-    hidden: give the hidden state of the last token.
-    scored: how many of the logits, the first ones, are of tokens whose next one is known, and has its probability told.
-    seen: which tokens stand for pictures.
-    rotary: the tokens' rotary positions, or what makes them of their cache indices when added.
-    """
-
-    tokens: tuple[int, ...]
-    done: int
-    pages: List[int]
-    slot: int
-    logits: int
-    target: int | None = None
-    emits: tuple[tuple[int, int], ...] = ()
-    base: int | None = None
-    ring: int = 0
-    append: bool = False
-    drafts: int = 0
-    drawn: int | None = None
-    rotary: Positions | int = 0
-    hidden: bool = False
-    scored: int = 0
-    seen: tuple[Seen, ...] = ()
-
-    @property
-    def draft_tokens(self) -> tuple[int, ...]:
-        """The tokens that the model has to verify."""
-        return self.tokens[len(self.tokens) - self.drafts:]
-
-
-def base_after(row: Row) -> int | None:
-    """What `HybridCache.commit` is to be told after a step with this row: tokens that the state in the slot stands for,
-    if the row was appended to the replay ring."""
-    if not row.append:
-        return None
-    return ring_base(row.done if row.base is None else row.base, row.done, len(row.tokens))
 
 
 def defers(cache: HybridCache, lease: Lease) -> bool:
@@ -120,35 +55,6 @@ def emits_of(cache: HybridCache, lease: Lease, wanted: Iterable[int], count: int
         return ()
     return tuple((position, slot) for position in wanted if lease.done < position <= lease.done + count
                  and (slot := cache.emit(lease, position)) is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A step as plain data. operations: what is to be done to the pools before, in order. rows: those of single tokens
-    first, by slot."""
-
-    rows: tuple[Row, ...]
-    operations: tuple[Operation, ...] = ()
-
-    def to_json(self) -> str:
-        """All of it: who carries it out on other pools, which have had all plans before, does the same."""
-        return json.dumps({"rows": [asdict(row) for row in self.rows], "operations": [*map(plain, self.operations)]})
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        found = json.loads(text)
-        return cls(tuple(_row(row) for row in found["rows"]),
-                   tuple(map(operation_of, found["operations"])))
-
-
-def _row(fields: dict[str, Any]) -> Row:
-    row = Row(**{name: _tuples(value) for name, value in fields.items()})
-    return replace(row, seen=tuple(Seen(*seen) for seen in row.seen)) if row.seen else row
-
-
-def _tuples(value: Any) -> Any:
-    """JSON knows lists alone."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class Scheduler:
@@ -187,17 +93,8 @@ class Scheduler:
             elif sequence.pending and sequence.lease and (
                     granted := self._grant(sequence, 1 + len(sequence.draft_tokens), shares)):
                 shares.append((sequence, granted))
-        budget = max(self.token_budget - sum(count for _, count in shares), 1)
-        readable = _readable([sequence for sequence in prompts if sequence.lease])
-        goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
-                 for sequence, most in readable.items()]
-        limit = self.stall.limit(budget) if shares else budget
-        counts = given = share(limit, [*readable.values()], goals)
-        if limit < budget and not self._hurried:
-            counts = hurry(given, goals)
-        self._hurried = counts != given
-        for sequence, count in zip(readable, counts, strict=True):
-            if count and sequence.lease and (count := self._grant(sequence, count, shares)):
+        for sequence, count in self._read(prompts, awaited, sum(count for _, count in shares)):
+            if sequence.lease and (count := self._grant(sequence, count, shares)):
                 shares.append((sequence, count))
         shares.sort(key=_order)
         deferring = self.defers(len(shares)) and all(count == 1 and sequence.generated for sequence, count in shares)
@@ -208,12 +105,35 @@ class Scheduler:
         """Whether updates of states may be deferred in a step of so many rows that only decode."""
         return self.defer_from is not None and rows >= self.defer_from
 
-    def pass_over(self) -> bool:
-        """Count a step that is not planned here, if `plan` would leave everybody where he is."""
-        if self.waiting and (len(self.running) < self.max_batch or self._due(self._step + 1)):
-            return False
+    def plan_behind(self, rows: List[Row], known: List[Sequence]) -> tuple[Plan, list[Sequence]] | None:
+        """As `plan`, of a step behind one in flight, which draws tokens of these known sequences: `rows` take them. All
+        others that run read prompts. None, and nothing has changed, where `plan` would move somebody from his place."""
+        if self.waiting and self._due(self._step + 1):
+            return None
         self._step += 1
-        return True
+        awaited, shares = self._admit(), list[tuple[Sequence, int]]()
+        prompts = [sequence for sequence in self.running if sequence.reading or sequence.pending > 1]
+        for sequence, count in self._read(prompts, awaited, len(rows)):
+            assert sequence.lease is not None
+            if count := self.cache.reserve(sequence.lease, count):
+                shares.append((sequence, count))
+        shares.sort(key=_order)
+        others = tuple(self._row(sequence, count, False) for sequence, count in shares)
+        return Plan((*rows, *others), self.cache.take_operations()), [*known, *(sequence for sequence, _ in shares)]
+
+    def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
+              ) -> list[tuple[Sequence, int]]:
+        """How many tokens of which prompts a step shall read beside so many tokens of answers."""
+        budget = max(self.token_budget - answers, 1)
+        readable = _readable([sequence for sequence in prompts if sequence.lease])
+        goals = [min(most, awaited.get(sequence, len(sequence.tokens)) - sequence.done)
+                 for sequence, most in readable.items()]
+        limit = self.stall.limit(budget) if answers else budget
+        counts = given = share(limit, [*readable.values()], goals)
+        if limit < budget and not self._hurried:
+            counts = hurry(given, goals)
+        self._hurried = counts != given
+        return [(sequence, count) for sequence, count in zip(readable, counts, strict=True) if count]
 
     def pause(self, sequence: Sequence) -> None:
         """Have a sequence neither run nor wait until `resume`. It owns nothing meanwhile; what it has read is kept like

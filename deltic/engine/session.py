@@ -17,7 +17,7 @@ from deltic.cache.lease import Lease, Snapshot
 from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load_any
 from deltic.engine.options import engine_config
-from deltic.engine.scheduler import Plan, Row, Seen, base_after
+from deltic.engine.plan import Plan, Row, Seen, base_after
 from deltic.errors import ConfigError, DegenerateError, RequestError, show
 from deltic.ops.records import Batch
 from deltic.types import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys

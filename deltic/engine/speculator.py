@@ -17,8 +17,9 @@ from deltic.engine.drafters import Drafter, DraftsAhead, MtpDrafter, NgramDrafte
 from deltic.engine.launch import InFlight
 from deltic.engine.model import Model
 from deltic.engine.penalties import wanted
+from deltic.engine.plan import UNKNOWN, Plan
 from deltic.engine.promise import Promise, Wants
-from deltic.engine.scheduler import UNKNOWN, Plan, Scheduler
+from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Sequence
 from deltic.types import MAX_DRAFTS, Draft, Mtp, Ngram
 
