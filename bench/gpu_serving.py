@@ -211,27 +211,31 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 class _Steps:
-    """How long the engine's steps take in which no prompt is read."""
+    """How long the engine's steps take: those in which no prompt is read, and of these apart such as launch one behind
+    them in which some is."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step = engine, engine.step
-        self._times, self._prompts = list[float](), 0
+        self._times: dict[str, list[float]] = {"decode": [], "before_prompts": [], "with_prompts": []}
         engine.step = self._timed  # type: ignore[method-assign]
 
     def _timed(self) -> list[Event]:
         began, read = time.perf_counter(), self._engine.stats.prompt_tokens
         events = self._step()
+        following = self._engine._flight
         if self._engine.stats.prompt_tokens > read:
-            self._prompts += 1
-        elif events:
-            self._times.append(time.perf_counter() - began)
+            kind = "with_prompts"
+        else:
+            kind = "before_prompts" if following and any(row.drawn is None for row in following.plan.rows) else "decode"
+        if events:
+            self._times[kind].append(time.perf_counter() - began)
         return events
 
     def report(self) -> dict[str, Any]:
-        usual = median(self._times)
-        return {"decode": len(self._times), "with_prompts": self._prompts, "median_ms": round(usual * 1e3, 3),
-                "longest_ms": round(max(self._times) * 1e3, 3),
-                "later_than_three_medians": sum(time > 3 * usual for time in self._times)}
+        usual = median(self._times["decode"])
+        found = {kind: {"steps": len(times), "median_ms": round(median(times) * 1e3, 3),
+                        "longest_ms": round(max(times) * 1e3, 3)} for kind, times in self._times.items() if times}
+        return {**found, "later_than_three_medians": sum(time > 3 * usual for time in self._times["decode"])}
 
 
 if __name__ == "__main__":

@@ -72,9 +72,12 @@ template <int D, int SHARE, class In, class KV> struct Attend {
         active = found < rows && part * PAGE <= position;
         all = min(a.parts, position / PAGE + 1);
     }
-    DEVICE i64 place(int position) const {
-        return ((table[position / PAGE] * PAGE + position % PAGE) * a.kv_heads + kv) * D + lane * N;
+    DEVICE i64 page_of(int page) const { return page * PAGE <= position ? table[page] : 0; }
+    DEVICE i64 place(i64 page, int position) const {
+        return ((page * PAGE + position % PAGE) * a.kv_heads + kv) * D + lane * N;
     }
+    // Where the lane's number i of a query lies: 16 bytes of all lanes side by side, which no two banks have at once.
+    DEVICE int own_query(int i) const { return N <= 4 ? lane * N + i : i / 4 * 128 + lane * 4 + i % 4; }
     DEVICE KV *keys() const { return (KV *)a.keys; }
     DEVICE KV *values() const { return (KV *)a.values; }
     DEVICE const In *input(int token) const { return (const In *)a.proj + i64(token) * a.stride; }
@@ -103,14 +106,14 @@ template <int D, int SHARE, class In, class KV> struct Attend {
             turn<D>(v, input(token) + (kv * SHARE + job) * 2 * D, a.query_norm, a.turns + token * a.rotary, a.rotary, a.eps,
                     m.buffers[warp][0]);
 #pragma unroll
-            for (int i = 0; i < N; ++i) m.query[job][lane * N + i] = v[i] * rsqrtf(float(D));
+            for (int i = 0; i < N; ++i) m.query[job][own_query(i)] = v[i] * rsqrtf(float(D));
         }
 #pragma unroll 1
         for (int h = 0; h < 2; ++h) {
             const int p = first_of(last_page()) + h, other = start + p - done;
             if (!is_new(p)) continue;
             const In *raw = input(other) + a.heads * 2 * D + kv * D;
-            const i64 at = p == position ? place(p) : -1;
+            const i64 at = p == position ? place(page_of(p / PAGE), p) : -1;
             float v[N];
             turn<D>(v, raw, a.key_norm, a.turns + other * a.rotary, a.rotary, a.eps, m.buffers[warp][0]);
             keep(h, 0, v, at < 0 ? nullptr : keys() + at);
@@ -118,10 +121,10 @@ template <int D, int SHARE, class In, class KV> struct Attend {
             keep(h, 1, v, at < 0 ? nullptr : values() + at);
         }
     }
-    // A warp's two keys and values of a page that earlier steps have stored; zeros for others.
-    DEVICE void fetch(int page, Kept (&key)[2], Kept (&value)[2]) {
+    // A warp's two keys and values of a page that earlier steps have stored; zeros for others. where: the page.
+    DEVICE void fetch(int page, i64 where, Kept (&key)[2], Kept (&value)[2]) {
         const int first = first_of(page);
-        const i64 at = first < done ? place(first) : 0;
+        const i64 at = first < done ? place(where, first) : 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i64 own = at + h * a.kv_heads * D;
@@ -143,22 +146,29 @@ template <int D, int SHARE, class In, class KV> struct Attend {
 #pragma unroll
             for (int i = 0; i < N; ++i) acc[g][i] = 0;
         }
+        i64 next = page_of(part + a.parts);
         for (int page = part; page * PAGE <= position; page += a.parts) {
             const int first = first_of(page);
             Kept next_key[2], next_value[2];
-            fetch(page + a.parts, next_key, next_value);
+            fetch(page + a.parts, next, next_key, next_value);
+            next = page_of(page + 2 * a.parts);
             if (page + a.parts > position / PAGE) fetch_new(page, key, value);
             if (first <= position) {
+                float scores[2 * SHARE];  // of both keys
 #pragma unroll
                 for (int g = 0; g < SHARE; ++g) {
                     float one = 0, two = 0;
 #pragma unroll
                     for (int i = 0; i < N; ++i) {
-                        const float q = m.query[g][lane * N + i];
+                        const float q = m.query[g][own_query(i)];
                         one += q * key[0].at(i), two += q * key[1].at(i);
                     }
-                    one = warp_sum(one), two = warp_sum(two);
-                    if (first == position) two = -1e30f;
+                    scores[2 * g] = one, scores[2 * g + 1] = two;
+                }
+                warp_sums(scores);
+#pragma unroll
+                for (int g = 0; g < SHARE; ++g) {
+                    float one = scores[2 * g], two = first == position ? -1e30f : scores[2 * g + 1];
                     const float top = fmaxf(best[g], fmaxf(one, two)), old = __expf(best[g] - top);
                     one = __expf(one - top), two = __expf(two - top);
                     best[g] = top, mass[g] = mass[g] * old + one + two;
@@ -259,7 +269,7 @@ template <int D, int SHARE, class In, class KV> struct Attend {
     }
     DEVICE void run() {
         Kept key[2], value[2];
-        if (active) fetch(part, key, value);  // what earlier steps have stored can be read at once
+        if (active) fetch(part, page_of(part), key, value);  // what earlier steps have stored can be read at once
         if (tid * 32 < D) prefetch(a.query_norm + tid * 32), prefetch(a.key_norm + tid * 32);
         wait();
         if (!active) return;

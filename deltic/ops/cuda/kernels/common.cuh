@@ -43,6 +43,31 @@ DEVICE float warp_sum(float v) {
     for (int i = 16; i; i >>= 1) v += __shfl_xor_sync(~0u, v, i);
     return v;
 }
+// Several sums, bit for bit those of `warp_sum`: as soon as a half of the lanes has a half of them to itself, nobody makes
+// one that another one makes.
+template <int COUNT> DEVICE void warp_sums(float (&sums)[COUNT]) {
+    constexpr int EACH = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
+    static_assert(COUNT % 2 == 0);
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int first = 0; first < COUNT; first += EACH) {
+        float v[EACH];
+        int apart = 16;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) v[i] = sums[first + i];
+#pragma unroll
+        for (int half = EACH / 2; half; half /= 2, apart /= 2)
+#pragma unroll
+            for (int i = 0; i < half; ++i) {
+                const bool upper = lane & apart;
+                v[i] = (upper ? v[i + half] : v[i]) + __shfl_xor_sync(~0u, upper ? v[i] : v[i + half], apart);
+            }
+#pragma unroll
+        for (; apart; apart /= 2) v[0] += __shfl_xor_sync(~0u, v[0], apart);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) sums[first + i] = __shfl_sync(~0u, v[0], i * (32 / EACH));
+    }
+}
 DEVICE u32 warp_max(u32 v) {
     u32 r;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));

@@ -490,32 +490,56 @@ DEVICE void packed(const Packed &a) {
     m.run();
 }
 
-// What a lane has of a tile as numbers: f(column, four of them).
+// What a lane has of a tile as numbers: f(which of its eights, column, eight of them).
 template <int KIND, class F> DEVICE void unpack_lane(const char *from, int lane, F f) {
     Tile<KIND> w;
     w.load(Global{from}, lane);
 #pragma unroll
     for (int at = 0; at < 8; ++at) {
         if constexpr (KIND == kBF16) {
-            const uint4 v = w.w[at];
-            const int column = at * 32 + (lane & 3) * 8;
-            f(column, make_float4(low(v.x), high(v.x), low(v.y), high(v.y)));
-            f(column + 4, make_float4(low(v.z), high(v.z), low(v.w), high(v.w)));
+            const uint4 x = w.w[at];
+            const float v[8] = {low(x.x), high(x.x), low(x.y), high(x.y), low(x.z), high(x.z), low(x.w), high(x.w)};
+            f(at, at * 32 + (lane & 3) * 8, v);
         } else {
-            const int set = at / 4, i = at % 4, column = (set * 4 + (lane & 3)) * 32 + i * 8;
+            const int set = at / 4, i = at % 4;
             const float factor = w.factor(set, i), less = w.less(set);
             u32 c[2];
+            float v[8];
             w.codes(set, i, c);
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                float v[4];
-#pragma unroll
-                for (int b = 0; b < 4; ++b)
-                    v[b] = __fmaf_rn(factor, Tile<KIND>::SIGNED ? signed_byte_of(c[n] ^ 0x80808080u, b) : byte_of(c[n], b), -less);
-                f(column + n * 4, make_float4(v[0], v[1], v[2], v[3]));
-            }
+            for (int b = 0; b < 8; ++b)
+                v[b] = __fmaf_rn(factor, Tile<KIND>::SIGNED ? signed_byte_of(c[b / 4] ^ 0x80808080u, b % 4) : byte_of(c[b / 4], b % 4), -less);
+            f(at, (set * 4 + (lane & 3)) * 32 + i * 8, v);
         }
     }
+}
+DEVICE uint4 exchange(const uint4 &v, int apart) {
+    return make_uint4(__shfl_xor_sync(~0u, v.x, apart), __shfl_xor_sync(~0u, v.y, apart), __shfl_xor_sync(~0u, v.z, apart),
+                      __shfl_xor_sync(~0u, v.w, apart));
+}
+// Of four lanes next to each other each gives its i-th one to the i-th.
+DEVICE void exchange_four(uint4 (&v)[4], int lane) {
+#pragma unroll
+    for (int apart = 1; apart < 4; apart *= 2)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int i = apart == 1 ? 2 * n : n;
+            const uint4 came = exchange(lane & apart ? v[i] : v[i + apart], apart);
+            if (lane & apart) v[i] = came;
+            else v[i + apart] = came;
+        }
+}
+// A tile as bfloat16, by a whole warp, four lanes side by side: to: the first column of the lane's row; null: of none.
+template <int KIND> DEVICE void unpack_tile(const char *from, int lane, u16 *to) {
+    uint4 own[4];
+    unpack_lane<KIND>(from, lane, [&](int at, int, const float (&v)[8]) {
+        own[at % 4] = make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]), narrow2(v[6], v[7]));
+        if (at % 4 < 3) return;
+        if constexpr (KIND != kBF16) exchange_four(own, lane);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (to) *(uint4 *)(to + (at / 4 * 4 + i) * 32 + (lane & 3) * 8) = own[i];
+    });
 }
 
 struct Unpack {
@@ -528,12 +552,10 @@ template <int KIND> DEVICE void unpack(const Unpack &a) {
     launch_dependents();
     wait();
     const int tile = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, tiles = a.columns / 256;
-    const int row = tile / tiles * 8 + (lane >> 2);
-    if (row >= a.rows) return;
-    u16 *to = a.y + i64(row) * a.columns + tile % tiles * 256;
-    unpack_lane<KIND>(a.data + i64(tile) * Tile<KIND>::BYTES, lane, [to](int column, float4 v) {
-        *(uint2 *)(to + column) = make_uint2(narrow2(v.x, v.y), narrow2(v.z, v.w));
-    });
+    const int first = tile / tiles * 8, row = first + (lane >> 2);
+    if (first >= a.rows) return;
+    u16 *const to = a.y + i64(row) * a.columns + tile % tiles * 256;
+    unpack_tile<KIND>(a.data + i64(tile) * Tile<KIND>::BYTES, lane, row < a.rows ? to : nullptr);
 }
 
 // `enter` with an embedding of tiles.
@@ -546,8 +568,9 @@ template <int KIND> DEVICE void enter_packed(const Enter &a) {
         const char *from = (const char *)a.embedding + row / 8 * tiles * Tile<KIND>::BYTES;
         float *to = a.residual + i64(token) * a.hidden;
         for (int i = threadIdx.x; i < tiles * 4; i += blockDim.x)
-            unpack_lane<KIND>(from + i64(i / 4) * Tile<KIND>::BYTES, int(row % 8) * 4 + i % 4, [=](int column, float4 v) {
-                *(float4 *)(to + i / 4 * 256 + column) = v;
+            unpack_lane<KIND>(from + i64(i / 4) * Tile<KIND>::BYTES, int(row % 8) * 4 + i % 4, [=](int, int column, const float (&v)[8]) {
+                float4 *const own = (float4 *)(to + i / 4 * 256 + column);
+                own[0] = make_float4(v[0], v[1], v[2], v[3]), own[1] = make_float4(v[4], v[5], v[6], v[7]);
             });
         turn(a, token);
     }

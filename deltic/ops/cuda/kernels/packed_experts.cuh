@@ -379,10 +379,8 @@ template <int KIND> DEVICE void unpack_experts(const UnpackExperts &a) {
     wait();
     if (a.counts && __ldcg(a.counts + blockIdx.y) == 0) return;
     const int tile = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, tiles = a.columns / 256;
-    const int row = tile / tiles * 8 + (lane >> 2);
-    if (row >= a.rows) return;
-    u16 *to = a.y + i64(blockIdx.y) * a.stride + i64(row) * a.columns + tile % tiles * 256;
-    unpack_lane<KIND>((const char *)__ldg(a.data + blockIdx.y) + i64(tile) * Tile<KIND>::BYTES, lane, [to](int column, float4 v) {
-        *(uint2 *)(to + column) = make_uint2(narrow2(v.x, v.y), narrow2(v.z, v.w));
-    });
+    const int first = tile / tiles * 8, row = first + (lane >> 2);
+    if (first >= a.rows) return;
+    u16 *const to = a.y + i64(blockIdx.y) * a.stride + i64(row) * a.columns + tile % tiles * 256;
+    unpack_tile<KIND>((const char *)__ldg(a.data + blockIdx.y) + i64(tile) * Tile<KIND>::BYTES, lane, row < a.rows ? to : nullptr);
 }
