@@ -214,7 +214,8 @@ def fresh_pools(runtime: Runtime, pages: int, slots: int, rings: int | None = No
     """Fresh pools full of NaN: whoever reads what nobody wrote will show it. rings: by default one for everyone. kv:
     dtype of K/V; by default the model's own."""
     like = runtime.pools
-    extras = Extras(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype)
+    extras = Extras(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype,
+                    like.recurrent.dtype)
     pools = allocate(runtime.config, pages, slots, like.conv.dtype, runtime.decoder.ops, str(like.device), extras)
     for tensor in (*pools.page_tensors, *pools.slot_tensors, *(pools.rings or ())):
         tensor.fill_(float("nan"))
