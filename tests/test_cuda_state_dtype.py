@@ -367,7 +367,7 @@ def test_many_sequences(pair: tuple[Runtime, Runtime], defers: bool) -> None:
 
 @pytest.mark.parametrize("drafter", ["known", "head"])
 def test_drafts(drafter: str) -> None:
-    """Over rings, whose states are written when these are full. What float32 states answer is mostly right as drafts."""
+    """Over rings, whose states are written when these are full; of what float32 states answer most are right."""
     given = {"memory": "512MiB", "max_batch": 4, "max_context": 600, "speculate": "mtp:3", "prefix_cache": False}
     small, plain = (load(None, options(state_dtype=state, **given)) for state in ("bfloat16", "float32"))
     assert small.verifies and small.pools.recurrent.dtype == BF16
