@@ -6,8 +6,9 @@
 
 rule: the delta rule alone, with heads of a true size and random inputs, token by token, against float64. Each head
 forgets with a rate of its own, which changes from token to token as gates of a model do, and by mean is one in as many
-tokens as `--memory` says. States are rounded after every N tokens, as `--written` says: 1 is what steps of few sequences
-do, 5 what deferred updates do, 16 what full replay rings do. Between these they are float32. Three kinds of tokens:
+tokens as `--memory` says. States are rounded after every N tokens, as `--written` says: 1 is what steps of few
+sequences do, 5 what deferred updates do, 16 what full replay rings do. Between these they are float32. Three kinds of
+tokens:
 
 all    each one writes, as in a random model: what is in a state is also overwritten, 1 part in 256 a token
 weak   each one writes a fiftieth of that
