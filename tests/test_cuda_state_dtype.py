@@ -313,7 +313,7 @@ def test_the_torch_ops_serve_it_too(model: str) -> None:
     assert len(serve(theirs, [greedy(numbers(1, 100, 500), 20)])["a", 0].tokens) == 20
 
 
-COUNT, TOKENS, SHARE = 12, 50, 0.97
+COUNT, TOKENS, SHARE = 12, 50, 0.96
 """Of greedy tokens so many at least are those over float32 states. On a CPU, in float32, 99.1 % are."""
 
 
