@@ -1,6 +1,7 @@
 """The delta rule of many rows on an NVIDIA GPU, alone: microseconds a layer, by what rows do to their states.
 
     python bench/gpu_states.py --model qwen3.5-4b --rows 256
+    python bench/gpu_states.py --state-dtype bfloat16
 
 plain    every state is read and written
 read N   states are only read, with N tokens in the rows' replay rings, and the row's token goes there, too
@@ -32,9 +33,11 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3.5-4b")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--state-dtype", default="float32", help="as of deltic serve")
     args = parser.parse_args()
     runtime = load(RandomModel(args.model, 4), EngineConfig(
-        device="cuda", dtype="bfloat16", memory="24GiB", max_batch=args.rows, max_context=256, speculate="off"))
+        device="cuda", dtype="bfloat16", memory="24GiB", max_batch=args.rows, max_context=256, speculate="off",
+        state_dtype=args.state_dtype))
     pools = runtime.pools
     assert runtime.defers and pools.rings is not None, "these kernels do not serve the model"
     for tensor in (pools.recurrent, pools.conv, *pools.rings):
@@ -46,7 +49,8 @@ def main() -> None:
              "mixed": _time(runtime, _batch(args.rows, [(behind, behind < DEFERRED - 1) for behind in range(DEFERRED)]),
                             args.repeat)}
     state = pools.recurrent[0, 0].nbytes * args.rows
-    record("gpu", {"task": "states", "model": runtime.name, "rows": args.rows, "deferred": DEFERRED,
+    record("gpu", {"task": "states", "model": runtime.name, "rows": args.rows,
+                   "state_dtype": args.state_dtype, "deferred": DEFERRED,
                    "us_per_layer": found, "state_mb": round(state / 1e6, 1),
                    "plain_tb_s": round(2 * state / found["plain"] / 1e6, 2)})
 

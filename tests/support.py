@@ -210,11 +210,12 @@ def _nest(directory: Path, kind: str, family: str) -> None:
 
 
 def fresh_pools(runtime: Runtime, pages: int, slots: int, rings: int | None = None,
-                kv: torch.dtype | None = None) -> CachePools:
-    """Fresh pools full of NaN: whoever reads what nobody wrote will show it. rings: by default one for everyone. kv:
-    dtype of K/V; by default the model's own."""
+                kv: torch.dtype | None = None, state: torch.dtype | None = None) -> CachePools:
+    """Fresh pools full of NaN: whoever reads what nobody wrote will show it. rings: by default one for everyone. kv,
+    state: dtypes of K/V and of states; by default the model's own."""
     like = runtime.pools
-    extras = Extras(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype)
+    extras = Extras(slots if rings is None else rings, runtime.mtp is not None, like.tiled, kv or like.keys.dtype,
+                    state or like.recurrent.dtype)
     pools = allocate(runtime.config, pages, slots, like.conv.dtype, runtime.decoder.ops, str(like.device), extras)
     for tensor in (*pools.page_tensors, *pools.slot_tensors, *(pools.rings or ())):
         tensor.fill_(float("nan"))

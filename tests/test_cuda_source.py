@@ -22,7 +22,19 @@ from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.packed import PackedMultiply
 from deltic.ops.cuda.packed_experts import Kinds, PackedShape
 from deltic.ops.cuda.sample import source
-from deltic.ops.cuda.shapes import ADD, GATE, MOST, STORE, WARPS, Multiply, Shapes, heads_product
+from deltic.ops.cuda.shapes import (
+    ADD,
+    GATE,
+    MOST,
+    PASSING_ROOM,
+    STATES,
+    STORE,
+    WARPS,
+    Multiply,
+    Shapes,
+    heads_product,
+    states_at_once,
+)
 from deltic.ops.cuda.tower import tower_source
 from deltic.ops.records import AttentionSpec, CacheViews, GdnSpec
 
@@ -196,6 +208,27 @@ def test_sources_for_float8_compile(size: int, tmp_path: Path, monkeypatch: pyte
     shapes = Shapes((), None, AttentionSpec(16, 4, size, size // 4, True, 1e-6), kv="u8")
     for text in (shapes.source(), draft.source(shapes), prompts.source(shapes)):
         compiles(text, tmp_path, text == prompts.source(shapes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS, "folds"])
+def test_sources_for_bfloat16_states_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what reads or writes states."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if name == "folds":
+        return compiles(rings.fold_source(STATES[torch.bfloat16]), tmp_path, False)
+    shapes = replace(shapes_of(name), products=(), attention=None, rings=True, state=STATES[torch.bfloat16])
+    for text in (shapes.source(), prompts.source(shapes)):
+        compiles(text, tmp_path, text == prompts.source(shapes))
+
+
+def test_states_that_pass_through_a_block_fill_it() -> None:
+    """Whatever their numbers are: no second block finds room beside them."""
+    gdn = MODELS["4B"][2]
+    for dtype, state in STATES.items():
+        count = states_at_once(gdn, state)
+        assert count * gdn.key_dim * gdn.value_dim * dtype.itemsize == PASSING_ROOM > MULTIPROCESSOR // 2
+        assert f"gdn_many<128, {count}, false>" in replace(shapes_of("4B"), state=state).source()
 
 
 def compiles(text: str, tmp_path: Path, newer: bool) -> None:

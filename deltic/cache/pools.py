@@ -35,12 +35,13 @@ STATE_LAYOUT = 1
 class Extras:
     """How a cache differs from the plain one of a model. rings: sequences that may have a replay ring at the same time.
     head: the model's draft head runs, which has K/V of its own and reads the last hidden state. tiled: as in
-    `GdnSpec`. kv: dtype of K/V; None: the model's."""
+    `GdnSpec`. kv: dtype of K/V; None: the model's. state: of recurrent states."""
 
     rings: int = 0
     head: bool = False
     tiled: bool = False
     kv: torch.dtype | None = None
+    state: torch.dtype = torch.float32
 
 
 PLAIN = Extras()
@@ -53,13 +54,13 @@ def page_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> i
     return 2 * layers * PAGE * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
-def slot_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False) -> int:
-    """Bytes of one slot: recurrent state (float32) and convolution ring in every recurrent layer; for a draft head
-    the last hidden state (float32)."""
+def slot_bytes(config: ModelConfig, dtype: torch.dtype, head: bool = False, kind: torch.dtype = torch.float32) -> int:
+    """Bytes of one slot: recurrent state, of the dtype `kind`, and convolution ring in every recurrent layer; for a
+    draft head the last hidden state (float32)."""
     linear, hidden = config.linear, 4 * config.hidden_size * head
     if linear is None:
         return hidden
-    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * 4
+    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * kind.itemsize
     return hidden + len(config.linear_layers) * (state + linear.conv_kernel * config.conv_dim * dtype.itemsize)
 
 
@@ -78,7 +79,7 @@ class CachePools:
     """The tensors of A attention layers (the draft head's is the last) and G recurrent layers.
 
     keys, values: [A, pages, PAGE, kv_heads, head_dim].
-    recurrent: [G, slots, Hv, Dk, Dv] float32.
+    recurrent: [G, slots, Hv, Dk, Dv] float32 or bfloat16.
     conv: [G, slots, conv_kernel, C].
     ops: what copies and folds.
     hidden: [1, slots, H] float32, of a slot's last token after the final norm; None without a draft head.
@@ -212,8 +213,8 @@ class CachePools:
 def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, ops: Ops, device: str = "cpu",
              extras: Extras = PLAIN) -> CachePools:
     """Reserve address space for the pools; ConfigError naming what makes them smaller if that is refused."""
-    size = (pages * page_bytes(config, extras.kv or dtype, extras.head) + slots * slot_bytes(config, dtype, extras.head)
-            + extras.rings * ring_bytes(config, dtype))
+    size = (pages * page_bytes(config, extras.kv or dtype, extras.head)
+            + slots * slot_bytes(config, dtype, extras.head, extras.state) + extras.rings * ring_bytes(config, dtype))
     with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
                     "choose a smaller --memory, which --max-context and --max-batch must then fit", "memory"):
         return _allocate(config, pages, slots, dtype, ops, device, extras)
@@ -229,7 +230,7 @@ def _allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, o
     return CachePools(
         keys=reserve(kv, extras.kv or dtype, device),
         values=reserve(kv, extras.kv or dtype, device),
-        recurrent=reserve((recurrent, slots, *heads), torch.float32, device),
+        recurrent=reserve((recurrent, slots, *heads), extras.state, device),
         conv=reserve((recurrent, slots, *conv), dtype, device),
         ops=ops,
         hidden=reserve((1, slots, config.hidden_size), torch.float32, device) if extras.head else None,

@@ -70,7 +70,7 @@ def _model_facts(args: argparse.Namespace) -> dict[str, Any]:
                 "generation": runtime.generation.sampling()}
     facts = _facts(runtime.config, runtime.options, runtime.decoder.ops,
                    (runtime.memory, Extras(runtime.cache.rings.size, runtime.mtp is not None,
-                                            kv=runtime.pools.keys.dtype)))
+                                            kv=runtime.pools.keys.dtype, state=runtime.pools.recurrent.dtype)))
     kinds = runtime.decoder.weight_kinds()
     kept = ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
     facts["ops"] = explain(runtime.decoder.ops, runtime.decoder.weights, runtime.views)
@@ -202,9 +202,10 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, e
     kind: torch.dtype = getattr(torch, _dtype(config, engine))
     kv = extras.kv or kind
     units = {"page": (plan.pages, page_bytes(config, kv, extras.head)),
-             "slot": (plan.slots, slot_bytes(config, kind, extras.head)),
+             "slot": (plan.slots, slot_bytes(config, kind, extras.head, extras.state)),
              "ring": (extras.rings, ring_bytes(config, kind))}
-    facts: dict[str, Any] = {"kv_dtype": str(kv).removeprefix("torch.")}
+    facts: dict[str, Any] = {"kv_dtype": str(kv).removeprefix("torch."),
+                             "state_dtype": str(extras.state).removeprefix("torch.")}
     for unit, (count, size) in units.items():
         facts |= {f"{unit}s": count, f"{unit}_bytes": size, f"{unit}s_mib": _mib(count * size)}
     return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context, "warnings": list(plan.warnings)}

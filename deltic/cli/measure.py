@@ -79,7 +79,7 @@ def model_facts(llm: LLM) -> dict[str, Any]:
     dtype = runtime.config.dtype if runtime.options.dtype == "auto" else runtime.options.dtype
     kv = "float8_e4m3fn" if runtime.options.kv_dtype == "fp8" else dtype
     return {"model": runtime.name, "layers": runtime.config.num_hidden_layers, "dtype": dtype, "kv_dtype": kv,
-            "device": runtime.options.device}
+            "state_dtype": runtime.options.state_dtype, "device": runtime.options.device}
 
 
 def origin_facts(llm: LLM) -> dict[str, Any]:

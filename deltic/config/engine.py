@@ -28,6 +28,7 @@ _QUANTS: Final = ("none", "q8_0", "q4_k")
 _CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES: Final = ("auto", "fp8")
+_STATE_DTYPES: Final = ("float32", "bfloat16")
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -48,6 +49,9 @@ class EngineConfig:
         "(default: 0.9)")
     kv_dtype: str = _option("auto", "keys and values in the cache. auto: as activations; fp8: on a GPU, in half of the "
                             "memory of bfloat16, as float8 (e4m3) numbers, which round coarsely", choices=_KV_DTYPES)
+    state_dtype: str = _option("float32", "states of recurrent layers in the cache. bfloat16: in half of the memory, "
+                               "rounded whenever they are written, so that answers may depend on when that is; on a "
+                               "CPU torch computes these layers then, which is slower", choices=_STATE_DTYPES)
     max_context: int | None = _option(None, "longest prompt plus answer in tokens (default: the model's own)")
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(None, "tokens that one step aims at; longer prompts are read in chunks (default: 512, "
@@ -109,8 +113,8 @@ class EngineConfig:
             raise ConfigError(f"device must be cpu, cuda or cuda:N, not {self.device!r}", "device")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}", "dtype")
-        for name, choices in {"kv_dtype": _KV_DTYPES, "packed_weights": _PACKED, "quant": _QUANTS,
-                              "cpu_level": _CPU_LEVELS}.items():
+        for name, choices in {"kv_dtype": _KV_DTYPES, "state_dtype": _STATE_DTYPES, "packed_weights": _PACKED,
+                              "quant": _QUANTS, "cpu_level": _CPU_LEVELS}.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(getattr(self, name))}", name)
         if self.kv_dtype == "fp8" and self.device == "cpu":

@@ -30,7 +30,8 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     serves texts that are read once, beside other models, and takes no more than one of full length and a step need.
     unpacks: as of `working_bytes`."""
     kv = FP8 if options.kv_dtype == "fp8" else None
-    needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head),
+    state: torch.dtype = getattr(torch, options.state_dtype)
+    needs = MemoryNeeds(page_bytes(config, kv or dtype, head), slot_bytes(config, dtype, head, state),
                         config.max_position_embeddings, options.max_batch, options.max_context, 4 * config.vocab_size,
                         ahead=options.device != "cpu")
     budget, ring = options.memory_bytes, ring_bytes(config, dtype)
@@ -44,7 +45,7 @@ def plan_memory(config: ModelConfig, options: EngineConfig, dtype: torch.dtype,
     memory = split_memory(budget - rings * ring, needs)
     if drafts and not rings:
         log.warning("nothing is drafted: %d MiB of cache have no room for replay rings (raise --memory)", budget >> 20)
-    return memory, Extras(min(rings, memory.max_batch), head, kv=kv)
+    return memory, Extras(min(rings, memory.max_batch), head, kv=kv, state=state)
 
 
 def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:

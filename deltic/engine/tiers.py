@@ -38,8 +38,9 @@ def open_tiers(name: str, options: EngineConfig, ops: Ops, made: Identity,
         tiers.append(TierIndex(Host(host), threads=on_gpu, outgoing=Outgoing(pinned)))
     if options.cache_dir:
         kv = str(dtype).removeprefix("torch.")
-        facts = {**made.facts, **machine_facts(options, ops), "kv": kv}
-        about = f"{kv}, {computes(facts)}"
+        facts = {**made.facts, **machine_facts(options, ops), "kv": kv, "state": options.state_dtype}
+        states = "" if options.state_dtype == "float32" else f"states of {options.state_dtype}, "
+        about = f"{kv}, {states}{computes(facts)}"
         try:
             tier, notes = _on_disk(name, Identity(facts, made.marks), about, options)
             tiers.append(tier)

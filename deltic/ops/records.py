@@ -183,7 +183,7 @@ class RingView:
 class StateView:
     """One Gated DeltaNet layer's slots, each wholly as of one number of tokens, and replay rings of what came after.
 
-    recurrent [S, Hv, Dk, Dv] float32: the state.
+    recurrent [S, Hv, Dk, Dv] float32 or bfloat16: the state, rounded when it is written, computed with in float32.
     conv [S, W, C] model dtype, W >= conv_kernel: ring of raw convolution inputs; that of position p at place p mod W.
     ring: None where no row uses one.
     """

@@ -359,8 +359,9 @@ def gated_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 def load_state(state: StateView, slot: int, ring: int, base: int, done: int) -> tuple[Tensor, Tensor]:
     """State [Hv, Dk, Dv] and convolution ring [W, C] as of `done` tokens, in new memory: those of the slot, which is as
-    of `base` (0: zero), brought forward by entries base .. done - 1 of the ring unit."""
-    recurrent = state.recurrent[slot].clone() if base else torch.zeros_like(state.recurrent[slot])
+    of `base` (0: zero), brought forward by entries base .. done - 1 of the ring unit. The state in the wide dtype."""
+    slots = state.recurrent
+    recurrent = slots[slot].to(wide(slots), copy=True) if base else torch.zeros_like(slots[slot], dtype=wide(slots))
     if base == done:
         return recurrent, advance_conv(state.conv[slot], state.conv[slot][:0], base, done)
     assert state.ring is not None, "entries are wanted of slots without rings"

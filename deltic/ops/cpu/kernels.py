@@ -41,6 +41,7 @@ from deltic.ops.records import (
 )
 from deltic.ops.torch import OPS as TORCH
 from deltic.ops.torch.basic import linear as torch_linear
+from deltic.ops.torch.gdn import core as torch_core
 
 
 def pack(pool: Pool, weight: Tensor, table: bool) -> Block:
@@ -136,11 +137,20 @@ def slots(view: StateView) -> States:
                   *(map(address, parts) if ring else [None] * 4), len(view.conv), len(ring.keys) if ring else 0)
 
 
+def wide_states(states: tuple[StateView, ...]) -> bool:
+    """Whether they are float32, which is all that the kernels know."""
+    return all(state.recurrent.dtype == torch.float32 for state in states)
+
+
 def gdn_mixer(pool: Pool, x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
     if x.dtype not in KINDS or state.conv.dtype not in KINDS:
         return TORCH.gdn_mixer(x, weights, state, batch)
     state.check_order(weights.spec)
-    conv, proj = weights.conv.float().contiguous(), linear(pool, x, weights.in_proj)
+    proj = linear(pool, x, weights.in_proj)
+    if not wide_states((state,)):
+        core = torch_core(proj.to(x.dtype), weights, state, batch)
+        return linear(pool, core, weights.out_proj).to(x.dtype)
+    conv = weights.conv.float().contiguous()
     mixed = torch.empty(len(x), weights.spec.values)
     pool.call(library().deltic_gdn, byref(gdn_layer(weights, conv)), byref(slots(state)), step_batch(batch),
                                address(proj), address(mixed))
@@ -149,7 +159,7 @@ def gdn_mixer(pool: Pool, x: Tensor, weights: GdnWeights, state: StateView, batc
 
 def fold_ring(pool: Pool, states: tuple[StateView, ...], source: int, ring: int, base: int, done: int,
               target: int) -> None:
-    if not states or states[0].conv.dtype not in KINDS or states[0].ring is None:
+    if not states or states[0].conv.dtype not in KINDS or states[0].ring is None or not wide_states(states):
         return TORCH.fold_ring(states, source, ring, base, done, target)
     units, first = states[0].ring, states[0].recurrent
     shape = GdnLayer(key_heads=units.keys.shape[2], value_heads=first.shape[1], key_dim=first.shape[2],

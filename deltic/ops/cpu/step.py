@@ -21,6 +21,7 @@ from deltic.ops.cpu.kernels import (
     native_weight,
     packed,
     slots,
+    wide_states,
 )
 from deltic.ops.cpu.library import (
     KINDS,
@@ -130,6 +131,8 @@ def left_to_others(ops: Ops, decoder: DecoderWeights, views: CacheViews) -> dict
     """Kernels that cannot do their work for this model, and who does it."""
     torch_serves = "torch (the weights are not packed)"
     left = {op: torch_serves for op, weights in _linear_layers(decoder).items() if not all(map(packed, weights))}
+    if not wide_states(views.states):
+        left |= dict.fromkeys(("gdn_mixer", "fold_ring"), "torch (the states are not float32)")
     if ops.step(ops, decoder, views) is None:
         left["step"] = "the ops one by one (not all of them are the kernels')"
     return left
@@ -156,7 +159,7 @@ def _fits(decoder: DecoderWeights, views: CacheViews) -> bool:
     """Whether everything is packed, on the CPU, and of a dtype that the kernels know."""
     weights = [decoder.embedding, *(weight for group in _linear_layers(decoder).values() for weight in group)]
     dtypes = {view.keys.dtype for view in views.kv} | {view.conv.dtype for view in views.states}
-    return all(map(packed, weights)) and dtypes <= KINDS.keys()
+    return all(map(packed, weights)) and dtypes <= KINDS.keys() and wide_states(views.states)
 
 
 def _predict(structs: Iterable[ModelLayer], layers: Sequence[Layer]) -> None:

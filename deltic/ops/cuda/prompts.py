@@ -14,7 +14,7 @@ from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.long_attention import GRAIN, Attend, Context, contexts
 from deltic.ops.cuda.nvrtc import headers
-from deltic.ops.cuda.shapes import Shapes, entry
+from deltic.ops.cuda.shapes import Shapes, entry, state_header
 from deltic.ops.records import CHUNK, AttentionWeights, Batch, GdnWeights, Layer, Layout
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def columns(size: int) -> int:
 
 def source(shapes: Shapes) -> str:
     """The text of the kernels for a model."""
-    text = [headers("kv", "prompt", "delta", "scan"), entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
+    text = [state_header(shapes.state), headers("kv", "prompt", "delta", "scan"),
+            entry("prompt_gate", "PromptGate", "256", "prompt_gate"),
             entry("copy_slot", "CopySlot", "256", "copy_slot")]
     if shapes.gdn:
         text += [entry(name, type, bounds, f"{name}<{shapes.gdn.key_dim}>") for name, type, bounds in (
@@ -228,7 +229,7 @@ class Prompts:
         if singles and batch.layout.emits:
             launch("k_copy_slot", (16, batch.layout.emits), 256, args.CopySlot(
                 state=state.recurrent, ring=state.conv, target=batch.target, emit_row=batch.emit_row,
-                emit_slot=batch.emit_slot, state_size=state.recurrent[0].numel(), ring_size=state.conv[0].numel(),
+                emit_slot=batch.emit_slot, state_size=state.recurrent[0].nbytes // 4, ring_size=state.conv[0].numel(),
                 rows=singles))
         return y
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module, architecture
 from deltic.ops.cuda.nvrtc import CompileError, compile_source, headers
-from deltic.ops.cuda.shapes import PASSING, STATES, entry, gdn_slice
+from deltic.ops.cuda.shapes import PASSING, PASSING_ROOM, STATES, entry, gdn_slice, state_header
 from deltic.ops.records import RING, Batch, CacheViews, GdnSpec, GdnWeights, RingView, StateView
 from deltic.ops.torch.gdn import fold_ring as fold_ring_by_torch
 
@@ -79,7 +79,7 @@ class Rings:
             value_heads=spec.value_heads, stride=stride, tiled=int(spec.tiled), heads=heads, base=batch.base,
             unit=batch.ring, append=batch.append if batch.layout.appends else None, inputs=ring.inputs,
             keys=ring.keys, updates=ring.updates, decays=ring.decays),
-            STATES * spec.key_dim * spec.value_dim * 4)
+            PASSING_ROOM)
 
     def end(self, batch: Batch, fresh: Fresh) -> None:
         """After the last layer: what was appended goes to the rings."""
@@ -100,9 +100,9 @@ def _ring(state: StateView) -> RingView:
 
 def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
     """As `Ops.fold_ring`: with the bits of the kernels here, for states that they know."""
-    conv = states[0].conv
+    conv, kind = states[0].conv, STATES.get(states[0].recurrent.dtype)
     known = conv.dtype == torch.bfloat16 and conv.shape[1] == 4 and conv.is_cuda
-    module = _module(conv.device) if known else None
+    module = _module(conv.device, kind) if kind and known else None
     if module is None:
         return fold_ring_by_torch(states, source, ring, base, done, target)
     assert done - base <= RING
@@ -127,16 +127,16 @@ def _step(layers: list[Tensor]) -> int:
     return found.pop() // layers[0].element_size()
 
 
-def fold_source() -> str:
-    """The text of the kernel that folds."""
-    return headers("gdn", "verify") + entry("fold", "Fold", "256", "fold")
+def fold_source(state: str = "float") -> str:
+    """The text of the kernel that folds. state: as of `Shapes`."""
+    return state_header(state) + headers("gdn", "verify") + entry("fold", "Fold", "256", "fold")
 
 
 @cache
-def _module(device: torch.device) -> Module | None:
+def _module(device: torch.device, state: str) -> Module | None:
     """None where the kernel cannot be compiled."""
     try:
-        compile_source(fold_source(), architecture(device))
+        compile_source(fold_source(state), architecture(device))
     except CompileError:
         return None
-    return Module(fold_source(), device)
+    return Module(fold_source(state), device)

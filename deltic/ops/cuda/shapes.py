@@ -28,8 +28,11 @@ _NORMALISED, _PLAIN = 4096, 12288
 STORE, ADD, GATE = range(3)
 _KV = {torch.bfloat16: "u16", torch.float8_e4m3fn: "u8"}
 """What keys and values are in the kernels."""
-PASSING, STATES = 384, 3
-"""Threads of a block through which whole states pass, and states that it has at once."""
+STATES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
+"""What a number of a state in its slot is there."""
+PASSING, PASSING_ROOM = 384, 192 << 10
+"""Threads of a block through which whole states pass, and bytes of those that it has at once: so many that no two
+blocks come to lie on one multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Shapes:
     rings: states have replay rings beside them.
     experts: of layers that are mixtures of them.
     kv: the kernels' type of keys and values in the pages (kernels/kv.cuh).
+    state: that of states in their slots.
     """
 
     products: tuple[Multiply | PackedMultiply, ...]
@@ -114,6 +118,7 @@ class Shapes:
     rings: bool = False
     experts: ExpertsShape | None = None
     kv: str = "u16"
+    state: str = "float"
 
     @property
     def shared(self) -> int:
@@ -132,7 +137,8 @@ class Shapes:
         return plain and self.experts is None
 
     def source(self) -> str:
-        text = [headers("input", "product", "gdn", "gdn_many", "kv", "attention", "small", *["verify"] * self.rings,
+        text = [state_header(self.state),
+                headers("input", "product", "gdn", "gdn_many", "kv", "attention", "small", *["verify"] * self.rings,
                         *["packed"] * (bool(self.kinds) or isinstance(self.experts, PackedShape)),
                         *(self.experts.files if self.experts else ()))]
         text += {product.source(tokens) if isinstance(product, PackedMultiply)
@@ -148,10 +154,10 @@ class Shapes:
                 if name == "few":
                     text.append(entry("gdn_spread", "Gdn", "128, 6", f"gdn_spread<{shape}>"))
                 if name == "many" and passes_whole(gdn):
-                    text.append(entry("gdn_many", "Gdn", f"{PASSING}, 1", f"gdn_many<{gdn.key_dim}, {STATES}, false>"))
+                    passing = f"gdn_many<{gdn.key_dim}, {states_at_once(gdn, self.state)}"
+                    text.append(entry("gdn_many", "Gdn", f"{PASSING}, 1", f"{passing}, false>"))
                     if self.rings:
-                        text.append(entry("gdn_many_rings", "OverRings", f"{PASSING}, 1",
-                                          f"gdn_many<{gdn.key_dim}, {STATES}, true>"))
+                        text.append(entry("gdn_many_rings", "OverRings", f"{PASSING}, 1", f"{passing}, true>"))
                 else:
                     text.append(entry(f"gdn_{name}", "Gdn", f"{block}, {1024 // block}", f"gdn_stream<{shape}>"))
                 if self.rings:
@@ -164,6 +170,11 @@ class Shapes:
             text.append(entry("append", "Append", "256", "append"))
         text += self.experts.entries() if self.experts else ()
         return "".join(text)
+
+
+def state_header(state: str) -> str:
+    """The first line of a source whose kernels touch states. state: as of `Shapes`."""
+    return f"typedef {state} State;\n"
 
 
 def entry(name: str, type: str, bounds: str, call: str) -> str:
@@ -186,6 +197,11 @@ def heads_stride(spec: GdnSpec) -> int:
 def passes_whole(spec: GdnSpec) -> bool:
     """Whether states of many rows pass through shared memory as a whole (kernels/gdn_many.cuh)."""
     return (spec.key_dim, spec.value_dim) == (128, 128)
+
+
+def states_at_once(spec: GdnSpec, state: str) -> int:
+    """Whole states that a block has at once through which they pass. state: as of `Shapes`."""
+    return PASSING_ROOM // (spec.key_dim * spec.value_dim * (4 if state == "float" else 2))
 
 
 def heads_product(spec: GdnSpec, unit: int) -> Multiply:
@@ -233,7 +249,8 @@ def shapes_of(decoder: DecoderWeights, views: CacheViews) -> Shapes | None:
         return None
     rings = any(state.ring is not None for state in views.states)
     shapes = Shapes(tuple(found.products), gdn, attention, frozenset(found.kinds), found.parts, rings,
-                    experts, _KV.get(views.kv[0].keys.dtype, "") if views.kv else "u16")
+                    experts, _KV.get(views.kv[0].keys.dtype, "") if views.kv else "u16",
+                    STATES.get(views.states[0].recurrent.dtype, "") if views.states else "float")
     return shapes if found.all_known and _known(shapes) and _stored(views) else None
 
 
@@ -284,6 +301,6 @@ def _known(shapes: Shapes) -> bool:
 
 
 def _stored(views: CacheViews) -> bool:
-    keys = {view.keys.dtype for view in views.kv}
-    return len(keys) < 2 and keys <= {*_KV} and all(view.conv.dtype == torch.bfloat16 and view.conv.shape[1] == 4
-                        and view.recurrent.dtype == torch.float32 for view in views.states)
+    keys, states = {view.keys.dtype for view in views.kv}, {view.recurrent.dtype for view in views.states}
+    return (len(keys) < 2 and keys <= {*_KV} and len(states) < 2 and states <= {*STATES}
+            and all(view.conv.dtype == torch.bfloat16 and view.conv.shape[1] == 4 for view in views.states))

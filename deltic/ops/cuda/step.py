@@ -26,7 +26,7 @@ from deltic.ops.cuda.shapes import (
     ADD,
     GATE,
     PASSING,
-    STATES,
+    PASSING_ROOM,
     STORE,
     Multiply,
     Shapes,
@@ -284,13 +284,13 @@ class Step:
         elif isinstance(mixer, GdnWeights):
             spec, state = mixer.spec, self._views.states[layer.store]
             slices, heads = spec.value_dim // gdn_slice(spec, work.kind), spec.value_heads * batch.layout.rows
-            spread, size = self._spreads(spec, work), spec.key_dim * spec.value_dim * 4
+            spread, size = self._spreads(spec, work), spec.key_dim * spec.value_dim * state.recurrent.element_size()
             if spread:
                 # kernels with a block for each multiprocessor leave the same room for the next one everywhere
                 grid, block = max(slices * heads, self._blocks), 128
                 size = LONE * (grid == self._blocks and not self._shapes.squeezed and self._shapes.experts is None)
             elif work.kind == "many" and passes_whole(spec):
-                grid, block, size = min(heads, self._blocks), PASSING, STATES * size
+                grid, block, size = min(heads, self._blocks), PASSING, PASSING_ROOM
             else:
                 grid, block = min(heads, 8 // slices * self._blocks), slices * 128
             self._module.launch(f"k_gdn_{'spread' if spread else work.kind}", (grid,), block, args.Gdn(

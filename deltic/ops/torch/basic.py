@@ -100,10 +100,10 @@ def rope(positions: Tensor, spec: RopeSpec) -> Rope:
 
 
 def put(pool: Tensor, index: Tensor, values: Tensor) -> None:
-    """pool[index] = values, along the first axis. On a CPU entry by entry: torch's scattered writes of entries this
-    large run far below the speed of memory."""
+    """pool[index] = values, along the first axis, rounded to the pool's dtype. On a CPU entry by entry: torch's
+    scattered writes of entries this large run far below the speed of memory."""
     if pool.device.type != "cpu":
-        pool.index_copy_(0, index, values)
+        pool.index_copy_(0, index, values.to(pool.dtype))
         return
     for place, value in zip(index.tolist(), values, strict=True):
         pool[place].copy_(value)

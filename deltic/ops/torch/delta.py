@@ -122,7 +122,7 @@ def chunked(mixed: Tensor, gates: Gates, spec: GdnSpec, recurrent: Tensor, batch
     """The longer rows: mixed [tokens, C] -> [tokens, Hv, Dv]; writes their target and emit slots of `recurrent`."""
     terms = _terms(mixed, gates, spec, chunks)
     rows = torch.tensor(chunks.rows, device=mixed.device)
-    state = recurrent[batch.source[rows]]
+    state = recurrent[batch.source[rows]].to(mixed.dtype)
     state.masked_fill_((batch.done[rows] == 0)[:, None, None, None], 0)
     outputs, updates = torch.empty_like(terms.inner), torch.empty_like(terms.inner)
     emits = _emits(batch, chunks) if batch.layout.emits else None

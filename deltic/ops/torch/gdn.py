@@ -16,11 +16,15 @@ from deltic.ops.torch.delta import Chunks, Gates, chunked, cut, step
 
 
 def gdn_mixer(x: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+    return linear(core(linear(x, weights.in_proj), weights, state, batch), weights.out_proj)
+
+
+def core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
+    """What lies between the projections: proj [T, C + values + 2 Hv] -> [T, values]."""
     # the same tensor: nobody is behind, and that is known without waiting for the device
     behind = batch.base is not batch.done and bool((batch.base < batch.done).any()) if state.ring else False
     rings = state.ring is not None and (batch.layout.appends or behind)
-    core = ref.gdn_core if rings else _core
-    return linear(core(linear(x, weights.in_proj), weights, state, batch), weights.out_proj)
+    return (ref.gdn_core if rings else _core)(proj, weights, state, batch)
 
 
 def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
@@ -28,10 +32,10 @@ def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, 
 
 
 def _core(proj: Tensor, weights: GdnWeights, state: StateView, batch: Batch) -> Tensor:
-    """What lies between the projections, of rows without rings: proj [T, C + values + 2 Hv] -> [T, values]."""
+    """As `core`, of rows without rings."""
     spec, plan = weights.spec, _plan(batch, state)
     qkv, z, beta, a = proj.split((spec.channels, spec.values, spec.value_heads, spec.value_heads), dim=-1)
-    dtype = state.recurrent.dtype
+    dtype = ref.wide(state.recurrent)
     gates = Gates(F.softplus(a.to(dtype) + weights.dt_bias).mul_(weights.decay), beta.to(dtype).sigmoid_())
     mixed = _mix(qkv, gates, weights, state, batch, plan)
     mixed = rms_norm(mixed, weights.norm, spec.eps)
@@ -116,10 +120,11 @@ def _taps(batch: Batch, width: int) -> _Taps | None:
 
 
 def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _Plan) -> Tensor:
-    """Convolution and delta rule of all rows -> [T, Hv, Dv] in the state's dtype; moves the slots."""
+    """Convolution and delta rule of all rows -> [T, Hv, Dv] in the dtype of the gates; moves the slots."""
     singles, kernel = batch.layout.singles, weights.spec.conv_kernel
     if plan.taps is not None and state.conv.shape[1] == kernel:
-        return _step(_convolve_in_place(qkv, weights.conv, state, batch, plan.taps), gates, weights, state, batch, plan)
+        mixed = _convolve_in_place(qkv, weights.conv, state, batch, plan.taps)
+        return _step(mixed, gates, weights, state, batch, plan)
     history = _history(state.conv, batch, plan, kernel - 1)
     _write_rings(qkv, state.conv, plan)
     parts = []
@@ -128,7 +133,7 @@ def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch
         mixed = F.silu((window.to(gates.beta.dtype) * weights.conv.t()).sum(1))
         parts.append(_step(mixed, gates[:singles], weights, state, batch, plan))
     if plan.chunks is not None:
-        mixed = _convolve(qkv, history, weights.conv, batch, state.recurrent.dtype)
+        mixed = _convolve(qkv, history, weights.conv, batch, gates.beta.dtype)
         parts.append(chunked(mixed, gates[singles:], weights.spec, state.recurrent, batch, plan.chunks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -136,12 +141,15 @@ def _mix(qkv: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch
 def _step(mixed: Tensor, gates: Gates, weights: GdnWeights, state: StateView, batch: Batch, plan: _Plan) -> Tensor:
     """The delta rule for the leading rows of one token [R1, C] -> [R1, Hv, Dv]; writes their slots."""
     rows, recurrent = mixed.shape[0], state.recurrent
-    current = recurrent[batch.span[0]:batch.span[1]] if batch.span else recurrent[batch.source[:rows]]
+    place = slice(*batch.span) if batch.span else batch.source[:rows]
+    current = recurrent[place].to(mixed.dtype)  # of a span, and in the same dtype: the slots themselves
     if plan.any_new:
         current.masked_fill_(~plan.started[:rows, None, None, None], 0)
     output = step(mixed, gates, weights.spec, current)
     if not batch.span:
         put(recurrent, batch.target[:rows], current)
+    elif recurrent.dtype != current.dtype:
+        recurrent[place] = current.to(recurrent.dtype)
     if batch.layout.emits:
         # a row of one token emits its new state; what longer rows emit is written over by `chunked`
         put(recurrent, batch.emit_slot, current[batch.emit_row.clamp(max=rows - 1)])
@@ -152,7 +160,7 @@ def _convolve_in_place(qkv: Tensor, conv: Tensor, state: StateView, batch: Batch
     assert batch.span is not None
     ring = state.conv[batch.span[0]:batch.span[1]]
     ring[taps.write] = qkv
-    return F.silu((ring.to(state.recurrent.dtype) * conv.t()[taps.index]).sum(1), inplace=True)
+    return F.silu((ring.to(ref.wide(state.recurrent)) * conv.t()[taps.index]).sum(1), inplace=True)
 
 
 def _history(conv: Tensor, batch: Batch, plan: _Plan, count: int) -> Tensor:

@@ -28,6 +28,7 @@ DEVICE void wait() {
 DEVICE float low(u32 x) { return __uint_as_float(x << 16); }
 DEVICE float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 DEVICE float wide(u16 x) { return __uint_as_float(u32(x) << 16); }
+DEVICE float wide(float x) { return x; }
 DEVICE u16 narrow(float x) {
     u16 r;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
@@ -108,6 +109,21 @@ DEVICE float4 load4_once(const float *p, u64 policy) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p), "l"(policy));
     return v;
 }
+// The same of four bfloat16 numbers, to which a state may be rounded when it is written.
+DEVICE float4 wide4(uint2 v) { return make_float4(low(v.x), high(v.x), low(v.y), high(v.y)); }
+DEVICE void store4_once(u16 *p, float4 v, u64 policy) {
+    asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1,%2}, %3;"
+                 :: "l"(p), "r"(narrow2(v.x, v.y)), "r"(narrow2(v.z, v.w)), "l"(policy) : "memory");
+}
+DEVICE float4 load4_once(const u16 *p, u64 policy) {
+    uint2 v;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.b32 {%0,%1}, [%2], %3;"
+                 : "=r"(v.x), "=r"(v.y) : "l"(p), "l"(policy));
+    return wide4(v);
+}
+// One number of a state.
+DEVICE void put(float *p, float v) { *p = v; }
+DEVICE void put(u16 *p, float v) { *p = narrow(v); }
 DEVICE uint4 load8(const u16 *p) { return __ldcg((const uint4 *)p); }
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE uint4 load_shared(u32 p) {
@@ -120,6 +136,9 @@ DEVICE uint2 load_shared2(u32 p) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
     return v;
 }
+// Four numbers of a state that was copied there.
+DEVICE float4 take4(const float *p) { return *(const float4 *)p; }
+DEVICE float4 take4(const u16 *p) { return wide4(*(const uint2 *)p); }
 DEVICE u32 load_shared1(u32 p) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");

@@ -5,6 +5,9 @@
 // registers, the next one and all else that its head needs are on their way to shared memory, as loads that are waited
 // for lie behind all those copies. Both round alike.
 
+// The source begins with what a number of a state is in its slot, as the type State: float, or unsigned short, which is
+// bfloat16. In registers it is a float; whoever writes a state rounds it once.
+
 // Entries of a replay ring (`verify.cuh`).
 #define RING 16
 
@@ -12,7 +15,7 @@ struct Gdn {
     const void *proj;    // [T, stride]: q, k, v (the convolved channels), z, b, a
     const u16 *conv;     // [C, 4]
     const float *decay, *dt_bias, *norm;
-    float *state;        // [slots, Hv, DK, DV]
+    State *state;        // [slots, Hv, DK, DV]
     u16 *ring;           // [slots, 4, C]
     void *y;             // [T, Hv * DV] bf16; of blocks of slices: [T, heads_stride] float, not normed yet, and squares
     const i64 *count, *starts, *done, *source, *target;
@@ -79,7 +82,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     DEVICE bool writes(int i) const { return mixes(i) && (leads || local(i) >= 2 * DK); }
     // Of a thread's part of a head's state.
     DEVICE int place() const { return tid / COLUMNS * DV + slice * BV + tid % COLUMNS * 4; }
-    DEVICE float *state(i64 slot) const { return a.state + (slot * a.value_heads + head) * (DK * DV); }
+    DEVICE State *state(i64 slot) const { return a.state + (slot * a.value_heads + head) * (DK * DV); }
     DEVICE void load_history() {
         const u16 *ring = a.ring + i64(source) * 4 * channels;
 #pragma unroll
@@ -176,7 +179,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     }
     // The state after a token. last: where it is to be stored.
     DEVICE void update(const float *mixed, const float *value, const Factors &f, const Rates &r,
-                       const float (&parts)[WARPS][2][BV], float *last) {
+                       const float (&parts)[WARPS][2][BV], State *last) {
         const u64 policy = read_once();
         const int column = tid % COLUMNS, group = tid / COLUMNS;
         float sum[4] = {}, u[4];
@@ -196,7 +199,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         return i64(start + token) * (a.value_heads * DV) + head * DV + slice * BV + tid;
     }
     // One token, whose inputs are convolved. last: where the state is to be stored.
-    DEVICE void advance(int token, const Gates &of, float *last) {
+    DEVICE void advance(int token, const Gates &of, State *last) {
         const float *value = m.mixed + 2 * DK + part * BV;
         const Factors f = factors(m.mixed, m.red);
         project(m.mixed, f, m.parts[part]);
@@ -225,7 +228,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     DEVICE bool older() const { return source != target && tokens == 1 && done >= 3; }
     DEVICE u16 *ring() const { return a.ring + i64(target) * 4 * channels; }
     // One token of the row; following: when its inputs were used, before its state is.
-    template <class Input, class Following> DEVICE void advance(int token, const Gates &of, Input input, float *last,
+    template <class Input, class Following> DEVICE void advance(int token, const Gates &of, Input input, State *last,
                                                                 Following following) {
         const bool kept = older() || (source == target && token + 4 >= tokens);
         convolve(input, kept ? ring() : nullptr, older(), done + token);
@@ -233,7 +236,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         advance(token, of, token + 1 == tokens ? last : nullptr);
     }
     // Tokens from the n-th on, then the places of the ring that no new input went to.
-    DEVICE void rest(int n, Gates of, float *last) {
+    DEVICE void rest(int n, Gates of, State *last) {
         for (; n < tokens; ++n) {
             of.beta = load(gates(n) + head), of.steep = load(gates(n) + a.value_heads + head);
             if (tid < BV) of.gate = load(inputs(n) + channels + head * DV + slice * BV + tid);
@@ -260,7 +263,7 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_spread(const Gdn &a)
     const Place place = Place::of(a, blockIdx.x / Slice::SLICES);
     Slice g(a, shared, blockIdx.x % Slice::SLICES, place);
     if (place.row >= *a.count) return wait();
-    const float *old = g.state(g.source) + g.place();
+    const State *old = g.state(g.source) + g.place();
     const u64 policy = read_once();
 #pragma unroll
     for (int i = 0; i < Slice::ROWS; ++i)
@@ -331,8 +334,8 @@ template <class Head, class In> struct Arriving {
 template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a) {
     using Head = GatedDelta<DK, DV, BV, DV / BV, true, In>;
     using Inputs = Arriving<Head, In>;
-    constexpr int SIZE = DK * DV * 4, CHUNK = SIZE > 16384 ? 16384 : SIZE, KNOWN = 64;
-    extern __shared__ __align__(128) float stage[];
+    constexpr int SIZE = DK * DV * sizeof(State), CHUNK = SIZE > 16384 ? 16384 : SIZE, KNOWN = 64;
+    extern __shared__ __align__(128) State stage[];
     __shared__ typename Head::Shared shared;
     __shared__ __align__(16) Inputs arriving;
     __shared__ Place places[KNOWN];  // of the block's next heads
@@ -347,7 +350,7 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a)
             places[threadIdx.x] = Place::of(a, blockIdx.x + (n + threadIdx.x) * gridDim.x);
     };
     const auto fetch = [&](const Head &g) {  // by one thread
-        const float *from = g.state(g.source);
+        const State *from = g.state(g.source);
         expect_bytes(full, g.done ? SIZE : 0);
         for (int at = 0; g.done && at < SIZE; at += CHUNK)
             bulk_copy(shared_address(stage) + at, (const char *)from + at, CHUNK, full, policy);
@@ -380,7 +383,7 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_stream(const Gdn &a)
             await_barrier(full, n & 1);
 #pragma unroll
             for (int i = 0; i < Head::ROWS; ++i)
-                g.s[i] = g.done ? *(const float4 *)(stage + g.place() + i * Head::GROUPS * DV) : make_float4(0, 0, 0, 0);
+                g.s[i] = g.done ? take4(stage + g.place() + i * Head::GROUPS * DV) : make_float4(0, 0, 0, 0);
             __syncthreads();
             if (threadIdx.x == 0 && exists(n + 1)) fetch(following);
         });

@@ -34,7 +34,8 @@ template <int D> struct EntriesOf<true, D> { using Type = Entries<D>; using Argu
 
 // D: rows and columns of a state. STAGES: states in shared memory. RINGS: over replay rings.
 template <int D, int STAGES, bool RINGS> struct ManyHeads {
-    static constexpr int WARPS = 8, HELPERS = D, ROWS = D / WARPS, SIZE = D * D * 4, CHUNK = 16384, KNOWN = 64;
+    static constexpr int WARPS = 8, HELPERS = D, ROWS = D / WARPS, NUMBER = sizeof(State), SIZE = D * D * NUMBER,
+                         CHUNK = 16384, KNOWN = 64;
     static_assert(D == 128, "a warp has rows of 128 columns");
     using Arguments = typename EntriesOf<RINGS, D>::Arguments;
     struct alignas(16) Shared {
@@ -71,11 +72,11 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
     // A token's step of a state: a lane has four columns, a warp some rows.
     DEVICE void advance(int n, u64 policy) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = n & 1;
-        const u32 at = stage + n % STAGES * SIZE + warp * ROWS * D * 4 + lane * 16;
+        const u32 at = stage + n % STAGES * SIZE + warp * ROWS * D * NUMBER + lane * 4 * NUMBER;
         const Place &p = place(n);
         const Since &from = since(n);
         const bool there = from.base, stores = !RINGS || !from.append;
-        float *to = (float *)state(p.target, p.head) + warp * ROWS * D + lane * 4;
+        State *to = (State *)state(p.target, p.head) + warp * ROWS * D + lane * 4;
         const float *query = m.mixed[side][0] + warp * ROWS, *key = m.mixed[side][1] + warp * ROWS;
         float4 s[ROWS];
         float k4[4] = {}, q4[4] = {};
@@ -83,8 +84,12 @@ template <int D, int STAGES, bool RINGS> struct ManyHeads {
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const uint4 v = there ? load_shared(at + i * D * 4) : make_uint4(0, 0, 0, 0);
-            s[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+            if constexpr (NUMBER == 2) {
+                s[i] = wide4(there ? load_shared2(at + i * D * NUMBER) : make_uint2(0, 0));
+            } else {
+                const uint4 v = there ? load_shared(at + i * D * 4) : make_uint4(0, 0, 0, 0);
+                s[i] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+            }
         }
         if constexpr (RINGS) replay(s, n, warp, lane);
 #pragma unroll

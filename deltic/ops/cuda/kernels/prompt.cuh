@@ -110,7 +110,7 @@ template <int D> DEVICE void prompt_ring(const PromptRing &a) {
 }
 
 struct CopySlot {
-    float *state;  // [slots, state_size]
+    float *state;  // [slots, state_size]: words, whatever numbers are in them
     u16 *ring;     // [slots, ring_size]
     const i64 *target, *emit_row, *emit_slot;
     int state_size, ring_size, rows;

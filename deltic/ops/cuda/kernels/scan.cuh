@@ -3,7 +3,7 @@
 struct DeltaScan {
     const u16 *tiles, *terms;
     const float *gates;
-    float *state;  // [slots, Hv, D, D]
+    State *state;  // [slots, Hv, D, D]: State as in gdn.cuh
     u16 *core;     // [T, Hv * D]
     const i64 *starts, *done, *source, *target, *firsts, *emit_row, *emit_length, *emit_slot;  // firsts: chunk of each row
     int key_heads, value_heads, tiled, row, emits;  // row: the first with several tokens
@@ -103,15 +103,15 @@ template <int D> struct Scan {
         chunks = (tokens + CHUNK - 1) / CHUNK;
     }
     DEVICE bool has_columns() const { return C == 64 || warp * 16 < C; }
-    DEVICE float *state_at(i64 slot) const {  // of s[0]
+    DEVICE State *state_at(i64 slot) const {  // of s[0]
         return a.state + ((slot * a.value_heads + head) * D + q * 2) * D + block * C + warp * 16 + g;
     }
     DEVICE static int offset(int i) { return ((i >> 2) * 8 + (i & 1)) * D + (i >> 1 & 1) * 8; }
     DEVICE void store_state(i64 slot, const float (&x)[D / 2]) const {
         if (!has_columns()) return;
-        float *to = state_at(slot);
+        State *to = state_at(slot);
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) to[offset(i)] = x[i];
+        for (int i = 0; i < D / 2; ++i) put(to + offset(i), x[i]);
     }
     template <int N> DEVICE void publish(int at, const u32 (&x)[N][4]) const {
 #pragma unroll
@@ -204,7 +204,7 @@ template <int D> struct Scan {
         float s[D / 2] = {}, v[32];  // [columns, D], [columns, tokens]
         u32 left[STEPS][4], u[4][4];
         if (done && has_columns()) {
-            const float *from = state_at(a.source[row]);
+            const State *from = state_at(a.source[row]);
 #pragma unroll
             for (int i = 0; i < D / 2; ++i) s[i] = load(from + offset(i));
         }

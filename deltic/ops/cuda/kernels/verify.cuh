@@ -42,7 +42,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
     DEVICE i64 entry(int position) const { return unit * RING + (position & (RING - 1)); }
     // The slot's state, and what the ring's entries do to it; the three inputs before the first token.
     DEVICE void load_state() {
-        const float *old = this->state(source) + this->place();
+        const State *old = this->state(source) + this->place();
         const u64 policy = read_once();
         const int column = tid % COLUMNS, group = tid / COLUMNS;
 #pragma unroll
@@ -97,7 +97,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
     DEVICE void fold() {
         if (!append || done + tokens - base <= RING) return;
         const u64 policy = read_once();
-        float *const to = this->state(target) + this->place();
+        State *const to = this->state(target) + this->place();
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) store4_once(to + i * GROUPS * DV, s[i], policy);
         store_history(done);
@@ -260,9 +260,9 @@ DEVICE void append(const Append &a) {
 }
 
 struct Fold {
-    const float *source_state;  // [layers, Hv, DK, DV], with so many numbers from one layer to the next
+    const State *source_state;  // [layers, Hv, DK, DV], with so many numbers from one layer to the next
     const u16 *source_conv;     // [layers, 4, C]
-    float *state;
+    State *state;
     u16 *conv;
     const u16 *inputs;          // [layers, RING, C], and so on: those of the unit
     const float *keys, *updates, *decays;
@@ -280,14 +280,14 @@ DEVICE void fold(Fold a) {
     const int head = blockIdx.x, from = a.tiled ? head % a.key_heads : head / (a.value_heads / a.key_heads);
     const int size = a.key_dim * a.value_dim, part = size / gridDim.y;
     for (int i = blockIdx.y * part + threadIdx.x; i < int(blockIdx.y + 1) * part; i += 256) {
-        float s = a.base ? a.source_state[i64(head) * size + i] : 0.f;
+        float s = a.base ? wide(a.source_state[i64(head) * size + i]) : 0.f;
         for (int position = a.base; position < a.done; ++position) {
             const int place = position & (RING - 1);
             s = __fmaf_rn(a.keys[(place * a.key_heads + from) * a.key_dim + i / a.value_dim],
                           a.updates[(place * a.value_heads + head) * a.value_dim + i % a.value_dim],
                           __fmul_rn(a.decays[place * a.value_heads + head], s));
         }
-        a.state[i64(head) * size + i] = s;
+        put(a.state + i64(head) * size + i, s);
     }
     for (int c = (blockIdx.y * gridDim.x + head) * 256 + threadIdx.x; c < a.channels; c += gridDim.x * gridDim.y * 256)
         for (int p = 0; p < 4; ++p) {
