@@ -1,5 +1,5 @@
-"""Experts that threads of the host compute when they are asked through shared memory: the right sums, a token's own bits
-whoever else asks and however many threads there are, and threads that sleep, wake and end."""
+"""Experts that threads of the host compute when they are asked through shared memory: the right sums, a token's
+own bits whoever else asks and however many threads there are, and threads that sleep, wake and end."""
 
 from __future__ import annotations
 
