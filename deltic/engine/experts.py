@@ -38,10 +38,12 @@ _LEAST_SHARE = 0.1
 
 @dataclass(slots=True)
 class Experts:
-    """The experts of a running model. profile: where their scores are kept, if they are."""
+    """The experts of a running model. profile: where their scores are kept, if they are. rates: bytes of experts a
+    second that the host computes, and that a card copies, where both were measured."""
 
     store: ExpertStore | CardStore
     profile: Path | None
+    rates: tuple[float, float] | None = None
 
     def statistics(self) -> ExpertStatistics:
         """For any thread."""
@@ -122,14 +124,13 @@ def fill_card(store: CardStore, options: EngineConfig, per_token: int) -> Expert
     store.fill(slots, _read_profile(profile, [store.count] * len(store.pools()))
                if profile and profile.exists() else None)
     log.info("%d of %d experts of each layer are on the GPU (%.1f MiB)", slots, store.count, store.nbytes / (1 << 20))
-    if slots < store.count and options.expert_compute != "card" and not missing():
-        _share_with_host(store, options, per_token)
-    return Experts(store, profile)
+    shares = slots < store.count and options.expert_compute != "card" and not missing()
+    return Experts(store, profile, _share_with_host(store, options, per_token) if shares else None)
 
 
-def _share_with_host(store: CardStore, options: EngineConfig, per_token: int) -> None:
+def _share_with_host(store: CardStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
     """Let cores of the host compute as many of the experts that are not on the card as the options say, or as they were
-    measured to compute in the time in which the card reads the others."""
+    measured to compute in the time in which the card reads the others. The rates, as of `Experts`."""
     threads = max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
     beside = Beside(store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True)
     host, card = beside.rate(), store.copy_rate()
@@ -141,6 +142,7 @@ def _share_with_host(store: CardStore, options: EngineConfig, per_token: int) ->
         store.share(HostExperts(beside, torch.device(options.device)), share)
     else:
         beside.close()
+    return host, card
 
 
 def host_share(host: float, card: float) -> float:
