@@ -4,10 +4,10 @@
     python bench/gpu_experts.py --layers 20 --cap 64 --batch 1 8 --expert-compute host
 
 Random weights, whose tokens choose nearly evenly. `all_us`: a step with all experts on the card. What the host has
-computed and the card has read or exchanged (MB a step) comes from the counters, `host_gb_s` and `copy_gb_s` from what was
-measured as the model was loaded: one layer's experts computed for one token at a time, and copied to the card from pinned
-memory. With that `allowed_us` is all_us and the longer one of computing and reading, which happen at the same time;
-`share`: of that what was reached. `card` has no part for the host: there all that is missing is read.
+computed and the card has read or exchanged (MB a step) comes from the counters, `host_gb_s` and `copy_gb_s` from what
+was measured as the model was loaded: one layer's experts computed for one token at a time, and copied to the card from
+pinned memory. With that `allowed_us` is all_us and the longer one of computing and reading, which happen at the same
+time; `share`: of that what was reached. `card` has no part for the host: there all that is missing is read.
 """
 
 from __future__ import annotations
