@@ -255,8 +255,8 @@ def test_a_host_that_does_not_answer_costs_its_tokens_and_no_more() -> None:
 
 
 CONFIG = replace(ModelConfig.preset("qwen3.5-35b-a3b", 4), hidden_size=512, vocab_size=5003)
-OPTIONS = {"device": "cuda", "dtype": "bfloat16", "memory": "1GiB", "max_batch": 64, "max_context": 4096,
-           "speculate": "off"}
+OPTIONS = {"device": "cuda", "dtype": "bfloat16", "memory": "2GiB", "max_batch": 64, "max_context": 4096,
+           "speculate": "off", "threads": 3}
 
 
 def loaded(experts: ExpertsConfig, cap: int, compute: str, **changes: Any) -> Runtime:

@@ -131,7 +131,7 @@ def fill_card(store: CardStore, options: EngineConfig, per_token: int) -> Expert
 def _share_with_host(store: CardStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
     """Let cores of the host compute as many of the experts that are not on the card as the options say, or as they were
     measured to compute in the time in which the card reads the others. The rates, as of `Experts`."""
-    threads = max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
+    threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
     beside = Beside(store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True)
     host, card = beside.rate(), store.copy_rate()
     share = 1.0 if options.expert_compute == "host" else host_share(host, card)
