@@ -54,7 +54,8 @@ def test_structs_are_the_kernels(name: str) -> None:
 @pytest.mark.skipif(bool(missing()), reason=str(missing()))
 def test_kernels_are_told_where_the_mailbox_lies() -> None:
     threads = Beside([torch.zeros(3, 3 * 8 * 64, dtype=torch.bfloat16)], 64, 2, (1, 0))
-    threads.ask(0, 0)
+    threads.counts[0] = 1
+    threads.ask(0, 1)
     host = HostExperts(threads, torch.device("cpu"), 0.25)
     given = dict.fromkeys(("x", "scale", "logits", "weights", "count", "starts"))
     asked = arguments.AskHost(layer=3, eps=1e-6, tokens=5, first=0, **host.request, **given)
@@ -63,6 +64,7 @@ def test_kernels_are_told_where_the_mailbox_lies() -> None:
         assert getattr(asked, name) == getattr(threads, name).data_ptr()
     assert (asked.request, asked.answer) == tuple(word.data_ptr() for word in threads.words)
     assert (added.answer, added.sums, added.limit) == (asked.answer, threads.sums.data_ptr(), 250_000_000)
+    assert host.computed() == 0 and threads.computed() == 1
     assert host._state.tolist() == [1, *[0] * 19] and added.state == asked.state == host._state.data_ptr()
     threads.close()
 

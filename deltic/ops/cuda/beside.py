@@ -23,7 +23,7 @@ class HostExperts:
         """To be made when the host itself has asked for the last time: the card counts on from there. patience: seconds
         instead of `PATIENCE`."""
         patience = PATIENCE if patience is None else patience
-        self.beside = beside
+        self.beside, self._before = beside, beside.computed()
         state = torch.zeros(_STATE + TOKENS, dtype=torch.int32)
         state[0] = beside.words[0][0]
         self._state = state.to(device)
@@ -33,3 +33,7 @@ class HostExperts:
             "experts": beside.experts, "shares": beside.shares, "factors": beside.factors, "input": beside.input}
         self.answer: dict[str, object] = {"state": self._state, "answer": answer, "sums": beside.sums,
                                           "limit": round(patience * 1e9)}
+
+    def computed(self) -> int:
+        """Experts that were computed for the card, each once for a request. For any thread."""
+        return self.beside.computed() - self._before

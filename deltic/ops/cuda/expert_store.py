@@ -211,7 +211,7 @@ class ExpertStore:
 
     def statistics(self) -> ExpertStatistics:
         """For any thread. What the last steps wanted is not known yet."""
-        moved, computed = self._read + self._promotions, self.host.beside.computed() if self.host else 0
+        moved, computed = self._read + self._promotions, self.host.computed() if self.host else 0
         return ExpertStatistics(tuple(self._hits), tuple(self._misses), moved * self.expert_bytes, self._promotions,
                                 self._refreshes, 0, 0, 0.0, 0.0, computed, computed * self.expert_bytes)
 
@@ -232,7 +232,7 @@ class ExpertStore:
     def _count_read(self, missed: int) -> None:
         """Of the misses that came to be known those that the card has read: all that the host did not compute, which is
         known of later steps, too."""
-        computed = self.host.beside.computed() if self.host else 0
+        computed = self.host.computed() if self.host else 0
         self._ahead += computed - self._computed
         self._computed = computed
         own = min(self._ahead, missed)
