@@ -108,10 +108,9 @@ def store_of(weights: MoeWeights, shape: ExpertsShape, slots: int, share: float,
     device = torch.device("cuda", torch.cuda.current_device())
     store = ExpertStore(2, shape.count, shape.size, shape.hidden, device, 1)
     for layer, order in enumerate((reversed(weights.experts), weights.experts)):
-        gate_up, down = (torch.stack([tensor for part in parts if isinstance(tensor := getattr(part, name), Tensor)])
-                         for parts in [list(order)] for name in ("gate_up", "down"))
-        gate, up = gate_up[:, :shape.size], gate_up[:, shape.size:]
-        for name, stack in (("gate", gate), ("up", up), ("down", down)):
+        parts: list[Any] = list(order)
+        both, down = (torch.stack([getattr(part, name) for part in parts]) for name in ("gate_up", "down"))
+        for name, stack in (("gate", both[:, :shape.size]), ("up", both[:, shape.size:]), ("down", down)):
             assert store.take(f"model.layers.{layer}.mlp.experts.{name}_proj.weight", stack)
     store.fill(slots)
     if share:
