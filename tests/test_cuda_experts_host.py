@@ -107,8 +107,8 @@ def store_of(weights: MoeWeights, shape: ExpertsShape, slots: int, share: float,
     """Two layers, of which the first has the experts in the opposite order. share 0: the card reads all."""
     device = torch.device("cuda", torch.cuda.current_device())
     store = ExpertStore(2, shape.count, shape.size, shape.hidden, device, 1)
-    for layer, order in enumerate((reversed(weights.experts), weights.experts)):
-        parts: list[Any] = list(order)
+    experts: list[Any] = list(weights.parts[:shape.count])
+    for layer, parts in enumerate((experts[::-1], experts)):
         both, down = (torch.stack([getattr(part, name) for part in parts]) for name in ("gate_up", "down"))
         for name, stack in (("gate", both[:, :shape.size]), ("up", both[:, shape.size:]), ("down", down)):
             assert store.take(f"model.layers.{layer}.mlp.experts.{name}_proj.weight", stack)
