@@ -21,7 +21,7 @@ HEADER = "deltic/ops/cpu/deltic.h"
 """The C interface, beside the library for those who call it from other languages."""
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
          "-fno-strict-aliasing")
-PER_LEVEL = ("linear", "gdn", "attention", "elementwise", "sample", "encode")
+PER_LEVEL = ("linear", "gdn", "attention", "elementwise", "sample", "encode", "rows")
 """Sources that are compiled once for every level; the others make do with what every processor has."""
 _AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
            "-mprefer-vector-width=512")

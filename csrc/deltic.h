@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever something below does. */
-#define DELTIC_ABI 10
+#define DELTIC_ABI 11
 int deltic_abi(void);
 
 /* Tokens of a page, entries of a unit of a replay ring, rows of a matrix that are packed together; the functions give
@@ -240,6 +240,43 @@ typedef struct deltic_moe_layer {
  * last the shared expert times sigmoid of its gate. An expert's weights are read once, for all tokens that pass it. A
  * row of y does not depend on the other tokens. */
 int deltic_moe(deltic_pool *pool, const float *x, int64_t tokens, const deltic_moe_layer *layer, float *y);
+
+/* ---- Experts that threads of the host compute beside a GPU, which asks for them through memory that both see. */
+
+typedef struct deltic_beside deltic_beside;
+
+/* weights [layers]: bfloat16 [experts, 3, size, hidden] of each layer: an expert's gate, the other half of its rows, then
+ * what comes after them, [hidden, size]. Read as long as the object lives. */
+typedef struct {
+    int64_t hidden, size, experts, layers;
+    int64_t most;               /* experts of a token */
+    const void *const *weights;
+} deltic_beside_model;
+
+/* Who asks writes a request, and last its number, another one than before; then it may not touch the request until
+ * `answer` is that number, which is when `sums` are there. Both numbers begin alike. */
+typedef struct {
+    uint32_t *request;          /* [3]: its number, the layer, the tokens, up to DELTIC_PAGE */
+    uint32_t *answer;           /* [1] */
+    const int32_t *counts;      /* [DELTIC_PAGE]: experts of each token, none or more */
+    const int32_t *experts;     /* [DELTIC_PAGE, most]: which, in the order in which they are added up */
+    const float *shares;        /* [DELTIC_PAGE, most] */
+    const float *factors;       /* [DELTIC_PAGE]: what the products of a token's input are to be multiplied with */
+    const uint16_t *input;      /* [DELTIC_PAGE, hidden] bfloat16 */
+    float *sums;                /* [DELTIC_PAGE, hidden]: of tokens that have experts; NaN if the request makes no sense */
+} deltic_mailbox;
+
+/* Sums of down(silu(gate) * other * share) over a token's experts, with what lies between the products rounded to
+ * bfloat16. A token's bits depend on its own experts alone, and on no number of threads. `threads` at a level take part.
+ * NULL if memory or threads ran out, or if the processor or the build lacks the level. */
+deltic_beside *deltic_beside_new(const deltic_beside_model *model, const deltic_mailbox *mailbox, int threads, int level);
+/* Ends the threads when a request that they are at is done. */
+void deltic_beside_free(deltic_beside *beside);
+/* Requests may come: threads listen from now on, and for a minute after the last one. Needs no turn; any thread may call
+ * it. */
+void deltic_beside_wake(deltic_beside *beside);
+/* Experts that were computed since it was made, each once for a request. Any thread may call it. */
+int64_t deltic_beside_computed(const deltic_beside *beside);
 
 /* Changes a row of logits in place: positive ones are divided by repetition [width], others multiplied by it; then
  * offset [width] is added, where -inf forbids the token. Either may be null: 1, or 0, everywhere. */

@@ -6,7 +6,7 @@ namespace {
 #define DELTIC_TABLE(level) {level::linear,    level::linear_fine, level::linear_many, level::gdn, level::attention,   \
                              level::fold_ring, level::store_kv,    level::add_norm,    level::silu_mul, level::top,    \
                              level::adjust,    level::draw_any,    level::full_attention, level::layer_norm,           \
-                             level::gelu,      level::add_bias}
+                             level::gelu,      level::add_bias,    level::dots,        level::gate_rounded}
 
 constexpr Kernels kTables[] = {
     DELTIC_TABLE(portable),

@@ -54,7 +54,10 @@ struct Attention {
     void layer_norm(deltic_pool *pool, const float *residual, const float *delta, const float *bias,                   \
                     const float *scale, const float *shift, float *out, int64_t tokens, int64_t width, float eps);     \
     void gelu(deltic_pool *pool, float *x, const float *bias, int64_t tokens, int64_t width, bool tanh);               \
-    void add_bias(deltic_pool *pool, float *x, const float *delta, const float *bias, int64_t tokens, int64_t width);
+    void add_bias(deltic_pool *pool, float *x, const float *delta, const float *bias, int64_t tokens, int64_t width);    \
+    void dots(const uint16_t *rows, int64_t count, int64_t columns, const float *const *x, int64_t vectors,            \
+              float *out, int64_t stride);                                                                             \
+    void gate_rounded(const float *gate, const float *other, float factor, float share, int64_t count, float *out);
 
 #define DELTIC_DECLARE(level)                                                                                          \
     namespace level {                                                                                                  \
@@ -85,6 +88,9 @@ struct Kernels {
     decltype(&portable::layer_norm) layer_norm;
     decltype(&portable::gelu) gelu;
     decltype(&portable::add_bias) add_bias;
+    // These two work in the calling thread alone. See rows.cpp.
+    decltype(&portable::dots) dots;
+    decltype(&portable::gate_rounded) gate_rounded;
 };
 
 // Weights are fetched into the second-level cache so many bytes before they are needed: computing goes too slowly for

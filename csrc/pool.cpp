@@ -23,13 +23,13 @@
 
 namespace {
 
-// How long a thread looks for news before it sleeps: longer than the gap between two pieces of a step, shorter than
-// anybody would notice.
-constexpr auto kPatience = std::chrono::microseconds(60);
+// How long a thread looks for news before it sleeps, in microseconds: longer than the gap between two pieces of a step,
+// shorter than anybody would notice.
+constexpr int64_t kPatience = 60;
 
 // Looks for `ready` for a while; false if it has not come.
-template <typename Ready> bool look(Ready ready) {
-    auto until = std::chrono::steady_clock::now() + kPatience;
+template <typename Ready> bool look(int64_t patience, Ready ready) {
+    auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(patience);
     do {
         for (int i = 0; i < 64; ++i) {
             if (ready()) return true;
@@ -69,6 +69,7 @@ struct deltic_pool {
     std::atomic<uint32_t> job{0};      // number of the newest job: what sleeping threads wait on
     std::atomic<uint32_t> left{0};     // pieces of it that are not done
     std::atomic<bool> closing{false};
+    std::atomic<int64_t> patience{kPatience};
     std::atomic<void (*)(void *, int64_t, int)> body{nullptr};
     std::atomic<void *> context{nullptr};
 
@@ -99,7 +100,7 @@ struct deltic_pool {
         uint32_t done = 0;
         while (true) {
             auto news = [&] { return job.load(std::memory_order_acquire) != done; };
-            if (!look(news)) job.wait(done, std::memory_order_acquire);
+            if (!look(patience.load(std::memory_order_relaxed), news)) job.wait(done, std::memory_order_acquire);
             if (closing.load(std::memory_order_acquire)) return;
             uint32_t number = job.load(std::memory_order_acquire);
             if (number == done) continue;
@@ -135,13 +136,17 @@ void run_pieces(deltic_pool *pool, int64_t pieces, void (*body)(void *, int64_t,
     pool->job.notify_all();
     pool->work(number, 0);
     auto finished = [&] { return pool->left.load(std::memory_order_acquire) == 0; };
-    while (!look(finished)) {
+    while (!look(kPatience, finished)) {
         uint32_t rest = pool->left.load(std::memory_order_acquire);
         if (rest) pool->left.wait(rest, std::memory_order_acquire);
     }
 }
 
 const Kernels &kernels(const deltic_pool *pool) { return *pool->kernels; }
+
+void be_patient(deltic_pool *pool, int64_t microseconds) {
+    pool->patience.store(microseconds, std::memory_order_relaxed);
+}
 
 int pool_threads(const deltic_pool *pool) { return int(pool->threads.size()) + 1; }
 

@@ -19,6 +19,9 @@ void run_pieces(deltic_pool *pool, int64_t pieces, void (*body)(void *, int64_t,
 
 int pool_threads(const deltic_pool *pool);
 
+// Idle threads look for work for so long before they sleep; at first for 60 microseconds.
+void be_patient(deltic_pool *pool, int64_t microseconds);
+
 // A pool without other threads, at the same level, with scratch memory of its own: for a body that calls kernels, which
 // then run in its thread. thread: as given to the body.
 deltic_pool *alone(deltic_pool *pool, int thread);

@@ -296,10 +296,11 @@ def test_experts_beside_the_card() -> None:
                      experts=ExpertsConfig(60, 9, 40, 40))
     options = EngineConfig(device="cuda", dtype="bfloat16", memory="1GiB", max_batch=64, max_context=4096,
                            speculate="off")
+    beside = replace(options, expert_cap=1, expert_compute="card")
     whole = load(RandomModel(shape=config), options)
     wanted: dict[int, list[Tensor]] = {}
     for cap in (60, 1, 15):
-        some = whole if cap == 60 else load(RandomModel(shape=config), replace(options, expert_cap=cap))
+        some = whole if cap == 60 else load(RandomModel(shape=config), replace(beside, expert_cap=cap))
         for rows in (1, 5, 12, 40, 3):
             long = rows == 3
             plan = Plan(tuple(Row(tuple(range(7 + row, 97 + row)) if long else (7 + row,), 0 if long else 20 + row,
@@ -350,7 +351,7 @@ def test_same_answers_with_drafts(cap: int | None) -> None:
                      experts=ExpertsConfig(60, 9, 40, 40))
     loaded = load(RandomModel(shape=config, head=True, initializer_range=0.05), EngineConfig(
         device="cuda", dtype="bfloat16", memory="1GiB", max_batch=16, max_context=2048, speculate="mtp:4",
-        expert_cap=cap))
+        expert_cap=cap, expert_compute="card" if cap else "auto"))
     assert loaded.verifies, "the kernels do not serve this model, or not its head"
     requests = [replace(greedy(numbers(seed, 30 + seed, 5003), 40, str(seed)), output=SamplingParams(
         temperature=0.8 * (seed % 2), seed=seed, max_tokens=40, ignore_eos=True)) for seed in range(3)]

@@ -29,8 +29,9 @@ from deltic.engine.batch import decoding, power_of_two, step_of, verifying
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
+from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
-from deltic.engine.scheduler import DEFERRED, Plan, Row
+from deltic.engine.scheduler import DEFERRED
 from deltic.engine.session import Session
 from deltic.ops import explain, ref
 from deltic.ops.records import Batch, GdnWeights, Layer, RingView, StateView

@@ -283,12 +283,17 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ([where, "--expert-cap", "2", "--ops", "moe=torch"], "leave out --ops"),
         ([where, "--expert-cap", "2", "--expert-predict", "--device", "cuda"], "expert_predict is for device cpu"),
         ([where, "--expert-predict"], "expert_predict is for experts that are not all in memory"),
+        ([where, "--expert-cap", "2", "--expert-compute", "host"], "expert_compute=host is for experts that are not"),
+        (["tiny", "--device", "cuda", "--expert-compute", "card"], "expert_compute=card is for experts that are not"),
+        ([where, "--expert-cap", "2", "--expert-compute", "none"], "--expert-compute: invalid choice"),
         ([gguf, "--expert-cap", "2", "--packed-weights", "off"], "add --packed-weights on"),
     ]
     for arguments, message in cases:
         assert main(["inspect", *arguments]) == 2, arguments
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error, (arguments, error)
+    with pytest.raises(ConfigError, match="expert_compute must be one of auto, card, host, not 'none'"):
+        replace(options, expert_compute="none")
     with pytest.raises(ConfigError, match="random weights lie in no file"):
         load(RandomModel(shape=ODD), replace(options, expert_cap=2))
     (Path(where) / "model.safetensors").unlink()

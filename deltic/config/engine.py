@@ -29,6 +29,7 @@ _CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES: Final = ("auto", "fp8")
 _STATE_DTYPES: Final = ("float32", "bfloat16")
+_COMPUTES: Final = ("auto", "card", "host")
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -85,6 +86,9 @@ class EngineConfig:
     expert_refresh: int = _option(1, "exchange experts in memory for those that are wanted more often in every Nth "
                                   "step")
     expert_predict: bool = _option(False, "read experts ahead that the next layer's router would choose now")
+    expert_compute: str = _option("auto", "on a GPU, who computes experts that are not on the card where few tokens "
+                                  "want them. card: it reads them from the host's memory; host: the host's cores do; "
+                                  "auto: both, each as many as it was measured to be fast", choices=_COMPUTES)
     expert_profile: str | None = _option(None, "file that says which experts are wanted often: read at the start, if "
                                          "it is there, and written at the end")
     cpu_level: str = _option("auto", "instructions that the CPU kernels use; auto: the best that the processor has",
@@ -114,7 +118,7 @@ class EngineConfig:
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}", "dtype")
         for name, choices in {"kv_dtype": _KV_DTYPES, "state_dtype": _STATE_DTYPES, "packed_weights": _PACKED,
-                              "quant": _QUANTS, "cpu_level": _CPU_LEVELS}.items():
+                              "quant": _QUANTS, "expert_compute": _COMPUTES, "cpu_level": _CPU_LEVELS}.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(getattr(self, name))}", name)
         if self.kv_dtype == "fp8" and self.device == "cpu":
@@ -160,6 +164,9 @@ class EngineConfig:
             if getattr(self, name) and not self.offloads_experts:
                 raise ConfigError(f"{name} is for experts that are not all in memory: give expert_memory, or leave it "
                                   "out", name)
+        if self.expert_compute != "auto" and (self.device == "cpu" or not self.offloads_experts):
+            raise ConfigError(f"expert_compute={self.expert_compute} is for experts that are not all on a GPU: leave "
+                              "it out, or give device cuda and expert_memory", "expert_compute")
         if self.expert_predict and self.device != "cpu":
             raise ConfigError(f"expert_predict is for device cpu, not {self.device}; leave it out", "expert_predict")
         if self.offloads_experts and self.quant != "none":
@@ -175,6 +182,7 @@ class EngineConfig:
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
                             "host_memory": str | None, "cache_dir": str | None, "aot_dir": str | None,
                             "mmproj": str | None, "expert_memory": str | None, "expert_reserve": str,
+                            "expert_compute": str,
                             "expert_predict": bool, "expert_profile": str | None, "debug_layers": bool,
                             "limits": Limits}.items():
             if not isinstance(getattr(self, name), kinds):

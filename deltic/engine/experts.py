@@ -12,13 +12,15 @@ from typing import cast
 
 import torch
 
-from deltic.config import DType, EngineConfig, ExpertsConfig, ModelConfig, available_memory
+from deltic.config import DType, EngineConfig, ExpertsConfig, ModelConfig, available_cores, available_memory
 from deltic.config.machine import parse_bytes
 from deltic.errors import ConfigError, show
 from deltic.ops import Ops
-from deltic.ops.cpu import missing
+from deltic.ops.cpu import missing, pool_of
+from deltic.ops.cpu.beside import Beside
 from deltic.ops.cpu.experts import ExpertStore, expert_bytes
 from deltic.ops.cpu.library import Pool
+from deltic.ops.cuda.beside import HostExperts
 from deltic.ops.cuda.expert_store import ExpertStore as CardStore
 from deltic.ops.cuda.experts import ExpertsShape
 from deltic.ops.stored import ExpertStatistics
@@ -27,14 +29,21 @@ from deltic.weights.hub import ModelFiles
 log = logging.getLogger("deltic")
 
 _MOST_PROFILE = 64 << 20
+_MOST_THREADS, _OTHERS = 16, 2
+"""Threads that compute experts beside a GPU at most, and cores that are left for others: the memory is slower than
+more of them."""
+_LEAST_SHARE = 0.1
+"""Of the experts beside a GPU; computing fewer on the host is not worth asking it."""
 
 
 @dataclass(slots=True)
 class Experts:
-    """The experts of a running model. profile: where their scores are kept, if they are."""
+    """The experts of a running model. profile: where their scores are kept, if they are. rates: bytes of experts a
+    second that the host computes, and that a card copies, where both were measured."""
 
     store: ExpertStore | CardStore
     profile: Path | None
+    rates: tuple[float, float] | None = None
 
     def statistics(self) -> ExpertStatistics:
         """For any thread."""
@@ -47,6 +56,10 @@ class Experts:
         log.info("experts: %.1f %% of %d were in memory, %.1f MiB were read in %.1f s, %d promoted; steps waited "
                  "%.1f s", 100 * hits / max(hits + misses, 1), hits + misses, found.bytes / (1 << 20),
                  found.reading, found.promotions, found.waited)
+        if isinstance(self.store, CardStore) and self.store.host:
+            log.info("experts: of %d misses the host computed %d, %.1f MiB", misses, found.computed,
+                     found.computed_bytes / (1 << 20))
+            self.store.close()
         if self.profile:
             try:
                 fresh = self.profile.with_name(self.profile.name + ".new")
@@ -67,6 +80,8 @@ def check_experts(files: ModelFiles | None, config: ModelConfig, options: Engine
     reason = None
     if config.experts is None:
         reason = "this is a dense model, without experts; leave it out"
+    elif options.expert_compute == "host" and missing():
+        asked, reason = "expert_compute", next(iter(missing().values()))
     elif options.device != "cpu":
         reason = _not_beside_the_card(config, config.experts, options, dtype)
     elif files is None:
@@ -100,15 +115,41 @@ def card_store(config: ModelConfig, options: EngineConfig) -> CardStore | None:
                      torch.device(options.device), options.expert_refresh)
 
 
-def fill_card(store: CardStore, options: EngineConfig) -> Experts:
-    """As many experts on the card as the options say. To be called when the other weights are there."""
+def fill_card(store: CardStore, options: EngineConfig, per_token: int) -> Experts:
+    """As many experts on the card as the options say. To be called when the other weights are there. per_token: experts
+    that a token passes."""
     free = torch.cuda.mem_get_info(options.device)[0]
     slots = _slots([store.expert_bytes] * len(store.pools()), store.count, options, free)
     profile = Path(options.expert_profile) if options.expert_profile else None
     store.fill(slots, _read_profile(profile, [store.count] * len(store.pools()))
                if profile and profile.exists() else None)
     log.info("%d of %d experts of each layer are on the GPU (%.1f MiB)", slots, store.count, store.nbytes / (1 << 20))
-    return Experts(store, profile)
+    shares = slots < store.count and options.expert_compute != "card" and not missing()
+    return Experts(store, profile, _share_with_host(store, options, per_token) if shares else None)
+
+
+def _share_with_host(store: CardStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
+    """Let cores of the host compute as many of the experts that are not on the card as the options say, or as they were
+    measured to compute in the time in which the card reads the others. The rates, as of `Experts`."""
+    threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
+    beside = Beside(store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True)
+    host, card = beside.rate(), store.copy_rate()
+    share = 1.0 if options.expert_compute == "host" else host_share(host, card)
+    log.info("experts that are not on the GPU: %d threads of the host compute %.1f GB/s, the GPU copies %.1f GB/s: the "
+             "host computes %.0f %% of them (expert_compute=%s)", threads, host / 1e9, card / 1e9, 100 * share,
+             options.expert_compute)
+    if share:
+        store.share(HostExperts(beside, torch.device(options.device)), share)
+    else:
+        beside.close()
+    return host, card
+
+
+def host_share(host: float, card: float) -> float:
+    """Of the experts that are not on a card those that the host is to compute, from 0 to 1, so that both end at the
+    same time. host, card: bytes a second that it computes, and that the card reads."""
+    share = host / (host + card)
+    return share if share >= _LEAST_SHARE else 0.0
 
 
 def open_experts(files: ModelFiles, options: EngineConfig, ops: Ops, dtype: DType) -> Experts:

@@ -203,7 +203,8 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
     if card:
-        experts: Experts | None = fill_card(card, options)
+        assert config.experts
+        experts: Experts | None = fill_card(card, options, config.experts.per_token)
     else:
         experts = open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())

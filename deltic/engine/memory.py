@@ -52,7 +52,7 @@ def share_memory(options: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
     """The options of a model and of the one that drafts for it, which gets a quarter of the memory."""
     memory = options.memory_bytes or free_memory(options.device) // 2
     drafting = replace(options, memory=str(memory // 4), speculate="off", cache_dir=None, expert_memory=None,
-                       expert_cap=None, expert_predict=False, expert_profile=None)
+                       expert_cap=None, expert_predict=False, expert_profile=None, expert_compute="auto")
     return replace(options, memory=str(memory - memory // 4)), drafting
 
 

@@ -43,6 +43,7 @@ class ExpertStatistics:
     refreshes: times that those of a layer might.
     predicted, useful: experts that were read ahead of their layer, and those of them that it wanted.
     waited: seconds that steps waited for what was being read. reading: seconds in which something was.
+    computed, computed_bytes: misses that the host computed beside a GPU, each once for a request, and what they take.
     """
 
     hits: tuple[int, ...]
@@ -54,3 +55,5 @@ class ExpertStatistics:
     useful: int
     waited: float
     reading: float
+    computed: int = 0
+    computed_bytes: int = 0

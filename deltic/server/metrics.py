@@ -103,12 +103,15 @@ def _experts(now: Snapshot) -> Iterator[_Family]:
         return
     for name, line, layers in (("hits", "Experts that a step wanted of a layer and found in memory.", found.hits),
                                ("misses", "Experts that were read for a step: from the model's files, beside a GPU "
-                                          "from the host's memory.", found.misses)):
+                                          "from the host's memory, or computed there.", found.misses)):
         yield _Family(f"expert_{name}_total", "counter", line,
                       tuple(("", {"layer": str(layer)}, count) for layer, count in enumerate(layers)))
     yield _one("expert_read_bytes_total", "counter", "Bytes of experts that were read from there.", found.bytes)
     yield _one("expert_promotions_total", "counter", "Experts that took the place of another one in memory.",
                found.promotions)
+    yield _one("expert_computed_total", "counter", "Misses that the host has computed beside a GPU.",
+               found.computed)
+    yield _one("expert_computed_bytes_total", "counter", "Bytes of these.", found.computed_bytes)
     yield _one("expert_predicted_total", "counter", "Experts that were read ahead of their layer.", found.predicted)
     yield _one("expert_predicted_useful_total", "counter", "Those of them that the layer wanted.", found.useful)
     yield _one("expert_reading_seconds_total", "counter", "Time in which experts were being read.", found.reading)

@@ -22,7 +22,7 @@ from deltic.ops.records import PAGE, RING, Batch
 
 Result = TypeVar("Result")
 
-_COMPILED = {"deltic_abi": 10, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
+_COMPILED = {"deltic_abi": 11, "deltic_page": PAGE, "deltic_ring": RING, "deltic_panel": PANEL}
 """What the library must say of itself, so that both sides mean the same bytes."""
 _NO_MEMORY, _UNREAD = -1, -3
 LEVELS = ("portable", "avx2", "avx512", "vnni", "bf16")
@@ -124,6 +124,19 @@ class ExpertCounts(Structure):
                                                   "useful"))
 
 
+class BesideModel(Structure):
+    """`deltic_beside_model`."""
+
+    _fields_ = (*((name, c_int64) for name in ("hidden", "size", "experts", "layers", "most")), ("weights", c_void_p))
+
+
+class Mailbox(Structure):
+    """`deltic_mailbox`."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("request", "answer", "counts", "experts", "shares", "factors",
+                                                   "input", "sums"))
+
+
 class ModelLayer(Structure):
     """`deltic_layer`."""
 
@@ -211,6 +224,10 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_expert_store_failure": (_I, [_P, _P]),
     "deltic_expert_store_scores": (_P, [_P, _I]),
     "deltic_expert_store_count": (None, [_P, POINTER(ExpertCounts), _P, _P]),
+    "deltic_beside_new": (_P, [POINTER(BesideModel), POINTER(Mailbox), c_int, c_int]),
+    "deltic_beside_free": (None, [_P]),
+    "deltic_beside_wake": (None, [_P]),
+    "deltic_beside_computed": (_I, [_P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_adjust": (c_int, [_P, _P, _I, _P, _P]),
     "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),

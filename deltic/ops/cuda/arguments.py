@@ -132,6 +132,15 @@ class ExpertsDown(Arguments):
     _fields_ = fields("x logits weights y count starts", "", "tokens first slots")
 
 
+class AskHost(Arguments):
+    _fields_ = fields("x scale logits weights count starts state request answer counts experts shares factors input",
+                      "eps", "tokens first layer")
+
+
+class AddHost(Arguments):
+    _fields_: ClassVar = [*fields("state answer sums y", "", ""), ("limit", c_longlong), ("hidden", c_int)]
+
+
 class PackedGate(Arguments):
     _fields_ = fields("x scale logits gate up y count starts", "eps",
                       "tokens first group slots slot wide shared_wide gate_kind up_kind shared_gate_kind "

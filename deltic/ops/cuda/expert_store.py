@@ -3,10 +3,12 @@
 A kernel finds an expert by a pointer, wherever it lies, so that a step is the same kernels in the same graph, and gives
 the same bits, however many experts are on the card. Those that are wanted often come there between steps: a second
 stream copies one to a free place, and then its pointer is exchanged, with that of the one whose place is free next.
+A part of those that are not on the card may be the host's to compute (`share`): their pointers are null.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -16,8 +18,10 @@ import torch
 from torch import Tensor
 
 from deltic.errors import ModelError
+from deltic.ops.cuda.beside import HostExperts
 from deltic.ops.cuda.driver import tensor_map
 from deltic.ops.cuda.layout import BOX_COLUMNS, BOX_ROWS
+from deltic.ops.memory import reserve
 from deltic.ops.records import ExpertPool
 from deltic.ops.stored import ExpertStatistics
 
@@ -28,19 +32,24 @@ _HALF_LIFE = 512
 _MORE, _MARGIN = 1.25, 2.0
 """An expert comes to the card if it was wanted so many times as often as the one that leaves, and so much more."""
 _STACKS = ("gate", "up", "down")
+_SPREADS = 2654435761
+"""Multiples of it, of which eight of the lowest 32 bits count, spread evenly: 2**32 over the golden ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
     """Where the experts of a layer lie. gate, down [E + 1] int64: pointers to their matrices, the last ones for the
-    shared expert. gate_maps, down_maps [E + 1, 128] uint8: how the tensor memory accelerator finds boxes of
-    them. wanted [E] int64: the steps that wanted each; None: nobody asks."""
+    shared expert; null where `host` computes, if there is one, which knows the layer by its number. gate_maps,
+    down_maps [E + 1, 128] uint8: how the tensor memory accelerator finds boxes of them. wanted [E] int64: the steps
+    that wanted each; None: nobody asks."""
 
     gate: Tensor
     down: Tensor
     gate_maps: Tensor
     down_maps: Tensor
     wanted: Tensor | None
+    host: HostExperts | None = None
+    layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +66,14 @@ class ExpertStore:
     """The experts of a model's layers in bfloat16, `count` in each; gate [size, hidden].
 
     slots: how many of each layer are on the card. nbytes: what these take.
+    host: who computes some of the others, for few tokens.
     """
 
     def __init__(self, layers: int, count: int, size: int, hidden: int, device: torch.device, refresh: int) -> None:
         """refresh: of so many steps one may exchange experts. ModelError if the host has no room for them."""
         self.hidden, self.size, self.count, self.nbytes = hidden, size, count, 0
         self.slots: tuple[int, ...] = ()
+        self.host: HostExperts | None = None
         self._device, self._refresh, self._steps = device, refresh, 0
         self._host = [_pinned(self.count, 3 * self.size * hidden) for _ in range(layers)]
         self._gate_maps, self._down_maps = (
@@ -73,8 +84,10 @@ class ExpertStore:
         self._known, self._seen = torch.zeros(layers, self.count, dtype=torch.int64), _pinned_like(self._wanted)
         self._scores = torch.zeros(layers, self.count)
         self._resident = torch.zeros(layers, self.count, dtype=torch.bool)
+        self._hosted = torch.zeros(layers, self.count, dtype=torch.bool)
         self._place = [[-1] * self.count for _ in range(layers)]
         self._hits, self._misses = ([0] * layers for _ in range(2))
+        self._read = self._computed = self._ahead = 0
         self._promotions = self._refreshes = 0
         self._copying = torch.cuda.Stream(device)
         self._counted: torch.cuda.Event | None = None
@@ -127,6 +140,41 @@ class ExpertStore:
                 maps[layer, :-1] = mine
         self._host_maps = [self._maps(host) for host in self._host]
 
+    @property
+    def matrices(self) -> list[Tensor]:
+        """Of each layer [E, 3 * size * hidden] bfloat16 of the host: of an expert gate and up [2 size, hidden], then
+        [hidden, size]."""
+        return self._host
+
+    def share(self, host: HostExperts, share: float) -> None:
+        """Have the host compute so many of the experts that are not on the card, from 0 to 1, where there are few
+        tokens. Who belongs to it is fixed, so that a token's bits do not depend on others. To be called once, before
+        any step is made."""
+        self.host = host
+        self._hosted = hosted_experts(len(self._host), self.count, share)
+        absent = (self._hosted & ~self._resident).to(self._device)
+        for pointers in (self._gate, self._down):
+            pointers[:, :-1].masked_fill_(absent, 0)
+
+    def copy_rate(self) -> float:
+        """Bytes a second at which experts of a layer come to the card by plain copies. 0 if all are there."""
+        if not self._free:
+            return 0.0
+        seconds = 0.0
+        for _ in range(2):  # the first time the copy engine gets ready
+            torch.cuda.synchronize(self._device)
+            began = time.perf_counter()
+            for expert in range(self.count):
+                self._pool[self._free[expert % len(self._free)]].copy_(self._host[0][expert], non_blocking=True)
+            torch.cuda.synchronize(self._device)
+            seconds = time.perf_counter() - began
+        return self.count * self.expert_bytes / seconds
+
+    def close(self) -> None:
+        """After the last step."""
+        if self.host:
+            self.host.beside.close()
+
     def pools(self) -> list[ExpertPool]:
         """What stands for the experts of each layer."""
         return [ExpertPool(self, layer, self.count, self.count * self.expert_bytes) for layer in range(len(self._host))]
@@ -139,12 +187,14 @@ class ExpertStore:
                 pointers[layer, -1] = shared[index].data_ptr()
                 maps[layer, -1] = _bytes([tensor_map(shared[index], rows, BOX_COLUMNS)])[0].to(self._device)
         return Addresses(self._gate[layer], self._down[layer], self._gate_maps[layer], self._down_maps[layer],
-                         self._wanted[layer])
+                         self._wanted[layer], self.host, layer)
 
     def begin_step(self) -> None:
         """Before a step: what was copied gets its pointers, what earlier steps wanted is looked at, and what is wanted
         more often than others is copied. Waits for nothing."""
         self._steps += 1
+        if self.host:
+            self.host.beside.wake()
         if self._moved and self._moved.query():
             self._exchange()
         if self._counted and self._counted.query():
@@ -161,21 +211,33 @@ class ExpertStore:
 
     def statistics(self) -> ExpertStatistics:
         """For any thread. What the last steps wanted is not known yet."""
-        moved = sum(self._misses) + self._promotions
+        moved, computed = self._read + self._promotions, self.host.computed() if self.host else 0
         return ExpertStatistics(tuple(self._hits), tuple(self._misses), moved * self.expert_bytes, self._promotions,
-                                self._refreshes, 0, 0, 0.0, 0.0)
+                                self._refreshes, 0, 0, 0.0, 0.0, computed, computed * self.expert_bytes)
 
     def _learn(self) -> None:
         fresh = self._seen - self._known
-        self._known, self._counted = self._seen.clone(), None
+        self._known, self._counted, missed = self._seen.clone(), None, 0
         for layer, (hits, all_wanted) in enumerate(zip((fresh * self._resident).sum(1).tolist(), fresh.sum(1).tolist(),
                                                        strict=True)):
             self._hits[layer] += hits
             self._misses[layer] += all_wanted - hits
+            missed += all_wanted - hits
+        self._count_read(missed)
         self._scores = self._scores * 0.5 ** (self._refresh / _HALF_LIFE) + fresh
         self._refreshes += 1
         if self._moved is None:
             self._promote()
+
+    def _count_read(self, missed: int) -> None:
+        """Of the misses that came to be known those that the card has read: all that the host did not compute, which is
+        known of later steps, too."""
+        computed = self.host.computed() if self.host else 0
+        self._ahead += computed - self._computed
+        self._computed = computed
+        own = min(self._ahead, missed)
+        self._ahead -= own
+        self._read += missed - own
 
     def _promote(self) -> None:
         worst = self._scores.masked_fill(~self._resident, float("inf")).min(1)
@@ -201,9 +263,10 @@ class ExpertStore:
         for one in self._moving:
             host, place = self._host[one.layer][one.leaves], self._pool[one.place]
             came, left = one.comes, one.leaves
+            hosted = bool(self._hosted[one.layer, left])
             for pointers, maps, index in ((self._gate, self._gate_maps, 0), (self._down, self._down_maps, 1)):
                 pointers[one.layer, came] = self._parts(place)[index].data_ptr()
-                pointers[one.layer, left] = self._parts(host)[index].data_ptr()
+                pointers[one.layer, left] = 0 if hosted else self._parts(host)[index].data_ptr()
                 maps[one.layer, came].copy_(self._place_maps[index][one.place])
                 maps[one.layer, left].copy_(self._host_maps[one.layer][index][one.leaves])
             self._free.append(self._place[one.layer][left])
@@ -225,13 +288,19 @@ class ExpertStore:
         return gate.to(self._device), down.to(self._device)
 
 
+def hosted_experts(layers: int, count: int, share: float) -> Tensor:
+    """Which experts are the host's to compute where they are not on the card: bool [layers, count], spread evenly."""
+    numbers = torch.arange(layers * count, dtype=torch.int64).view(layers, count)
+    return (numbers * _SPREADS >> 24 & 0xff) < round(share * 256)
+
+
 def _bytes(maps: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(maps)), dtype=torch.uint8).view(-1, 128)
 
 
 def _pinned(rows: int, columns: int) -> Tensor:
     """[rows, columns] bfloat16 of the host, which the card reads; no more memory than that."""
-    memory = torch.empty(rows, columns, dtype=torch.bfloat16)
+    memory = reserve((rows, columns), torch.bfloat16)  # large pages: the host streams it, too
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     if int(runtime.cudaHostRegister(address, memory.nbytes, 3)):  # for all contexts, and mapped
         raise ModelError(f"{memory.nbytes >> 20} MiB of the host's memory for experts cannot be pinned: there is too "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from ctypes import c_uint64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ _STAGES = {16: 5, 32: 5, 64: 4, 128: 4}
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
     """What the kernels are made for: count experts of `size` rows, of which a token passes per_token; shared: and one
-    more of the same size. normalised: as in `MoeWeights`."""
+    more of the same size. normalised: as in `MoeWeights`. host: some of them are computed by the host, for few
+    tokens."""
 
     hidden: int
     size: int
@@ -35,6 +36,7 @@ class ExpertsShape:
     per_token: int
     shared: bool
     normalised: bool
+    host: bool = field(default=False, kw_only=True)
 
     @property
     def each(self) -> int:
@@ -54,7 +56,7 @@ class ExpertsShape:
     @property
     def files(self) -> tuple[str, ...]:
         """The kernel files of the kernels, behind those of products."""
-        return "experts", "grouped"
+        return "experts", "grouped", *["beside"] * self.host
 
     def joined(self, other: ExpertsShape) -> ExpertsShape | None:
         """What serves layers of both shapes; None where nothing does."""
@@ -108,11 +110,15 @@ class ExpertsShape:
 
     def few_entries(self) -> Iterator[str]:
         """Of those for few tokens."""
-        few = f"{self.hidden}, {self.size}, {self.who}, {flag(self.normalised)}"
+        few, host = f"{self.hidden}, {self.size}, {self.who}, {flag(self.normalised)}", ", true" * self.host
         for name, many in (("few", False), ("many", True)):
             for kind, type in (("gate", "ExpertsGate"), ("down", "ExpertsDown")):
                 yield kernel(f"experts_{kind}_{name}", type, f"{WARPS * 32 + 32}, 2",
-                             f"experts_{kind}<{few}, {flag(many)}, {self.offset}>")
+                             f"experts_{kind}<{few}, {flag(many)}, {self.offset}{host}>")
+        if self.host:
+            yield kernel("ask_host", "AskHost", f"{WARPS * 32 + 32}",
+                         f"ask_host<{self.hidden}, {self.who}, {flag(self.normalised)}>")
+            yield kernel("add_host", "AddHost", "256", "::add_host")
 
     def many_entries(self) -> Iterator[str]:
         """Of those for many."""
@@ -134,7 +140,8 @@ def shape_of(weights: MoeWeights) -> ExpertsShape | None:
     hidden, size = (store.hidden, store.size) if store else _sizes(weights.parts[0])[1]
     if any(_sizes(part) != ((2 * size, hidden), (hidden, size)) for part in weights.parts):
         return None
-    shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, shared, weights.normalised)
+    shape = ExpertsShape(hidden, size, len(weights.experts), weights.per_token, shared, weights.normalised,
+                         host=store is not None and store.host is not None)
     return shape if shape.known else None
 
 
@@ -194,15 +201,22 @@ class Experts:
             return
         name = "many" if tokens > FEW else "few"
         gated = torch.empty(tokens * shape.each, shape.size, dtype=torch.bfloat16, device=residual.device)
+        given = {"x": residual, "scale": scale, "logits": logits, "weights": table.at.gate, "count": real.count,
+                 "starts": real.starts, "eps": eps, "tokens": tokens, "first": first}
+        host = table.at.host
+        if host:
+            self._module.launch("k_ask_host", (tokens,), WARPS * 32 + 32, args.AskHost(
+                layer=table.at.layer, **host.request, **given))
         group, slots, shared = shape.gate_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_gate_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsGate(
-            x=residual, scale=scale, logits=logits, weights=table.at.gate, wanted=table.at.wanted, y=gated,
-            count=real.count, starts=real.starts, eps=eps, tokens=tokens, first=first, group=group,
-            slots=slots), shared)
+            wanted=table.at.wanted, y=gated, group=group, slots=slots, **given), shared)
         slots, shared = shape.down_plan(tokens, self._blocks)
         self._module.launch(f"k_experts_down_{name}", (self._blocks,), WARPS * 32 + 32, args.ExpertsDown(
             x=gated, logits=logits, weights=table.at.down, y=residual, count=real.count, starts=real.starts,
             tokens=tokens, first=first, slots=slots), shared)
+        if host:
+            self._module.launch("k_add_host", (tokens,), 256, args.AddHost(
+                y=residual, hidden=shape.hidden, **host.answer))
 
     def many(self, weights: MoeWeights, x: Tensor, real: Real = ALL) -> Tensor:
         """Normed hidden states [T, H] bf16 -> what the experts give [T, H] bf16; zeros for tokens that are not real."""

@@ -9,7 +9,7 @@
 struct ExpertsGate {
     const float *x, *scale;  // [T, H] residual; [H] of the norm
     const float *logits;     // [T, E]; with a shared expert [T, E + 1], the last one of its gate
-    const u64 *weights;      // [E] or [E + 1]: where the matrices [2 I, H] lie, the shared one's last
+    const u64 *weights;      // [E] or [E + 1]: where the matrices [2 I, H] lie, the shared one's last; 0: see beside.cuh
     u64 *wanted;             // [E]: of each the steps that wanted it; null: not counted
     u16 *y;                  // [T * each, I]: SiLU of the gate times the other half times the share; `Passed` has the order
     const i64 *count, *starts;  // of the step's rows that are real, and where rows begin; count null: all tokens are real
@@ -89,8 +89,9 @@ template <int E, int BEST, bool NORMALISED> DEVICE void choose_experts(const flo
 }
 
 // Who passes whom, in shared memory. Slots are the experts that some token passes: the shared one, then the others in their
-// order. Pairs are the tokens of all slots, one slot behind the other, a slot's in their order.
-template <int E, int BEST, bool SHARED, bool NORMALISED> struct alignas(16) Passed {
+// order. Pairs are the tokens of all slots, one slot behind the other, a slot's in their order. HOST: experts that lie
+// nowhere, which the host computes, have no slot; `passes` keeps their tokens.
+template <int E, int BEST, bool SHARED, bool NORMALISED, bool HOST = false> struct alignas(16) Passed {
     static constexpr int TOKENS = 16, WARPS = 9, MOST = (E < TOKENS * BEST ? E : TOKENS * BEST) + SHARED, ALL = E + SHARED;
     u64 weights[ALL];
     const char *from[MOST];           // of slots: the expert's matrix
@@ -125,7 +126,7 @@ template <int E, int BEST, bool SHARED, bool NORMALISED> struct alignas(16) Pass
         if (SHARED && lane == 0) mask[0] = u16((1 << tokens) - 1), first[0] = 0, expert[0] = E, from[0] = (const char *)weights[E];
 #pragma unroll 4
         for (int i = lane; i < (E + 31) / 32 * 32; i += 32) {
-            const int tokens_of = i < E ? passes[i] : 0;
+            const int tokens_of = i < E && (!HOST || weights[i]) ? passes[i] : 0;
             const u32 any = __ballot_sync(~0u, tokens_of != 0);
             const int slot = slots + __popc(any & ((1u << lane) - 1));
             int before = slot - slots, all = __popc(any);
@@ -152,6 +153,7 @@ template <int E, int BEST, bool SHARED, bool NORMALISED> struct alignas(16) Pass
     DEVICE void weigh(int tokens, int warps) {
         for (int i = threadIdx.x; i < tokens * BEST; i += warps * 32) {
             const int token = i / BEST, slot = passes[chosen[token][i - token * BEST]];
+            if (HOST && !weights[chosen[token][i - token * BEST]]) continue;
             share[pair(slot, token)] = chosen_share[token][i - token * BEST];
         }
     }
@@ -196,11 +198,11 @@ DEVICE void load_both(uint4 (&v)[2], u32 at, bool odd) {
 
 // SiLU of the gate times the other half of all pairs, from the residual. A unit: four rows of an expert's gate and those of
 // its other half, a slot of the ring. OFFSET: where the ring begins. H a multiple of 64, I of 8.
-template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET>
+template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET, bool HOST>
 struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
     using Base = Input<ExpertsGate, H, true, 0, 0, false>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::xs, Base::WARPS;
-    using Who = Passed<E, BEST, SHARED, NORMALISED>;
+    using Who = Passed<E, BEST, SHARED, NORMALISED, HOST>;
     static constexpr int UNITS = I / 4, LINE = H * 2, SLOT = 8 * LINE, HALVES = MANY ? 2 : 1, PIECES = H / 64;
     static_assert(1024 + sizeof(Who) <= OFFSET && OFFSET % 128 == 0);
     Who &who;
@@ -301,10 +303,10 @@ struct GateUnits : Input<ExpertsGate, H, true, 0, 0, false> {
 
 // Blocks of 8 warps that multiply and one that copies. The next kernel reads the logits before it waits, so that it may
 // start only when they are there.
-template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET>
+template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET, bool HOST = false>
 DEVICE void experts_gate(const ExpertsGate &a) {
     extern __shared__ __align__(128) char shared[];
-    GateUnits<H, I, E, BEST, SHARED, NORMALISED, MANY, OFFSET> g(a, shared);
+    GateUnits<H, I, E, BEST, SHARED, NORMALISED, MANY, OFFSET, HOST> g(a, shared);
     const bool copies = g.warp == g.WARPS;
     const u64 policy = read_once();
     const int real = real_tokens(a.count, a.starts, a.tokens, a.first);
@@ -322,6 +324,10 @@ DEVICE void experts_gate(const ExpertsGate &a) {
     __syncthreads();
     if (copies && a.wanted && blockIdx.x == 0)
         for (int i = g.lane + SHARED; i < g.who.count; i += 32) a.wanted[g.who.expert[i]] += 1;
+    if constexpr (HOST)
+        if (copies && a.wanted && blockIdx.x == 0)
+            for (int i = g.lane; i < E; i += 32)
+                if (!g.who.weights[i] && g.who.passes[i]) a.wanted[i] += 1;
     if (copies) return g.copy_rest(item, policy);
     g.who.weigh(real, g.WARPS);
     g.stage();
@@ -330,8 +336,8 @@ DEVICE void experts_gate(const ExpertsGate &a) {
 
 // What all experts of a token give, added to its residual. A unit: 16 rows of all slots; their weights, with the inputs of
 // those who pass the expert, are a slot of the ring. H a multiple of 16.
-template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET> struct DownUnits {
-    using Who = Passed<E, BEST, SHARED, NORMALISED>;
+template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET, bool HOST> struct DownUnits {
+    using Who = Passed<E, BEST, SHARED, NORMALISED, HOST>;
     static constexpr int WARPS = 8, UNITS = H / 16, LINE = I * 2, MATRIX = 16 * LINE, HALVES = MANY ? 2 : 1;
     static constexpr int STRIDE = (LINE + 127) / 128 * 128 + 64;  // of the inputs' rows
     static_assert(1024 + sizeof(Who) <= OFFSET && OFFSET % 128 == 0 && H % 16 == 0 && I % 8 == 0);
@@ -443,10 +449,10 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY
     }
 };
 
-template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET>
+template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, bool MANY, int OFFSET, bool HOST = false>
 DEVICE void experts_down(const ExpertsDown &a) {
     extern __shared__ __align__(128) char shared[];
-    DownUnits<H, I, E, BEST, SHARED, NORMALISED, MANY, OFFSET> g(a, shared);
+    DownUnits<H, I, E, BEST, SHARED, NORMALISED, MANY, OFFSET, HOST> g(a, shared);
     const bool copies = g.warp == g.WARPS;
     const int real = real_tokens(a.count, a.starts, a.tokens, a.first);
     launch_dependents();

@@ -1,0 +1,245 @@
+// Experts that threads of the host compute beside a GPU.
+//
+// The card writes a request to memory that both see and waits for its answer inside of a kernel, so that nobody else of
+// the host has a part in it. One thread listens; it and those of its pool share the rows of the products. It listens
+// without a pause for a millisecond after the last request, as a step asks once in a fraction of that, then in naps: a step
+// that has been launched may have to wait for a long one before it. After a minute it sleeps until it is told of a step.
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <condition_variable>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "levels.hpp"
+#include "pool.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define DELTIC_PAUSE() _mm_pause()
+#else
+#define DELTIC_PAUSE() std::this_thread::yield()
+#endif
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+constexpr auto kAwake = microseconds(1000), kListens = microseconds(60'000'000);
+constexpr auto kShortNap = microseconds(50), kLongNap = microseconds(1000);
+constexpr int64_t kTokens = DELTIC_PAGE;
+constexpr int64_t kRows = 8;  // of a matrix that are one piece of work
+
+// An expert that some token passes, and where its pairs with tokens begin in the list of all.
+struct Passed {
+    int64_t expert, first, count;
+};
+
+}  // namespace
+
+struct deltic_beside {
+    deltic_beside_model model;
+    deltic_mailbox mail;
+    std::vector<const uint16_t *> weights;
+    deltic_pool *pool = nullptr;
+    std::thread listener;
+
+    std::atomic<bool> closing{false}, asleep{false};
+    std::atomic<uint32_t> wakes{0};
+    std::atomic<int64_t> computed{0};
+    std::mutex lock;
+    std::condition_variable news;
+
+    // Of the request at hand. A pair is token * most + the place of the expert in the token's order.
+    std::vector<float> x;                            // [kTokens, hidden]
+    std::vector<float> gated;                        // [pairs, size]
+    std::vector<float> partial;                      // [threads, 2, pairs, kRows]
+    std::vector<Passed> passed;
+    std::vector<int64_t> place, pairs, at;           // of experts in `passed`; by expert; of a pair in the latter
+    std::vector<const float *> inputs, gated_inputs; // of `pairs`
+
+    deltic_beside(const deltic_beside_model &model, const deltic_mailbox &mail, int threads)
+        : model(model), mail(mail) {
+        for (int64_t i = 0; i < model.layers; ++i) weights.push_back(static_cast<const uint16_t *>(model.weights[i]));
+        const size_t most = size_t(kTokens * model.most);
+        x.resize(size_t(kTokens * model.hidden));
+        gated.resize(most * size_t(model.size));
+        partial.resize(size_t(threads) * 2 * most * kRows);
+        place.assign(size_t(model.experts), -1);
+        passed.reserve(most);
+        pairs.resize(most), at.resize(most), inputs.resize(most), gated_inputs.resize(most);
+    }
+
+    ~deltic_beside() {
+        if (listener.joinable()) {
+            closing.store(true);
+            { std::lock_guard guard(lock); }
+            news.notify_all();
+            listener.join();
+        }
+        deltic_pool_free(pool);
+    }
+
+    uint32_t asked() const { return std::atomic_ref<uint32_t>(*mail.request).load(std::memory_order_acquire); }
+
+    void wake() {
+        wakes.fetch_add(1);
+        if (!asleep.load()) return;
+        { std::lock_guard guard(lock); }
+        news.notify_one();
+    }
+
+    void serve(uint32_t done) {
+        uint32_t seen = 0;
+        auto last = Clock::now();
+        while (!closing.load(std::memory_order_relaxed)) {
+            if (const uint32_t number = asked(); number != done) {
+                answer();
+                std::atomic_ref<uint32_t>(*mail.answer).store(number, std::memory_order_release);
+                done = number;
+                last = Clock::now();
+                continue;
+            }
+            if (const uint32_t fresh = wakes.load(); fresh != seen) {
+                seen = fresh;
+                // the others begin to look for work, too
+                deltic::parallel(pool, deltic::pool_threads(pool), [](int64_t, int) {});
+                last = Clock::now();
+                continue;
+            }
+            const auto idle = std::chrono::duration_cast<microseconds>(Clock::now() - last);
+            if (idle < kAwake)
+                for (int i = 0; i < 16; ++i) DELTIC_PAUSE();
+            else nap(idle, seen);
+        }
+    }
+
+    void nap(microseconds idle, uint32_t seen) {
+        std::unique_lock guard(lock);
+        asleep.store(true);
+        auto told = [&] { return closing.load() || wakes.load() != seen; };
+        if (idle < kListens) news.wait_for(guard, std::clamp(idle / 16, kShortNap, kLongNap), told);
+        else news.wait(guard, told);
+        asleep.store(false);
+    }
+
+    void answer() {
+        const int64_t layer = mail.request[1], tokens = mail.request[2];
+        if (!is_sound(layer, tokens)) {
+            for (int64_t i = 0; i < kTokens * model.hidden; ++i) mail.sums[i] = std::numeric_limits<float>::quiet_NaN();
+            return;
+        }
+        put_together(tokens);
+        const uint16_t *experts = weights[size_t(layer)];
+        gate(experts);
+        down(experts, tokens);
+        for (const Passed &one : passed) place[size_t(one.expert)] = -1;
+        computed.fetch_add(int64_t(passed.size()), std::memory_order_relaxed);
+    }
+
+    bool is_sound(int64_t layer, int64_t tokens) const {
+        if (layer >= model.layers || tokens > kTokens) return false;
+        for (int64_t token = 0; token < tokens; ++token) {
+            if (mail.counts[token] < 0 || mail.counts[token] > model.most) return false;
+            for (int64_t i = 0; i < mail.counts[token]; ++i) {
+                const int64_t expert = mail.experts[token * model.most + i];
+                if (expert < 0 || expert >= model.experts) return false;
+            }
+        }
+        return true;
+    }
+
+    // Inputs as float32, and pairs by expert, so that an expert's rows are read once.
+    void put_together(int64_t tokens) {
+        passed.clear();
+        for (int64_t token = 0; token < tokens; ++token) {
+            if (!mail.counts[token]) continue;
+            for (int64_t i = token * model.hidden; i < (token + 1) * model.hidden; ++i)
+                x[size_t(i)] = std::bit_cast<float>(uint32_t(mail.input[i]) << 16);
+            for (int64_t i = 0; i < mail.counts[token]; ++i) {
+                const int64_t expert = mail.experts[token * model.most + i];
+                int64_t &mine = place[size_t(expert)];
+                if (mine < 0) mine = int64_t(passed.size()), passed.push_back({expert, 0, 0});
+                ++passed[size_t(mine)].count;
+            }
+        }
+        int64_t first = 0;
+        for (Passed &one : passed) one.first = first, first += one.count, one.count = 0;
+        for (int64_t token = 0; token < tokens; ++token)
+            for (int64_t i = 0; i < mail.counts[token]; ++i) {
+                const int64_t pair = token * model.most + i;
+                Passed &one = passed[size_t(place[size_t(mail.experts[pair])])];
+                const auto index = size_t(one.first + one.count++);
+                pairs[index] = pair, at[size_t(pair)] = int64_t(index);
+                inputs[index] = x.data() + token * model.hidden;
+                gated_inputs[index] = gated.data() + pair * model.size;
+            }
+    }
+
+    float *scratch(int thread) { return partial.data() + int64_t(thread) * 2 * kTokens * model.most * kRows; }
+
+    void gate(const uint16_t *experts) {
+        const int64_t hidden = model.hidden, size = model.size, blocks = (size + kRows - 1) / kRows;
+        const deltic::Kernels &kernels = deltic::kernels(pool);
+        deltic::parallel(pool, int64_t(passed.size()) * blocks, [&](int64_t piece, int thread) {
+            const Passed &one = passed[size_t(piece / blocks)];
+            const int64_t row = piece % blocks * kRows, rows = std::min(kRows, size - row);
+            const uint16_t *from = experts + (one.expert * 3 * size + row) * hidden;
+            float *gates = scratch(thread), *others = gates + one.count * kRows;
+            kernels.dots(from, rows, hidden, inputs.data() + one.first, one.count, gates, kRows);
+            kernels.dots(from + size * hidden, rows, hidden, inputs.data() + one.first, one.count, others, kRows);
+            for (int64_t i = 0; i < one.count; ++i) {
+                const int64_t pair = pairs[size_t(one.first + i)];
+                kernels.gate_rounded(gates + i * kRows, others + i * kRows, mail.factors[pair / model.most],
+                                     mail.shares[pair], rows, gated.data() + pair * size + row);
+            }
+        });
+    }
+
+    void down(const uint16_t *experts, int64_t tokens) {
+        const int64_t hidden = model.hidden, size = model.size;
+        const deltic::Kernels &kernels = deltic::kernels(pool);
+        deltic::parallel(pool, passed.empty() ? 0 : (hidden + kRows - 1) / kRows, [&](int64_t piece, int thread) {
+            const int64_t row = piece * kRows, rows = std::min(kRows, hidden - row);
+            float *products = scratch(thread);
+            for (const Passed &one : passed)
+                kernels.dots(experts + (one.expert * 3 + 2) * size * hidden + row * size, rows, size,
+                             gated_inputs.data() + one.first, one.count, products + one.first * kRows, kRows);
+            for (int64_t token = 0; token < tokens; ++token)
+                for (int64_t i = 0; i < mail.counts[token]; ++i) {
+                    const float *from = products + at[size_t(token * model.most + i)] * kRows;
+                    float *to = mail.sums + token * hidden + row;
+                    for (int64_t j = 0; j < rows; ++j) to[j] = i ? to[j] + from[j] : from[j];
+                }
+        });
+    }
+};
+
+extern "C" {
+
+deltic_beside *deltic_beside_new(const deltic_beside_model *model, const deltic_mailbox *mailbox, int threads,
+                                 int level) {
+    try {
+        auto beside = std::make_unique<deltic_beside>(*model, *mailbox, threads < 1 ? 1 : threads);
+        beside->pool = deltic_pool_new(threads, level);
+        if (!beside->pool) return nullptr;
+        deltic::be_patient(beside->pool, kAwake.count());
+        beside->listener = std::thread([own = beside.get(), done = *mailbox->answer] { own->serve(done); });
+        return beside.release();
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+void deltic_beside_free(deltic_beside *beside) { delete beside; }
+
+void deltic_beside_wake(deltic_beside *beside) { beside->wake(); }
+
+int64_t deltic_beside_computed(const deltic_beside *beside) { return beside->computed.load(std::memory_order_relaxed); }
+}
