@@ -57,6 +57,7 @@ def main() -> None:
                 "host_gb_s": round(rates[0] / 1e9, 1), "copy_gb_s": round(rates[1] / 1e9, 1),
                 "hit_rate": round(found["hits"] / max(found["hits"] + found["misses"], 1), 4),
                 "host_mb": round(found["computed"] / 1e6, 1), "read_mb": round(found["read"] / 1e6, 1),
+                "computing_us": round(found["computing"] * 1e6, 1),
                 "step_us": round(found["step"] * 1e6, 1), "tokens_per_second": round(batch / found["step"], 1),
                 **(_allowed(found, whole[batch], rates) if whole else {})})
         runtime.experts.close()
@@ -117,7 +118,8 @@ def _counted(experts: Experts | None) -> dict[str, float]:
     if experts is None:
         return {}
     found = experts.statistics()
-    return {"hits": sum(found.hits), "misses": sum(found.misses), "read": found.bytes, "computed": found.computed_bytes}
+    return {"hits": sum(found.hits), "misses": sum(found.misses), "read": found.bytes, "computed": found.computed_bytes,
+            "computing": found.computing}
 
 
 def _allowed(found: dict[str, float], whole: float, rates: tuple[float, float]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ struct deltic_beside {
 
     std::atomic<bool> closing{false}, asleep{false};
     std::atomic<uint32_t> wakes{0};
-    std::atomic<int64_t> computed{0};
+    std::atomic<int64_t> computed{0}, nanoseconds{0};
     std::mutex lock;
     std::condition_variable news;
 
@@ -100,10 +100,12 @@ struct deltic_beside {
         auto last = Clock::now();
         while (!closing.load(std::memory_order_relaxed)) {
             if (const uint32_t number = asked(); number != done) {
+                const auto began = Clock::now();
                 answer();
                 std::atomic_ref<uint32_t>(*mail.answer).store(number, std::memory_order_release);
                 done = number;
                 last = Clock::now();
+                nanoseconds.fetch_add(std::chrono::nanoseconds(last - began).count(), std::memory_order_relaxed);
                 continue;
             }
             if (const uint32_t fresh = wakes.load(); fresh != seen) {
@@ -241,5 +243,8 @@ void deltic_beside_free(deltic_beside *beside) { delete beside; }
 
 void deltic_beside_wake(deltic_beside *beside) { beside->wake(); }
 
-int64_t deltic_beside_computed(const deltic_beside *beside) { return beside->computed.load(std::memory_order_relaxed); }
+void deltic_beside_count(const deltic_beside *beside, int64_t *experts, int64_t *nanoseconds) {
+    *experts = beside->computed.load(std::memory_order_relaxed);
+    *nanoseconds = beside->nanoseconds.load(std::memory_order_relaxed);
+}
 }

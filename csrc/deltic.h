@@ -275,8 +275,9 @@ void deltic_beside_free(deltic_beside *beside);
 /* Requests may come: threads listen from now on, and for a minute after the last one. Needs no turn; any thread may call
  * it. */
 void deltic_beside_wake(deltic_beside *beside);
-/* Experts that were computed since it was made, each once for a request. Any thread may call it. */
-int64_t deltic_beside_computed(const deltic_beside *beside);
+/* Since it was made: experts that were computed, each once for a request, and the time that requests took. Any thread may
+ * call it. */
+void deltic_beside_count(const deltic_beside *beside, int64_t *experts, int64_t *nanoseconds);
 
 /* Changes a row of logits in place: positive ones are divided by repetition [width], others multiplied by it; then
  * offset [width] is added, where -inf forbids the token. Either may be null: 1, or 0, everywhere. */

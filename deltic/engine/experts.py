@@ -57,8 +57,8 @@ class Experts:
                  "%.1f s", 100 * hits / max(hits + misses, 1), hits + misses, found.bytes / (1 << 20),
                  found.reading, found.promotions, found.waited)
         if isinstance(self.store, CardStore) and self.store.host:
-            log.info("experts: of %d misses the host computed %d, %.1f MiB", misses, found.computed,
-                     found.computed_bytes / (1 << 20))
+            log.info("experts: of %d misses the host computed %d, %.1f MiB, in %.1f s", misses, found.computed,
+                     found.computed_bytes / (1 << 20), found.computing)
             self.store.close()
         if self.profile:
             try:

@@ -44,6 +44,7 @@ class ExpertStatistics:
     predicted, useful: experts that were read ahead of their layer, and those of them that it wanted.
     waited: seconds that steps waited for what was being read. reading: seconds in which something was.
     computed, computed_bytes: misses that the host computed beside a GPU, each once for a request, and what they take.
+    computing: seconds in which it did.
     """
 
     hits: tuple[int, ...]
@@ -57,3 +58,4 @@ class ExpertStatistics:
     reading: float
     computed: int = 0
     computed_bytes: int = 0
+    computing: float = 0.0

@@ -112,6 +112,7 @@ def _experts(now: Snapshot) -> Iterator[_Family]:
     yield _one("expert_computed_total", "counter", "Misses that the host has computed beside a GPU.",
                found.computed)
     yield _one("expert_computed_bytes_total", "counter", "Bytes of these.", found.computed_bytes)
+    yield _one("expert_computing_seconds_total", "counter", "Time in which the host computed them.", found.computing)
     yield _one("expert_predicted_total", "counter", "Experts that were read ahead of their layer.", found.predicted)
     yield _one("expert_predicted_useful_total", "counter", "Those of them that the layer wanted.", found.useful)
     yield _one("expert_reading_seconds_total", "counter", "Time in which experts were being read.", found.reading)

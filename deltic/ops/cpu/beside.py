@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from ctypes import byref, c_uint32, c_void_p
+from ctypes import byref, c_int64, c_uint32, c_void_p
 from threading import Lock
 
 import torch
@@ -60,7 +60,7 @@ class Beside:
         if not made:
             raise MemoryError("no memory for the threads that compute experts beside the GPU")
         self._address: int = made
-        self._computed = 0
+        self._counted = 0, 0.0
         self._end = weakref.finalize(self, _free, made, os.getpid())
 
     def wake(self) -> None:
@@ -71,10 +71,19 @@ class Beside:
 
     def computed(self) -> int:
         """Experts that were computed so far, each once for a request. For any thread."""
+        return self._count()[0]
+
+    def computing(self) -> float:
+        """Seconds that these took. For any thread."""
+        return self._count()[1]
+
+    def _count(self) -> tuple[int, float]:
+        experts, nanoseconds = c_int64(), c_int64()
         with self._turn:
             if self._end.alive:
-                self._computed = library().deltic_beside_computed(self._address)
-            return self._computed
+                library().deltic_beside_count(self._address, byref(experts), byref(nanoseconds))
+                self._counted = experts.value, nanoseconds.value / 1e9
+            return self._counted
 
     def close(self) -> None:
         """End the threads when the request that they are at is done; who asks afterwards gets no answer. May be called

@@ -23,7 +23,7 @@ class HostExperts:
         """To be made when the host itself has asked for the last time: the card counts on from there. patience: seconds
         instead of `PATIENCE`."""
         patience = PATIENCE if patience is None else patience
-        self.beside, self._before = beside, beside.computed()
+        self.beside, self._before = beside, (beside.computed(), beside.computing())
         state = torch.zeros(_STATE + TOKENS, dtype=torch.int32)
         state[0] = beside.words[0][0]
         self._state = state.to(device)
@@ -36,4 +36,8 @@ class HostExperts:
 
     def computed(self) -> int:
         """Experts that were computed for the card, each once for a request. For any thread."""
-        return self.beside.computed() - self._before
+        return self.beside.computed() - self._before[0]
+
+    def computing(self) -> float:
+        """Seconds that these took. For any thread."""
+        return self.beside.computing() - self._before[1]

@@ -213,7 +213,8 @@ class ExpertStore:
         """For any thread. What the last steps wanted is not known yet."""
         moved, computed = self._read + self._promotions, self.host.computed() if self.host else 0
         return ExpertStatistics(tuple(self._hits), tuple(self._misses), moved * self.expert_bytes, self._promotions,
-                                self._refreshes, 0, 0, 0.0, 0.0, computed, computed * self.expert_bytes)
+                                self._refreshes, 0, 0, 0.0, 0.0, computed, computed * self.expert_bytes,
+                                self.host.computing() if self.host else 0.0)
 
     def _learn(self) -> None:
         fresh = self._seen - self._known

@@ -36,7 +36,7 @@ _MOST_HIDDEN, _MOST_SIZE = 4096, COLUMNS * WARPS
 _LINES = 4 * 144
 """Bytes of a token's columns of a tile, as whole numbers."""
 _PLAIN = "BF16"
-_PASSES = 16
+_PASSES = 4
 """So often few tokens are taken, before it is faster to make plain numbers of all experts."""
 
 
