@@ -82,7 +82,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _hosts_share(store: ExpertStore) -> float:
-    return round(float(store._hosted.float().mean()), 3)
+    return round(float(store._hosted.mean()), 3)
 
 
 def _steps(runtime: Runtime, args: argparse.Namespace, batch: int) -> dict[str, float]:

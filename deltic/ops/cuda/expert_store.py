@@ -14,23 +14,22 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.errors import ModelError
 from deltic.ops.cuda.beside import HostExperts
 from deltic.ops.cuda.driver import tensor_map
 from deltic.ops.cuda.layout import BOX_COLUMNS, BOX_ROWS
+from deltic.ops.cuda.residency import Exchange, Residency
 from deltic.ops.memory import reserve
 from deltic.ops.records import ExpertPool
 from deltic.ops.stored import ExpertStatistics
 
 _SPARE = 8
 """Places that experts can be on their way to at a time."""
-_HALF_LIFE = 512
-"""Steps after which it counts half that an expert was wanted."""
-_MORE, _MARGIN = 1.25, 2.0
-"""An expert comes to the card if it was wanted so many times as often as the one that leaves, and so much more."""
 _STACKS = ("gate", "up", "down")
 _SPREADS = 2654435761
 """Multiples of it, of which eight of the lowest 32 bits count, spread evenly: 2**32 over the golden ratio."""
@@ -52,14 +51,24 @@ class Addresses:
     layer: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """An expert that comes to a place on the card, and the one that leaves another for it."""
+class _Tables:
+    """`Addresses` of all layers. An expert's entry [2 + 2 * 16] int64: both pointers, then both maps."""
 
-    layer: int
-    comes: int
-    leaves: int
-    place: int
+    def __init__(self, layers: int, count: int, device: torch.device) -> None:
+        self.gate, self.down = (torch.zeros(layers, count + 1, dtype=torch.int64, device=device) for _ in range(2))
+        self.gate_maps, self.down_maps = (
+            torch.zeros(layers, count + 1, 128, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def write(self, cells: NDArray[np.int64], entries: NDArray[np.int64]) -> None:
+        """The entries [n, 34] of these cells, layer * (E + 1) + expert, in the stream of steps: one copy."""
+        numbers = torch.from_numpy(np.concatenate((cells[:, None], entries), 1)).pin_memory().to(
+            self.gate.device, non_blocking=True)
+        cell = numbers[:, 0]
+        for index, pointers in enumerate((self.gate, self.down)):
+            pointers.view(-1).index_copy_(0, cell, numbers[:, 1 + index])
+        for index, maps in enumerate((self.gate_maps, self.down_maps)):
+            first = 3 + 16 * index
+            maps.view(torch.int64).view(-1, 16).index_copy_(0, cell, numbers[:, first:first + 16])
 
 
 class ExpertStore:
@@ -76,23 +85,17 @@ class ExpertStore:
         self.host: HostExperts | None = None
         self._device, self._refresh, self._steps = device, refresh, 0
         self._host = [_pinned(self.count, 3 * self.size * hidden) for _ in range(layers)]
-        self._gate_maps, self._down_maps = (
-            torch.zeros(layers, self.count + 1, 128, dtype=torch.uint8, device=device) for _ in range(2))
-        self._gate, self._down = (
-            torch.zeros(layers, self.count + 1, dtype=torch.int64, device=device) for _ in range(2))
+        self._tables = _Tables(layers, count, device)
+        self._residency = Residency(layers, count, refresh)
         self._wanted = torch.zeros(layers, self.count, dtype=torch.int64, device=device)
-        self._known, self._seen = torch.zeros(layers, self.count, dtype=torch.int64), _pinned_like(self._wanted)
-        self._scores = torch.zeros(layers, self.count)
-        self._resident = torch.zeros(layers, self.count, dtype=torch.bool)
-        self._hosted = torch.zeros(layers, self.count, dtype=torch.bool)
-        self._place = [[-1] * self.count for _ in range(layers)]
-        self._hits, self._misses = ([0] * layers for _ in range(2))
+        self._seen = _pinned_like(self._wanted)
+        self._hosted = np.zeros((layers, count), bool)
         self._read = self._computed = self._ahead = 0
         self._promotions = self._refreshes = 0
         self._copying = torch.cuda.Stream(device)
         self._counted: torch.cuda.Event | None = None
         self._moved: torch.cuda.Event | None = None
-        self._moving: list[_Exchange] = []
+        self._moving: list[tuple[Exchange, int]] = []
         self._free = deque[int]()
         self._pool = torch.empty(0)
 
@@ -122,23 +125,13 @@ class ExpertStore:
         self._pool = torch.empty(slots * layers + spare, self._host[0].shape[1], dtype=torch.bfloat16,
                                  device=self._device)
         self._free.extend(range(slots * layers, len(self._pool)))
-        self._place_maps = self._maps(self._pool)
-        for layer, host in enumerate(self._host):
-            if scores is not None:
-                self._scores[layer] = torch.tensor(scores[layer])
-            order = sorted(range(self.count), key=self._scores[layer].tolist().__getitem__, reverse=True)[:slots]
-            for index, expert in enumerate(order):
-                place = layer * slots + index
-                self._pool[place].copy_(host[expert])
-                self._place[layer][expert] = place
-            self._resident[layer, order] = True
-            own = [self._pool[place] if place >= 0 else host[expert]
-                   for expert, place in enumerate(self._place[layer])]
-            self._gate[layer, :-1] = torch.tensor([part.data_ptr() for part in own])
-            self._down[layer, :-1] = torch.tensor([self._parts(part)[1].data_ptr() for part in own])
-            for maps, mine in zip((self._gate_maps, self._down_maps), self._maps(own), strict=True):
-                maps[layer, :-1] = mine
-        self._host_maps = [self._maps(host) for host in self._host]
+        self._residency.begin(slots, scores)
+        self._host_entries = np.stack([self._entries(host) for host in self._host])
+        self._place_entries = self._entries(self._pool)
+        for host, places in zip(self._host, self._residency.places, strict=True):
+            for expert in np.flatnonzero(places >= 0).tolist():
+                self._pool[int(places[expert])].copy_(host[expert], non_blocking=True)
+        self._write(*np.nonzero(self._residency.resident | True))
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -152,9 +145,7 @@ class ExpertStore:
         any step is made."""
         self.host = host
         self._hosted = hosted_experts(len(self._host), self.count, share)
-        absent = (self._hosted & ~self._resident).to(self._device)
-        for pointers in (self._gate, self._down):
-            pointers[:, :-1].masked_fill_(absent, 0)
+        self._write(*np.nonzero(self._hosted))
 
     def copy_rate(self) -> float:
         """Bytes a second at which experts of a layer come to the card by plain copies. 0 if all are there."""
@@ -182,12 +173,12 @@ class ExpertStore:
     def addresses(self, layer: int, shared: tuple[Tensor, Tensor] | None) -> Addresses:
         """Where the experts of a layer lie, from now on. shared: the matrices of the one that all tokens pass."""
         if shared:
-            for index, (pointers, maps, rows) in enumerate(((self._gate, self._gate_maps, BOX_ROWS[0]),
-                                                            (self._down, self._down_maps, BOX_ROWS[1]))):
-                pointers[layer, -1] = shared[index].data_ptr()
-                maps[layer, -1] = _bytes([tensor_map(shared[index], rows, BOX_COLUMNS)])[0].to(self._device)
-        return Addresses(self._gate[layer], self._down[layer], self._gate_maps[layer], self._down_maps[layer],
-                         self._wanted[layer], self.host, layer)
+            entry = np.concatenate((self._pointers(shared), *(
+                _words(tensor_map(part, rows, BOX_COLUMNS)) for part, rows in zip(shared, BOX_ROWS, strict=True))))
+            self._tables.write(np.array([layer * (self.count + 1) + self.count]), entry[None])
+        of = self._tables
+        return Addresses(of.gate[layer], of.down[layer], of.gate_maps[layer], of.down_maps[layer], self._wanted[layer],
+                         self.host, layer)
 
     def begin_step(self) -> None:
         """Before a step: what was copied gets its pointers, what earlier steps wanted is looked at, and what is wanted
@@ -207,25 +198,19 @@ class ExpertStore:
 
     def scores(self) -> list[list[float]]:
         """By layer, how often each expert was wanted lately. Between steps."""
-        return [list(map(float, layer)) for layer in self._scores.tolist()]
+        return [list(map(float, layer)) for layer in self._residency.scores.tolist()]
 
     def statistics(self) -> ExpertStatistics:
         """For any thread. What the last steps wanted is not known yet."""
         moved, computed = self._read + self._promotions, self.host.computed() if self.host else 0
-        return ExpertStatistics(tuple(self._hits), tuple(self._misses), moved * self.expert_bytes, self._promotions,
+        of = self._residency
+        return ExpertStatistics(tuple(of.hits), tuple(of.misses), moved * self.expert_bytes, self._promotions,
                                 self._refreshes, 0, 0, 0.0, 0.0, computed, computed * self.expert_bytes,
                                 self.host.computing() if self.host else 0.0)
 
     def _learn(self) -> None:
-        fresh = self._seen - self._known
-        self._known, self._counted, missed = self._seen.clone(), None, 0
-        for layer, (hits, all_wanted) in enumerate(zip((fresh * self._resident).sum(1).tolist(), fresh.sum(1).tolist(),
-                                                       strict=True)):
-            self._hits[layer] += hits
-            self._misses[layer] += all_wanted - hits
-            missed += all_wanted - hits
-        self._count_read(missed)
-        self._scores = self._scores * 0.5 ** (self._refresh / _HALF_LIFE) + fresh
+        self._counted = None
+        self._count_read(self._residency.learn(self._seen.numpy()))
         self._refreshes += 1
         if self._moved is None:
             self._promote()
@@ -241,62 +226,61 @@ class ExpertStore:
         self._read += missed - own
 
     def _promote(self) -> None:
-        worst = self._scores.masked_fill(~self._resident, float("inf")).min(1)
-        best = self._scores.masked_fill(self._resident, -1.0).max(1)
-        gain = best.values - worst.values * _MORE - _MARGIN
-        order = [layer for layer in gain.argsort(descending=True).tolist() if gain[layer] > 0][:len(self._free)]
-        if not order:
+        chosen = self._residency.choose(len(self._free))
+        if not chosen:
             return
         with torch.cuda.device(self._device):
             self._copying.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._copying):
-                for layer in order:
-                    exchange = _Exchange(layer, int(best.indices[layer]), int(worst.indices[layer]),
-                                         self._free.popleft())
-                    self._pool[exchange.place].copy_(self._host[layer][exchange.comes], non_blocking=True)
-                    self._moving.append(exchange)
+                for exchange in chosen:
+                    place = self._free.popleft()
+                    self._pool[place].copy_(self._host[exchange.layer][exchange.comes], non_blocking=True)
+                    self._moving.append((exchange, place))
                 self._moved = torch.cuda.Event()
                 self._moved.record()
 
     def _exchange(self) -> None:
         """Pointers to what was copied; steps that were launched before read the others to their end, and who copies to
         a place that becomes free waits for them."""
-        for one in self._moving:
-            host, place = self._host[one.layer][one.leaves], self._pool[one.place]
-            came, left = one.comes, one.leaves
-            hosted = bool(self._hosted[one.layer, left])
-            for pointers, maps, index in ((self._gate, self._gate_maps, 0), (self._down, self._down_maps, 1)):
-                pointers[one.layer, came] = self._parts(place)[index].data_ptr()
-                pointers[one.layer, left] = 0 if hosted else self._parts(host)[index].data_ptr()
-                maps[one.layer, came].copy_(self._place_maps[index][one.place])
-                maps[one.layer, left].copy_(self._host_maps[one.layer][index][one.leaves])
-            self._free.append(self._place[one.layer][left])
-            self._place[one.layer][came], self._place[one.layer][left] = one.place, -1
-            self._resident[one.layer, came], self._resident[one.layer, left] = True, False
+        self._free.extend(self._residency.exchange(one, place) for one, place in self._moving)
+        changed = [(one.layer, expert) for one, _ in self._moving for expert in (one.comes, one.leaves)]
+        self._write(*np.array(changed).T)
         self._promotions += len(self._moving)
         self._moving, self._moved = [], None
+
+    def _write(self, layers: NDArray[np.int64], experts: NDArray[np.int64]) -> None:
+        """Tell the card where these experts lie now."""
+        place = self._residency.places[layers, experts]
+        entries = np.where(place[:, None] >= 0, self._place_entries[place], self._host_entries[layers, experts])
+        if self.host:
+            entries[(place < 0) & self._hosted[layers, experts], :2] = 0
+        with torch.cuda.device(self._device):
+            self._tables.write(layers * (self.count + 1) + experts, entries)
 
     def _parts(self, expert: Tensor) -> tuple[Tensor, Tensor]:
         """Its matrices: gate and up [2 I, H], down [H, I]."""
         both = 2 * self.size * self.hidden
         return expert[:both].view(-1, self.hidden), expert[both:].view(self.hidden, -1)
 
-    def _maps(self, experts: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
-        """[n, 128] uint8 each, on the card."""
+    def _entries(self, experts: Tensor) -> NDArray[np.int64]:
+        """[n, 34]: of `_Tables`."""
         parts = [self._parts(expert) for expert in experts]
-        gate, down = (_bytes([tensor_map(part[index], BOX_ROWS[index], BOX_COLUMNS) for part in parts])
-                      for index in range(2))
-        return gate.to(self._device), down.to(self._device)
+        gate, down = (_words(b"".join(tensor_map(part[index], rows, BOX_COLUMNS) for part in parts)).reshape(-1, 16)
+                      for index, rows in enumerate(BOX_ROWS))
+        return np.concatenate((np.stack([self._pointers(part) for part in parts]), gate, down), 1)
+
+    def _pointers(self, parts: tuple[Tensor, Tensor]) -> NDArray[np.int64]:
+        return np.array([part.data_ptr() for part in parts], np.int64)
 
 
-def hosted_experts(layers: int, count: int, share: float) -> Tensor:
-    """Which experts are the host's to compute where they are not on the card: bool [layers, count], spread evenly."""
-    numbers = torch.arange(layers * count, dtype=torch.int64).view(layers, count)
+def hosted_experts(layers: int, count: int, share: float) -> NDArray[np.bool_]:
+    """Which experts are the host's to compute where they are not on the card: [layers, count], spread evenly."""
+    numbers = np.arange(layers * count, dtype=np.int64).reshape(layers, count)
     return (numbers * _SPREADS >> 24 & 0xff) < round(share * 256)
 
 
-def _bytes(maps: list[bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(maps)), dtype=torch.uint8).view(-1, 128)
+def _words(maps: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(maps, np.int64)
 
 
 def _pinned(rows: int, columns: int) -> Tensor:
