@@ -221,5 +221,5 @@ def test_a_level_that_is_not_there() -> None:
 
 def test_the_rate() -> None:
     of = beside(64, 8)
-    assert of.rate() > 0 and of.computed() == 2 * MOST
+    assert of.rate() > 0 and of.computed() == 4 * MOST
     of.close()
