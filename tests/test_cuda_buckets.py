@@ -191,6 +191,19 @@ def test_what_a_bucket_over_rings_holds() -> None:
     assert whole.count is not None and whole.count.tolist() == [17] and whole.layout.tokens == whole.layout.rows == 32
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+def test_tokens_that_are_not_known_behind_a_step() -> None:
+    """Few rows over rings have no bucket for them, and rows of prompts beside them keep their own tokens."""
+    device, drawn = torch.device("cuda"), torch.tensor([70, 80, 90], device="cuda")
+    plain = tuple(Row((-1,), 20, (row, 20 + row), row, 1, target=9 + row, drawn=2 - row) for row in range(2))
+    behind = tuple(replace(row, base=18, ring=3 + row.slot) for row in plain)
+    prompt = Row((5, 6, 7), 0, (50,), 5, 1)
+    for rows, bucket in ((plain, True), (behind, False), ((*plain, prompt), False), ((*behind, prompt), False)):
+        batch = build(Plan(rows), device, drawn=drawn, memory=BatchMemory(), verified=True)
+        assert (batch.padded is not None) == bucket
+        assert batch.ids.tolist() == [90, 80, *(prompt.tokens if prompt in rows else ())]
+
+
 def test_all_buckets_of_drafts() -> None:
     assert list(draft_buckets(3, 600)) == [(rows, pages) for rows in (4, 2, 1) for pages in (64, 16)]
     assert [draft_pages(pages) for pages in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, 256]

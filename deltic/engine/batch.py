@@ -188,7 +188,9 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     if isinstance(drawn, Promised):
         return verifying(plan, device, memory, hidden, drawn)
     unknown = sum(row.drawn is not None for row in rows)
-    if device.type == "cuda" and (verified or not hidden) and (unknown == len(rows) or decodes(plan, verified)):
+    # of few rows, those with tokens in replay rings have no bucket for tokens that are not known
+    taken = unknown == len(rows) and (unknown > FEW_ROWS or not any(map(_over_ring, rows)))
+    if device.type == "cuda" and (verified or not hidden) and (taken or decodes(plan, verified)):
         return decoding(plan, device, drawn if unknown else None, memory, hidden)
     if device.type == "cuda" and verified and drawn is None and verifies(plan):
         return verifying(plan, device, memory, hidden)

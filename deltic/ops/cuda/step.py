@@ -58,8 +58,6 @@ log = logging.getLogger("deltic")
 _PARTS = 32
 """Parts of a context: a power of two, at most 64; fewer where many rows fill the card."""
 _MOST_ROWS = 1024
-_MOST_PASSES = 4
-"""Over a quantized head, each for 16 rows, before a plain copy of it is the faster way."""
 
 
 def step(ops: Ops, decoder: DecoderWeights, views: CacheViews
@@ -360,7 +358,7 @@ class Step:
         weight = self._decoder.head
         if not isinstance(weight, Tensor):
             parts = self._shapes.parts[id(weight)]
-            if len(x) > _MOST_PASSES * MOST:
+            if len(x) > MOST:
                 weight = packed.unpack(self._module, parts)
             else:
                 logits = torch.empty(len(x), _rows(weight), device=self._device)
