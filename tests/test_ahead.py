@@ -172,6 +172,28 @@ def test_l3_what_was_launched_for_an_answer_that_is_over_leaves_no_trace(what: s
             assert one == other
 
 
+@pytest.mark.parametrize("when", range(4, 9))
+@pytest.mark.parametrize("what", ["abort", "pause"])
+def test_l3_a_prompt_that_is_taken_out_of_a_step_in_flight_keeps_its_state(what: str, when: int) -> None:
+    """Its next part was read in that step, but not by the state that is kept."""
+    long, found = numbers(4, 150, 250), []
+    for ahead in (False, True):
+        engine = engine_for(odd_runtime(), ahead)
+        out = meddled(what, "long", when)
+
+        def meddle(engine: Engine, step: int, out: Meddle = out) -> None:
+            if step == 3:
+                engine.add(replace(plain("long", 4), prompt=tuple(long)))
+            out(engine, step)
+
+        answers = tell(engine, [plain("a", 1)], meddle)
+        for read in range(30, 150, 8):  # whatever was kept of it
+            again = replace(plain(f"again {read}", 3), prompt=(*long[:read], 7, 8))
+            answers |= tell(engine, [again])
+        found.append({key: answer.tokens for key, answer in answers.items() if key[0] != "long" or what == "pause"})
+    assert engine.stats.ahead and found[0] == found[1]
+
+
 @pytest.mark.parametrize("pages", [12, 15, 18])
 def test_l4_where_pages_are_short_nothing_is_launched_ahead_for_them(pages: int) -> None:
     wanted, found = (engine_for(odd_runtime(), ahead, pages=pages, context=96) for ahead in (False, True))

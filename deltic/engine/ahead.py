@@ -17,8 +17,8 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
 
     It can be launched if all that it needs of the next tokens is the tokens: every sequence that draws one now takes
     it, draws one, and is followed by nothing that the host decides; all others read prompts, whose tokens are known.
-    States of the first are written to spare slots, or stay as they are with the token in a replay ring; there and in
-    K/V it lies past the cursor, so that where a sequence turns out to be over nothing has happened to it. drafts:
+    States are written to spare slots, or stay as they are with the token in a replay ring; there and in K/V it lies
+    past the cursor, so that where a sequence turns out to be over, or is taken out, nothing has happened to it. drafts:
     whether there are to be drafts in it, which is asked last.
     """
     shares = [share for share in flight.shares if share.live and share.draw is not None]
@@ -29,19 +29,20 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
     if len(going) < len(shares) and scheduler.waiting:
         return None  # the place that becomes free is not to stay so for a step
-    alone = not others and not (scheduler.waiting and len(scheduler.running) < scheduler.max_batch)
+    places = scheduler.max_batch - len(scheduler.running) if scheduler.waiting else 0
+    alone = not others and not places
     deferring = alone and scheduler.defers(len(going))
     if alone and not deferring and any(share.lease.behind for share in shares):
         return None
-    spares = cache.accounts.spares
+    spares = iter(tuple(cache.accounts.spares))
+    enough = len(going) + len(others) + places <= len(cache.accounts.spares)
     short = [share.lease for share in going if share.lease.done == share.lease.covered]
-    if (alone and not going) or len(going) > len(spares) or len(short) > cache.pages.free or drafts():
+    if (alone and not going) or not enough or len(short) > cache.pages.free or drafts():
         return None
     for lease in short:
         cache.reserve(lease, 1)
-    rows = [_row(share, spare, deferring and defers(cache, share.lease))
-            for share, spare in zip(going, spares, strict=False)]
-    return scheduler.plan_behind(rows, [share.sequence for share in going])
+    rows = [_row(share, next(spares), deferring and defers(cache, share.lease)) for share in going]
+    return scheduler.plan_behind(rows, [share.sequence for share in going], spares)
 
 
 def _row(share: Share, spare: int, append: bool) -> Row:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
+from dataclasses import replace
 from functools import partial
 
 from deltic.cache.hybrid import HybridCache
@@ -105,9 +106,11 @@ class Scheduler:
         """Whether updates of states may be deferred in a step of so many rows that only decode."""
         return self.defer_from is not None and rows >= self.defer_from
 
-    def plan_behind(self, rows: List[Row], known: List[Sequence]) -> tuple[Plan, list[Sequence]] | None:
+    def plan_behind(self, rows: List[Row], known: List[Sequence], spares: Iterator[int]
+                    ) -> tuple[Plan, list[Sequence]] | None:
         """As `plan`, of a step behind one in flight, which draws tokens of these known sequences: `rows` take them. All
-        others that run read prompts. None, and nothing has changed, where `plan` would move somebody from his place."""
+        others that run read prompts, to whose states the step leaves their slots, as it is committed later: it writes
+        to spare ones. None, and nothing has changed, where `plan` would move somebody from his place."""
         if self.waiting and self._due(self._step + 1):
             return None
         self._step += 1
@@ -118,7 +121,7 @@ class Scheduler:
             if count := self.cache.reserve(sequence.lease, count):
                 shares.append((sequence, count))
         shares.sort(key=_order)
-        others = tuple(self._row(sequence, count, False) for sequence, count in shares)
+        others = tuple(replace(self._row(sequence, count, False), target=next(spares)) for sequence, count in shares)
         return Plan((*rows, *others), self.cache.take_operations()), [*known, *(sequence for sequence, _ in shares)]
 
     def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
