@@ -10,6 +10,9 @@ from deltic.engine.plan import UNKNOWN, Plan, Row
 from deltic.engine.scheduler import Scheduler, defers
 from deltic.engine.sequence import Sequence
 
+_LONG = 4
+"""A step is long that reads more of prompts than this part of what a step may read."""
+
 
 def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool]
                ) -> tuple[Plan, list[Sequence]] | None:
@@ -30,7 +33,11 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     if len(going) < len(shares) and scheduler.waiting:
         return None  # the place that becomes free is not to stay so for a step
     places = scheduler.max_batch - len(scheduler.running) if scheduler.waiting else 0
+    if places and any(share.live and share.lease.emitting for share in flight.shares):
+        return None  # who waits may go on from a state that is kept when this step is known to be sound
     alone = not others and not places
+    if not alone and flight.read > scheduler.token_budget // _LONG:
+        return None  # who comes while two long steps are on their way would wait for both
     deferring = alone and scheduler.defers(len(going))
     if alone and not deferring and any(share.lease.behind for share in shares):
         return None

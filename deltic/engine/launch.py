@@ -107,6 +107,11 @@ class InFlight:
         """Whether any of its sequences still runs."""
         return any(share.live for share in self.shares)
 
+    @property
+    def read(self) -> int:
+        """Tokens of prompts in it, but for single ones."""
+        return sum(share.tokens for share in self.shares if share.tokens > 1 and not share.draft_tokens)
+
     def keep_promise(self) -> None:
         """Give the rows their drafts, for which this waits."""
         promise = self.promise
