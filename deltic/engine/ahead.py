@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from deltic.engine.launch import InFlight, Share
 from deltic.engine.penalties import wanted
 from deltic.engine.plan import UNKNOWN, Plan, Row
 from deltic.engine.scheduler import Scheduler, defers
 from deltic.engine.sequence import Sequence
+from deltic.types import common_length
 
 _LONG = 4
 """A step is long that reads more of prompts than this part of what a step may read."""
+_LOOKS = 8
+"""Waiting sequences whose prompts are compared with those of a step."""
 
 
 def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool]
@@ -33,8 +37,8 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     if len(going) < len(shares) and scheduler.waiting:
         return None  # the place that becomes free is not to stay so for a step
     places = scheduler.max_batch - len(scheduler.running) if scheduler.waiting else 0
-    if places and any(share.live and share.lease.emitting for share in flight.shares):
-        return None  # who waits may go on from a state that is kept when this step is known to be sound
+    if places and any(_goes_on(scheduler.waiting, share) for share in flight.shares if share.live):
+        return None  # from a state that is kept when this step is known to be sound
     alone = not others and not places
     if not alone and flight.read > scheduler.token_budget // _LONG:
         return None  # who comes while two long steps are on their way would wait for both
@@ -63,6 +67,16 @@ def _is_plain(share: Share) -> bool:
     sequence = share.sequence
     return not (share.draft_tokens or sequence.splits or share.scores or sequence.guide or sequence.constraint
                 or wanted(sequence))
+
+
+def _goes_on(waiting: Iterable[Sequence], share: Share) -> bool:
+    """Whether some of those that wait could begin with a state that this sequence's prompt leaves on the way; of many
+    that is taken for granted."""
+    if not share.lease.emitting:
+        return False
+    first, known = min(share.lease.emitting), share.sequence.prompt_keys
+    return any(index == _LOOKS or common_length(sequence.prompt_keys, known) >= first
+               for index, sequence in enumerate(islice(waiting, _LOOKS + 1)))
 
 
 def _reads_on(sequence: Sequence) -> bool:
