@@ -169,7 +169,7 @@ class EngineConfig:
                               "it out, or give device cuda and expert_memory", "expert_compute")
         if self.expert_predict and self.device != "cpu":
             raise ConfigError(f"expert_predict is for device cpu, not {self.device}; leave it out", "expert_predict")
-        if self.offloads_experts and self.quant != "none":
+        if self.offloads_experts and self.quant != "none" and self.device == "cpu":
             raise ConfigError(f"quant={self.quant} is not possible with expert_memory: experts are used as they lie in "
                               "the model's files; write a quantized file once (deltic convert), and run that", "quant")
 
