@@ -30,7 +30,7 @@ class TileAddresses(NamedTuple):
 
 
 class TileStore(CardStore):
-    """The experts of a model's layers as tiles: gate, up [size, hidden], down [hidden, size]. types: of those, by layer."""
+    """The experts of a model's layers as tiles: gate, up [size, hidden], down [hidden, size]. types: by layer."""
 
     def __init__(self, layers: Sequence[Sequence[Sequence[Tiles]]], device: torch.device, refresh: int) -> None:
         """layers: of each the gates of all experts, the ups and the downs, which lie in memory that the card reads, as
