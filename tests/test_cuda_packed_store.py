@@ -388,7 +388,7 @@ def store_of(runtime: Runtime) -> TileStore:
 @torch.inference_mode()
 def test_models(origin: str, file: Path) -> None:
     model = str(file) if origin == "file" else RandomModel(shape=SMALL, initializer_range=0.05)
-    asked = options(token_budget=256, **{} if origin == "file" else {"quant": origin})  # longer steps vary by themselves
+    asked = options(token_budget=256, **{} if origin == "file" else {"quant": origin})  # longer steps vary
     whole = load(model, asked)
     wanted, said = logits_of(whole), answers(whole, 12)
     assert whole.experts is None
