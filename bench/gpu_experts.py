@@ -2,12 +2,14 @@
 
     python bench/gpu_experts.py --layers 20 --cap 64 --batch 1 8
     python bench/gpu_experts.py --layers 20 --cap 64 --batch 1 8 --expert-compute host
+    python bench/gpu_experts.py --layers 20 --cap 64 --batch 1 8 --quant q4_k
 
 Random weights, whose tokens choose nearly evenly. `all_us`: a step with all experts on the card. What the host has
 computed and the card has read or exchanged (MB a step) comes from the counters, `host_gb_s` and `copy_gb_s` from what
 was measured as the model was loaded: one layer's experts computed for one token at a time, and copied to the card from
 pinned memory. With that `allowed_us` is all_us and the longer one of computing and reading, which happen at the same
-time; `share`: of that what was reached. `card` has no part for the host: there all that is missing is read.
+time; `share`: of that what was reached. `card` has no part for the host: there all that is missing is read,
+as it always is of quantized experts.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.experts import Experts
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
-from deltic.ops.cuda.expert_store import ExpertStore
+from deltic.ops.cuda.card_store import CardStore
 from deltic.types import TokenOut
 
 FIRST = 8
@@ -38,22 +40,24 @@ def main() -> None:
     args = _arguments()
     model = RandomModel(args.model, layers=args.layers)
     options = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(args.batch),
-                           max_context=4096, prefix_cache=False, speculate="off", expert_refresh=args.refresh)
+                           max_context=4096, prefix_cache=False, speculate="off", expert_refresh=args.refresh,
+                           quant=args.quant)
     whole: dict[int, float] = {}
     if not args.without_all:
         runtime = load(model, options)
         whole = {batch: _steps(runtime, args, batch)["step"] for batch in args.batch}
         del runtime
         torch.cuda.empty_cache()
-    for compute in args.expert_compute:
+    for compute in args.expert_compute if args.quant == "none" else ["card"]:
         runtime = load(model, replace(options, expert_cap=args.cap, expert_compute=compute))
-        assert runtime.experts and isinstance(runtime.experts.store, ExpertStore)
+        assert runtime.experts and isinstance(runtime.experts.store, CardStore)
         rates = runtime.experts.rates or (0.0, runtime.experts.store.copy_rate())
         for batch in args.batch:
             found = _steps(runtime, args, batch)
             record("gpu_experts", {
                 "model": runtime.name, "layers": len(runtime.config.layer_types), "cap": args.cap, "compute": compute,
-                "batch": batch, "new": args.new, "hosts_share": _hosts_share(runtime.experts.store),
+                "quant": args.quant, "batch": batch, "new": args.new,
+                "hosts_share": _hosts_share(runtime.experts.store),
                 "host_gb_s": round(rates[0] / 1e9, 1), "copy_gb_s": round(rates[1] / 1e9, 1),
                 "hit_rate": round(found["hits"] / max(found["hits"] + found["misses"], 1), 4),
                 "host_mb": round(found["computed"] / 1e6, 1), "read_mb": round(found["read"] / 1e6, 1),
@@ -70,6 +74,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3.5-35b-a3b")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--cap", type=int, default=64, help="experts of a layer on the card")
+    parser.add_argument("--quant", choices=("none", "q8_0", "q4_k"), default="none",
+                        help="quantized experts, which the card alone computes")
     parser.add_argument("--expert-compute", nargs="+", choices=("auto", "card", "host"),
                         default=["card", "auto", "host"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
@@ -81,7 +87,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _hosts_share(store: ExpertStore) -> float:
+def _hosts_share(store: CardStore) -> float:
     return round(float(store._hosted.mean()), 3)
 
 

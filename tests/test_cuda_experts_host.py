@@ -363,7 +363,7 @@ def test_experts_change_places_while_steps_run() -> None:
     assert seen.bytes < (sum(seen.misses) + seen.promotions) * each, "what the host computed counts as read"
     assert isinstance(store, ExpertStore)
     # who left is the host's again, who came is not
-    gates, downs = (pointers[:, :-1].cpu().numpy() == 0 for pointers in (store._tables.gate, store._tables.down))
+    gates, downs = (part[:, :-1, 0].cpu().numpy() == 0 for part in store._tables.parts[:2])
     assert (gates == ~store._residency.resident).all() and (downs == gates).all()
     for runtime in (host, card):
         assert runtime.experts

@@ -30,10 +30,10 @@ def test_the_first_or_the_best_are_there_at_first() -> None:
 def test_hits_and_misses_are_those_since_the_last_look() -> None:
     residency, wanted = begun(), np.zeros((LAYERS, COUNT), np.int64)
     wanted[0, [1, 7]], wanted[2, 10] = 3, 1
-    assert residency.learn(wanted) == 4
+    assert residency.learn(wanted) == [3, 0, 1]
     assert (residency.hits, residency.misses) == ([3, 0, 0], [3, 0, 1])
     wanted[0, 1] += 2  # what was given is the caller's, and changes
-    assert residency.learn(wanted) == 0
+    assert residency.learn(wanted) == [0, 0, 0]
     assert (residency.hits, residency.misses) == ([5, 0, 0], [3, 0, 1])
 
 

@@ -88,7 +88,8 @@ class EngineConfig:
     expert_predict: bool = _option(False, "read experts ahead that the next layer's router would choose now")
     expert_compute: str = _option("auto", "on a GPU, who computes experts that are not on the card where few tokens "
                                   "want them. card: it reads them from the host's memory; host: the host's cores do; "
-                                  "auto: both, each as many as it was measured to be fast", choices=_COMPUTES)
+                                  "auto: both, each as many as it was measured to be fast; quantized ones: the card",
+                                  choices=_COMPUTES)
     expert_profile: str | None = _option(None, "file that says which experts are wanted often: read at the start, if "
                                          "it is there, and written at the end")
     cpu_level: str = _option("auto", "instructions that the CPU kernels use; auto: the best that the processor has",
@@ -169,7 +170,7 @@ class EngineConfig:
                               "it out, or give device cuda and expert_memory", "expert_compute")
         if self.expert_predict and self.device != "cpu":
             raise ConfigError(f"expert_predict is for device cpu, not {self.device}; leave it out", "expert_predict")
-        if self.offloads_experts and self.quant != "none":
+        if self.offloads_experts and self.quant != "none" and self.device == "cpu":
             raise ConfigError(f"quant={self.quant} is not possible with expert_memory: experts are used as they lie in "
                               "the model's files; write a quantized file once (deltic convert), and run that", "quant")
 

@@ -21,8 +21,12 @@ from deltic.ops.cpu.beside import Beside
 from deltic.ops.cpu.experts import ExpertStore, expert_bytes
 from deltic.ops.cpu.library import Pool
 from deltic.ops.cuda.beside import HostExperts
-from deltic.ops.cuda.expert_store import ExpertStore as CardStore
+from deltic.ops.cuda.card_store import CardStore
+from deltic.ops.cuda.expert_store import ExpertStore as PlainStore
 from deltic.ops.cuda.experts import ExpertsShape
+from deltic.ops.cuda.packed_experts import scratch_bytes
+from deltic.ops.cuda.tile_store import TileStore, take_stacks
+from deltic.ops.records import Weight
 from deltic.ops.stored import ExpertStatistics
 from deltic.weights.hub import ModelFiles
 
@@ -73,7 +77,7 @@ class Experts:
 def check_experts(files: ModelFiles | None, config: ModelConfig, options: EngineConfig, dtype: str,
                   packed: bool) -> None:
     """ConfigError if the options ask for experts that are not all in memory and this model cannot have them elsewhere.
-    files: None for random weights. packed: its weights stay as they are in a GGUF file."""
+    files: None for random weights. packed: its weights stay as they are in a GGUF file, or shall become quantized."""
     if not options.offloads_experts:
         return
     asked = "expert_memory" if options.expert_memory else "expert_cap"
@@ -83,7 +87,7 @@ def check_experts(files: ModelFiles | None, config: ModelConfig, options: Engine
     elif options.expert_compute == "host" and missing():
         asked, reason = "expert_compute", next(iter(missing().values()))
     elif options.device != "cpu":
-        reason = _not_beside_the_card(config, config.experts, options, dtype)
+        reason = _not_beside_the_card(config, config.experts, options, dtype, packed)
     elif files is None:
         reason = "random weights lie in no file; leave it out, or write them to one"
     elif (absent := missing().get("moe")) or options.ops:
@@ -94,41 +98,57 @@ def check_experts(files: ModelFiles | None, config: ModelConfig, options: Engine
         raise ConfigError(f"{asked}={getattr(options, asked)} is not possible: {reason}", asked)
 
 
-def _not_beside_the_card(config: ModelConfig, experts: ExpertsConfig, options: EngineConfig, dtype: str) -> str | None:
+def _not_beside_the_card(config: ModelConfig, experts: ExpertsConfig, options: EngineConfig, dtype: str,
+                         packed: bool) -> str | None:
     if dtype != "bfloat16":
         return f"on a GPU only with dtype bfloat16, not {dtype}"
     if options.ops or options.debug_layers:
         return "on a GPU only deltic's own kernels know such experts; leave out --ops and --debug-layers"
     if torch.cuda.get_device_capability(options.device) != (9, 0):
         return "it needs a GPU of compute capability 9.0"
-    if not ExpertsShape(config.hidden_size, experts.size, experts.count, experts.per_token, bool(experts.shared_size),
-                        True).known:
+    shape = ExpertsShape(config.hidden_size, experts.size, experts.count, experts.per_token, bool(experts.shared_size),
+                         True)
+    if not packed and not shape.known:  # of quantized ones it was asked before
         return "the kernels do not know experts of these sizes"
     return None
 
 
-def card_store(config: ModelConfig, options: EngineConfig) -> CardStore | None:
-    """What is to take a model's experts while it is loaded, if they shall lie beside a GPU."""
-    if not options.offloads_experts or options.device == "cpu" or config.experts is None:
-        return None
-    return CardStore(len(config.layer_types), config.experts.count, config.experts.size, config.hidden_size,
-                     torch.device(options.device), options.expert_refresh)
+def beside_card(options: EngineConfig) -> bool:
+    """Whether experts shall lie beside a GPU."""
+    return options.offloads_experts and options.device != "cpu"
 
 
-def fill_card(store: CardStore, options: EngineConfig, per_token: int) -> Experts:
-    """As many experts on the card as the options say. To be called when the other weights are there. per_token: experts
-    that a token passes."""
+def plain_store(config: ModelConfig, options: EngineConfig) -> PlainStore:
+    """What is to take a model's experts of bfloat16 while it is loaded."""
+    assert config.experts
+    return PlainStore(len(config.layer_types), config.experts.count, config.experts.size, config.hidden_size,
+                      torch.device(options.device), options.expert_refresh)
+
+
+def tile_store(weights: dict[str, Weight], config: ModelConfig, options: EngineConfig) -> TileStore:
+    """What has a model's quantized experts, which are taken out of its weights."""
+    return TileStore(take_stacks(weights, len(config.layer_types)), torch.device(options.device),
+                     options.expert_refresh)
+
+
+def fill_card(store: CardStore, options: EngineConfig, experts: ExpertsConfig) -> Experts:
+    """As many experts on the card as the options say. To be called when the other weights are there."""
+    torch.cuda.empty_cache()  # what was needed to make the weights
     free = torch.cuda.mem_get_info(options.device)[0]
-    slots = _slots([store.expert_bytes] * len(store.pools()), store.count, options, free)
+    if isinstance(store, TileStore):
+        free -= scratch_bytes(experts.count + bool(experts.shared_size), experts.size, store.hidden)
+    slots = _slots([store.place_bytes] * len(store.expert_bytes), store.count, options, free)
     profile = Path(options.expert_profile) if options.expert_profile else None
-    store.fill(slots, _read_profile(profile, [store.count] * len(store.pools()))
+    store.fill(slots, _read_profile(profile, [store.count] * len(store.expert_bytes))
                if profile and profile.exists() else None)
     log.info("%d of %d experts of each layer are on the GPU (%.1f MiB)", slots, store.count, store.nbytes / (1 << 20))
-    shares = slots < store.count and options.expert_compute != "card" and not missing()
-    return Experts(store, profile, _share_with_host(store, options, per_token) if shares else None)
+    rates = None
+    if isinstance(store, PlainStore) and slots < store.count and options.expert_compute != "card" and not missing():
+        rates = _share_with_host(store, options, experts.per_token)
+    return Experts(store, profile, rates)
 
 
-def _share_with_host(store: CardStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
+def _share_with_host(store: PlainStore, options: EngineConfig, per_token: int) -> tuple[float, float]:
     """Let cores of the host compute as many of the experts that are not on the card as the options say, or as they were
     measured to compute in the time in which the card reads the others. The rates, as of `Experts`."""
     threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))

@@ -19,7 +19,15 @@ from deltic.cache.pools import allocate
 from deltic.config import DType, EngineConfig, GenerationDefaults, ModelConfig
 from deltic.engine.aot import PackedFile
 from deltic.engine.batch import FEW_ROWS
-from deltic.engine.experts import Experts, card_store, check_experts, fill_card, open_experts
+from deltic.engine.experts import (
+    Experts,
+    beside_card,
+    check_experts,
+    fill_card,
+    open_experts,
+    plain_store,
+    tile_store,
+)
 from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity, machine_facts
 from deltic.engine.memory import plan_memory, share_memory
@@ -34,7 +42,10 @@ from deltic.model.vision import build_tower
 from deltic.ops import Ops, explain, select
 from deltic.ops.cpu import missing, use_torch_threads
 from deltic.ops.cuda import serves_rings, tiles
+from deltic.ops.cuda.card_store import CardStore
 from deltic.ops.cuda.packed_experts import knows_packed
+from deltic.ops.cuda.tile_store import TileStore
+from deltic.ops.cuda.tile_store import form as beside_form
 from deltic.ops.memory import memory_for
 from deltic.ops.qtensor import Form, host_form
 from deltic.ops.records import MoeWeights, Weight
@@ -156,6 +167,8 @@ def _defers(loaded: _Loaded) -> bool:
 
 def _unpacks(loaded: _Loaded) -> bool:
     """Whether experts that stay quantized become plain numbers on a card, for steps of many tokens."""
+    if loaded.experts:
+        return isinstance(loaded.experts.store, TileStore)
     layers = loaded.decoder.weights.layers
     return any(isinstance(block, tiles.Tiles) for layer in layers if isinstance(layer.mlp, MoeWeights)
                for part in layer.mlp.parts[:1] for block in (part.down,))
@@ -173,11 +186,12 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     _check_device(options.device)
     select(options.ops, options.device, options.cpu_level)  # what cannot be had is refused before anything is read
     files, tiled, marks = None, False, list[FileMark]()
+    quantizes, here = options.quant != "none", beside_card(options) or not options.offloads_experts
     if isinstance(model, RandomModel):
         name, generation = f"random-{model.preset}", GenerationDefaults()
         config = model.shape or ModelConfig.preset(model.preset, model.layers)
         ops, dtype, threads = _prepare(config, options)
-        check_experts(None, config, options, dtype, False)
+        check_experts(None, config, options, dtype, quantizes)
         tensors = random_tensors(config, dtype, model.seed, device=options.device,
                                  initializer_range=model.initializer_range)
     else:
@@ -186,25 +200,26 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
         ops, dtype, threads = _prepare(config, options)
         tiled = _keeps_packed(files, options, dtype)
         marks = _marks(files, options)
-        check_experts(files, config, options, dtype, tiled)
-        stored = options.offloads_experts and options.device == "cpu"
-        tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, not stored)
-    card = card_store(config, options)
-    if card:
-        tensors = ((name, tensor) for name, tensor in tensors if not card.take(name, tensor))
+        check_experts(files, config, options, dtype, tiled or quantizes)
+        tensors = iter(()) if tiled else files.tensors(dtype, options.device, progress, here)
+    card: CardStore | None = None
+    if beside_card(options) and not tiled and not quantizes:
+        card = plain = plain_store(config, options)
+        tensors = ((name, tensor) for name, tensor in tensors if not plain.take(name, tensor))
     weights: dict[str, Weight]
-    if options.quant != "none" and not (drafts and tiled):
+    if quantizes and not (drafts and tiled):
         kept = _packed_file(model, config, dtype, marks, options, ops)
         weights = _quantize(tensors, options, config, dtype, tiled, kept)
     else:
-        weights = (files.load_packed(progress, _form(options), not options.offloads_experts) if files and tiled
+        weights = (files.load_packed(progress, _form(options), here) if files and tiled
                    else {**dict(tensors)})
     head = _head_weights(model, files, config, dtype, tiled, options)
     made = Identity({"random": model if isinstance(model, RandomModel) else None, "config": config, "dtype": dtype,
                      "packed": tiled, "quant": options.quant, "head": head is not None}, marks)
-    if card:
+    if beside_card(options):
         assert config.experts
-        experts: Experts | None = fill_card(card, options, config.experts.per_token)
+        card = card or tile_store(weights, config, options)
+        experts: Experts | None = fill_card(card, options, config.experts)
     else:
         experts = open_experts(files, options, ops, dtype) if files and options.offloads_experts else None
     decoder = build(config, weights, ops, getattr(torch, dtype), tiled, experts.store.pools() if experts else ())
@@ -285,7 +300,9 @@ def _prepare(config: ModelConfig, options: EngineConfig) -> tuple[Ops, DType, in
 
 
 def _form(options: EngineConfig) -> Form:
-    return host_form() if options.device == "cpu" else tiles.form(options.device)
+    if options.device == "cpu":
+        return host_form()
+    return beside_form(torch.device(options.device)) if options.offloads_experts else tiles.form(options.device)
 
 
 def _not_packed(options: EngineConfig, config: ModelConfig, dtype: DType) -> str | None:
@@ -304,9 +321,8 @@ def _experts_not_packed(options: EngineConfig, config: ModelConfig) -> str | Non
     """Why the experts of a mixture cannot stay quantized on a GPU."""
     experts = config.experts
     assert experts
-    if options.offloads_experts:
-        return ("experts that are not all on the GPU are bfloat16 there; leave out expert_memory and expert_cap if the "
-                "quantized ones fit")
+    if options.expert_compute == "host":
+        return "the host computes experts of bfloat16 only; leave out expert_compute"
     if not knows_packed(config.hidden_size, experts.size, experts.count, experts.per_token, experts.shared_size):
         return "on a GPU the kernels do not know quantized experts of these sizes"
     return None

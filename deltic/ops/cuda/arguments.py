@@ -142,7 +142,7 @@ class AddHost(Arguments):
 
 
 class PackedGate(Arguments):
-    _fields_ = fields("x scale logits gate up y count starts", "eps",
+    _fields_ = fields("x scale logits gate up wanted y count starts", "eps",
                       "tokens first group slots slot wide shared_wide gate_kind up_kind shared_gate_kind "
                       "shared_up_kind")
 

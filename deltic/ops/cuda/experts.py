@@ -133,9 +133,9 @@ class ExpertsShape:
 
 
 def shape_of(weights: MoeWeights) -> ExpertsShape | None:
-    """None where the kernels do not know them: another dtype, another size of the shared expert."""
+    """None where the kernels do not know them: another dtype, another size of the shared expert, quantized ones."""
     shared, store = weights.shared is not None, _store(weights)
-    if not all(map(_plain, _matrices(weights))):
+    if not all(map(_plain, _matrices(weights))) or (isinstance(weights.experts, ExpertPool) and store is None):
         return None
     hidden, size = (store.hidden, store.size) if store else _sizes(weights.parts[0])[1]
     if any(_sizes(part) != ((2 * size, hidden), (hidden, size)) for part in weights.parts):
@@ -256,11 +256,9 @@ class Experts:
 
 
 def _store(weights: MoeWeights) -> ExpertStore | None:
-    """Who has the experts that are not all on the card."""
-    if not isinstance(weights.experts, ExpertPool):
-        return None
-    assert isinstance(weights.experts.store, ExpertStore)
-    return weights.experts.store
+    """Who has the experts that are not all on the card, of bfloat16."""
+    store = weights.experts.store if isinstance(weights.experts, ExpertPool) else None
+    return store if isinstance(store, ExpertStore) else None
 
 
 def _addresses(weights: MoeWeights, device: torch.device) -> Addresses:

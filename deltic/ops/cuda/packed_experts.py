@@ -29,8 +29,9 @@ from deltic.ops.cuda.experts import (
     shape_of,
 )
 from deltic.ops.cuda.layout import ALONE, MOST, WARPS
+from deltic.ops.cuda.tile_store import TileStore
 from deltic.ops.cuda.tiles import COLUMNS, KINDS, ROWS, Tiles, tiles_of
-from deltic.ops.records import Block, MlpWeights, MoeWeights, Weight
+from deltic.ops.records import Block, ExpertPool, MlpWeights, MoeWeights, Weight
 
 _MOST_HIDDEN, _MOST_SIZE = 4096, COLUMNS * WARPS
 _LINES = 4 * 144
@@ -185,11 +186,17 @@ def scratch_bytes(count: int, size: int, hidden: int) -> int:
 
 def _packed_shape(weights: MoeWeights) -> PackedShape | None:
     router, experts, shared = weights.router, weights.experts, weights.shared
-    if not isinstance(experts, tuple) or not isinstance(router, Tensor) or router.dtype != torch.bfloat16:
+    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16:
         return None
-    found = {_kinds(part) for part in experts}
     common = {_kinds(shared)} if shared else set()
     sizes = {_sizes(part) for part in weights.parts}
+    if isinstance(experts, tuple):
+        found = {_kinds(part) for part in experts}
+    elif isinstance(experts.store, TileStore):
+        found = {Kinds(*experts.store.types[experts.layer])}
+        sizes.add((experts.store.size, experts.store.hidden))
+    else:
+        return None
     routed, shared_one = (frozenset(kinds for kinds in some if kinds) for some in (found, common))
     if len(routed) != 1 or None in found | common or len(sizes) != 1 or _PLAIN in _names(next(iter(routed))):
         return None
@@ -269,20 +276,27 @@ class PackedExperts(Experts):
         super().__init__(module, shape, layers, blocks)
 
     def table(self, weights: MoeWeights) -> Table:
-        device, kept = self._module.device, list[Tiles]()
-        pointers: list[list[int]] = [[], [], []]
+        kept, parts, wanted = list[Tiles](), list[list[Tiles]](), None
         for part in weights.parts:
-            for own, block in zip(pointers, _matrices(part), strict=True):
+            parts.append([])
+            for block in _matrices(part):
                 if isinstance(block, Tensor):
                     kept.append(block := tiles_of(block))
-                own.append(block.data.data_ptr())
-        gate, up, down = (torch.tensor(own, device=device) for own in pointers)
-        assert isinstance(weights.experts, tuple)
-        routed = _kinds(weights.experts[0])
+                assert isinstance(block, Tiles)
+                parts[-1].append(block)
+        if isinstance(weights.experts, ExpertPool):
+            store, layer = weights.experts.store, weights.experts.layer
+            assert isinstance(store, TileStore)
+            gate, up, down, wanted = store.addresses(layer, parts[0] if parts else ())
+            routed: Kinds | None = Kinds(*store.types[layer])
+        else:
+            gate, up, down = (torch.tensor([block.data.data_ptr() for block in blocks], device=self._module.device)
+                              for blocks in zip(*parts, strict=True))
+            routed = _kinds(weights.experts[0])
         shared = _kinds(weights.shared) if weights.shared else routed
         assert routed and shared
         self._layers[id(weights)] = _Layer(up, down, routed, shared, tuple(kept))
-        return Table(Addresses(gate, down, *self._maps, None), filled_router(weights))
+        return Table(Addresses(gate, down, *self._maps, wanted), filled_router(weights))
 
     def few(self, weights: MoeWeights, residual: Tensor, scale: Tensor, eps: float, logits: Tensor, real: Real = ALL,
             first: int = 0) -> None:
@@ -300,8 +314,9 @@ class PackedExperts(Experts):
         (group, slots, shared), (down_slots, down_shared) = self._plans[tokens]
         numbers = {"tokens": tokens, "first": first, "count": real.count, "starts": real.starts, "logits": logits}
         self._module.launch("k_packed_gate", (self._blocks,), WARPS * 32 + 32, args.PackedGate(
-            x=residual, scale=scale, gate=table.at.gate, up=layer.up, y=gated, eps=eps, group=group, slots=slots,
-            slot=shape.gate_slot, wide=shape.wide(layer.routed), shared_wide=shape.wide(layer.shared),
+            x=residual, scale=scale, gate=table.at.gate, up=layer.up, wanted=table.at.wanted, y=gated, eps=eps,
+            group=group, slots=slots, slot=shape.gate_slot, wide=shape.wide(layer.routed),
+            shared_wide=shape.wide(layer.shared),
             gate_kind=_number(layer.routed.gate), up_kind=_number(layer.routed.up),
             shared_gate_kind=_number(layer.shared.gate), shared_up_kind=_number(layer.shared.up), **numbers), shared)
         self._module.launch("k_packed_down", (self._blocks,), WARPS * 32 + 32, args.PackedDown(

@@ -52,17 +52,16 @@ class Residency:
             self.places[layer, order] = layer * slots + np.arange(slots)
             self.resident[layer, order] = True
 
-    def learn(self, wanted: NDArray[np.int64]) -> int:
-        """wanted [layers, E]: the steps so far that wanted each. Returns how many of those since the last call were not
-        on the card."""
+    def learn(self, wanted: NDArray[np.int64]) -> list[int]:
+        """wanted [layers, E]: the steps so far that wanted each. Returns by layer how many of those since the last call
+        were not on the card."""
         fresh = wanted - self._known
         self._known = wanted.copy()
         hits, all_wanted = (fresh * self.resident).sum(1).tolist(), fresh.sum(1).tolist()
-        missed = 0
-        for layer, (hit, every) in enumerate(zip(hits, all_wanted, strict=True)):
+        missed = [every - hit for hit, every in zip(hits, all_wanted, strict=True)]
+        for layer, (hit, miss) in enumerate(zip(hits, missed, strict=True)):
             self.hits[layer] += hit
-            self.misses[layer] += every - hit
-            missed += every - hit
+            self.misses[layer] += miss
         self.scores = self.scores * self._decay + fresh.astype(np.float32)
         return missed
 

@@ -19,7 +19,7 @@ from deltic.ops.qtensor import Form, QTensor
 
 ROWS, COLUMNS = 8, 256
 """Of a tile."""
-_PIECE: Final = 1 << 24
+PIECE: Final = 1 << 24
 """Weights that are packed at a time."""
 
 
@@ -85,7 +85,7 @@ def pack_tiles(type: str, number: int, rows: int, columns: int, row_bytes: int, 
     kept = "Q8_0" if type in _AS_BYTES else type
     units = -(-rows // ROWS)
     data = torch.empty(units, columns // COLUMNS * KINDS[kept].nbytes, dtype=torch.uint8, device=device)
-    step = max(ROWS, _PIECE // columns // ROWS * ROWS)
+    step = max(ROWS, PIECE // columns // ROWS * ROWS)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         raw = torch.as_tensor(read(first * row_bytes, count * row_bytes)).to(device).view(count, row_bytes)
@@ -102,13 +102,14 @@ def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_
     their rows fill units."""
     if rows % ROWS:
         size = rows * row_bytes
-        return tuple(pack_tiles(type, number, rows, columns, row_bytes, partial(_read_from, read, index * size), device)
+        return tuple(pack_tiles(type, number, rows, columns, row_bytes, partial(read_from, read, index * size), device)
                      for index in range(count))
     whole = pack_tiles(type, number, count * rows, columns, row_bytes, read, device)
     return tuple(replace(whole, rows=rows, data=data) for data in whole.data.chunk(count))
 
 
-def _read_from(read: Callable[[int, int], Any], first: int, start: int, count: int) -> Any:
+def read_from(read: Callable[[int, int], Any], first: int, start: int, count: int) -> Any:
+    """What `read` gives of bytes that are counted from `first` on."""
     return read(first + start, count)
 
 

@@ -7,6 +7,7 @@ struct PackedGate {
     const float *x, *scale;  // as of `ExpertsGate`
     const float *logits;
     const u64 *gate, *up;    // [E] or [E + 1]: where the tiles of both halves [I, H] lie, the shared one's last
+    u64 *wanted;             // as of `ExpertsGate`
     u16 *y;
     const i64 *count, *starts;
     float eps;
@@ -235,6 +236,8 @@ DEVICE void packed_gate(const PackedGate &a) {
     g.who.choose(a.logits, real);
     if (copies) g.who.list(real);
     __syncthreads();
+    if (copies && a.wanted && blockIdx.x == 0)
+        for (int i = g.lane + SHARED; i < g.who.count; i += 32) a.wanted[g.who.expert[i]] += 1;
     if (copies) return g.copy_rest(item, policy);
     g.who.weigh(real, g.WARPS);
     g.stage();
