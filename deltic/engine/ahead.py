@@ -34,9 +34,8 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     if not all(map(_is_plain, shares)) or not all(map(_reads_on, others)):
         return None
     going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
-    if len(going) < len(shares) and scheduler.waiting:
-        return None  # the place that becomes free is not to stay so for a step
-    places = scheduler.max_batch - len(scheduler.running) if scheduler.waiting else 0
+    leaving = drawing - {share.sequence for share in going}
+    places = scheduler.max_batch - len(scheduler.running) + len(leaving) if scheduler.waiting else 0
     if places and any(_goes_on(scheduler.waiting, share) for share in flight.shares if share.live):
         return None  # from a state that is kept when this step is known to be sound
     alone = not others and not places
@@ -53,7 +52,7 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     for lease in short:
         cache.reserve(lease, 1)
     rows = [_row(share, next(spares), deferring and defers(cache, share.lease)) for share in going]
-    return scheduler.plan_behind(rows, [share.sequence for share in going], spares)
+    return scheduler.plan_behind(rows, [share.sequence for share in going], leaving, spares)
 
 
 def _row(share: Share, spare: int, append: bool) -> Row:

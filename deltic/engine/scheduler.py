@@ -106,15 +106,17 @@ class Scheduler:
         """Whether updates of states may be deferred in a step of so many rows that only decode."""
         return self.defer_from is not None and rows >= self.defer_from
 
-    def plan_behind(self, rows: List[Row], known: List[Sequence], spares: Iterator[int]
+    def plan_behind(self, rows: List[Row], known: List[Sequence], leaving: set[Sequence], spares: Iterator[int]
                     ) -> tuple[Plan, list[Sequence]] | None:
-        """As `plan`, of a step behind one in flight, which draws tokens of these known sequences: `rows` take them. All
-        others that run read prompts, to whose states the step leaves their slots, as it is committed later: it writes
-        to spare ones. None, and nothing has changed, where `plan` would move somebody from his place."""
-        if self.waiting and self._due(self._step + 1):
+        """As `plan`, of a step behind one in flight, which draws tokens of these known sequences: `rows` take them.
+        leaving: whose answers end with that step, so that their places are free. All others that run read prompts, to
+        whose states the step leaves their slots, as it is committed later: it writes to spare ones. None, and nothing
+        has changed, where `plan` would move somebody from his place."""
+        staying = [sequence for sequence in self.running if sequence not in leaving]
+        if self.waiting and self._due(self._step + 1, staying):
             return None
         self._step += 1
-        awaited, shares = self._admit(), list[tuple[Sequence, int]]()
+        awaited, shares = self._admit(len(leaving)), list[tuple[Sequence, int]]()
         prompts = [sequence for sequence in self.running if sequence.reading or sequence.pending > 1]
         for sequence, count in self._read(prompts, awaited, len(rows)):
             assert sequence.lease is not None
@@ -177,27 +179,28 @@ class Scheduler:
 
     def _take_turns(self) -> None:
         """Put those that wait in order; where no place is free, have at most one running sequence give up its own."""
-        leaving = self._due(self._step)
+        leaving = self._due(self._step, self.running)
         if leaving:
             self._yield(leaving, resting=True)
             self.add(leaving)
             self.turns += 1
 
-    def _due(self, step: int) -> Sequence | None:
-        """Put those that wait in order; returns who gives his place to the first of them, where no other is free."""
+    def _due(self, step: int, running: List[Sequence]) -> Sequence | None:
+        """Put those that wait in order; returns who of those that run gives his place to the first of them, where no
+        other is free."""
         if not self.waiting:
             return None
-        full = len(self.running) >= self.max_batch
-        if full and (not self.cache.reuse or settled(self.running, step)):
+        full = len(running) >= self.max_batch
+        if full and (not self.cache.reuse or settled(running, step)):
             return None
-        ordered = in_turn(self.waiting, self.running, step)
+        ordered = in_turn(self.waiting, running, step)
         for place, sequence in enumerate(ordered):
             self.waiting[place] = sequence
         if not full:
             return None
-        room = len(ordered[0].tokens) + 2 * TURN * len(self.running)  # they go on while one rests
+        room = len(ordered[0].tokens) + 2 * TURN * len(running)  # they go on while one rests
         rests = self.cache.can_rest(room)
-        return gives_way(ordered[0], self.running, step, partial(self._turn, rests=rests))
+        return gives_way(ordered[0], running, step, partial(self._turn, rests=rests))
 
     def _turn(self, sequence: Sequence, rests: bool) -> int | None:
         """Steps for which it keeps its place, by what it costs to go on later; None: more than a step reads. rests: its
@@ -206,11 +209,12 @@ class Scheduler:
             return 0
         return turn_to_read(sequence.done, len(self.running)) if sequence.done <= self.token_budget else None
 
-    def _admit(self) -> dict[Sequence, int]:
+    def _admit(self, leaving: int = 0) -> dict[Sequence, int]:
         """Start waiting sequences in order, except those that would read what a running one, or a tier, is reading.
-        Returns which running sequences are waited for, and the nearest position of each that is."""
+        leaving: how many of those that run give up their places. Returns which running sequences are waited for, and
+        the nearest position of each that is."""
         held, awaited, looks, fetches = list[Sequence](), dict[Sequence, int](), 0, 0
-        while (self.waiting and len(self.running) < self.max_batch
+        while (self.waiting and len(self.running) - leaving < self.max_batch
                and looks < _LOOKS and fetches < _FETCHES and len(held) < _SCAN):
             sequence = self.waiting.popleft()
             if not sequence.held:
