@@ -102,10 +102,10 @@ struct deltic_beside {
             if (const uint32_t number = asked(); number != done) {
                 const auto began = Clock::now();
                 answer();
-                std::atomic_ref<uint32_t>(*mail.answer).store(number, std::memory_order_release);
-                done = number;
                 last = Clock::now();
                 nanoseconds.fetch_add(std::chrono::nanoseconds(last - began).count(), std::memory_order_relaxed);
+                std::atomic_ref<uint32_t>(*mail.answer).store(number, std::memory_order_release);
+                done = number;
                 continue;
             }
             if (const uint32_t fresh = wakes.load(); fresh != seen) {

@@ -36,6 +36,8 @@ _MOST_PROFILE = 64 << 20
 _MOST_THREADS, _OTHERS = 16, 2
 """Threads that compute experts beside a GPU at most, and cores that are left for others: the memory is slower than
 more of them."""
+_READS = 0.85
+"""What kernels reach of a copy's rate while the host computes, which reads the same memory."""
 _LEAST_SHARE = 0.1
 """Of the experts beside a GPU; computing fewer on the host is not worth asking it."""
 
@@ -154,7 +156,7 @@ def _share_with_host(store: PlainStore, options: EngineConfig, per_token: int) -
     threads = options.threads or max(1, min(available_cores() - _OTHERS, _MOST_THREADS))
     beside = Beside(store.matrices, store.hidden, per_token, (threads, pool_of(options.cpu_level).level), pinned=True)
     host, card = beside.rate(), store.copy_rate()
-    share = 1.0 if options.expert_compute == "host" else host_share(host, card)
+    share = 1.0 if options.expert_compute == "host" else host_share(host, _READS * card)
     log.info("experts that are not on the GPU: %d threads of the host compute %.1f GB/s, the GPU copies %.1f GB/s: the "
              "host computes %.0f %% of them (expert_compute=%s)", threads, host / 1e9, card / 1e9, 100 * share,
              options.expert_compute)
