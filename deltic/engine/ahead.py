@@ -35,7 +35,7 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
         return None
     going = [share for share in shares if len(share.sequence.tokens) + 1 < share.sequence.limit]
     leaving = drawing - {share.sequence for share in going}
-    places = scheduler.max_batch - len(scheduler.running) + len(leaving) if scheduler.waiting else 0
+    places = min(scheduler.max_batch - len(scheduler.running) + len(leaving), len(scheduler.waiting))
     if places and any(_goes_on(scheduler.waiting, share) for share in flight.shares if share.live):
         return None  # from a state that is kept when this step is known to be sound
     alone = not others and not places
