@@ -227,7 +227,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "deltic_beside_new": (_P, [POINTER(BesideModel), POINTER(Mailbox), c_int, c_int]),
     "deltic_beside_free": (None, [_P]),
     "deltic_beside_wake": (None, [_P]),
-    "deltic_beside_count": (None, [_P, POINTER(_I), POINTER(_I)]),
+    "deltic_beside_count": (None, [_P, _P, _P]),
     "deltic_top": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P]),
     "deltic_adjust": (c_int, [_P, _P, _I, _P, _P]),
     "deltic_draw": (c_int, [_P, _P, _I, _I, _I, _P, _P, _P, POINTER(Drawing), _P]),
