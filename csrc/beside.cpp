@@ -17,14 +17,8 @@
 #include <vector>
 
 #include "levels.hpp"
+#include "pause.hpp"
 #include "pool.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define DELTIC_PAUSE() _mm_pause()
-#else
-#define DELTIC_PAUSE() std::this_thread::yield()
-#endif
 
 namespace {
 

@@ -9,16 +9,10 @@
 #include <vector>
 
 #include "levels.hpp"
+#include "pause.hpp"
 
 #if defined(__linux__)
 #include <sys/mman.h>
-#endif
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define DELTIC_PAUSE() _mm_pause()
-#else
-#define DELTIC_PAUSE() std::this_thread::yield()
 #endif
 
 namespace {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import drain, greedy, numbers, serve
-from test_cuda_kernels import CURSORS, NAN, batch_of, check_replays, error, fill, randn, row_alone, served
+from test_cuda_kernels import CURSORS, NAN, batch_of, check_alone, check_replays, error, fill, randn, served
 from test_cuda_source import BLOCK, MULTIPROCESSOR, members
 from test_cuda_verify import Known, plain_of
 from torch import Tensor
@@ -256,14 +256,7 @@ def test_steps(runtime: Runtime, done: list[int]) -> None:
 @needs_card
 @torch.inference_mode()
 def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
-    done = [16 * row + row for row in range(16)]
-    whole = batch_of(done, 16)
-    fill(runtime)
-    together = served(runtime)(whole)
-    fill(runtime)
-    for row in range(16):
-        alone = served(runtime)(row_alone(whole, row))
-        assert together and alone and torch.equal(alone[0][0], together[0][row])
+    check_alone(runtime)
 
 
 @needs_card

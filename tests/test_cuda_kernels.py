@@ -366,8 +366,8 @@ def check_replays(runtime: Runtime, rows: int) -> None:
         assert torch.equal(runtime.run(build(plan, runtime.pools.device)), wanted)
 
 
-@torch.inference_mode()
-def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
+def check_alone(runtime: Runtime) -> None:
+    """Tokens of a step have the bits that they have alone, and leave the same behind."""
     done = [16 * row + row for row in range(16)]
     whole = batch_of(done, 16)
     fill(runtime)
@@ -379,6 +379,11 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
         assert together and alone and torch.equal(alone[0][0], together[0][row])
     for tensor, wanted in zip((runtime.pools.recurrent, runtime.pools.keys), after, strict=True):
         assert torch.equal(tensor, wanted)
+
+
+@torch.inference_mode()
+def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
+    check_alone(runtime)
 
 
 @torch.inference_mode()

@@ -302,10 +302,10 @@ def session_over(runtime: Runtime) -> Session:
         return Session()
 
 
-def logits_of(runtime: Runtime) -> Tensor:
-    """After a prompt, and after each of some tokens that follow it."""
+def logits_of(runtime: Runtime, length: int = 300) -> Tensor:
+    """After a prompt of this length, and after each of some tokens that follow it."""
     session = session_over(runtime)
-    prompt, tokens = numbers(3, 300, session.vocab_size), numbers(4, 8, session.vocab_size)
+    prompt, tokens = numbers(3, length, session.vocab_size), numbers(4, 8, session.vocab_size)
     return torch.stack([session.prefill(prompt), *(session.step(token) for token in tokens)]).float()
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support import moe_shape
 from test_cuda_experts import rows
-from test_cuda_kernels import CURSORS, NAN, batch_of, check_replays, error, fill, randn, row_alone, served
+from test_cuda_kernels import CURSORS, NAN, batch_of, check_alone, check_replays, error, fill, randn, served
 from test_cuda_packed import answers
 from test_cuda_source import BLOCK, members
 from test_cuda_tiles import random_blocks
@@ -416,14 +416,7 @@ def test_replayed_steps(runtime: Runtime, rows: int) -> None:
 @needs_card
 @torch.inference_mode()
 def test_a_tokens_bits_do_not_depend_on_the_batch(runtime: Runtime) -> None:
-    done = [16 * row + row for row in range(16)]
-    whole = batch_of(done, 16)
-    fill(runtime)
-    together = served(runtime)(whole)
-    fill(runtime)
-    for row in range(16):
-        alone = served(runtime)(row_alone(whole, row))
-        assert together and alone and torch.equal(alone[0][0], together[0][row])
+    check_alone(runtime)
 
 
 def agreement(one: list[list[int]], other: list[list[int]], tokens: int) -> float:

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from support import drain, greedy, numbers, serve, small_runtime
 from test_cuda_kernels import batch_of, error, normed_slices, randn, served
+from test_cuda_kv_dtype import logits_of, session_over
 from test_cuda_prompts import CASES as PROMPTS
 from test_cuda_prompts import batch_of as prompt_of
 from test_cuda_prompts import mix, prompts_of
 from test_cuda_verify import CASES as RINGS
 from test_cuda_verify import Known, plain_of
+from test_state_dtype import check_preempted
 from torch import Tensor
 
 from deltic.cache.hybrid import HybridCache
@@ -32,7 +33,6 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
 from deltic.engine.scheduler import DEFERRED
-from deltic.engine.session import Session
 from deltic.ops import explain, ref
 from deltic.ops.records import Batch, GdnWeights, Layer, RingView, StateView
 from deltic.ops.torch import gdn as torch_gdn
@@ -282,21 +282,8 @@ def test_more_states_fit() -> None:
     assert 1.9 < plain.pools.sizes.slot_bytes / small.pools.sizes.slot_bytes <= 2
 
 
-def session_over(runtime: Runtime) -> Session:
-    """A Session with the runtime's pools."""
-    with patch("deltic.engine.session.load_any", lambda *_: replace(runtime, cache=HybridCache(runtime.pools))):
-        return Session()
-
-
-def logits_of(runtime: Runtime) -> Tensor:
-    """After a prompt, and after each of some tokens that follow it."""
-    session = session_over(runtime)
-    prompt, tokens = numbers(3, 150, session.vocab_size), numbers(4, 8, session.vocab_size)
-    return torch.stack([session.prefill(prompt), *(session.step(token) for token in tokens)]).float()
-
-
 def test_prompts_then_decode(pair: tuple[Runtime, Runtime]) -> None:
-    small, plain = map(logits_of, pair)
+    small, plain = (logits_of(runtime, 150) for runtime in pair)
     difference = error(small, plain)
     print(f"{pair[0].name}: logits over bfloat16 states are {difference:.1e} from those over float32")
     assert error(small[0], plain[0]) < 1e-2, "a prompt of one step reads no state"
@@ -308,7 +295,7 @@ def test_the_torch_ops_serve_it_too(model: str) -> None:
     """Where `--ops` says so."""
     own, theirs = (load(MODELS[model], options(max_batch=4, memory="1GiB", ops=ops)) for ops in ((), ("torch",)))
     assert own.step is not None and theirs.step is None and theirs.graphs is not None
-    difference = error(logits_of(own), logits_of(theirs))
+    difference = error(logits_of(own, 150), logits_of(theirs, 150))
     print(f"{model}: logits of the kernels are {difference:.1e} from those of torch")
     assert difference < 8e-2
     assert len(serve(theirs, [greedy(numbers(1, 100, 500), 20)])["a", 0].tokens) == 20
@@ -427,11 +414,7 @@ def test_preempted_sequences_are_answered() -> None:
     loaded = load(None, options(memory="256MiB", max_batch=4, max_context=256))
     small = small_runtime(loaded, batch=4, pages=14, context=200)
     assert small.pools.recurrent.dtype == BF16
-    engine = Engine(small)
-    for seed in range(4):
-        engine.add(greedy(numbers(seed, 60, 500), 50, str(seed)))
-    answers = drain(engine)
-    assert engine.scheduler.preemptions and all(len(answer.tokens) == 50 for answer in answers.values())
+    check_preempted(small)
 
 
 # Over many steps

@@ -269,17 +269,22 @@ def test_the_engine_answers_and_says_who_serves() -> None:
     assert all(len(answer.tokens) == 30 and answer.last.finish == "length" for answer in answers.values())
 
 
+def check_preempted(runtime: Runtime) -> None:
+    """Four sequences are answered that have pages for hardly two."""
+    engine = Engine(runtime)
+    for seed in range(4):
+        engine.add(greedy(numbers(seed, 60, 500), 50, str(seed)))
+    answers = drain(engine)
+    assert engine.scheduler.preemptions and all(len(answer.tokens) == 50 for answer in answers.values())
+
+
 def test_preempted_sequences_are_answered() -> None:
     """With pages for hardly two of four."""
     runtime = embedded("bfloat16")
     small = small_runtime(runtime, batch=4, pages=14, context=200)
     small = replace(small, cache=HybridCache(fresh_pools(runtime, 14, 9), True))
     assert small.pools.recurrent.dtype == BF16
-    engine = Engine(small)
-    for seed in range(4):
-        engine.add(greedy(numbers(seed, 60, 500), 50, str(seed)))
-    answers = drain(engine)
-    assert engine.scheduler.preemptions and all(len(answer.tokens) == 50 for answer in answers.values())
+    check_preempted(small)
 
 
 def test_drafts_are_verified() -> None:
