@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -303,6 +304,31 @@ def test_the_embedded_models_head_is_often_right() -> None:
             stats = engine.speculator.stats
             shares[name] = sum(stats.accepted_at) / sum(stats.drafted_at)
         assert abs(shares["after"] - shares["cpu"]) < 0.12 and abs(shares["ahead"] - shares["after"]) < 0.06, shares
+
+
+class NowAndThen(FixedDepth):
+    """Three drafts in steps that are three apart, none in between."""
+
+    step = 0
+
+    def choose(self, known: Any, rows: int) -> int:
+        self.step += 1
+        return self.limit if self.step % 3 == 0 else 0
+
+
+def test_drafts_come_and_go() -> None:
+    """What was drafted behind a step is not verified where another one has come between."""
+    loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_context=512,
+                                     speculate="mtp:3"))
+    assert loaded.mtp_runner
+    requests = [greedy(numbers(seed, 40, 500), 60, str(seed)) for seed in range(3)]
+    wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
+    engine = Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), NowAndThen(3))
+    for request in requests:
+        engine.add(request)
+    answers = drain(engine)
+    assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
+    assert sum(engine.speculator.stats.drafted_at) > 30
 
 
 @torch.inference_mode()

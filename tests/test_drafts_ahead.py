@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from deltic.engine.drafters import _has_room, _keys
-from deltic.engine.launch import Share
-from deltic.engine.plan import Row
+from deltic.engine.drafters import MtpDrafter, _has_room, _keys
+from deltic.engine.launch import InFlight, Share
+from deltic.engine.plan import Plan, Row
 from deltic.engine.promise import Promise
 from deltic.ops.drafted import Drafted
 from deltic.ops.noise import sample_key
@@ -77,6 +77,18 @@ def test_drafts_of_other_tokens_are_not_taken(change: dict[str, Any]) -> None:
     assert not (promise.covers([(first, 3), (second, 3)]) and promise.follows(first))
     assert promise.covers([(second, 3)]) and promise.follows(second)
     assert not promise.covers([(Running([5], 20), 3)])
+
+
+def test_drafts_of_a_step_that_another_one_has_followed_are_gone() -> None:
+    """While drafts do not pay there are steps without."""
+    promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
+    nothing: Any = SimpleNamespace(ahead=True)
+    drafter, wants = MtpDrafter(nothing, nothing, 3), [(first, 3), (second, 3)]
+    drafter._ahead = promise
+    assert drafter.promise(wants) is promise and drafter.promise(wants) is None
+    drafter._ahead = promise
+    drafter.draft_ahead(InFlight(Plan((Row((5,), 20, (0, 1), 0, 1), Row((9,), 31, (0, 1), 1, 1))), []))
+    assert drafter.promise(wants) is None
 
 
 def share_of(row: Row, covered: int) -> Share:

@@ -101,6 +101,7 @@ class MtpDrafter:
 
     @torch.inference_mode()
     def draft_ahead(self, flight: InFlight) -> None:
+        self._ahead = None  # what was drafted before follows a step that is no longer the last one
         rows, batch, sampling = flight.plan.rows, flight.batch, flight.sampling
         most = max((row.drafts for row in rows), default=0)
         if (not self._head.ahead or not most or len(rows) < len(flight.shares) or batch is None or batch.padded is None
