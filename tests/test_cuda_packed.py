@@ -27,13 +27,14 @@ from deltic.ops.cuda.nvrtc import compile_source
 from deltic.ops.cuda.packed import PackedMultiply, launch, product_of, unpack
 from deltic.ops.cuda.shapes import ADD, GATE, STORE, Shapes, gdn_slice
 from deltic.ops.cuda.step import Step
-from deltic.ops.cuda.tiles import KINDS, Tiles, tiles_of
+from deltic.ops.cuda.tiles import KINDS, PLAIN_KINDS, Tiles, form, tiles_of
 from deltic.ops.records import GdnSpec
 from deltic.text.files import read_tokenizer_files
 from deltic.types import Request, SamplingParams
 from deltic.weights.gguf.convert import convert
 from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import ModelFiles
+from deltic.weights.quant import FP8, quantize_tensors
 from deltic.weights.random import random_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
@@ -41,6 +42,10 @@ BLOCKS = 24
 """Few, so that every one has several rounds of units."""
 COLUMNS = (256, 1024, 2560, 9216)
 MIXED = (("Q6_K", 343), ("Q4_K", 200), ("Q8_0", 5), ("Q5_K", 40))
+PLAIN = (("FP8", 343), ("BF16", 24), ("FP8", 13))
+BOTH = (("FP8", 343), ("Q8_0", 24))
+EVERYWHERE = ("Q4_K", "Q6_K", "FP8")
+"""Kinds that are multiplied with every number of columns."""
 
 
 def weight_of(parts: tuple[tuple[str, int], ...], columns: int) -> tuple[tuple[Tiles, ...], Tensor]:
@@ -57,17 +62,17 @@ def _plain(rows: int, columns: int) -> tuple[Tiles, Tensor]:
 def known() -> list[PackedMultiply]:
     """All products of these tests."""
     kinds = [(kind, columns, high) for kind in KINDS for columns in COLUMNS for high in (1, 2)
-             if kind in ("Q4_K", "Q6_K") or columns == 1024]
+             if kind in EVERYWHERE or columns == 1024]
     found = [PackedMultiply(columns, norm, out, frozenset({kind}), 1, high) for kind, columns, high in kinds
              for norm, out in ((True, STORE), (False, ADD)) if columns <= 4096 or not norm]
     for high in (1, 2):
-        found += [PackedMultiply(columns, True, GATE, frozenset({"Q4_K"}), 2, high) for columns in COLUMNS
-                  if columns <= 4096]
-        found += [PackedMultiply(columns, True, STORE, frozenset(kind for kind, _ in MIXED), 4, high)
-                  for columns in (1024, 2560)]
-        found += [PackedMultiply(spec.values, False, ADD, frozenset({"Q4_K"}), 1, high, spec.value_dim,
+        found += [PackedMultiply(columns, True, GATE, frozenset({kind}), 2, high) for columns in COLUMNS
+                  for kind in ("Q4_K", "FP8") if columns <= 4096]
+        found += [PackedMultiply(columns, True, STORE, frozenset(kind for kind, _ in parts), len(parts), high)
+                  for columns in (1024, 2560) for parts in (MIXED, PLAIN, BOTH)]
+        found += [PackedMultiply(spec.values, False, ADD, frozenset({kind}), 1, high, spec.value_dim,
                                  gdn_slice(spec, "few"))
-                  for spec in HEADS[1:]]
+                  for spec in HEADS[1:] for kind in ("Q4_K", "FP8")]
     return found
 
 
@@ -113,8 +118,10 @@ def check_store(products: Module, parts: tuple[Tiles, ...], weight: Tensor) -> N
     alone = torch.full((16, rows), NAN, device="cuda")
     for token in range(16):
         multiply(products, parts, x[token:token + 1], scale, alone[token:token + 1], STORE)
-    scaled = (x * scale).bfloat16() if parts[0].type == "BF16" else x.double() * scale.double()
-    wanted = (scaled.double() * (x.double().square().mean(-1, True) + 1e-6).rsqrt()) @ weight.t()
+    factor = (x.double().square().mean(-1, True) + 1e-6).rsqrt()
+    own = weight.split([part.rows for part in parts])
+    wanted = torch.cat([((x * scale).bfloat16() if part.type in PLAIN_KINDS else x.double() * scale.double()).double()
+                        * factor @ numbers.t() for part, numbers in zip(parts, own, strict=True)], 1)
     assert error(alone, wanted) < 5e-5
     for tokens in tokens_of(parts):
         y = torch.full((tokens, rows), NAN, device="cuda")
@@ -124,9 +131,9 @@ def check_store(products: Module, parts: tuple[Tiles, ...], weight: Tensor) -> N
 
 @pytest.mark.parametrize("rows", [1003, 150])
 @pytest.mark.parametrize(("kind", "columns"), [(kind, columns) for kind in KINDS for columns in COLUMNS
-                                               if kind in ("Q4_K", "Q6_K") or columns == 1024])
+                                               if kind in EVERYWHERE or columns == 1024])
 def test_products(products: Module, kind: str, columns: int, rows: int) -> None:
-    if rows < 8 * BLOCKS and kind not in ("Q4_K", "Q6_K"):
+    if rows < 8 * BLOCKS and kind not in EVERYWHERE:
         rows = 8 * BLOCKS + 13  # so that one unit is alone
     parts, weight = weight_of(((kind, rows),), columns)
     if columns <= 4096:
@@ -139,14 +146,16 @@ def test_products(products: Module, kind: str, columns: int, rows: int) -> None:
     assert torch.equal(unpack(products, parts), weight.float().bfloat16())
 
 
+@pytest.mark.parametrize("kinds", [MIXED, PLAIN, BOTH], ids=["whole numbers", "plain", "both"])
 @pytest.mark.parametrize("columns", [1024, 2560])
-def test_parts_of_several_kinds(products: Module, columns: int) -> None:
-    check_store(products, *weight_of(MIXED, columns))
+def test_parts_of_several_kinds(products: Module, columns: int, kinds: tuple[tuple[str, int], ...]) -> None:
+    check_store(products, *weight_of(kinds, columns))
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "FP8"])
 @pytest.mark.parametrize("columns", [256, 1024, 2560])
-def test_gated_products(products: Module, columns: int) -> None:
-    parts, weight = weight_of((("Q4_K", 600), ("Q4_K", 600)), columns)
+def test_gated_products(products: Module, columns: int, kind: str) -> None:
+    parts, weight = weight_of(((kind, 600), (kind, 600)), columns)
     for tokens in (1, 5, 16):
         x, scale = randn(tokens, columns, seed=1), randn(columns, seed=2) * 0.1 + 1
         y = torch.full((tokens, 600), NAN, device="cuda", dtype=torch.bfloat16)
@@ -156,9 +165,10 @@ def test_gated_products(products: Module, columns: int) -> None:
         assert error(y, gate * gate.sigmoid() * up) < 5e-3
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "FP8"])
 @pytest.mark.parametrize("spec", HEADS[1:], ids=lambda spec: str(spec.values))
-def test_products_of_heads(products: Module, spec: GdnSpec) -> None:
-    parts, weight = weight_of((("Q4_K", 1003),), spec.values)
+def test_products_of_heads(products: Module, spec: GdnSpec, kind: str) -> None:
+    parts, weight = weight_of(((kind, 1003),), spec.values)
     core, gates = randn(2, spec.values, seed=1), randn(2, spec.values + 60, seed=2)[:, 8:8 + spec.values]
     norm, old = randn(spec.value_dim, seed=3) * 0.1 + 1, randn(2, 1003, seed=5)
     y = old.clone()
@@ -197,11 +207,16 @@ def options(**changes: object) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place, tiny = tmp_path_factory.mktemp("gguf"), Path(deltic.__file__).parent / "models" / "tiny"
-    save_file(random_weights(SHAPE, "float32", initializer_range=0.08), place / "model.safetensors")
+    return file_of(random_weights(SHAPE, "float32", initializer_range=0.08), "Q4_K_M", tmp_path_factory.mktemp("gguf"))
+
+
+def file_of(weights: dict[str, Tensor], type: str, place: Path) -> Path:
+    """A GGUF file of this type."""
+    tiny = Path(deltic.__file__).parent / "models" / "tiny"
+    save_file(weights, place / "model.safetensors")
     texts = read_tokenizer_files(tiny)
     convert(ModelFiles(place, SHAPE, GenerationDefaults(eos_token_ids=(3065,))),
-            TokenizerTexts(texts.tokenizer, texts.special_tokens, texts.templates), "small", place / "m.gguf", "Q4_K_M")
+            TokenizerTexts(texts.tokenizer, texts.special_tokens, texts.templates), "small", place / "m.gguf", type)
     return place / "m.gguf"
 
 
@@ -224,6 +239,23 @@ def test_a_file_stays_quantized(file: Path) -> None:
     assert {"Q4_K", "Q6_K"} <= {*kinds} and packed.decoder.weight_bytes() < 0.4 * plain.decoder.weight_bytes()
     alone = answers(packed, 1)[0]
     together = answers(packed, 16)
+    assert together[0] == alone, "an answer depends on its neighbours"
+    same = [one == other for found, wanted in zip(together, answers(plain, 16), strict=True)
+            for one, other in zip(found[:4], wanted[:4], strict=True)]
+    assert sum(same) > 0.7 * len(same)
+    assert all(len(found) == 24 for found in answers(packed, 20))  # 17 rows and more: plain copies
+
+
+def test_a_model_in_float8(tmp_path: Path) -> None:
+    """Answers as of the same numbers in bfloat16, and the same alone and together."""
+    sources = random_weights(SHAPE, "float32", initializer_range=0.08)
+    rounded = {name: weight.dequantize() if isinstance(weight, Tiles) else weight
+               for name, weight in quantize_tensors(iter(sources.items()), FP8, SHAPE, form("cpu")).items()}
+    file = str(file_of(rounded, "BF16", tmp_path))  # type: ignore[arg-type]
+    packed, plain = load(file, options(quant="fp8")), load(file, options())
+    assert isinstance(packed.step, Step) and {"FP8", "Q8_0"} <= {*packed.decoder.weight_kinds()}
+    assert packed.decoder.weight_bytes() < 0.65 * plain.decoder.weight_bytes()
+    alone, together = answers(packed, 1)[0], answers(packed, 16)
     assert together[0] == alone, "an answer depends on its neighbours"
     same = [one == other for found, wanted in zip(together, answers(plain, 16), strict=True)
             for one, other in zip(found[:4], wanted[:4], strict=True)]

@@ -16,7 +16,7 @@ from test_cuda_experts import rows
 from test_cuda_kernels import CURSORS, NAN, batch_of, check_alone, check_replays, error, fill, randn, served
 from test_cuda_packed import answers
 from test_cuda_source import BLOCK, members
-from test_cuda_tiles import random_blocks
+from test_cuda_tiles import random_blocks, random_float8
 from test_gguf_convert import tiny_texts
 from torch import Tensor
 
@@ -43,6 +43,7 @@ from deltic.ops.cuda.packed_experts import (
 )
 from deltic.ops.cuda.tiles import KINDS, Tiles, pack_stack
 from deltic.ops.records import Block, MlpWeights, MoeWeights
+from deltic.weights import fp8
 from deltic.weights.gguf.blocks import BY_NAME, decode
 from deltic.weights.gguf.convert import convert
 from deltic.weights.gguf.file import GgufFile
@@ -77,6 +78,8 @@ SHAPES = {
     "none shared, halves of two kinds": shape(768, 768, 30, 5, Kinds("Q5_K", "Q4_K", "Q8_0")),
     "large": shape(3072, 1024, 12, 8, Q4_K_M, kinds("Q6_K", "Q8_0", "BF16")),
     "35B-A3B": TRUE,
+    "FP8": shape(512, 512, 24, 4, kinds("FP8"), kinds("FP8")),
+    "FP8 beside whole numbers": shape(768, 256, 10, 3, Kinds("FP8", "Q8_0", "Q4_K"), kinds("Q4_K", "FP8", "FP8")),
 }
 BLOCKS = 24
 """Few, so that every one has several items."""
@@ -125,7 +128,7 @@ def test_layers_of_several_types_are_served_by_one_kernel() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["35B-A3B", "plain shared", "none shared, halves of two kinds"])
+@pytest.mark.parametrize("name", ["35B-A3B", "plain shared", "none shared, halves of two kinds", "FP8"])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
@@ -204,8 +207,11 @@ def test_memory_for_plain_numbers_is_planned() -> None:
 def stack_of(kind: str, count: int, rows: int, columns: int, seed: int) -> tuple[Block, ...]:
     if kind == "BF16":
         return tuple(randn(count, rows, columns, seed=seed, dtype=torch.bfloat16) * columns**-0.5)
-    flat = random_blocks(kind, count * rows, columns, seed).reshape(-1)
-    return pack_stack(kind, BY_NAME[kind].id, count, rows, columns, BY_NAME[kind].size(columns),
+    type = fp8.TYPE if kind == "FP8" else BY_NAME[kind]
+    raw = random_float8(count * rows, columns, seed)[0] if kind == "FP8" else random_blocks(kind, count * rows, columns,
+                                                                                            seed)
+    flat = raw.reshape(-1)
+    return pack_stack(kind, type.id, count, rows, columns, type.size(columns),
                       lambda start, size: flat[start:start + size], "cuda")
 
 

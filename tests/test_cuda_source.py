@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -73,6 +74,18 @@ def packed_shapes(name: str) -> Shapes:
     return Shapes(products, gdn, attention, more)
 
 
+def float8_shapes(name: str) -> Shapes:
+    """Of a model in float8."""
+    hidden, ffn, gdn, attention = MODELS[name]
+    fp8, both, eight = frozenset({"FP8"}), frozenset({"FP8", "Q8_0"}), frozenset({"Q8_0"})
+    products = (PackedMultiply(hidden, True, STORE, both, 4), PackedMultiply(hidden, True, STORE, fp8, 3, 2),
+                PackedMultiply(gdn.values, False, ADD, fp8), PackedMultiply(hidden, True, GATE, fp8, 2, 2),
+                PackedMultiply(ffn, False, ADD, fp8), PackedMultiply(hidden, True, STORE, eight, 1, 2),
+                PackedMultiply(hidden, False, STORE, eight, 1, 2),
+                PackedMultiply(gdn.values, False, ADD, fp8, 1, 2, gdn.value_dim, 16))
+    return Shapes(products, gdn, attention, both)
+
+
 def packed_mixture() -> Shapes:
     """Of 35B-A3B in Q4_K_M, with a shared expert in Q8_0."""
     _, _, gdn, attention = MODELS["4B"]
@@ -124,9 +137,10 @@ def test_products_fit(name: str, tokens: int) -> None:
                 assert 2 * shared + 18 * 1024 <= MULTIPROCESSOR, "the next kernel has no room beside it"
 
 
+@pytest.mark.parametrize("shapes_of", [packed_shapes, float8_shapes])
 @pytest.mark.parametrize("name", ["0.8B", "4B", "9B"])
-def test_products_of_tiles_fit(name: str) -> None:
-    shapes = packed_shapes(name)
+def test_products_of_tiles_fit(name: str, shapes_of: Callable[[str], Shapes]) -> None:
+    shapes = shapes_of(name)
     assert shapes.shared <= BLOCK
     for product in shapes.products:
         assert isinstance(product, PackedMultiply)
@@ -136,7 +150,7 @@ def test_products_of_tiles_fit(name: str) -> None:
             plan = product.plan(1, (mine,) * product.parts)
             assert plan.slots >= 2 and plan.round * plan.rounds >= mine
             assert MULTIPROCESSOR // 3 < plan.shared <= BLOCK
-            if mine == 1 and "Q6_K" not in product.kinds:
+            if mine == 1 and not product.kinds & {"Q6_K", "Q8_0", "FP8"}:
                 assert 2 * plan.shared + 39 * 1024 <= MULTIPROCESSOR, "the attention has no room beside it"
 
 
@@ -182,7 +196,7 @@ def test_importing_loads_no_driver() -> None:
 @pytest.mark.parametrize("name", [
     *MODELS, "draws", "folds", "encoder", "towers",
     *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
-    *(f"{model} packed" for model in ("0.8B", "4B", "9B")), "packed mixture"])
+    *(f"{model} {part}" for model in ("0.8B", "4B", "9B") for part in ("packed", "float8")), "packed mixture"])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, _, part = name.partition(" ")
@@ -191,9 +205,9 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if name == "packed mixture":
         text = replace(packed_mixture(), rings=True).source()
     elif model in MODELS:
-        shapes = replace((packed_shapes if part == "packed" else shapes_of)(model), rings=True)
-        text = {"": shapes.source, "packed": shapes.source, "prompts": lambda: prompts.source(shapes),
-                "drafts": lambda: draft.source(shapes)}[part]()
+        shapes = replace({"packed": packed_shapes, "float8": float8_shapes}.get(part, shapes_of)(model), rings=True)
+        text = {"": shapes.source, "packed": shapes.source, "float8": shapes.source,
+                "prompts": lambda: prompts.source(shapes), "drafts": lambda: draft.source(shapes)}[part]()
     else:
         text = {"draws": source, "folds": rings.fold_source, "encoder": lambda: encoder.source(1000),
                 "towers": lambda: tower_source(1152, 72)}[name]()

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from deltic.ops.cuda.tiles import KINDS, Tiles, pack_tiles, serves, tiles_of
+from deltic.weights import fp8
 from deltic.weights.gguf.blocks import BY_NAME, LAYOUTS, decode
 
-TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL")
+TYPES = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "IQ4_NL", "FP8")
 
 
 def random_blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -23,13 +24,27 @@ def random_blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
     return raw
 
 
+def random_float8(rows: int, columns: int, seed: int) -> tuple[np.ndarray, torch.Tensor]:
+    """Blocks with all codes that are numbers, uint8 [rows, bytes]; and these numbers, float64."""
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (rows, columns // fp8.GROUP, fp8.TYPE.nbytes), dtype=np.uint8)
+    raw[raw & 0x7f == 0x7f] -= 1  # NaN
+    scales = (rng.random((rows, columns // fp8.GROUP, 1)) * 2e-4 + 1e-5).astype(np.float32)
+    raw[..., :4] = scales.view(np.uint8)
+    codes = torch.from_numpy(raw[..., 4:].copy()).view(torch.float8_e4m3fn).double()
+    return raw.reshape(rows, -1), (codes * torch.from_numpy(scales).double()).flatten(1)
+
+
 def packed(type: str, rows: int, columns: int, seed: int = 0, device: str = "cpu") -> tuple[Tiles, torch.Tensor]:
     """A matrix and the numbers it stands for, float64."""
-    raw = random_blocks(type, rows, columns, seed)
+    if type == "FP8":
+        raw, numbers = random_float8(rows, columns, seed)
+    else:
+        raw = random_blocks(type, rows, columns, seed)
+        numbers = torch.from_numpy(decode(raw.reshape(-1), BY_NAME[type])).view(rows, columns).double()
     flat, width = raw.reshape(-1), raw.shape[1]
-    tiles = pack_tiles(type, BY_NAME[type].id, rows, columns, width, lambda start, count: flat[start:start + count],
-                       device)
-    return tiles, torch.from_numpy(decode(flat, BY_NAME[type])).view(rows, columns).double()
+    tiles = pack_tiles(type, -1, rows, columns, width, lambda start, count: flat[start:start + count], device)
+    return tiles, numbers
 
 
 @pytest.mark.parametrize("rows", [8, 3, 43])
@@ -48,3 +63,12 @@ def test_tiles_are_the_blocks_numbers(type: str, rows: int) -> None:
 def test_tiles_of_plain_numbers() -> None:
     weight = torch.randn(21, 768).bfloat16()
     assert torch.equal(tiles_of(weight).dequantize(), weight.float())
+
+
+def test_every_float8_number_is_one_of_bfloat16() -> None:
+    """Which the kernels make of it: its bits where bfloat16 has them, times 2^120."""
+    codes = torch.arange(256, dtype=torch.int32)
+    bits = (codes << 4 & 0x07f0 | codes << 8 & 0x8000).to(torch.int16)
+    found, wanted = bits.view(torch.bfloat16).float() * 2.0**120, codes.to(torch.uint8).view(torch.float8_e4m3fn)
+    sound = codes & 0x7f != 0x7f
+    assert torch.equal(found[sound], wanted.float()[sound])

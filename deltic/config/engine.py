@@ -24,7 +24,7 @@ _RANGES: Final = {
 }
 _CACHED_PARAMETERS: Final = 8_000_000
 _PACKED: Final = ("auto", "on", "off")
-_QUANTS: Final = ("none", "q8_0", "q4_k")
+_QUANTS: Final = ("none", "q8_0", "q4_k", "fp8")
 _CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES: Final = ("auto", "fp8")
@@ -74,8 +74,8 @@ class EngineConfig:
                                        "the one beside it whose name has mmproj in it)")
     packed_weights: str = _option("auto", "keep the quantized weights of a GGUF file as they are in memory, too; auto: "
                                           "types such as Q4_K, and large files", choices=_PACKED)
-    quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, or to about 4.8 as "
-                         "in Q4_K_M files", choices=_QUANTS)
+    quant: str = _option("none", "quantize an unquantized model while it is loaded: to 8 bits, to about 4.8 as in "
+                         "Q4_K_M files, or on a GPU to float8", choices=_QUANTS)
     expert_memory: str | None = _option(None, "memory for the experts of a mixture, such as 8GiB; the others stay in "
                                         "the model's files, and are read when a token wants them; on a GPU: memory of "
                                         "the card, the others are in that of the host. auto: what is free, less "

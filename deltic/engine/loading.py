@@ -54,7 +54,7 @@ from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
 from deltic.weights.gguf.load import is_quantized, unserved_experts, wants_packing
 from deltic.weights.hub import ModelFiles, open_model
-from deltic.weights.quant import quantize_tensors, quantize_tower
+from deltic.weights.quant import FP8, quantize_tensors, quantize_tower
 from deltic.weights.random import random_head, random_tensors
 
 log = logging.getLogger("deltic")
@@ -345,6 +345,8 @@ def _quantize(tensors: Iterator[tuple[str, Tensor]], options: EngineConfig, conf
     reason = _not_packed(options, config, dtype)
     if tiled:
         reason = "the weights are quantized already; leave it out, or load the unquantized model"
+    if options.quant == FP8 and options.device == "cpu":
+        reason = "float8 is for GPUs; take q8_0, which is as large and more precise"
     if reason:
         raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
     found = kept.read() if kept else None

@@ -12,15 +12,20 @@ from torch import Tensor
 from deltic.config import ModelConfig, available_cores
 from deltic.ops.qtensor import Form, QTensor, host_form
 from deltic.ops.records import Block, Weight
+from deltic.weights import fp8
 from deltic.weights.gguf.blocks import BY_NAME, BlockType
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
 from deltic.weights.gguf.quantize import quantize_in_pieces
-from deltic.weights.names import expected_tensors
+from deltic.weights.names import EMBEDDING, HEAD, expected_tensors
 from deltic.weights.safetensors import Progress
 
 SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M"}
 """The type of file (of FILE_TYPES) whose types the matrices get."""
+FP8: Final = "fp8"
+"""The scheme of float8, which no file has, and CPUs do not know. Embedding, head and what decays and gates of heads are
+made of (a few rows) get 8 bits as of q8_0, which are more precise."""
 _PLAIN: Final = ("F32", "F16", "BF16")
+_OF_HEADS: Final = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 
 
 def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfig,
@@ -48,17 +53,23 @@ def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfi
 def quantize_tensors(tensors: Iterator[tuple[str, Tensor]], scheme: str, config: ModelConfig,
                      form: Form | None = None) -> dict[str, Weight]:
     """As `quantize_weights`, of tensors that come one after another, of which one is here at a time, in `form`. What it
-    does not serve stays as it was."""
-    kind = FILE_TYPES[SCHEMES[scheme]]
+    does not serve stays as it was. scheme: one of SCHEMES, or FP8."""
     result, kept = dict[str, Weight](), form or host_form()
     with ThreadPoolExecutor(available_cores()) as pool:
         while (item := next(tensors, None)) is not None:
             name, tensor = item
-            type = target_of(name, tuple(tensor.shape), config, kind).type
+            type = _type(name, tuple(tensor.shape), scheme, config)
             plain = type.name in _PLAIN or not kept.serves(type.name, tensor.shape[-1])
             result[name] = tensor if plain else _packed(name, tensor, type, pool, kept)
             del item, tensor  # no name here keeps a tensor beyond its turn
     return {name: result[name] for name in expected_tensors(config) if name in result} | result
+
+
+def _type(name: str, shape: tuple[int, ...], scheme: str, config: ModelConfig) -> BlockType:
+    """What a tensor is to become."""
+    type = target_of(name, shape, config, FILE_TYPES[SCHEMES["q8_0" if scheme == FP8 else scheme]]).type
+    precise = name in (EMBEDDING, HEAD) or name.endswith(_OF_HEADS)
+    return type if scheme != FP8 or type.name in _PLAIN or precise else fp8.TYPE
 
 
 def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
@@ -73,13 +84,15 @@ def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
 
 
 def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, form: Form) -> Weight:
+    if type is not fp8.TYPE:
+        tensor = tensor.cpu()
     if tensor.dim() == 2:
-        return quantized(name, tensor.cpu(), type, pool, form)
+        return quantized(name, tensor, type, pool, form)
     if form.stack is None:
-        return tuple(quantized(name, matrix.cpu(), type, pool, form) for matrix in tensor)
+        return tuple(quantized(name, matrix, type, pool, form) for matrix in tensor)
     count, rows, columns = tensor.shape
     return form.stack(type.name, type.id, count, rows, columns, type.size(columns),
-                      _quantizing(name, tensor.flatten(0, 1).cpu(), type, pool))
+                      _quantizing(name, tensor.flatten(0, 1), type, pool))
 
 
 def quantized(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: Form) -> QTensor:
@@ -95,6 +108,9 @@ def _quantizing(name: str, matrix: Tensor, type: BlockType, pool: Executor) -> C
 
     def read(start: int, count: int) -> Any:
         first = start // row_bytes
-        return np.concatenate([*quantize_in_pieces(name, matrix[first:first + count // row_bytes], type, pool)])
+        rows = matrix[first:first + count // row_bytes]
+        if type is fp8.TYPE:
+            return fp8.quantize_fp8(name, rows).flatten()
+        return np.concatenate([*quantize_in_pieces(name, rows, type, pool)])
 
     return read

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.layout import ALONE, FEW, MOST, SPREAD, WARPS, WHOLE
-from deltic.ops.cuda.tiles import COLUMNS, KINDS, ROWS, Tiles, tiles_of
+from deltic.ops.cuda.tiles import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
 from deltic.ops.records import Block, Weight
 
 _HALF = 86 << 10
@@ -132,7 +132,7 @@ def _slot(kinds: frozenset[str], high: int) -> int:
 
 def _input(columns: int, kinds: frozenset[str]) -> int:
     """Bytes of a token's input."""
-    return columns // COLUMNS * _LINES + columns * 2 * ("BF16" in kinds)
+    return columns // COLUMNS * _LINES * (not kinds <= PLAIN_KINDS) + columns * 2 * bool(kinds & PLAIN_KINDS)
 
 
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,

@@ -30,7 +30,7 @@ from deltic.ops.cuda.experts import (
 )
 from deltic.ops.cuda.layout import ALONE, MOST, WARPS
 from deltic.ops.cuda.tile_store import TileStore
-from deltic.ops.cuda.tiles import COLUMNS, KINDS, ROWS, Tiles, tiles_of
+from deltic.ops.cuda.tiles import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
 from deltic.ops.records import Block, ExpertPool, MlpWeights, MoeWeights, Weight
 
 _MOST_HIDDEN, _MOST_SIZE = 4096, COLUMNS * WARPS
@@ -108,13 +108,13 @@ class PackedShape(ExpertsShape):
         items = -(-self._experts(tokens) * (self.size // ROWS) // blocks)
         sums = tiles * tokens * 2 * ROWS * 4
         group = max(1, min(SUMS // sums, items))
-        plain = 2 * self.hidden * (_PLAIN in self._gate_kinds)
+        plain = 2 * self.hidden * bool(PLAIN_KINDS & self._gate_kinds)
         fixed = self.offset + 8 * (self.count + 1) + 128 + tokens * (tiles * _LINES + plain) + 2 * group * sums
         slots = ring_slots(fixed, self.gate_slot, GATE_BESIDE, items * -(-tiles // min(map(self.wide, self._all))))
         return group, slots, max(ALONE, fixed + slots * self.gate_slot)
 
     def down_plan(self, tokens: int, blocks: int) -> tuple[int, int]:
-        own = _LINES + 2 * COLUMNS * (_PLAIN in self._down_kinds)
+        own = _LINES + 2 * COLUMNS * bool(PLAIN_KINDS & self._down_kinds)
         sums = tokens * self.each * self._down_tiles * 2 * ROWS * 4
         fixed = self.offset + WARPS * own + 2 * sums
         fills = -(-self._experts(tokens) // self._at_once) * -(-self.hidden // (2 * ROWS * blocks))

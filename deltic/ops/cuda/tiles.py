@@ -1,5 +1,5 @@
-"""Quantized matrices as the GPU's kernels read them: tiles of 8 rows and 256 columns, made of GGUF blocks on any
-device.
+"""Quantized matrices as the GPU's kernels read them: tiles of 8 rows and 256 columns, made of GGUF blocks, or of those
+of float8 (weights/fp8.py), on any device.
 
 Nothing is rounded: a tile has the codes and scales of its blocks, in another order (kernels/packed.cuh). A warp reads
 it so that lane l has, of row l // 4, two sets of 32 columns: those from l % 4 * 32 on, and those 128 further on.
@@ -32,7 +32,10 @@ class Kind:
 
 
 KINDS: Final[Mapping[str, Kind]] = {
-    "Q8_0": Kind(0, 2176), "Q4_K": Kind(1, 1184), "Q6_K": Kind(2, 1680), "Q5_K": Kind(3, 1696), "BF16": Kind(4, 4096)}
+    "Q8_0": Kind(0, 2176), "Q4_K": Kind(1, 1184), "Q6_K": Kind(2, 1680), "Q5_K": Kind(3, 1696), "BF16": Kind(4, 4096),
+    "FP8": Kind(5, 2112)}
+PLAIN_KINDS: Final = frozenset({"BF16", "FP8"})
+"""Those that are multiplied as bfloat16, with an input that is bfloat16."""
 _AS_BYTES: Final = ("Q4_0", "Q5_0", "IQ4_NL")
 """Types that are Q8_0 with smaller codes."""
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -45,7 +48,7 @@ def form(device: str | torch.device) -> Form:
 
 
 def serves(type: str, columns: int) -> bool:
-    """Whether a matrix of this GGUF type and with rows of so many columns can stay packed."""
+    """Whether a matrix of this type and with rows of so many columns can stay packed."""
     return columns % COLUMNS == 0 and (type in KINDS or type in _AS_BYTES) and type != "BF16"
 
 
@@ -291,6 +294,24 @@ def _bf16(data: Tensor) -> Tensor:
     return found
 
 
+_PAIRS: Final = (2, 0, 3, 1)
+"""Of four columns those in the order of a word's bytes, of which the kernels take the upper two, then the lower two."""
+
+
+def _pack_fp8(raw: Tensor) -> Tensor:
+    blocks = raw.unflatten(1, (-1, 132))
+    lanes = blocks[..., 4:].reshape(-1, ROWS, blocks.shape[1] // 2, 2, 4, 4, 2, 4)[..., _PAIRS]
+    codes = lanes.permute(0, 2, 4, 1, 5, 3, 6, 7)  # of a lane, group j, then group j + 4
+    scales = blocks[..., :4].contiguous().view(torch.float32).view(len(raw), -1, 2)
+    return _join([codes, _scales(scales)])
+
+
+def _fp8(data: Tensor) -> Tensor:
+    lanes = data[..., :2048].unflatten(-1, (4, ROWS, 4, 2, 2, 4))[..., (1, 3, 0, 2)]
+    codes = lanes.permute(0, 1, 3, 5, 2, 4, 6, 7).contiguous().view(torch.float8_e4m3fn)
+    return _scaled(codes, data[..., 2048:].contiguous().view(torch.float32).unflatten(-1, (ROWS, 2)), 128)
+
+
 def _halves(data: Tensor) -> Tensor:
     return data.contiguous().view(torch.float16).float()
 
@@ -316,6 +337,7 @@ def _numbers(type: str, data: Tensor, columns: int) -> Tensor:
 
 
 _PACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "Q8_0": _pack_q8_0, "Q4_K": _pack_q4_k, "Q6_K": _pack_q6_k, "Q5_K": _pack_q5_k, "BF16": _pack_bf16}
+    "Q8_0": _pack_q8_0, "Q4_K": _pack_q4_k, "Q6_K": _pack_q6_k, "Q5_K": _pack_q5_k, "BF16": _pack_bf16,
+    "FP8": _pack_fp8}
 _UNPACK: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "Q5_K": _q5_k, "BF16": _bf16}
+    "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "Q5_K": _q5_k, "BF16": _bf16, "FP8": _fp8}

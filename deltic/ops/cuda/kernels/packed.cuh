@@ -4,10 +4,14 @@
 // as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight, by the tensor cores; a
 // group's sum, which is exact, is multiplied with its scale. So weights are what the file says, the activations are
 // rounded to 2^-16 of the largest of 256, and a row's sum has one order: tiles from left to right, of each tile the
-// groups j and j + 4, and these sums in pairs.
+// groups j and j + 4, and these sums in pairs. Plain kinds, those of bfloat16 and float8, are multiplied as bfloat16.
 
-enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16 };
-#define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16)
+enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16, kFP8 };
+#define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16) f(kFP8)
+constexpr int PLAIN_KINDS = 1 << kBF16 | 1 << kFP8;
+DEVICE constexpr bool is_plain(int kind) { return PLAIN_KINDS >> kind & 1; }
+// As what products with tiles of these kinds (bits) want their input.
+DEVICE constexpr int form_of(int kinds) { return !(kinds & PLAIN_KINDS) ? kFixed : kinds & ~PLAIN_KINDS ? kBoth : kPlain; }
 
 struct Shared {
     u32 at;
@@ -128,13 +132,44 @@ template <> struct Tile<kQ5_K> : Affine {  // codes as of kQ6_K
     }
     DEVICE float factor(int set, int) const { return half_of(d) * .25f * byte_of(s, set); }
 };
-template <> struct Tile<kBF16> {  // the numbers themselves [8 groups, lane, 8]: of 32 columns those from lane % 4 * 8 on
+// Plain kinds: of each group of 32 columns a lane has those from lane % 4 * 8 on. order: groups as they are multiplied, two
+// sums by turns; eight: of a group, as bfloat16; joined: both sums; factor: of a group, that eight lacks.
+template <> struct Tile<kBF16> {  // the numbers themselves [8 groups, lane, 8]
     static constexpr int BYTES = 4096;
     uint4 w[8];
     template <class L> DEVICE void load(const L &from, int lane) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) w[i] = from.four(i * 512 + lane * 16);
     }
+    static DEVICE int order(int i) { return i; }
+    DEVICE uint4 eight(int group) const { return w[group]; }
+    DEVICE float joined(float one, float other) const { return one + other; }
+    DEVICE float factor(int) const { return 1; }
+};
+// The bits of a float8 number, moved to where bfloat16 has them, are that number times 2^-120, also of the smallest ones.
+DEVICE u32 widened(u32 value, u32 sign) {
+    u32 v = (value & 0x07f007f0u) | (sign & 0x80008000u);
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(v) : "r"(0x7b807b80u), "r"(0x80008000u));
+    return v;
+}
+template <> struct Tile<kFP8> {  // codes [4, lane, 16]: of groups j and j + 4; scales float [8, 2]: of 128 columns
+    static constexpr int BYTES = 2048 + 64;
+    uint4 w[4];
+    float scale[2];
+    template <class L> DEVICE void load(const L &from, int lane) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = from.four(i * 512 + lane * 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scale[i] = __uint_as_float(from.one(2048 + (lane >> 2) * 8 + i * 4));
+    }
+    static DEVICE int order(int i) { return i % 2 * 4 + i / 2; }
+    DEVICE uint4 eight(int group) const {
+        const uint4 &v = w[group % 4];
+        const u32 a = group < 4 ? v.x : v.z, b = group < 4 ? v.y : v.w;
+        return make_uint4(widened(a >> 4, a), widened(a << 4, a << 8), widened(b >> 4, b), widened(b << 4, b << 8));
+    }
+    DEVICE float joined(float one, float other) const { return __fmaf_rn(scale[1], other, __fmul_rn(scale[0], one)); }
+    DEVICE float factor(int group) const { return scale[group / 4]; }
 };
 DEVICE int bytes_of(int kind) {
 #define BYTES_OF(k) if (kind == k) return Tile<k>::BYTES;
@@ -203,12 +238,13 @@ struct Packed {
 // TOKENS: up to 1, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
 // the tensor cores have 16 rows.
 template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE>
-struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 1) ? kBoth : kFixed> {
-    static constexpr bool PLAIN = (KINDS >> kBF16) & 1;
-    using Base = Input<Packed, K, NORM, HEAD, SLICE, PLAIN ? kBoth : kFixed>;
-    using Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS;
+struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
+    using Base = Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)>;
+    using Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
+    static constexpr bool PLAIN = form_of(KINDS) != kFixed;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
-    static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1;  // a warp's tiles are all of the same columns of x
+    // a warp's tiles are all of the same columns of x, which stay in registers
+    static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1, HELD_PLAIN = HELD && !FIXED;
     int lap = 0, place = 0;
     u32 barrier, ring, at;  // of the current slot
     u32 x[HALVES];          // of plain numbers: of the lane's token, its first columns
@@ -216,16 +252,16 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 
     u32 first, step;        // of one token: the lane's first numbers, and how far it is to those of the next tile
     float *partial;         // [rounds, tiles of one, T, 8]: two at most
     float old = 0, alone = 0;  // alone: the norm's factor of the only token
-    uint4 held[HELD ? 5 : 1];
+    uint4 held[HELD_PLAIN ? 8 : HELD ? 5 : 1];
 
     DEVICE PackedMultiplier(const Packed &args, char *shared) : Base(args, (float *)(shared + 512)) {
         char *next = shared + 1024 + a.slots * a.slot;
-        lines = next, next += TILES * LINES_BYTES * a.tokens;
+        if constexpr (FIXED) lines = next, next += TILES * LINES_BYTES * a.tokens;
         if constexpr (PLAIN) this->xs = next, next += K * 2 * a.tokens;
         partial = (float *)next;
         barrier = shared_address(shared), ring = at = shared_address(shared + 1024);
-        line = shared_address(lines) + (lane & 3) * LINE_BYTES;
-        if constexpr (TOKENS == 1) {
+        if constexpr (FIXED) line = shared_address(lines) + (lane & 3) * LINE_BYTES;
+        if constexpr (FIXED && TOKENS == 1) {
             // Of the second matrix's eight columns two belong to a group of 32 columns of each tile: one for the upper half
             // of its numbers, one for the lower; where its rows are another group's there are zeros. So a lane finds in its
             // sums those of its own group.
@@ -364,27 +400,31 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 
         }
         release();
     }
-    // The same of tiles of plain numbers.
-    DEVICE void multiply_plain(const Tile<kBF16> (&w)[HIGH], int tile, float *to, int below) {
+    // The same of tiles of plain kinds.
+    template <int KIND> DEVICE void multiply_plain(const Tile<KIND> (&w)[HIGH], int tile, float *to, int below) {
         const int step = 64 * tokens(), begin = tile * 8 * step;
+        float d[HALVES][2][4] = {};
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-            float d[2][4] = {};
+        for (int i = 0; i < 8; ++i) {
+            const int g = Tile<KIND>::order(i);
+            const uint4 o = w[0].eight(g), u = HIGH > 1 ? w[HIGH - 1].eight(g) : o;
 #pragma unroll
-            for (int g = 0; g < 8; ++g) {
-                const uint4 v = load_shared(x[half] + begin + g * step), &o = w[0].w[g], &u = w[HIGH - 1].w[g];
-                multiply(d[g % 2], o.x, u.x, o.y, u.y, v.x, v.y);
-                multiply(d[g % 2], o.z, u.z, o.w, u.w, v.z, v.w);
+            for (int half = 0; half < HALVES; ++half) {
+                const uint4 v = HELD_PLAIN ? held[HELD_PLAIN ? g : 0] : load_shared(x[half] + begin + g * step);
+                multiply(d[half][i % 2], o.x, u.x, o.y, u.y, v.x, v.y);
+                multiply(d[half][i % 2], o.z, u.z, o.w, u.w, v.z, v.w);
             }
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half)
 #pragma unroll
             for (int h = 0; h < HIGH; ++h)
 #pragma unroll
                 for (int i = 0; i < COLUMNS; ++i) {
                     const int token = 8 * half + (lane & 3) * 2 + i;
                     if (token < tokens() && (h == 0 || below))
-                        to[h * below + token * 8 + (lane >> 2)] = d[0][2 * h + i] + d[1][2 * h + i];
+                        to[h * below + token * 8 + (lane >> 2)] = w[h].joined(d[half][0][2 * h + i], d[half][1][2 * h + i]);
                 }
-        }
         release();
     }
     template <int KIND> DEVICE void multiply_tiles(int count, float *to) {
@@ -401,7 +441,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 
                 for (int n = 0; n < HIGH; ++n) w[n].load(Shared{at + (n * WARPS + warp) * EACH}, lane);
                 float *const first = to + (row * HIGH * TILES + tile) * 8 * tokens();
                 const int below = row * HIGH + 1 < count ? TILES * 8 * tokens() : 0;
-                if constexpr (KIND == kBF16) multiply_plain(w, tile, first, below);
+                if constexpr (is_plain(KIND)) multiply_plain<KIND>(w, tile, first, below);
                 else if constexpr (TOKENS == 1) multiply_one<KIND>(w, tile, first, below);
                 else {
                     uint4 scales[HIGH];
@@ -454,7 +494,10 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, (KINDS >> kBF16 & 
         }
     }
     DEVICE void run() {
-        if constexpr (HELD) {
+        if constexpr (HELD_PLAIN) {
+#pragma unroll
+            for (int g = 0; g < 8; ++g) held[g] = load_shared(x[0] + (warp % TILES * 8 + g) * 64);
+        } else if constexpr (HELD) {
 #pragma unroll
             for (int n = 0; n < 4; ++n) held[n] = load_shared(first + warp % TILES * step + n * 16);
             held[4] = load_shared(line + warp % TILES * LINES_BYTES + 128);
@@ -496,9 +539,11 @@ template <int KIND, class F> DEVICE void unpack_lane(const char *from, int lane,
     w.load(Global{from}, lane);
 #pragma unroll
     for (int at = 0; at < 8; ++at) {
-        if constexpr (KIND == kBF16) {
-            const uint4 x = w.w[at];
-            const float v[8] = {low(x.x), high(x.x), low(x.y), high(x.y), low(x.z), high(x.z), low(x.w), high(x.w)};
+        if constexpr (is_plain(KIND)) {
+            const uint4 x = w.eight(at);
+            float v[8] = {low(x.x), high(x.x), low(x.y), high(x.y), low(x.z), high(x.z), low(x.w), high(x.w)};
+#pragma unroll
+            for (float &one : v) one *= w.factor(at);
             f(at, at * 32 + (lane & 3) * 8, v);
         } else {
             const int set = at / 4, i = at % 4;
@@ -535,7 +580,7 @@ template <int KIND> DEVICE void unpack_tile(const char *from, int lane, u16 *to)
     unpack_lane<KIND>(from, lane, [&](int at, int, const float (&v)[8]) {
         own[at % 4] = make_uint4(narrow2(v[0], v[1]), narrow2(v[2], v[3]), narrow2(v[4], v[5]), narrow2(v[6], v[7]));
         if (at % 4 < 3) return;
-        if constexpr (KIND != kBF16) exchange_four(own, lane);
+        if constexpr (!is_plain(KIND)) exchange_four(own, lane);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             if (to) *(uint4 *)(to + (at / 4 * 4 + i) * 32 + (lane & 3) * 8) = own[i];

@@ -43,16 +43,17 @@ struct TokenColumns {
 
 // The products of tiles, one below the other, with one token: a lane gets the sums of row lane / 4 of each.
 template <int KIND, int HIGH> DEVICE void multiply_token(const Tile<KIND> (&w)[HIGH], const TokenColumns &x, float (&sum)[HIGH]) {
-    if constexpr (KIND == kBF16) {
+    if constexpr (is_plain(KIND)) {
         float d[2][4] = {};
 #pragma unroll
-        for (int g = 0; g < 8; ++g) {
-            const uint4 v = load_shared(x.plain + g * x.step), &o = w[0].w[g], &u = w[HIGH - 1].w[g];
-            multiply(d[g % 2], o.x, u.x, o.y, u.y, v.x, v.y);
-            multiply(d[g % 2], o.z, u.z, o.w, u.w, v.z, v.w);
+        for (int i = 0; i < 8; ++i) {
+            const int g = Tile<KIND>::order(i);
+            const uint4 v = load_shared(x.plain + g * x.step), o = w[0].eight(g), u = HIGH > 1 ? w[HIGH - 1].eight(g) : o;
+            multiply(d[i % 2], o.x, u.x, o.y, u.y, v.x, v.y);
+            multiply(d[i % 2], o.z, u.z, o.w, u.w, v.z, v.w);
         }
 #pragma unroll
-        for (int h = 0; h < HIGH; ++h) sum[h] = d[0][2 * h] + d[1][2 * h];
+        for (int h = 0; h < HIGH; ++h) sum[h] = w[h].joined(d[0][2 * h], d[1][2 * h]);
     } else {
         int d[Tile<KIND>::SUMS][4];
         multiply_groups<KIND, HIGH>(w, d, [&](int n) { return load_shared(x.numbers + n * 16); });
@@ -82,9 +83,9 @@ DEVICE bool has_numbers(int lane) { return (lane & 3) == lane >> 3; }
 // all kinds of both; MIXED: the halves of an expert may be of different ones. OFFSET: where the ring begins. H is a
 // multiple of 256, I of 8.
 template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS, bool MIXED, int OFFSET>
-struct PackedGateItems : Input<PackedGate, H, true, 0, 0, (KINDS >> kBF16 & 1) ? kBoth : kFixed> {
-    static constexpr bool PLAIN = (KINDS >> kBF16) & 1;
-    using Base = Input<PackedGate, H, true, 0, 0, PLAIN ? kBoth : kFixed>;
+struct PackedGateItems : Input<PackedGate, H, true, 0, 0, form_of(KINDS)> {
+    static constexpr bool PLAIN = KINDS & PLAIN_KINDS;
+    using Base = Input<PackedGate, H, true, 0, 0, form_of(KINDS)>;
     using Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::xs, Base::WARPS;
     using Who = Passed<E, BEST, SHARED, NORMALISED>;
     static constexpr int UNITS = I / 8, TILES = H / 256;
@@ -252,8 +253,8 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
     struct Alone {
         static constexpr int tokens = 1;
     };
-    static constexpr bool PLAIN = (KINDS >> kBF16) & 1;
-    using Columns = Input<Alone, 256, false, 0, 0, PLAIN ? kBoth : kFixed>;
+    static constexpr bool PLAIN = KINDS & PLAIN_KINDS;
+    using Columns = Input<Alone, 256, false, 0, 0, form_of(KINDS)>;
     static constexpr int WARPS = 8, UNITS = H / 16, TILES = I / 256, PER = WARPS / TILES, OWN = LINES_BYTES + (PLAIN ? 512 : 0);
     static_assert(1024 + sizeof(Who) <= OFFSET && OFFSET % 128 == 0 && H % 16 == 0 && I % 256 == 0 && TILES <= WARPS);
     const PackedDown &a;
