@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from encoder_models import TEXTS, WORDS, save_encoder, save_m3, save_recipe
 from deltic import LLM, Encoder, SamplingParams
 from deltic.encoders.items import Item
 from deltic.errors import ConfigError
+from deltic.ops.cuda.record import record
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 FAMILIES = ("bert", "xlm-roberta")
@@ -112,6 +114,35 @@ def test_others_do_not_come_to_lie_in_its_memory(place: Path) -> None:
         reserved = torch.cuda.memory_reserved()
         encoder.submit([Item((2, 7, 3) * 20)] * 2000).future.result()
         assert torch.cuda.memory_reserved() == reserved and len(held) == 12
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_one_goes_while_another_computes(place: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
+    """Or while a graph is recorded, where torch would end the process. Its memory is given back behind that."""
+    others = [Encoder(place / "bert", device="cuda", dtype="float32")]
+
+    def collect() -> None:
+        torch.ones(5, device="cuda")
+        reserved = torch.cuda.memory_reserved()
+        others.clear()
+        gc.collect()
+        assert torch.cuda.memory_reserved() == reserved
+
+    def outputs(*arguments: Any) -> dict[str, torch.Tensor]:
+        collect()
+        return plain(*arguments)
+
+    with Encoder(place / "bert", device="cuda") as encoder:
+        wanted = encoder.encode(MANY)
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved()
+        if records:
+            record(collect)
+        else:
+            plain = encoder.model._outputs
+            monkeypatch.setattr(encoder.model, "_outputs", outputs)
+        assert likeness(encoder.encode(MANY), wanted) > LEAST["bfloat16"]
+        assert not others and torch.cuda.memory_reserved() < reserved
 
 
 def test_one_batch_is_computed_while_the_next_one_is_made(place: Path) -> None:

@@ -30,6 +30,7 @@ from deltic.ops.cpu.library import Pool
 from deltic.ops.encoder import Affine, EncoderWeights, Ragged
 from deltic.ops.torch.basic import embed
 from deltic.ops.torch.basic import linear as torch_linear
+from deltic.ops.workspace import Workspace
 from deltic.weights.safetensors import TORCH_DTYPES, Progress
 
 _NO_NUMBERS: Final = "the model gave no numbers (NaN or infinite): its weights, dtype or a kernel are broken"
@@ -61,7 +62,7 @@ class Bert:
         self._weights, self._heads, self._machine = weights, heads, machine
         self._run = self._runner()
         self.outputs, self.ahead = heads.outputs, machine.device.type != "cpu"
-        self._workspace = torch.cuda.MemPool() if self.ahead else None
+        self._workspace = Workspace() if self.ahead else None
         self.dimension = heads.dimension(len(recipe.pooling) * config.hidden_size)
         self.max_length = min(recipe.max_length or config.max_length, config.max_length)
 
@@ -134,7 +135,7 @@ class Bert:
         later would come to lie there, and the next batch would take more."""
         if self._workspace is None:
             return nullcontext()
-        return torch.cuda.use_mem_pool(self._workspace, self._machine.device.index)
+        return self._workspace.use(self._machine.device)
 
     def _runner(self) -> Callable[[Ragged, Tensor], Tensor]:
         native = None

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from deltic.ops.workspace import door
+
 Result = TypeVar("Result")
 
 
@@ -19,7 +21,7 @@ def record(launch: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.C
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with door().inside(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = launch()
     finally:
         if collects:
