@@ -28,6 +28,8 @@ from deltic.engine.batch import (
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
+from deltic.engine.upload import Upload
+from deltic.ops.cuda.numbers import MOST
 from deltic.ops.records import PAGE, Layout
 
 CPU = torch.device("cpu")
@@ -236,3 +238,23 @@ def test_a_page_table_is_changed_by_what_has_changed() -> None:
         found = table.of(rows, width)
         assert found.shape[0] == len(rows) and found.is_contiguous()
         assert found.tolist() == [[*pages, *(0,) * (found.shape[1] - len(pages))] for pages in lists]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch finds no CUDA device"))])
+@pytest.mark.parametrize("count", [1, 40, 1024, 1025, 3000, MOST, MOST + 1])
+def test_numbers_come_to_their_place(count: int, device: str) -> None:
+    """Again and again, with tokens among them that only the device knows, and without."""
+    tokens = min(16, (count - 1) // 2)
+    upload, generator = Upload(torch.zeros(count, dtype=torch.int64, device=device), tokens), Random(count)
+    drawn = torch.tensor([generator.getrandbits(60) for _ in range(50)], device=device)
+    for turn in range(7):
+        numbers = [generator.getrandbits(62) for _ in range(count)]
+        places = [generator.randrange(50) for _ in range(tokens)]
+        host = upload.begin()
+        host[:count - tokens], host[count - tokens:] = numbers[:count - tokens], places
+        upload.send(drawn if turn % 2 else None)
+        wanted = [*numbers[:count - tokens], *places]
+        if turn % 2:
+            wanted[1:1 + tokens] = drawn.cpu()[places].tolist()
+        assert upload.numbers.tolist() == wanted

@@ -375,9 +375,10 @@ def options(**changes: object) -> EngineConfig:
 ALL_PASSED = replace(SMALL, experts=ExpertsConfig(4, 4, 256, 256))
 
 
-@pytest.fixture(scope="module", params=["all passed", "some passed"])
+@pytest.fixture(scope="module", params=["all passed", "some passed", "float8"])
 def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    yield load(RandomModel(shape=ALL_PASSED if request.param == "all passed" else SMALL), options(quant="q4_k"))
+    yield load(RandomModel(shape=SMALL if request.param == "some passed" else ALL_PASSED),
+               options(quant="fp8" if request.param == "float8" else "q4_k"))
     torch.cuda.empty_cache()
 
 
@@ -390,7 +391,7 @@ def close(runtime: Runtime) -> float:
 @pytest.mark.parametrize("done", CURSORS, ids=lambda done: f"{len(done)}-{done[0]}")
 @torch.inference_mode()
 def test_steps(runtime: Runtime, done: list[int]) -> None:
-    assert {"Q4_K", "Q6_K"} <= {*runtime.decoder.weight_kinds()}
+    assert ({"FP8"} if runtime.options.quant == "fp8" else {"Q4_K", "Q6_K"}) <= {*runtime.decoder.weight_kinds()}
     fill(runtime)
     batch = batch_of(done, len(done))
     wanted = runtime.decoder.logits(runtime.decoder.forward(batch, runtime.views))

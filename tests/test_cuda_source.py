@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from deltic.ops import explain, select
-from deltic.ops.cuda import arguments, draft, encoder, nvrtc, prompts, rings
+from deltic.ops.cuda import arguments, draft, encoder, numbers, nvrtc, prompts, rings
 from deltic.ops.cuda.driver import Arguments
 from deltic.ops.cuda.nvrtc import FOLDER, CompileError, compile_source
 from deltic.ops.cuda.packed import PackedMultiply
@@ -113,7 +113,7 @@ def members(struct: str) -> list[str]:
 @pytest.mark.parametrize("name", ["Product", "Packed", "Unpack", "Gdn", "Attention", "Enter", "AddNorm", "Gate",
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
-                                  "Accept", "ResidualNorm", "Turn", "TowerNorm"])
+                                  "Accept", "Numbers", "ResidualNorm", "Turn", "TowerNorm"])
 def test_structs_are_the_kernels(name: str) -> None:
     given: type[Arguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)
@@ -194,7 +194,7 @@ def test_importing_loads_no_driver() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    *MODELS, "draws", "folds", "encoder", "towers",
+    *MODELS, "draws", "numbers", "folds", "encoder", "towers",
     *(f"{model} {part}" for model in MODELS for part in ("prompts", "drafts")),
     *(f"{model} {part}" for model in ("0.8B", "4B", "9B") for part in ("packed", "float8")), "packed mixture"])
 def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +209,8 @@ def test_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         text = {"": shapes.source, "packed": shapes.source, "float8": shapes.source,
                 "prompts": lambda: prompts.source(shapes), "drafts": lambda: draft.source(shapes)}[part]()
     else:
-        text = {"draws": source, "folds": rings.fold_source, "encoder": lambda: encoder.source(1000),
-                "towers": lambda: tower_source(1152, 72)}[name]()
+        text = {"draws": source, "numbers": numbers.source, "folds": rings.fold_source,
+                "encoder": lambda: encoder.source(1000), "towers": lambda: tower_source(1152, 72)}[name]()
     compiles(text, tmp_path, newer)
 
 

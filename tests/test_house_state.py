@@ -27,6 +27,7 @@ CACHES = {
     "deltic/ops/cuda/driver.py _driver": "a library without a state that we know of",
     "deltic/ops/cuda/driver.py _launcher": "the same library",
     "deltic/ops/cuda/nvrtc.py _library": "a library without a state that we know of",
+    "deltic/ops/cuda/numbers.py _module": "compiled code",
     "deltic/ops/cuda/prompts.py _module": "compiled code",
     "deltic/ops/cuda/rings.py _module": "compiled code",
     "deltic/ops/cuda/sample.py _module": "compiled code",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.plan import Plan, Row
+from deltic.engine.upload import Upload, on_device, upload
 from deltic.ops.records import PAGE, RING, Batch, Given, Layout, Padded
 
 RowsOf = Callable[[str], Tensor]
@@ -74,42 +75,13 @@ class PageTable:
         self._lists, self._written, self._rows = [()] * places, [0] * places, self._tensor[:0]
 
 
-class Upload:
-    """Integers at one place on a device, of which there are others in every step. The host writes them into pinned
-    memory, from which they are copied beside what it does: two pieces by turns, so that it need not wait. On a CPU it
-    writes to the place itself."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        """numbers [N] int64: where they are to be."""
-        self.numbers, self._turn = numbers, 0
-        hosts = [torch.zeros_like(numbers, device="cpu", pin_memory=True) for _ in range(2)] if numbers.is_cuda else []
-        self._pieces = [(host, host.numpy(), torch.cuda.Event()) for host in hosts]
-
-    def begin(self) -> Any:
-        """The array [N] to write to. What is in it is of a step before."""
-        if not self._pieces:
-            return self.numbers.numpy()
-        self._turn ^= 1
-        _, array, copied = self._pieces[self._turn]
-        if not copied.query():
-            copied.synchronize()
-        return array
-
-    def send(self) -> None:
-        """Have what was written copied, behind all that the device was given before."""
-        if self._pieces:
-            host, _, copied = self._pieces[self._turn]
-            self.numbers.copy_(host, non_blocking=True)
-            copied.record()
-
-
 class _Bucket:
     """What the steps of a bucket share: the place of their integers, and batches by their layout, whose tensors are
-    views of it. draws: of those integers the last ones, one for each token: instead of tokens that are not known, where
-    the device has them."""
+    views of it. The last ones of those integers, one for each token, say where the device has tokens that are not
+    known."""
 
     def __init__(self, numbers: Tensor, rows: int, pages: int, tokens: int) -> None:
-        self.upload, self.draws = Upload(numbers), numbers[len(numbers) - tokens:]
+        self.upload = Upload(numbers, tokens)
         self.numbers, self._shape = numbers[:len(numbers) - tokens], (rows, pages)
         self.batches: dict[Layout | int, Batch] = {}
 
@@ -307,9 +279,7 @@ def decoding(plan: Plan, device: torch.device, drawn: Tensor | None = None, memo
         numbers.extend((column[-1],) * fill)
     draws = bucket.write(numbers, rows, memory.pages)
     draws[:] = numbers[1:1 + count]
-    bucket.upload.send()
-    if drawn is not None:
-        torch.index_select(drawn, 0, bucket.draws, out=bucket.numbers[1:1 + count])
+    bucket.upload.send(drawn)
     batch = bucket.batches.get(real)
     if batch is None or batch.layout.hidden != hidden:
         layout = Layout((1,) * real, (pages * PAGE,) * real, real, real, appends=over_rings, hidden=hidden)
@@ -360,9 +330,7 @@ def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = Non
     draws = bucket.write(numbers, rows, memory.pages)
     if promised:
         draws[:len(tokens)], draws[len(tokens):] = promised.places, promised.places[-1]
-    bucket.upload.send()
-    if promised:
-        torch.index_select(promised.numbers, 0, bucket.draws, out=bucket.numbers[1:1 + size])
+    bucket.upload.send(promised.numbers if promised else None)
     batch = bucket.batches.get(layout)
     if batch is None:
         if len(bucket.batches) >= _LAYOUTS:
@@ -484,14 +452,3 @@ def _ids(row: Row) -> tuple[int, ...]:
 def _take_drawn(ids: Tensor, drawn: Tensor) -> None:
     """Replace numbers of draws by what they have given."""
     ids.copy_(drawn[ids])
-
-
-def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on the device. They are copied from pinned memory, which nobody gets again before that is
-    done, so that nobody has to wait for it."""
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
-def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # torch.tensor looks at every number several times
-    return on_device(torch.frombuffer(numbers, dtype=dtype), device)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from deltic.engine.batch import BatchMemory, build, upload, verifying
+from deltic.engine.batch import BatchMemory, build, verifying
 from deltic.engine.launch import InFlight, Share
 from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner
@@ -17,6 +18,7 @@ from deltic.engine.plan import Plan, Row
 from deltic.engine.promise import Promise, Wants
 from deltic.engine.sampler import Draw, SamplingTable, sampling_of
 from deltic.engine.sequence import Sequence
+from deltic.engine.upload import upload
 from deltic.ops.noise import sample_key
 
 
@@ -89,6 +91,16 @@ def _repeated(tokens: List[int], count: int) -> list[int]:
     return [tokens[index % len(tokens)] for index in range(count)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """Where drafts are copied to the host while the device goes on. made: they are there. arrived: of both pieces of
+    memory, what was copied last is there."""
+
+    stream: torch.cuda.Stream
+    made: torch.cuda.Event
+    arrived: list[torch.cuda.Event]
+
+
 class MtpDrafter:
     """Drafts with the model's own draft head; draws as the model itself will, with the same noise."""
 
@@ -97,7 +109,8 @@ class MtpDrafter:
         self._memory, self._params = BatchMemory(), SamplingTable()
         self._ahead: Promise | None = None
         self._turn, self._keys = 0, torch.empty(0)
-        self._landings, self._arrived = [torch.empty(0)] * 2, list[torch.cuda.Event]()
+        self._landings = [torch.empty(0)] * 2
+        self._aside: _Aside | None = None
 
     @torch.inference_mode()
     def draft_ahead(self, flight: InFlight) -> None:
@@ -113,14 +126,19 @@ class MtpDrafter:
         else:
             numbers = array("q", [key for share in flight.shares for key in _keys(share, width)])
             keys = upload(numbers, torch.int64, device).view(-1, width)
+        stream = torch.cuda.current_stream(device)
+        if self._aside is None:
+            self._aside = _Aside(torch.cuda.Stream(device), torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)])
+        else:
+            stream.wait_event(self._aside.arrived[self._turn])  # before others come to lie there
         drafted = self._head.draft_ahead(batch, most, flight.drawn, keys, sampling.temperature)
         self._turn ^= 1
-        found = self._landing(len(drafted.numbers))
-        found.copy_(drafted.numbers, non_blocking=True)
-        if not self._arrived:
-            self._arrived = [torch.cuda.Event() for _ in self._landings]
-        arrived = self._arrived[self._turn]
-        arrived.record(torch.cuda.current_stream(device))
+        found, arrived = self._landing(len(drafted.numbers)), self._aside.arrived[self._turn]
+        self._aside.made.record(stream)
+        with torch.cuda.stream(self._aside.stream):
+            self._aside.stream.wait_event(self._aside.made)
+            found.copy_(drafted.numbers, non_blocking=True)
+            arrived.record()
         places = {share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}
         self._ahead = Promise(places, drafted, found, arrived)
         for share in flight.shares:

@@ -10,10 +10,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from deltic.engine.batch import Upload, upload
 from deltic.engine.masks import forbids, offsets
 from deltic.engine.penalties import Penalties, penalizes, wanted
 from deltic.engine.sequence import Sequence
+from deltic.engine.upload import Upload, upload
 from deltic.ops.noise import sample_key
 from deltic.ops.records import Adjust, Sampled, Sampling, Table
 from deltic.types import SamplingParams, TokenLogprobs

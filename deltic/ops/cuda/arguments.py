@@ -84,6 +84,10 @@ class ResidualNorm(Arguments):
     _fields_ = fields("x delta scale shift y", "eps", "tokens")
 
 
+class Numbers(Arguments):
+    _fields_ = fields("from to drawn", "", "count tokens")
+
+
 class Choice(Arguments):
     _fields_ = fields("logits temperature key score bounds token chosen landing", "", "vocabulary parts rows")
 
