@@ -258,3 +258,20 @@ def test_numbers_come_to_their_place(count: int, device: str) -> None:
         if turn % 2:
             wanted[1:1 + tokens] = drawn.cpu()[places].tolist()
         assert upload.numbers.tolist() == wanted
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+def test_numbers_are_read_before_others_get_their_memory() -> None:
+    """Also where nobody keeps what has sent them, and the card is busy."""
+    busy, places = torch.randn(4096, 4096, device="cuda"), []
+    for turn in range(20):
+        place = torch.zeros(40, dtype=torch.int64, device="cuda")
+        upload = Upload(place, 4)
+        upload.begin()[:] = turn
+        for _ in range(10):
+            busy = busy @ busy
+        upload.send()
+        del upload
+        torch.full((40,), -1).pin_memory()
+        places.append(place)
+    assert [place.unique().tolist() for place in places] == [[turn] for turn in range(20)]

@@ -384,6 +384,8 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 def close(runtime: Runtime) -> float:
     """As far as a step may be from torch's; which experts a token passes, rounding decides now and then."""
+    if runtime.options.quant == "fp8":  # which rounds activations on both sides
+        return 0.1
     return 5e-2 if runtime.config.experts == ALL_PASSED.experts else 0.3
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
+from collections.abc import Sequence as List
 from typing import Any
 
 import torch
@@ -18,10 +20,13 @@ class Upload:
 
     def __init__(self, numbers: Tensor, tokens: int = 0) -> None:
         """numbers [N] int64: where they are to be. tokens: how many of them, from the second one on, may be taken from
-        others that the device has; the last ones say where those are."""
+        others that the device has; the last ones say where those are. With tokens it is to be kept for many steps."""
         self.numbers, self._turn, self._tokens = numbers, 0, tokens
         hosts = [torch.zeros_like(numbers, device="cpu", pin_memory=True) for _ in range(2)] if numbers.is_cuda else []
-        self._pieces = [(host, host.numpy(), torch.cuda.Event(), sender(host, numbers, tokens)) for host in hosts]
+        self._pieces = [(host, host.numpy(), torch.cuda.Event(), sender(host, numbers, tokens) if tokens else None)
+                        for host in hosts]
+        if any(send for *_, send in self._pieces):  # a kernel reads them, of which torch's allocator knows nothing
+            weakref.finalize(self, _wait, self._pieces).atexit = False
 
     def begin(self) -> Any:
         """The array [N] to write to. What is in it is of a step before."""
@@ -47,6 +52,12 @@ class Upload:
         if drawn is not None:
             torch.index_select(drawn, 0, self.numbers[len(self.numbers) - self._tokens:],
                                out=self.numbers[1:1 + self._tokens])
+
+
+def _wait(pieces: List[tuple[Tensor, Any, torch.cuda.Event, Any]]) -> None:
+    """Until the device has read what was sent from these: then they may be given to others."""
+    for _, _, copied, _ in pieces:
+        copied.synchronize()
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
