@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from support import odd_shape
+from expert_cases import text_of
+from safetensors.torch import load_file, save_file
+from support import moe_shape, odd_shape
 
-from deltic.config import EngineConfig, LinearConfig, ModelConfig, RopeConfig
+from deltic.artifacts.program import hf_config
+from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
+from deltic.engine.batch import build
 from deltic.engine.loading import load
+from deltic.engine.plan import Plan, Row
 from deltic.errors import ConfigError, ModelError
 from deltic.ops.cuda.tiles import Tiles, form
 from deltic.weights import fp8
+from deltic.weights.hub import open_model
+from deltic.weights.mtp import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.weights.names import EMBEDDING, HEAD
 from deltic.weights.quant import FP8, quantize_tensors
-from deltic.weights.random import random_weights
+from deltic.weights.random import random_head, random_weights
 
 
 def decoded(raw: torch.Tensor) -> torch.Tensor:
@@ -76,3 +88,153 @@ def test_a_model_in_float8() -> None:
 def test_a_cpu_refuses_it() -> None:
     with pytest.raises(ConfigError, match="quant=fp8 is not possible: float8 is for GPUs; take q8_0"):
         load(None, EngineConfig(quant="fp8", memory="16MiB"))
+
+
+# Checkpoints
+
+
+SAID = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"]}
+
+
+def in_blocks(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and numbers (float32) of a matrix or a stack of some, as checkpoints have them."""
+    *rest, rows, columns = weight.shape
+    padded = torch.zeros(*rest, -(-rows // 128) * 128, -(-columns // 128) * 128)
+    padded[..., :rows, :columns] = weight.float()
+    blocks = padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
+    scales = (blocks.abs().amax((-3, -1)) / fp8.LARGEST).to(dtype)
+    wide = scales.float().repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :rows, :columns]
+    codes = (weight.float() / wide).clamp(-fp8.LARGEST, fp8.LARGEST).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * wide
+
+
+def mapping(config: ModelConfig) -> dict[str, Any]:
+    """The config.json."""
+    return text_of(config) if config.experts else hf_config(config)
+
+
+def checkpoint(config: ModelConfig, place: Path, scales: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A directory in float8, and the numbers that its tensors stand for."""
+    stored, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in random_weights(config, "bfloat16").items():
+        numbers[name] = tensor.float()
+        if tensor.dim() < 2 or "proj" not in name or name.endswith((".in_proj_a.weight", ".in_proj_b.weight")):
+            stored[name] = tensor
+        else:
+            stored[name], stored[f"{name}_scale_inv"], numbers[name] = in_blocks(tensor, scales)
+    save_file(stored, place / "model.safetensors")
+    (place / "config.json").write_text(json.dumps({**mapping(config), "quantization_config": SAID}))
+    return numbers
+
+
+def mixture() -> ModelConfig:
+    return moe_shape(vocab_size=300, hidden_size=256, num_attention_heads=4, head_dim=64,
+                     rope=RopeConfig(1e4, 6, (1, 1, 1)), linear=LinearConfig(2, 4, 10, 64, 4),
+                     experts=ExpertsConfig(3, 2, 144, 144))
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
+def test_a_checkpoint_in_float8(config: ModelConfig, scales: torch.dtype, tmp_path: Path) -> None:
+    """Its numbers, in any dtype; matrices of 128 times 128 and others."""
+    numbers = checkpoint(config, tmp_path, scales)
+    opened = open_model(tmp_path, progress=False)
+    for dtype in ("float32", "bfloat16"):
+        found = opened.load(dtype, "cpu", None)
+        assert found.keys() == numbers.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, numbers[name].to(tensor.dtype)), name
+
+
+def test_experts_one_by_one(tmp_path: Path) -> None:
+    numbers = checkpoint(mixture(), tmp_path)
+    stored = dict[str, torch.Tensor]()
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        before, experts, after = name.partition(".mlp.experts.")
+        if experts:
+            stored |= {f"{before}{experts}{index}.{after}": one.clone() for index, one in enumerate(tensor)}
+        else:
+            stored[name] = tensor
+    save_file(stored, tmp_path / "model.safetensors")
+    found = open_model(tmp_path, progress=False).load("float32", "cpu", None)
+    assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())
+
+
+def test_large_matrices_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltic.weights.safetensors._CHUNK", 128 * 256)
+    numbers = checkpoint(shape(), tmp_path)
+    found = open_model(tmp_path, progress=False).load("float32", "cpu", None)
+    assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())
+
+
+def test_it_runs(tmp_path: Path) -> None:
+    """As the same numbers in float32, and quantized once more."""
+    config = shape()
+    for name in ("fp8", "plain"):
+        (tmp_path / name).mkdir()
+    numbers = checkpoint(config, tmp_path / "fp8")
+    save_file(numbers, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(mapping(config)))
+    batch = build(Plan((Row((5, 6, 7), 0, (0,), 0, 1),)), torch.device("cpu"))
+    for quant in ("none", "q8_0"):
+        options = EngineConfig(dtype="float32", memory="16MiB", quant=quant, speculate="off")
+        found, wanted = (load(str(tmp_path / name), options).run(batch).clone() for name in ("fp8", "plain"))
+        assert torch.equal(found, wanted), quant
+
+
+def test_a_draft_head_in_float8(tmp_path: Path) -> None:
+    """Beside a model, and taken out of it, bit for bit."""
+    config = replace(mixture(), num_mtp_layers=1)
+    checkpoint(config, tmp_path)
+    stored, numbers = load_file(tmp_path / "model.safetensors"), dict[str, torch.Tensor]()
+    for name, tensor in random_head(config, "bfloat16").items():
+        numbers[name] = tensor.float()
+        stored[name] = tensor
+        if tensor.dim() > 1 and "proj" in name:
+            stored[name], stored[f"{name}_scale_inv"], numbers[name] = in_blocks(tensor, torch.float32)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "taken").mkdir()
+    extract_head(directory_checkpoint(tmp_path), tmp_path / "taken" / "mtp.safetensors", "here")
+    taken = find_head(directory_checkpoint(tmp_path / "taken"), config)
+    for found in (open_model(tmp_path, progress=False).load_head("float32", "cpu"),
+                  load_stored_head(taken, config, "float32", "cpu")):
+        assert found and found.keys() == numbers.keys()
+        assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())  # type: ignore[arg-type]
+
+
+NAME = "model.layers.0.linear_attn.out_proj.weight"
+
+
+@pytest.mark.parametrize("change, match", [
+    ({f"{NAME}_scale_inv": None}, "without scales"),
+    ({f"{NAME}_scale_inv": torch.ones(3, 2)}, r"scales of shape \[3, 2\]"),
+    ({f"{NAME}_scale_inv": torch.ones(2, 2, dtype=torch.int32)}, "dtype I32"),
+    ({f"{NAME}_scale_inv": torch.tensor(1.0)}, r"scales of shape \[\]"),
+    ({"model.norm.weight_scale_inv": torch.ones(2, 2)}, "is unknown"),
+    ({"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn)}, "without scales"),
+    ({NAME: torch.zeros(256, 256).to(torch.float8_e5m2)}, "unknown|F8_E5M2"),
+])
+def test_what_is_wrong_with_a_checkpoint_is_said(change: dict[str, torch.Tensor | None], match: str,
+                                                 tmp_path: Path) -> None:
+    checkpoint(shape(), tmp_path)
+    stored = {**load_file(tmp_path / "model.safetensors"), **change}
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=match):
+        open_model(tmp_path, progress=False).load("float32", "cpu", None)
+
+
+@pytest.mark.parametrize("change", [{"quant_method": "gptq"}, {"weight_block_size": [64, 128]}, {"fmt": "e5m2"},
+                                    {"weight_block_size": None}, {"quant_method": None}])
+@pytest.mark.parametrize("inner", [False, True])
+def test_other_quantizations_are_refused_by_name(change: dict[str, Any], inner: bool) -> None:
+    said, own = {"quantization_config": {**SAID, **change}}, hf_config(shape())
+    with pytest.raises(ModelError, match=f"quantization_config: {next(iter(change))}"):
+        ModelConfig.from_hf({**own, "text_config": {**own.get("text_config", own), **said}} if inner
+                            else {**own, **said})
+
+
+def test_experts_that_stay_in_their_files_are_refused(tmp_path: Path) -> None:
+    checkpoint(mixture(), tmp_path)
+    with pytest.raises(ConfigError, match="expert_memory is not possible with experts stored as F8_E4M3"):
+        load(str(tmp_path), EngineConfig(dtype="bfloat16", memory="16MiB", expert_memory="1MiB"))

@@ -208,6 +208,7 @@ class ModelConfig:
         text, name = _text_section(mapping)
         family = FAMILIES[name]
         _refuse_unsupported(text, family)
+        _check_quantization(mapping.get("quantization_config") or text.get("quantization_config"))
         text = _with_defaults(text) if family.sparse else text
         kinds = _layer_types(text, family)
         head_dim = integer(text, "head_dim", 1, 4096)
@@ -370,8 +371,18 @@ def _refuse_unsupported(text: Mapping[str, Any], family: Family) -> None:
     for key, value in {**_ONLY, **window, **every_layer}.items():
         if text.get(key, value) != value:
             raise ModelError(f"{key} {show(text[key])} is not supported, only {value!r}")
-    if text.get("quantization_config"):
-        raise ModelError("quantization_config is not supported; use the unquantized checkpoint")
+
+
+def _check_quantization(given: object) -> None:
+    """Raise ModelError unless weights are unquantized, or float8 as `weights.files.with_scales` knows it."""
+    if not given:
+        return
+    said = given if isinstance(given, Mapping) else {}
+    known = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    for key, value in known.items():
+        if said.get(key, value if key == "fmt" else None) != value:
+            raise ModelError(f"quantization_config: {key} {show(said.get(key))} is not supported, only {value!r}; use "
+                             "the unquantized checkpoint")
 
 
 def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,15 +26,24 @@ _MAX_INDEX: Final = 64 << 20
 _AGAIN: Final = "the file is truncated or corrupt, download it again"
 
 
+FLOAT8: Final = "F8_E4M3"
+FLOAT8_BLOCK: Final = 128
+"""Rows and columns of float8 numbers that share a scale."""
+SCALES: Final = "_scale_inv"
+"""Behind a tensor's name: its scales."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`."""
+    """One tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`. scales: of
+    FLOAT8, what each block of FLOAT8_BLOCK rows and columns is to be multiplied with."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    scales: Stored | None = None
 
     @property
     def parts(self) -> tuple[Stored, ...]:
@@ -67,6 +76,14 @@ class Stack:
 
 
 Source = Stored | Stack
+
+
+def scales_of(source: Source) -> Source | None:
+    """Of float8 numbers, as they lie."""
+    scales = [part.scales for part in source.parts if part.scales]
+    if not scales:
+        return None
+    return scales[0] if isinstance(source, Stored) else Stack(tuple(scales))
 
 
 def stacked(tensors: Mapping[str, Stored], counts: Callable[[str], int]) -> dict[str, Source]:
@@ -200,8 +217,28 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
             if name not in tensors or tensors[name].path.name != shard:
                 raise ModelError(f"{directory / INDEX} places tensor {name[:200]!r} in {shard}, which lacks "
                                  "it; download index and shards of one revision")
-        return tensors
-    return _union([_single_file(directory)])
+        return with_scales(tensors)
+    return with_scales(_union([_single_file(directory)]))
+
+
+def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The same tensors, where those of float8 have their scales, which are no tensors of their own then. Raises
+    ModelError naming one without scales, or with scales of another shape or dtype."""
+    found = dict(tensors)
+    for name, stored in tensors.items():
+        if stored.dtype != FLOAT8:
+            continue
+        scales, *rest = found.pop(f"{name}{SCALES}", None), *stored.shape[:-2]
+        blocks = (*rest, *(-(-size // FLOAT8_BLOCK) for size in stored.shape[-2:]))
+        if scales is None:
+            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} without scales ({name[:200]}{SCALES}); "
+                             "take a checkpoint in float8 with them, or the unquantized one")
+        if scales.shape != blocks or scales.dtype not in ("F32", "BF16", "F16"):
+            raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} with scales of shape {list(scales.shape)} "
+                             f"and dtype {scales.dtype[:20]}; only blocks of {FLOAT8_BLOCK} by {FLOAT8_BLOCK} can be "
+                             f"read, so use the unquantized checkpoint")
+        found[name] = replace(stored, scales=scales)
+    return found
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -134,7 +134,8 @@ class ModelFiles:
         if self.gguf is not None:
             own = self.gguf.paths
         else:
-            own = tuple(stored.path for stored in find_tensors(self.path).values())
+            own = tuple(part.path for stored in find_tensors(self.path).values()
+                        for part in (stored, stored.scales) if part)
         beside = self.stored_head().values() if head and not self.gguf_head() else ()
         more = tuple(part.path for stored in beside for part in stored.parts)
         return tuple(dict.fromkeys((*own, *more, *(self.mmproj.paths if self.mmproj else ()))))

@@ -20,13 +20,16 @@ from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
 from deltic.weights.files import (
     INDEX,
+    SCALES,
     SINGLE,
     Source,
     Stored,
     check_weight_map,
     parse_header,
     parse_json,
+    scales_of,
     stacked,
+    with_scales,
 )
 from deltic.weights.names import (
     canonical_head,
@@ -144,16 +147,18 @@ def _only_head(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored
 
 
 def _heads(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
+    names: dict[str, str] = {}
     found: dict[str, Stored] = {}
     for file in files:
         for stored_name, stored in checkpoint.header(file).items():
             name = canonical_head(stored_name)
-            if name in found:
-                raise ModelError(f"tensor {name!r} is in both {found[name].path.name} and {file} of "
-                                 f"{checkpoint.place}; keep the files of one revision")
+            if name in names.values():
+                other = next(found[theirs].path.name for theirs, ours in names.items() if ours == name)
+                raise ModelError(f"tensor {name!r} is in both {other} and {file} of {checkpoint.place}; keep the files "
+                                 "of one revision")
             if name is not None:
-                found[name] = stored
-    return found
+                names[stored_name], found[stored_name] = name, stored
+    return {names[stored_name]: stored for stored_name, stored in with_scales(found).items()}
 
 
 def _check_head(place: Path, stored: Mapping[str, Source], config: ModelConfig) -> None:
@@ -210,7 +215,9 @@ def extract_head(checkpoint: Checkpoint, target: Path, source: str, progress: Pr
     where it cannot be written.
     """
     config = ModelConfig.from_hf(checkpoint.json("config.json"))
-    stored = dict(sorted(find_head(checkpoint, config).items()))
+    head = find_head(checkpoint, config)
+    scales = {f"{name}{SCALES}": found for name, source in head.items() if (found := scales_of(source))}
+    stored = dict(sorted({**head, **scales}.items()))
     if not stored:
         raise ModelError(f"{checkpoint.place} has no multi-token-prediction head (tensors mtp.*); take the original "
                          "model, as fine-tuned and quantized copies often lack it")

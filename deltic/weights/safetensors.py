@@ -11,7 +11,7 @@ import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.files import Source, Stored, find_tensors, stacked
+from deltic.weights.files import FLOAT8, FLOAT8_BLOCK, Source, Stored, find_tensors, stacked
 from deltic.weights.names import (
     EMBEDDING,
     HEAD,
@@ -118,8 +118,8 @@ def check_stored(name: str, stored: Source, shape: Shape) -> None:
     if stored.shape != shape:
         raise ModelError(f"tensor {name!r} has shape {list(stored.shape)}, config.json asks for "
                          f"{list(shape)}; take the config.json that belongs to the weights")
-    if stored.dtype not in _STORED_DTYPES:
-        raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16 and F16 can be read, "
+    if stored.dtype not in _STORED_DTYPES and stored.dtype != FLOAT8:
+        raise ModelError(f"tensor {name!r} is stored as {stored.dtype[:20]}; F32, BF16, F16 and {FLOAT8} can be read, "
                          "so use the unquantized checkpoint")
 
 
@@ -145,6 +145,8 @@ def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.dev
 
 
 def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
+    if stored.scales:
+        return _read_float8(name, stored, stored.scales, result)
     source_dtype = _STORED_DTYPES[stored.dtype]
     direct = source_dtype == result.dtype and result.device.type == "cpu"
     staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
@@ -156,6 +158,26 @@ def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
             if not direct:
                 piece.copy_(raw)
                 _check_range(name, raw, piece)
+
+
+def _read_float8(name: str, stored: Stored, scales: Stored, result: torch.Tensor) -> None:
+    """Numbers with the scales of their blocks, which are multiplied in float32."""
+    (rows, columns), factors = stored.shape[-2:], torch.empty(scales.shape)
+    _read_part(name, scales, factors.view(-1))
+    step = max(1, _CHUNK // (FLOAT8_BLOCK * columns)) * FLOAT8_BLOCK
+    with stored.path.open("rb", buffering=0) as file:
+        file.seek(stored.offset)
+        for matrix, own in zip(result.view(-1, rows, columns), factors.view(-1, *factors.shape[-2:]), strict=True):
+            for first in range(0, rows, step):
+                piece = matrix[first:first + step]
+                codes = torch.empty(piece.shape, dtype=torch.uint8)
+                _fill(file, codes, stored)
+                numbers = codes.to(result.device).view(torch.float8_e4m3fn).float()
+                blocks = own[first // FLOAT8_BLOCK:][:-(-len(piece) // FLOAT8_BLOCK)].to(result.device)
+                numbers *= blocks.repeat_interleave(FLOAT8_BLOCK, 0)[:len(piece)].repeat_interleave(
+                    FLOAT8_BLOCK, 1)[:, :columns]
+                piece.copy_(numbers)
+                _check_range(name, numbers, piece)
 
 
 def _fill(file: BinaryIO, tensor: torch.Tensor, stored: Stored) -> None:
@@ -180,7 +202,7 @@ def _check_range(name: str, raw: torch.Tensor, piece: torch.Tensor) -> None:
 def check_tied(sources: Mapping[str, Source]) -> None:
     """Some exporters write a tied head too; it is redundant only where it equals the embedding."""
     (head,), (embedding,) = sources[HEAD].parts, sources[EMBEDDING].parts
-    same = head.dtype == embedding.dtype
+    same = head.dtype == embedding.dtype != FLOAT8
     with head.path.open("rb") as left, embedding.path.open("rb") as right:
         left.seek(head.offset)
         right.seek(embedding.offset)

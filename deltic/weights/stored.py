@@ -29,6 +29,10 @@ def experts_in_directory(directory: Path, config: ModelConfig, dtype: DType) -> 
     for name, source in plan_directory(directory, config).items():
         if not is_stack(name):
             continue
+        if source.dtype not in _TYPES:
+            raise ConfigError(f"expert_memory is not possible with experts stored as {source.dtype}: they are used as "
+                              "they lie in the model's files; write a quantized file once (deltic convert), and run "
+                              "that", "expert_memory")
         kept, type = _TYPES[source.dtype]
         if kept != dtype:
             raise ConfigError(f"dtype {dtype}: experts that stay in their files are used as they are stored, which is "
