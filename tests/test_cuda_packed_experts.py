@@ -43,13 +43,12 @@ from deltic.ops.cuda.packed_experts import (
 )
 from deltic.ops.cuda.tiles import KINDS, Tiles, pack_stack
 from deltic.ops.records import Block, MlpWeights, MoeWeights
-from deltic.weights import fp8
 from deltic.weights.gguf.blocks import BY_NAME, decode
 from deltic.weights.gguf.convert import convert
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.load import load_packed, unserved_experts
 from deltic.weights.hub import ModelFiles
-from deltic.weights.quant import quantize_tensors
+from deltic.weights.quant import FP8_TYPE, quantize_tensors
 from deltic.weights.random import random_tensors, random_weights
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
@@ -207,7 +206,7 @@ def test_memory_for_plain_numbers_is_planned() -> None:
 def stack_of(kind: str, count: int, rows: int, columns: int, seed: int) -> tuple[Block, ...]:
     if kind == "BF16":
         return tuple(randn(count, rows, columns, seed=seed, dtype=torch.bfloat16) * columns**-0.5)
-    type = fp8.TYPE if kind == "FP8" else BY_NAME[kind]
+    type = FP8_TYPE if kind == "FP8" else BY_NAME[kind]
     raw = random_float8(count * rows, columns, seed)[0] if kind == "FP8" else random_blocks(kind, count * rows, columns,
                                                                                             seed)
     flat = raw.reshape(-1)

@@ -27,7 +27,7 @@ def random_blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
 def random_float8(rows: int, columns: int, seed: int) -> tuple[np.ndarray, torch.Tensor]:
     """Blocks with all codes that are numbers, uint8 [rows, bytes]; and these numbers, float64."""
     rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (rows, columns // fp8.GROUP, fp8.TYPE.nbytes), dtype=np.uint8)
+    raw = rng.integers(0, 256, (rows, columns // fp8.GROUP, fp8.BLOCK_BYTES), dtype=np.uint8)
     raw[raw & 0x7f == 0x7f] -= 1  # NaN
     scales = (rng.random((rows, columns // fp8.GROUP, 1)) * 2e-4 + 1e-5).astype(np.float32)
     raw[..., :4] = scales.view(np.uint8)

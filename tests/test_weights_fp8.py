@@ -29,7 +29,7 @@ from deltic.weights.random import random_head, random_weights
 
 
 def decoded(raw: torch.Tensor) -> torch.Tensor:
-    blocks = raw.unflatten(1, (-1, fp8.TYPE.nbytes))
+    blocks = raw.unflatten(1, (-1, fp8.BLOCK_BYTES))
     scales, codes = blocks[..., :4].contiguous().view(torch.float32), blocks[..., 4:].contiguous()
     return (codes.view(torch.float8_e4m3fn).float() * scales).flatten(1)
 
@@ -201,6 +201,23 @@ def test_a_draft_head_in_float8(tmp_path: Path) -> None:
                   load_stored_head(taken, config, "float32", "cpu")):
         assert found and found.keys() == numbers.keys()
         assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
+def test_what_is_stored_in_float8_stays_so(config: ModelConfig, tmp_path: Path) -> None:
+    """Code by code, if it is asked for; rows that fit no tiles become plain numbers."""
+    numbers = checkpoint(config, tmp_path)
+    tensors = open_model(tmp_path, progress=False).float8_tensors("bfloat16", "cpu", None)
+    for name, weight in quantize_tensors(tensors, FP8, config, form("cpu")).items():
+        whole = torch.stack([one.dequantize() for one in weight]) if isinstance(weight, tuple) else weight  # type: ignore
+        kind = weight[0] if isinstance(weight, tuple) else weight
+        if isinstance(kind, Tiles) and kind.type == "FP8":
+            found = whole if isinstance(weight, tuple) else kind.dequantize()
+            assert torch.equal(found, numbers[name]), name
+        elif isinstance(kind, torch.Tensor):
+            assert torch.equal(kind, numbers[name].to(kind.dtype)), name
+        else:
+            assert kind.type == "Q8_0"
 
 
 NAME = "model.layers.0.linear_attn.out_proj.weight"

@@ -52,6 +52,7 @@ from deltic.ops.records import MoeWeights, Weight
 from deltic.types import Auto, Draft, Mtp, Ngram
 from deltic.vision.patches import Pixels, patches_of
 from deltic.weights.fingerprint import FileMark
+from deltic.weights.fp8 import Float8
 from deltic.weights.gguf.load import is_quantized, unserved_experts, wants_packing
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.quant import FP8, quantize_tensors, quantize_tower
@@ -209,7 +210,9 @@ def _load(model: str | RandomModel | None, options: EngineConfig, revision: str 
     weights: dict[str, Weight]
     if quantizes and not (drafts and tiled):
         kept = _packed_file(model, config, dtype, marks, options, ops)
-        weights = _quantize(tensors, options, config, dtype, tiled, kept)
+        stored = (files.float8_tensors(dtype, options.device, progress, here) if files and options.quant == FP8
+                  else tensors)
+        weights = _quantize(stored, options, config, dtype, tiled, kept)
     else:
         weights = (files.load_packed(progress, _form(options), here) if files and tiled
                    else {**dict(tensors)})
@@ -338,7 +341,7 @@ def _packed_file(model: str | RandomModel | None, config: ModelConfig, dtype: DT
     return PackedFile(options.aot_dir, machine_facts(options, ops), Identity(facts, marks))
 
 
-def _quantize(tensors: Iterator[tuple[str, Tensor]], options: EngineConfig, config: ModelConfig, dtype: DType,
+def _quantize(tensors: Iterator[tuple[str, Tensor | Float8]], options: EngineConfig, config: ModelConfig, dtype: DType,
               tiled: bool, kept: PackedFile | None) -> dict[str, Weight]:
     """The weights in the quantized form that `options.quant` asks for. They come one after another, so that memory
     stays near what they take then; or from where the last start has kept them."""

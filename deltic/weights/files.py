@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltic.errors import ModelError
+from deltic.weights.fp8 import GROUP
 from deltic.weights.names import is_head, stack_of
 
 INDEX: Final = "model.safetensors.index.json"
@@ -27,8 +28,6 @@ _AGAIN: Final = "the file is truncated or corrupt, download it again"
 
 
 FLOAT8: Final = "F8_E4M3"
-FLOAT8_BLOCK: Final = 128
-"""Rows and columns of float8 numbers that share a scale."""
 SCALES: Final = "_scale_inv"
 """Behind a tensor's name: its scales."""
 
@@ -36,7 +35,7 @@ SCALES: Final = "_scale_inv"
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One tensor on disk: `nbytes` bytes at `offset` of `path`, row-major, of safetensors dtype `dtype`. scales: of
-    FLOAT8, what each block of FLOAT8_BLOCK rows and columns is to be multiplied with."""
+    FLOAT8, what each block of GROUP rows and columns is to be multiplied with."""
 
     path: Path
     dtype: str
@@ -229,13 +228,13 @@ def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         if stored.dtype != FLOAT8:
             continue
         scales, *rest = found.pop(f"{name}{SCALES}", None), *stored.shape[:-2]
-        blocks = (*rest, *(-(-size // FLOAT8_BLOCK) for size in stored.shape[-2:]))
+        blocks = (*rest, *(-(-size // GROUP) for size in stored.shape[-2:]))
         if scales is None:
             raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} without scales ({name[:200]}{SCALES}); "
                              "take a checkpoint in float8 with them, or the unquantized one")
         if scales.shape != blocks or scales.dtype not in ("F32", "BF16", "F16"):
             raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} with scales of shape {list(scales.shape)} "
-                             f"and dtype {scales.dtype[:20]}; only blocks of {FLOAT8_BLOCK} by {FLOAT8_BLOCK} can be "
+                             f"and dtype {scales.dtype[:20]}; only blocks of {GROUP} by {GROUP} can be "
                              f"read, so use the unquantized checkpoint")
         found[name] = replace(stored, scales=scales)
     return found

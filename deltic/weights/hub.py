@@ -25,13 +25,14 @@ from deltic.ops.records import Block, Weight
 from deltic.ops.stored import StoredExpert
 from deltic.weights.checksums import check_files
 from deltic.weights.files import Source, find_tensors, read_json
+from deltic.weights.fp8 import Float8
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, plan_gguf_head, read_file
 from deltic.weights.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_from_gguf
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
-from deltic.weights.safetensors import Progress, read_directory
+from deltic.weights.safetensors import Progress, read_directory, read_directory_float8
 from deltic.weights.stored import experts_in_directory, experts_in_gguf
 from deltic.weights.vision import load_tower, plan_tower
 from deltic.weights.writing import size_of
@@ -76,6 +77,13 @@ class ModelFiles:
         if self.gguf is not None:
             return read_file(self.gguf, self.config, dtype, device, progress)
         return read_directory(self.path, self.config, dtype, device, progress, experts)
+
+    def float8_tensors(self, dtype: DType, device: str, progress: Progress | None, experts: bool = True
+                       ) -> Iterator[tuple[str, Tensor | Float8]]:
+        """As `tensors`, where weights that are stored in float8 stay so."""
+        if self.gguf is not None:
+            return read_file(self.gguf, self.config, dtype, device, progress)
+        return read_directory_float8(self.path, self.config, dtype, device, progress, experts)
 
     def load_packed(self, progress: Progress | None, form: Form | None = None, experts: bool = True
                     ) -> dict[str, Weight]:

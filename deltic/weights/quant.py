@@ -13,6 +13,7 @@ from deltic.config import ModelConfig, available_cores
 from deltic.ops.qtensor import Form, QTensor, host_form
 from deltic.ops.records import Block, Weight
 from deltic.weights import fp8
+from deltic.weights.fp8 import Float8
 from deltic.weights.gguf.blocks import BY_NAME, BlockType
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
 from deltic.weights.gguf.quantize import quantize_in_pieces
@@ -24,6 +25,8 @@ SCHEMES: Final[Mapping[str, str]] = {"q8_0": "Q8_0", "q4_k": "Q4_K_M"}
 FP8: Final = "fp8"
 """The scheme of float8, which no file has, and CPUs do not know. Embedding, head and what decays and gates of heads are
 made of (a few rows) get 8 bits as of q8_0, which are more precise."""
+FP8_TYPE: Final = BlockType("FP8", -1, fp8.GROUP, fp8.BLOCK_BYTES, True)
+"""Of the blocks of float8, which GGUF files have not."""
 _PLAIN: Final = ("F32", "F16", "BF16")
 _OF_HEADS: Final = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 
@@ -50,17 +53,22 @@ def quantize_weights(weights: dict[str, Tensor], scheme: str, config: ModelConfi
     return quantize_tensors(popped(), scheme, config)
 
 
-def quantize_tensors(tensors: Iterator[tuple[str, Tensor]], scheme: str, config: ModelConfig,
+def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str, config: ModelConfig,
                      form: Form | None = None) -> dict[str, Weight]:
     """As `quantize_weights`, of tensors that come one after another, of which one is here at a time, in `form`. What it
-    does not serve stays as it was. scheme: one of SCHEMES, or FP8."""
+    does not serve stays as it was. scheme: one of SCHEMES, or FP8, with which weights in float8 stay what they are."""
     result, kept = dict[str, Weight](), form or host_form()
     with ThreadPoolExecutor(available_cores()) as pool:
         while (item := next(tensors, None)) is not None:
             name, tensor = item
             type = _type(name, tuple(tensor.shape), scheme, config)
             plain = type.name in _PLAIN or not kept.serves(type.name, tensor.shape[-1])
-            result[name] = tensor if plain else _packed(name, tensor, type, pool, kept)
+            if isinstance(tensor, Float8) and (plain or type is not FP8_TYPE):
+                tensor = tensor.numbers().to(kept.dtype)
+            if isinstance(tensor, Float8):
+                result[name] = _as_it_is(tensor, kept)
+            else:
+                result[name] = tensor if plain else _packed(name, tensor, type, pool, kept)
             del item, tensor  # no name here keeps a tensor beyond its turn
     return {name: result[name] for name in expected_tensors(config) if name in result} | result
 
@@ -69,7 +77,7 @@ def _type(name: str, shape: tuple[int, ...], scheme: str, config: ModelConfig) -
     """What a tensor is to become."""
     type = target_of(name, shape, config, FILE_TYPES[SCHEMES["q8_0" if scheme == FP8 else scheme]]).type
     precise = name in (EMBEDDING, HEAD) or name.endswith(_OF_HEADS)
-    return type if scheme != FP8 or type.name in _PLAIN or precise else fp8.TYPE
+    return type if scheme != FP8 or type.name in _PLAIN or precise else FP8_TYPE
 
 
 def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
@@ -84,7 +92,7 @@ def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
 
 
 def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, form: Form) -> Weight:
-    if type is not fp8.TYPE:
+    if type is not FP8_TYPE:
         tensor = tensor.cpu()
     if tensor.dim() == 2:
         return quantized(name, tensor, type, pool, form)
@@ -93,6 +101,21 @@ def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, form: Fo
     count, rows, columns = tensor.shape
     return form.stack(type.name, type.id, count, rows, columns, type.size(columns),
                       _quantizing(name, tensor.flatten(0, 1), type, pool))
+
+
+def _as_it_is(weight: Float8, form: Form) -> Weight:
+    """A matrix or a stack in float8; nothing is rounded."""
+    blocks, type = weight.blocks().flatten(), FP8_TYPE
+    rows, columns = weight.shape[-2:]
+    size = type.size(columns)
+
+    def read(start: int, length: int) -> Tensor:
+        return blocks[start:start + length]
+
+    if len(weight.shape) == 2:
+        return form.pack(type.name, type.id, rows, columns, size, read)
+    assert form.stack is not None
+    return form.stack(type.name, type.id, len(weight.codes), rows, columns, size, read)
 
 
 def quantized(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: Form) -> QTensor:
@@ -109,7 +132,7 @@ def _quantizing(name: str, matrix: Tensor, type: BlockType, pool: Executor) -> C
     def read(start: int, count: int) -> Any:
         first = start // row_bytes
         rows = matrix[first:first + count // row_bytes]
-        if type is fp8.TYPE:
+        if type is FP8_TYPE:
             return fp8.quantize_fp8(name, rows).flatten()
         return np.concatenate([*quantize_in_pieces(name, rows, type, pool)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
@@ -11,7 +12,8 @@ import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.files import FLOAT8, FLOAT8_BLOCK, Source, Stored, find_tensors, stacked
+from deltic.weights.files import FLOAT8, Source, Stack, Stored, find_tensors, scales_of, stacked
+from deltic.weights.fp8 import GROUP, Float8
 from deltic.weights.names import (
     EMBEDDING,
     HEAD,
@@ -62,16 +64,35 @@ def read_directory(
     experts: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of `load_directory`, one after another as they lie in the files. experts: with theirs."""
-    planned = plan_directory(Path(path), config)
+    for name, tensor in _read_all(Path(path), config, dtype, device, progress, experts, False):
+        assert isinstance(tensor, torch.Tensor)
+        yield name, tensor
+        del tensor
+
+
+def read_directory_float8(path: Path, config: ModelConfig, dtype: DType, device: str | torch.device,
+                          progress: Progress | None = None, experts: bool = True
+                          ) -> Iterator[tuple[str, torch.Tensor | Float8]]:
+    """As `read_directory`, but what is stored in float8 stays so, if it is one of the model's matrices, or a stack."""
+    return _read_all(path, config, dtype, device, progress, experts, True)
+
+
+def _read_all(path: Path, config: ModelConfig, dtype: DType | Literal["auto"], device: str | torch.device,
+              progress: Progress | None, experts: bool, float8: bool) -> Iterator[tuple[str, torch.Tensor | Float8]]:
+    planned = plan_directory(path, config)
     sources = {name: source for name, source in planned.items() if experts or not is_stack(name)}
     kept: DType = config.dtype if dtype == "auto" else dtype
     total, done = sum(stored.nbytes for stored in sources.values()), 0
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
-        parts = split_packed(name, tensor, config) if packed_parts(name) else {name: tensor}
-        del tensor  # whoever takes the parts may let go of them one by one
+        parts: dict[str, torch.Tensor | Float8]
+        if float8 and stored.dtype == FLOAT8 and not packed_parts(name):
+            parts = {name: read_float8(name, stored, torch.device(device))}
+        else:
+            tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
+            parts = {**split_packed(name, tensor, config)} if packed_parts(name) else {name: tensor}
+            del tensor  # whoever takes the parts may let go of them one by one
         while parts:
             yield (part := next(iter(parts))), parts.pop(part)
         done += stored.nbytes
@@ -146,8 +167,8 @@ def read_stored(name: str, stored: Source, dtype: torch.dtype, device: torch.dev
 
 def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
     if stored.scales:
-        return _read_float8(name, stored, stored.scales, result)
-    source_dtype = _STORED_DTYPES[stored.dtype]
+        return _read_numbers(name, stored, stored.scales, result)
+    source_dtype = torch.uint8 if stored.dtype == "U8" else _STORED_DTYPES[stored.dtype]
     direct = source_dtype == result.dtype and result.device.type == "cpu"
     staging = torch.empty(0 if direct else min(_CHUNK, result.numel()), dtype=source_dtype)
     with stored.path.open("rb", buffering=0) as file:
@@ -160,11 +181,11 @@ def _read_part(name: str, stored: Stored, result: torch.Tensor) -> None:
                 _check_range(name, raw, piece)
 
 
-def _read_float8(name: str, stored: Stored, scales: Stored, result: torch.Tensor) -> None:
-    """Numbers with the scales of their blocks, which are multiplied in float32."""
+def _read_numbers(name: str, stored: Stored, scales: Stored, result: torch.Tensor) -> None:
+    """Those of a tensor in float8, piece by piece."""
     (rows, columns), factors = stored.shape[-2:], torch.empty(scales.shape)
     _read_part(name, scales, factors.view(-1))
-    step = max(1, _CHUNK // (FLOAT8_BLOCK * columns)) * FLOAT8_BLOCK
+    step = max(1, _CHUNK // (GROUP * columns)) * GROUP
     with stored.path.open("rb", buffering=0) as file:
         file.seek(stored.offset)
         for matrix, own in zip(result.view(-1, rows, columns), factors.view(-1, *factors.shape[-2:]), strict=True):
@@ -172,12 +193,19 @@ def _read_float8(name: str, stored: Stored, scales: Stored, result: torch.Tensor
                 piece = matrix[first:first + step]
                 codes = torch.empty(piece.shape, dtype=torch.uint8)
                 _fill(file, codes, stored)
-                numbers = codes.to(result.device).view(torch.float8_e4m3fn).float()
-                blocks = own[first // FLOAT8_BLOCK:][:-(-len(piece) // FLOAT8_BLOCK)].to(result.device)
-                numbers *= blocks.repeat_interleave(FLOAT8_BLOCK, 0)[:len(piece)].repeat_interleave(
-                    FLOAT8_BLOCK, 1)[:, :columns]
+                blocks = own[first // GROUP:(first + len(piece) + GROUP - 1) // GROUP]
+                numbers = Float8(codes.to(result.device), blocks.to(result.device)).numbers()
                 piece.copy_(numbers)
                 _check_range(name, numbers, piece)
+
+
+def read_float8(name: str, stored: Source, device: torch.device) -> Float8:
+    """A tensor in float8 as it is stored; ModelError as `read_stored`."""
+    scales = scales_of(stored)
+    assert scales is not None
+    codes = [replace(part, dtype="U8", scales=None) for part in stored.parts]
+    return Float8(read_stored(name, Stack(tuple(codes)), torch.uint8, device).view(stored.shape),
+                  read_stored(name, scales, torch.float32, device))
 
 
 def _fill(file: BinaryIO, tensor: torch.Tensor, stored: Stored) -> None:
