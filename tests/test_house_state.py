@@ -38,7 +38,7 @@ CACHES = {
     "deltic/engine/masks.py _table": "a constant that is never written to",
     "deltic/engine/sampler.py _greedy": "constants that are never written to",
     "deltic/ops/torch/basic.py frequencies": "a constant that is never written to",
-    "deltic/ops/workspace.py door": "torch has one memory of a device for the process",
+    "deltic/ops/workspace.py guard": "torch has one memory of a device for the process",
     "deltic/server/page/__init__.py _files": "files of the package, as they are",
     "deltic/text/chat.py _aside": "what a template makes of a few messages: a pure function of texts, few of them kept",
     "deltic/text/stream.py _pattern": "a compiled expression",

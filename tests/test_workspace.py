@@ -10,7 +10,7 @@ from threading import Barrier, Thread
 import pytest
 import torch
 
-from deltic.ops.workspace import Door, Workspace, door
+from deltic.ops.workspace import Guard, Workspace, guard
 
 DEVICE = torch.device("cuda", 0)
 
@@ -76,7 +76,7 @@ def test_what_is_collected_meanwhile_waits(card: Card) -> None:
 
 def test_what_is_collected_while_a_graph_is_recorded_waits(card: Card) -> None:
     cyclic()
-    with door().inside():
+    with guard().inside():
         gc.collect()
         assert not card.given
     assert card.given == 1
@@ -104,7 +104,7 @@ def test_what_other_threads_collect_waits(card: Card) -> None:
 
 
 def test_nobody_waits_for_the_door_where_garbage_is_collected(card: Card) -> None:
-    way = Door()
+    way = Guard()
     with way._lock:
         way.leave([card.pool()])  # type: ignore[list-item]
         assert not card.given

@@ -16,7 +16,7 @@ from threading import Lock
 import torch
 
 
-class Door:
+class Guard:
     """Who takes memory that is kept apart, or records, and what is given back when nobody does."""
 
     def __init__(self) -> None:
@@ -51,19 +51,19 @@ class Door:
 
 
 @cache
-def door() -> Door:
+def guard() -> Guard:
     """The process's, as torch's memory is."""
-    return Door()
+    return Guard()
 
 
 class Workspace:
     """Memory that is taken inside of `use` is kept for it, and given back some time after this object has gone."""
 
     def __init__(self) -> None:
-        self._door, self._pool = door(), [torch.cuda.MemPool()]
-        weakref.finalize(self, self._door.leave, self._pool).atexit = False
+        self._guard, self._pool = guard(), [torch.cuda.MemPool()]
+        weakref.finalize(self, self._guard.leave, self._pool).atexit = False
 
     @contextmanager
     def use(self, device: torch.device) -> Iterator[None]:
-        with self._door.inside(), torch.cuda.use_mem_pool(self._pool[0], device.index):
+        with self._guard.inside(), torch.cuda.use_mem_pool(self._pool[0], device.index):
             yield

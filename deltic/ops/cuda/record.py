@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from deltic.ops.workspace import door
+from deltic.ops.workspace import guard
 
 Result = TypeVar("Result")
 
@@ -21,7 +21,7 @@ def record(launch: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.C
     collects = gc.isenabled()
     gc.disable()
     try:
-        with door().inside(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with guard().inside(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = launch()
     finally:
         if collects:
