@@ -21,6 +21,7 @@ from deltic.engine.plan import Plan, Row
 from deltic.errors import ConfigError, ModelError
 from deltic.ops.cuda.tiles import Tiles, form
 from deltic.weights import fp8
+from deltic.weights.fp8 import Float8
 from deltic.weights.hub import open_model
 from deltic.weights.mtp import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.weights.names import EMBEDDING, HEAD
@@ -220,6 +221,34 @@ def test_what_is_stored_in_float8_stays_so(config: ModelConfig, tmp_path: Path) 
             assert kind.type == "Q8_0"
 
 
+@pytest.mark.parametrize("size", [128, 144])
+def test_gates_and_other_halves_together(size: int, tmp_path: Path) -> None:
+    """Experts in one tensor stay in float8 where no block has rows of both."""
+    config = replace(mixture(), experts=ExpertsConfig(3, 2, size, 144))
+    numbers = checkpoint(config, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for layer in range(config.num_hidden_layers):
+        name, halves = f"model.layers.{layer}.mlp.experts.", ("gate_proj.weight", "up_proj.weight")
+        for half in halves:
+            del stored[f"{name}{half}"], stored[f"{name}{half}_scale_inv"]
+        both = torch.cat([numbers[f"{name}{half}"] for half in halves], 1)
+        codes, scales, together = in_blocks(both, torch.float32)
+        stored[f"{name}gate_up_proj"], stored[f"{name}gate_up_proj_scale_inv"] = codes, scales
+        numbers |= {f"{name}{half}": part for half, part in zip(halves, together.chunk(2, 1), strict=True)}
+    save_file(stored, tmp_path / "model.safetensors")
+    opened = open_model(tmp_path, progress=False)
+    found = opened.load("float32", "cpu", None)
+    assert found.keys() == numbers.keys()
+    assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())
+    kept = dict(opened.float8_tensors("float32", "cpu", None))
+    assert kept.keys() == numbers.keys()
+    for name, weight in kept.items():
+        whole = weight.numbers() if isinstance(weight, Float8) else weight
+        assert torch.equal(whole, numbers[name]), name
+        if "experts.gate" in name:
+            assert isinstance(weight, Float8) == (size == 128)
+
+
 NAME = "model.layers.0.linear_attn.out_proj.weight"
 
 
@@ -230,6 +259,8 @@ NAME = "model.layers.0.linear_attn.out_proj.weight"
     ({f"{NAME}_scale_inv": torch.tensor(1.0)}, r"scales of shape \[\]"),
     ({"model.norm.weight_scale_inv": torch.ones(2, 2)}, "is unknown"),
     ({"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn)}, "without scales"),
+    ({"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn), "model.norm.weight_scale_inv": torch.ones(2)},
+     r"scales of shape \[2\]"),
     ({NAME: torch.zeros(256, 256).to(torch.float8_e5m2)}, "unknown|F8_E5M2"),
 ])
 def test_what_is_wrong_with_a_checkpoint_is_said(change: dict[str, torch.Tensor | None], match: str,

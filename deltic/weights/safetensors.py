@@ -86,10 +86,10 @@ def _read_all(path: Path, config: ModelConfig, dtype: DType | Literal["auto"], d
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        parts: dict[str, torch.Tensor | Float8]
-        if float8 and stored.dtype == FLOAT8 and not packed_parts(name):
-            parts = {name: read_float8(name, stored, torch.device(device))}
-        else:
+        parts: dict[str, torch.Tensor | Float8] = {}
+        if float8 and stored.dtype == FLOAT8:
+            parts = _float8_parts(name, read_float8(name, stored, torch.device(device)))
+        if not parts:
             tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
             parts = {**split_packed(name, tensor, config)} if packed_parts(name) else {name: tensor}
             del tensor  # whoever takes the parts may let go of them one by one
@@ -100,6 +100,15 @@ def _read_all(path: Path, config: ModelConfig, dtype: DType | Literal["auto"], d
             progress(done, total)
     if config.tie_word_embeddings and HEAD in sources:
         check_tied(sources)
+
+
+def _float8_parts(name: str, weight: Float8) -> dict[str, torch.Tensor | Float8]:
+    """A tensor in float8 under our names, empty where it cannot be taken apart as it is."""
+    names = packed_parts(name)
+    if not names:
+        return {name: weight}
+    halves = weight.halves() if is_stack(name) else None
+    return {**dict(zip(names, halves, strict=True))} if halves else {}
 
 
 def plan_directory(directory: Path, config: ModelConfig) -> dict[str, Source]:
