@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,24 @@ def test_a_checkpoint_in_float8(config: ModelConfig, scales: torch.dtype, tmp_pa
         assert found.keys() == numbers.keys()
         for name, tensor in found.items():
             assert torch.equal(tensor, numbers[name].to(tensor.dtype)), name
+
+
+def test_its_numbers_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    checkpoint(shape(), tmp_path)
+    stored, found = load_file(tmp_path / "model.safetensors"), open_model(tmp_path, progress=False).load(
+        "bfloat16", "cpu", None)
+    theirs = Fp8Dequantize(SimpleNamespace(quantization_config=FineGrainedFP8Config()))
+    compared = 0
+    for name, tensor in stored.items():
+        scales = stored.get(f"{name}_scale_inv")
+        if scales is not None and not any(size % 128 for size in tensor.shape):
+            wanted = theirs._dequantize_one(tensor, scales, output_dtype=torch.bfloat16)
+            assert torch.equal(found[name], wanted), name
+            compared += 1
+    assert compared > 8
 
 
 def test_experts_one_by_one(tmp_path: Path) -> None:

@@ -227,15 +227,15 @@ def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     for name, stored in tensors.items():
         if stored.dtype != FLOAT8:
             continue
-        scales, *rest = found.pop(f"{name}{SCALES}", None), *stored.shape[:-2]
-        blocks = (*rest, *(-(-size // GROUP) for size in stored.shape[-2:]))
+        scales = found.pop(f"{name}{SCALES}", None)
+        blocks = (*stored.shape[:-2], *(-(-size // GROUP) for size in stored.shape[-2:]))
         if scales is None:
             raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} without scales ({name[:200]}{SCALES}); "
                              "take a checkpoint in float8 with them, or the unquantized one")
         if len(stored.shape) < 2 or scales.shape != blocks or scales.dtype not in ("F32", "BF16", "F16"):
             raise ModelError(f"tensor {name[:200]!r} is stored as {FLOAT8} with scales of shape {list(scales.shape)} "
                              f"and dtype {scales.dtype[:20]}; only blocks of {GROUP} by {GROUP} can be "
-                             f"read, so use the unquantized checkpoint")
+                             "read, so use the unquantized checkpoint")
         found[name] = replace(stored, scales=scales)
     return found
 
