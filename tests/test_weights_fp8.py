@@ -13,6 +13,7 @@ import torch
 from expert_cases import text_of
 from safetensors.torch import load_file, save_file
 from support import moe_shape, odd_shape
+from test_gguf_convert import tiny_texts
 
 from deltic.artifacts.program import hf_config
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
@@ -23,6 +24,7 @@ from deltic.errors import ConfigError, ModelError
 from deltic.ops.cuda.tiles import Tiles, form
 from deltic.weights import fp8
 from deltic.weights.fp8 import Float8
+from deltic.weights.gguf.convert import convert
 from deltic.weights.hub import open_model
 from deltic.weights.mtp import directory_checkpoint, extract_head, find_head, load_stored_head
 from deltic.weights.names import EMBEDDING, HEAD
@@ -221,6 +223,18 @@ def test_a_draft_head_in_float8(tmp_path: Path) -> None:
                   load_stored_head(taken, config, "float32", "cpu")):
         assert found and found.keys() == numbers.keys()
         assert all(torch.equal(tensor, numbers[name]) for name, tensor in found.items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])
+@pytest.mark.parametrize("type", ["F32", "Q8_0"])
+def test_it_becomes_a_gguf_file(type: str, config: ModelConfig, tmp_path: Path) -> None:
+    numbers, files = checkpoint(config, tmp_path), open_model(tmp_path, progress=False)
+    convert(files, tiny_texts(), "small", tmp_path / "m.gguf", type)
+    found = open_model(tmp_path / "m.gguf", progress=False).load("float32", "cpu", None)
+    assert found.keys() == numbers.keys()
+    for name, tensor in found.items():
+        error = (tensor - numbers[name]).norm() / numbers[name].norm().clamp(min=1e-9)
+        assert error < (1e-5 if type == "F32" else 0.01), name
 
 
 @pytest.mark.parametrize("config", [shape(), mixture()], ids=["dense", "mixture"])

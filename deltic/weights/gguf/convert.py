@@ -22,7 +22,7 @@ import torch
 
 from deltic.config import DType, ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.files import Source
+from deltic.weights.files import FLOAT8, Source
 from deltic.weights.gguf.blocks import BY_NAME, BlockType, Bytes
 from deltic.weights.gguf.load import GgufSource, plan_gguf, read_gguf
 from deltic.weights.gguf.metadata import config_to_gguf, generation_to_gguf, tokenizer_to_gguf
@@ -43,7 +43,7 @@ from deltic.weights.names import (
 from deltic.weights.safetensors import TORCH_DTYPES, Progress, check_tied, plan_directory, read_stored
 
 _MOST_THREADS: Final = 8
-_STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_STORED: Final[Mapping[str, DType]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", FLOAT8: "float32"}
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 _SENSITIVE: Final = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 """Tensors of which a mixed file keeps some with more bits."""
