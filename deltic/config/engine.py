@@ -124,6 +124,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(getattr(self, name))}", name)
         if self.kv_dtype == "fp8" and self.device == "cpu":
             raise ConfigError("kv_dtype=fp8 is for NVIDIA GPUs: leave it out, or give device cuda", "kv_dtype")
+        if self.quant == "fp8" and self.device == "cpu":
+            raise ConfigError("quant=fp8 is for NVIDIA GPUs: take q8_0, which is as large and more precise, or give "
+                              "device cuda", "quant")
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         self._check_utilization()

@@ -348,8 +348,6 @@ def _quantize(tensors: Iterator[tuple[str, Tensor | Float8]], options: EngineCon
     reason = _not_packed(options, config, dtype)
     if tiled:
         reason = "the weights are quantized already; leave it out, or load the unquantized model"
-    if options.quant == FP8 and options.device == "cpu":
-        reason = "float8 is for GPUs; take q8_0, which is as large and more precise"
     if reason:
         raise ConfigError(f"quant={options.quant} is not possible: {reason}", "quant")
     found = kept.read() if kept else None
