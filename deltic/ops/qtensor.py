@@ -90,6 +90,11 @@ class Form:
     stack: Callable[[str, int, int, int, int, int, Callable[[int, int], Any]], tuple[QTensor, ...]] | None = None
 
 
+def read_from(read: Callable[[int, int], Any], first: int, start: int, count: int) -> Any:
+    """What `read` gives of bytes that are counted from `first` on."""
+    return read(first + start, count)
+
+
 def host_form(arena: Arena | None = None) -> Form:
     """Of the CPU's compiled kernels; matrices of one form lie beside each other, in the arena if one is given."""
     return Form(partial(pack_rows, arena=arena or Arena()), lambda type, columns: True, torch.float32,

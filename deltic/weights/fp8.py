@@ -59,10 +59,8 @@ class Float8:
         codes = self.codes.flatten(0, -2).unflatten(1, (-1, GROUP))
         return torch.cat((scales, codes), -1).flatten(1)
 
-    def halves(self) -> tuple[Float8, Float8] | None:
-        """The upper and the lower half of the rows; None where a block has some of both."""
-        if self.shape[-2] % (2 * GROUP):
-            return None
+    def halves(self) -> tuple[Float8, Float8]:
+        """The upper and the lower half of the rows, of which no block has some of both."""
         codes, scales = self.codes.chunk(2, -2), self.scales.chunk(2, -2)
         return Float8(codes[0], scales[0]), Float8(codes[1], scales[1])
 

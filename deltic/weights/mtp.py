@@ -147,18 +147,18 @@ def _only_head(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored
 
 
 def _heads(checkpoint: Checkpoint, files: Iterable[str]) -> dict[str, Stored]:
-    names: dict[str, str] = {}
+    theirs: dict[str, str] = {}
     found: dict[str, Stored] = {}
     for file in files:
         for stored_name, stored in checkpoint.header(file).items():
             name = canonical_head(stored_name)
-            if name in names.values():
-                other = next(found[theirs].path.name for theirs, ours in names.items() if ours == name)
-                raise ModelError(f"tensor {name!r} is in both {other} and {file} of {checkpoint.place}; keep the files "
-                                 "of one revision")
+            if name in theirs:
+                raise ModelError(f"tensor {name!r} is in both {found[theirs[name]].path.name} and {file} of "
+                                 f"{checkpoint.place}; keep the files of one revision")
             if name is not None:
-                names[stored_name], found[stored_name] = name, stored
-    return {names[stored_name]: stored for stored_name, stored in with_scales(found).items()}
+                theirs[name], found[stored_name] = stored_name, stored
+    whole = with_scales(found)
+    return {name: whole[stored_name] for name, stored_name in theirs.items() if stored_name in whole}
 
 
 def _check_head(place: Path, stored: Mapping[str, Source], config: ModelConfig) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
 
 from deltic.config import ModelConfig, available_cores
-from deltic.ops.qtensor import Form, QTensor, host_form
+from deltic.ops.qtensor import Form, QTensor, host_form, read_from
 from deltic.ops.records import Block, Weight
 from deltic.weights import fp8
 from deltic.weights.fp8 import Float8
@@ -66,9 +67,11 @@ def quantize_tensors(tensors: Iterator[tuple[str, Tensor | Float8]], scheme: str
             if isinstance(tensor, Float8) and (plain or type is not FP8_TYPE):
                 tensor = tensor.numbers().to(kept.dtype)
             if isinstance(tensor, Float8):
-                result[name] = _as_it_is(tensor, kept)
+                result[name] = _packed(tensor.shape, type, kept, _as_it_is(tensor))
+            elif plain:
+                result[name] = tensor
             else:
-                result[name] = tensor if plain else _packed(name, tensor, type, pool, kept)
+                result[name] = _packed(tensor.shape, type, kept, _quantizing(name, tensor.flatten(0, -2), type, pool))
             del item, tensor  # no name here keeps a tensor beyond its turn
     return {name: result[name] for name in expected_tensors(config) if name in result} | result
 
@@ -91,38 +94,30 @@ def quantize_tower(weights: Mapping[str, Block]) -> dict[str, Block]:
                 for name, tensor in weights.items()}
 
 
-def _packed(name: str, tensor: Tensor, type: BlockType, pool: Executor, form: Form) -> Weight:
-    if type is not FP8_TYPE:
-        tensor = tensor.cpu()
-    if tensor.dim() == 2:
-        return quantized(name, tensor, type, pool, form)
-    if form.stack is None:
-        return tuple(quantized(name, matrix, type, pool, form) for matrix in tensor)
-    count, rows, columns = tensor.shape
-    return form.stack(type.name, type.id, count, rows, columns, type.size(columns),
-                      _quantizing(name, tensor.flatten(0, 1), type, pool))
-
-
-def _as_it_is(weight: Float8, form: Form) -> Weight:
-    """A matrix or a stack in float8; nothing is rounded."""
-    blocks, type = weight.blocks().flatten(), FP8_TYPE
-    rows, columns = weight.shape[-2:]
+def _packed(shape: tuple[int, ...], type: BlockType, form: Form, read: Callable[[int, int], Any]) -> Weight:
+    """A matrix, or a stack of some, whose blocks `read` gives, one matrix behind the other."""
+    *_, rows, columns = shape
     size = type.size(columns)
-
-    def read(start: int, length: int) -> Tensor:
-        return blocks[start:start + length]
-
-    if len(weight.shape) == 2:
+    if len(shape) == 2:
         return form.pack(type.name, type.id, rows, columns, size, read)
-    assert form.stack is not None
-    return form.stack(type.name, type.id, len(weight.codes), rows, columns, size, read)
+    if form.stack:
+        return form.stack(type.name, type.id, shape[0], rows, columns, size, read)
+    return tuple(form.pack(type.name, type.id, rows, columns, size, partial(read_from, read, index * rows * size))
+                 for index in range(shape[0]))
+
+
+def _as_it_is(weight: Float8) -> Callable[[int, int], Any]:
+    """What reads bytes of its blocks; nothing is rounded."""
+    blocks = weight.blocks().flatten()
+    return lambda start, count: blocks[start:start + count]
 
 
 def quantized(name: str, matrix: Tensor, type: BlockType, pool: Executor, form: Form) -> QTensor:
     """A matrix of any float type in blocks of this type. ModelError names it if it has values that these cannot hold.
     """
-    rows, columns = matrix.shape
-    return form.pack(type.name, type.id, rows, columns, type.size(columns), _quantizing(name, matrix, type, pool))
+    found = _packed(matrix.shape, type, form, _quantizing(name, matrix, type, pool))
+    assert isinstance(found, QTensor)
+    return found
 
 
 def _quantizing(name: str, matrix: Tensor, type: BlockType, pool: Executor) -> Callable[[int, int], Any]:
@@ -134,6 +129,6 @@ def _quantizing(name: str, matrix: Tensor, type: BlockType, pool: Executor) -> C
         rows = matrix[first:first + count // row_bytes]
         if type is FP8_TYPE:
             return fp8.quantize_fp8(name, rows).flatten()
-        return np.concatenate([*quantize_in_pieces(name, rows, type, pool)])
+        return np.concatenate([*quantize_in_pieces(name, rows.cpu(), type, pool)])
 
     return read

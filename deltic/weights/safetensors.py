@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import BinaryIO, Final, Literal, cast
 
 import torch
 
@@ -64,10 +64,8 @@ def read_directory(
     experts: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of `load_directory`, one after another as they lie in the files. experts: with theirs."""
-    for name, tensor in _read_all(Path(path), config, dtype, device, progress, experts, False):
-        assert isinstance(tensor, torch.Tensor)
-        yield name, tensor
-        del tensor
+    found = _read_all(Path(path), config, dtype, device, progress, experts, False)
+    return cast(Iterator[tuple[str, torch.Tensor]], found)
 
 
 def read_directory_float8(path: Path, config: ModelConfig, dtype: DType, device: str | torch.device,
@@ -86,10 +84,10 @@ def _read_all(path: Path, config: ModelConfig, dtype: DType | Literal["auto"], d
     for name, stored in sources.items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        parts: dict[str, torch.Tensor | Float8] = {}
-        if float8 and stored.dtype == FLOAT8:
+        parts: dict[str, torch.Tensor | Float8]
+        if float8 and _stays_float8(name, stored):
             parts = _float8_parts(name, read_float8(name, stored, torch.device(device)))
-        if not parts:
+        else:
             tensor = read_stored(name, stored, TORCH_DTYPES[tensor_dtype(name, kept)], torch.device(device))
             parts = {**split_packed(name, tensor, config)} if packed_parts(name) else {name: tensor}
             del tensor  # whoever takes the parts may let go of them one by one
@@ -102,13 +100,16 @@ def _read_all(path: Path, config: ModelConfig, dtype: DType | Literal["auto"], d
         check_tied(sources)
 
 
+def _stays_float8(name: str, stored: Source) -> bool:
+    """Whether it is in float8, and either one of our tensors or gates and other halves, of which no block has both."""
+    whole = not packed_parts(name) or (is_stack(name) and stored.shape[-2] % (2 * GROUP) == 0)
+    return stored.dtype == FLOAT8 and whole
+
+
 def _float8_parts(name: str, weight: Float8) -> dict[str, torch.Tensor | Float8]:
-    """A tensor in float8 under our names, empty where it cannot be taken apart as it is."""
+    """Under our names."""
     names = packed_parts(name)
-    if not names:
-        return {name: weight}
-    halves = weight.halves() if is_stack(name) else None
-    return {**dict(zip(names, halves, strict=True))} if halves else {}
+    return {**dict(zip(names, weight.halves(), strict=True))} if names else {name: weight}
 
 
 def plan_directory(directory: Path, config: ModelConfig) -> dict[str, Source]:

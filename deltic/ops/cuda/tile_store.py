@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deltic.ops.cuda import tiles
 from deltic.ops.cuda.card_store import STACKS, CardStore, pinned
-from deltic.ops.cuda.tiles import PIECE, ROWS, Tiles, pack_tiles, read_from
-from deltic.ops.qtensor import Form
+from deltic.ops.cuda.tiles import PIECE, ROWS, Tiles, pack_tiles
+from deltic.ops.qtensor import Form, read_from
 from deltic.ops.records import Weight
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltic.ops.qtensor import Form, QTensor
+from deltic.ops.qtensor import Form, QTensor, read_from
 
 ROWS, COLUMNS = 8, 256
 """Of a tile."""
@@ -109,11 +109,6 @@ def pack_stack(type: str, number: int, count: int, rows: int, columns: int, row_
                      for index in range(count))
     whole = pack_tiles(type, number, count * rows, columns, row_bytes, read, device)
     return tuple(replace(whole, rows=rows, data=data) for data in whole.data.chunk(count))
-
-
-def read_from(read: Callable[[int, int], Any], first: int, start: int, count: int) -> Any:
-    """What `read` gives of bytes that are counted from `first` on."""
-    return read(first + start, count)
 
 
 def tiles_of(weight: Tensor) -> Tiles:
