@@ -45,9 +45,9 @@ class Upload:
             host, _, copied, send = self._pieces[self._turn]
             if send:
                 send(drawn)
-                copied.record()
-                return
-            self.numbers.copy_(host, non_blocking=True)
+                drawn = None
+            else:
+                self.numbers.copy_(host, non_blocking=True)
             copied.record()
         if drawn is not None:
             torch.index_select(drawn, 0, self.numbers[len(self.numbers) - self._tokens:],

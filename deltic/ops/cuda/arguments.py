@@ -85,7 +85,7 @@ class ResidualNorm(Arguments):
 
 
 class Numbers(Arguments):
-    _fields_ = fields("from to drawn", "", "count tokens")
+    _fields_ = fields("host numbers drawn", "", "count tokens")
 
 
 class Choice(Arguments):

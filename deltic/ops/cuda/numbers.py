@@ -33,7 +33,7 @@ def sender(host: Tensor, numbers: Tensor, tokens: int) -> Callable[[Tensor | Non
     module = _module(device) if 0 < count <= MOST else None
     if module is None:
         return None
-    given = args.Numbers(**{"from": host}, to=numbers, drawn=None, count=count, tokens=tokens)
+    given = args.Numbers(host=host, numbers=numbers, drawn=None, count=count, tokens=tokens)
     launch = module.prepare("k_numbers", (-(-count // _EACH),), 256, given)
 
     def send(drawn: Tensor | None) -> None:
