@@ -103,7 +103,7 @@ def test_what_other_threads_collect_waits(card: Card) -> None:
     assert (card.given, card.wrong) == (3, 0)
 
 
-def test_nobody_waits_for_the_door_where_garbage_is_collected(card: Card) -> None:
+def test_nobody_waits_where_garbage_is_collected(card: Card) -> None:
     way = Guard()
     with way._lock:
         way.leave([card.pool()])  # type: ignore[list-item]

@@ -42,10 +42,11 @@ class Guard:
         self._clear()
 
     def _clear(self) -> None:
-        while self._left and not self._inside and self._lock.acquire(blocking=False):  # who has it looks behind that
+        while self._left and self._lock.acquire(blocking=False):  # who has it looks behind that
             try:
-                if not self._inside:
-                    self._left.clear()
+                if self._inside:
+                    return
+                self._left.clear()
             finally:
                 self._lock.release()
 
