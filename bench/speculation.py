@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from common import ROOT, record, spread
 from experts import Said, text
 
@@ -40,6 +41,7 @@ from deltic.engine.promise import Promise, Wants
 from deltic.engine.runtime import Runtime
 from deltic.engine.sequence import Sequence as Running
 from deltic.engine.speculator import drafter_of
+from deltic.ops.drafted import Drafted
 from deltic.types import Request, SamplingParams
 
 DEPTH = 3
@@ -56,27 +58,51 @@ class Forced:
 
     def __post_init__(self) -> None:
         self._random = random.Random(1)
+        runner = self.head._head
+        self._ahead, runner.draft_ahead = runner.draft_ahead, self._draft_ahead  # type: ignore[method-assign]
+        self._known: dict[Running, torch.Tensor] = {}
+        self._rows: list[torch.Tensor] = []
+        self._offsets = torch.arange(1, self.limit + 1, device=self.head._runtime.device)
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        if self.head.promise(wants) is None:  # else nobody has to wait for what the head drafts
-            self.head.draft(wants)
+        self.head.draft(wants)
         return [self._draft(sequence, count) for sequence, count in wants]
 
     def _draft(self, sequence: Running, count: int) -> list[int]:
-        answer = self.answers[sequence.request.id][sequence.generated:sequence.generated + count]
+        return self._right(self.answers[sequence.request.id][sequence.generated:sequence.generated + count])
+
+    def _right(self, answer: Sequence[int]) -> list[int]:
         return [token if self._random.random() < self.share else token ^ 1 for token in answer]
 
     def draft_ahead(self, flight: InFlight) -> None:
+        self._rows = [self._table(share.sequence) for share in flight.shares]
         self.head.draft_ahead(flight)
 
+    def _table(self, sequence: Running) -> torch.Tensor:
+        """What is drafted for each place of the sequence, where a device drafts."""
+        if sequence not in self._known:
+            tokens = [*sequence.request.prompt, *self._right(self.answers[sequence.request.id])]
+            tokens += [0] * (2 * self.limit + 2)
+            self._known[sequence] = torch.tensor(tokens, device=self.head._runtime.device)
+        return self._known[sequence]
+
+    def _draft_ahead(self, *args: Any) -> Drafted:
+        """Make drafts right where they are, on the device: three small kernels for each row."""
+        drafted = self._ahead(*args)
+        each, first = drafted.numbers.split((2 * drafted.rows * drafted.drafts, 2 * drafted.rows))
+        for row, table in enumerate(self._rows):
+            places = first[2 * row + 1] + self._offsets[:drafted.drafts]
+            each.view(drafted.drafts, 2, drafted.rows)[:, 0, row] = table[places]
+        return drafted
+
     def promise(self, wants: Wants) -> Promise | None:
-        return None  # as the drafts are made right on the host
+        return self.head.promise(wants)
 
     def disagree(self, sequence: Running) -> None:
         self.head.disagree(sequence)
 
     def forget(self, sequence: Running) -> None:
-        pass
+        self._known.pop(sequence, None)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cache.accounts import Accounts
 from deltic.cache.lease import Lease, Rest, Snapshot
-from deltic.cache.operations import CopySlot, Operation, Pools, RestoreItem, StoreItem
+from deltic.cache.operations import CopySlot, FoldRing, Operation, Pools, RestoreItem, StoreItem
 from deltic.cache.tiers import NOTHING, Fetch, Offer
 from deltic.cache.tree import Checkpoint, Match
 from deltic.types import PAGE, RING
@@ -258,6 +258,13 @@ class HybridCache:
         """Bring the state in the slot forward to the cursor, so that all of the replay ring is free."""
         self.accounts.copy_state(lease, lease.slot)
         lease.behind = 0
+
+    def fold(self, lease: Lease, base: int, done: int) -> None:
+        """Bring the state in the slot, which stands for `base` tokens as soon as a step in flight is over, forward to
+        `done` tokens, which are committed. The lease knows of neither: `commit` tells it."""
+        assert lease.ring is not None and done <= lease.done, "a state is brought to tokens that may not stay"
+        if base < done:
+            self.accounts.queue.append(FoldRing(lease.slot, lease.ring, base, done))
 
     def take_ring(self, lease: Lease) -> bool:
         """Give the lease a replay ring, if it has none; False if there is none to be had. Where no layer is recurrent

@@ -7,10 +7,11 @@ from itertools import islice
 
 from deltic.engine.launch import InFlight, Share
 from deltic.engine.penalties import wanted
-from deltic.engine.plan import UNKNOWN, Plan, Row
+from deltic.engine.plan import UNKNOWN, Plan, Row, base_after
+from deltic.engine.promise import Promise
 from deltic.engine.scheduler import Scheduler, defers
 from deltic.engine.sequence import Sequence
-from deltic.types import common_length
+from deltic.types import RING, common_length
 
 _LONG = 4
 """A step is long that reads more of prompts than this part of what a step may read."""
@@ -55,6 +56,55 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     return scheduler.plan_behind(rows, [share.sequence for share in going], leaving, spares)
 
 
+def plan_behind_drafts(scheduler: Scheduler, flight: InFlight, drafts: int, promised: Callable[[], Promise | None]
+                       ) -> tuple[Plan, Promise] | None:
+    """The step that verifies what is drafted behind one in flight, which has drafts itself; each row has so many. None
+    where it has to wait for that one's tokens.
+
+    It can be launched if the device knows by itself where every row begins: no sequence comes or goes, all draw, and
+    nothing is said to them by the host. Whichever drafts are right, there are pages, and the replay ring takes all
+    tokens, so that no state is written: where a sequence turns out to be over, or is taken out, nothing has happened
+    to it. promised: gives the drafts, and is asked last.
+    """
+    cache, shares = scheduler.cache, flight.shares
+    if scheduler.waiting or len(shares) != len(scheduler.running) or not all(map(_drafts_on, shares)):
+        return None
+    if not all(_has_room(share, drafts) for share in shares):
+        return None
+    # and for what is drafted behind this one in turn
+    wanted = [(share.lease, share.tokens + 2 * drafts + 1) for share in shares]
+    if any(cache.reserve(lease, count) < count for lease, count in wanted):
+        return None
+    promise = promised()
+    if promise is None:
+        return None
+    return scheduler.plan_drafts([_drafts_row(scheduler, share, drafts) for share in shares]), promise
+
+
+def _drafts_row(scheduler: Scheduler, share: Share, drafts: int) -> Row:
+    row, lease = share.row, share.lease
+    assert row is not None
+    base = base_after(row)
+    assert base is not None
+    if row.done + share.tokens + drafts + 1 - base > RING:
+        scheduler.cache.fold(lease, base, row.done)
+        share.base = base = row.done
+    return Row((UNKNOWN,) * (drafts + 1), row.done + 1, lease.pages, lease.slot, drafts + 1, base=base, ring=row.ring,
+               append=True, drafts=drafts, accepts=row.drafts, rotary=row.rotary)
+
+
+def _has_room(share: Share, drafts: int) -> bool:
+    """Whether so many drafts find room in the replay ring and in the answer, if all are right that are in flight."""
+    sequence, most = share.sequence, share.tokens + drafts
+    return most + 1 <= RING and len(sequence.tokens) + most < sequence.limit
+
+
+def _drafts_on(share: Share) -> bool:
+    """Whether the device knows by itself what follows a row with drafts, and has it drafted."""
+    row = share.row
+    return share.live and share.ahead and row is not None and row.append and row.drafts > 0 and _obeys(share)
+
+
 def _row(share: Share, spare: int, append: bool) -> Row:
     lease = share.lease
     return Row((UNKNOWN,), lease.done, lease.pages, lease.slot, 1, target=None if append else spare, base=lease.base,
@@ -63,9 +113,13 @@ def _row(share: Share, spare: int, append: bool) -> Row:
 
 def _is_plain(share: Share) -> bool:
     """Whether the sequence's next step but one needs nothing of the next one but the token."""
+    return not share.draft_tokens and _obeys(share)
+
+
+def _obeys(share: Share) -> bool:
+    """Whether the host has nothing to say to what the model chooses, nor to what is done with it."""
     sequence = share.sequence
-    return not (share.draft_tokens or sequence.splits or share.scores or sequence.guide or sequence.constraint
-                or wanted(sequence))
+    return not (sequence.splits or share.scores or sequence.guide or sequence.constraint or wanted(sequence))
 
 
 def _goes_on(waiting: Iterable[Sequence], share: Share) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deltic.engine.plan import Plan, Row
 from deltic.engine.upload import Upload, on_device, upload
+from deltic.ops.cuda.numbers import mover
 from deltic.ops.records import PAGE, RING, Batch, Given, Layout, Padded
 
 RowsOf = Callable[[str], Tensor]
@@ -84,6 +85,15 @@ class _Bucket:
         self.upload = Upload(numbers, tokens)
         self.numbers, self._shape = numbers[:len(numbers) - tokens], (rows, pages)
         self.batches: dict[Layout | int, Batch] = {}
+        self._move = mover(self.upload.numbers, rows, pages, tokens)
+
+    def move(self, batch: Batch, drawn: Tensor) -> None:
+        """Have the rows of what was just sent, a batch with drafts, begin where the device has their first tokens, each
+        of which has its position after it in `drawn` [M] int64."""
+        if self._move:
+            self._move(drawn)
+        else:
+            _move(batch, self.upload.numbers[len(self.numbers):], drawn)
 
     def write(self, numbers: array[int], rows: List[Row], pages: PageTable) -> Any:
         """Write a step's integers and the rows' pages. Returns the array of draws."""
@@ -152,9 +162,9 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
 
     all_logits: want the logits of every token, not only where the rows say so. hidden: want all hidden states. drawn
     int64, on the device: what the step in flight has drawn, of which the first rows take their tokens, as far as they
-    say so; of rows with drafts that are not known: where the device has them. memory: that of the steps before; on a
-    CPU the batch is valid until the next one is built with it. rows_of: gives what stands in for embeddings of
-    pictures' tokens. verified: `Model.verifies`.
+    say so; of rows with drafts that are not known: where the device has them, and with `Row.accepts` their cursors.
+    memory: that of the steps before; on a CPU the batch is valid until the next one is built with it. rows_of: gives
+    what stands in for embeddings of pictures' tokens. verified: `Model.verifies`.
     """
     rows = plan.rows
     if isinstance(drawn, Promised):
@@ -337,7 +347,20 @@ def verifying(plan: Plan, device: torch.device, memory: BatchMemory | None = Non
             bucket.batches.clear()
         batch = bucket.batches[layout] = step_of(Padded(bucket.numbers, count, pages, size, hidden), layout)
     batch.memo.clear()
+    if promised and any(row.accepts for row in rows):
+        bucket.move(batch, promised.numbers)
     return batch
+
+
+def _move(batch: Batch, draws: Tensor, drawn: Tensor) -> None:
+    """As `_Bucket.move`. draws: where each token is in `drawn`."""
+    starts, chunks = batch.starts[:-1], torch.tensor(batch.layout.chunks, device=drawn.device)
+    more = drawn[draws[starts] + 1] - batch.done
+    batch.done.add_(more)
+    row = torch.arange(batch.layout.rows, device=drawn.device).repeat_interleave(chunks)
+    batch.positions.add_(more[row])
+    index = batch.done[row] + torch.arange(batch.layout.tokens, device=drawn.device) - starts[row]
+    batch.store.copy_(batch.pages[row, index // PAGE] * PAGE + index % PAGE)
 
 
 def buckets(max_rows: int, max_context: int) -> Iterator[tuple[int, int]]:

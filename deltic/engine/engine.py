@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from deltic.cache.policy import distinct, grid_spacing, kept_positions
-from deltic.engine.ahead import plan_ahead
+from deltic.engine.admission import keys_of
+from deltic.engine.ahead import plan_ahead, plan_behind_drafts
 from deltic.engine.batch import FEW_ROWS
 from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
@@ -39,7 +40,6 @@ from deltic.types import (
     Embed,
     Event,
     Finish,
-    Prompt,
     Request,
     SamplingParams,
     TokenLogprobs,
@@ -116,7 +116,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError if it cannot be served as asked."""
-        keys = self._check(request)
+        if request.id in self._sequences:
+            raise RequestError(f"a request with id {request.id!r} is already running", "id")
+        keys = keys_of(request, self.runtime.config.vocab_size, self.max_context, self.pictures is not None)
         if isinstance(request.output, SamplingParams):
             request = replace(request, output=request.output.with_defaults(self._defaults()))
         first = self._sequence(request, 0, None)
@@ -163,6 +165,7 @@ class Engine:
                 self._commit(flight)
                 self._flight = self._launch_ahead(flight) if self.ahead else None
                 self._collect(flight)
+                self._draft_on(self._flight)
             except Exception as error:
                 self._lose(flight, error)
             self.stats.steps += 1
@@ -196,16 +199,20 @@ class Engine:
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
             self._blame_picture(*failed)
         plan, sequences = self.scheduler.plan()
-        flight = self.launcher.launch(plan, sequences, self._with_logits(), promise=self.speculator.promise)
+        promise = self.speculator.promise
+        if promise and not promise.has(sequences):
+            plan, promise = promise.fulfil(plan, sequences), None  # somebody has come whom the device knows nothing of
+        flight = self.launcher.launch(plan, sequences, self._with_logits(), promise=promise)
         flight.drafting = drafting
         self.speculator.draft_ahead(flight)
         return flight if flight.shares or flight.error else None
 
     def _launch_ahead(self, flight: InFlight) -> InFlight | None:
         """The step after the one in flight; None where it has to wait for that one's tokens."""
+        if any(share.draft_tokens for share in flight.shares):
+            return self._launch_behind_drafts(flight)
         live = [share.sequence for share in flight.shares if share.live]
-        drafted = any(share.draft_tokens for share in flight.shares)
-        ahead = None if drafted else plan_ahead(self.scheduler, flight, partial(self.speculator.drafts_next, live))
+        ahead = plan_ahead(self.scheduler, flight, partial(self.speculator.drafts_next, live))
         if ahead is None:
             return None
         self.stats.ahead += 1
@@ -216,6 +223,31 @@ class Engine:
         else:
             flight.drafting = ()  # what it takes from here on is not what an answer's step takes
         return following
+
+    def _launch_behind_drafts(self, flight: InFlight) -> InFlight | None:
+        """As `_launch_ahead`, behind a step with drafts: the device finds where its rows begin."""
+        drafts = self.speculator.drafts_behind(flight)
+        ahead = plan_behind_drafts(self.scheduler, flight, drafts,
+                                   partial(self.speculator.promised_behind, flight, drafts)) if drafts else None
+        if ahead is None:
+            return None
+        self.stats.ahead += 1
+        plan, promise = ahead
+        if self.runtime.mtp_runner:
+            hidden = self.runtime.mtp_runner.hidden(sum(share.tokens for share in flight.shares))
+            for share in flight.shares:
+                share.hidden = hidden
+        sequences = [share.sequence for share in flight.shares]
+        following = self.launcher.launch(plan, sequences, promise=promise)
+        following.drafting = sequences
+        return following
+
+    def _draft_on(self, following: InFlight | None) -> None:
+        """The step before this one, if there is one in flight, was collected: have drafted what follows it."""
+        if following and following.promise:
+            following.begins()
+            if all(share.live for share in following.shares):
+                self.speculator.draft_ahead(following)
 
     def _with_logits(self) -> list[Sequence]:
         """The running sequences whose next token's logits the cache has kept."""
@@ -332,9 +364,8 @@ class Engine:
             if not chosen.healthy[place + right]:
                 return self._fail(sequence, _SICK)
             if draft:
-                row, last = share.row, right
-                assert row is not None
-                self.runtime.cache.commit(share.lease, 1, base_after(row))
+                last = right
+                self.runtime.cache.commit(share.lease, 1, share.base_after)
             forced = sequence.forced
             if forced is None and not chosen.possible[place + right]:
                 return self._fail(sequence, _NONE_LEFT)
@@ -375,7 +406,7 @@ class Engine:
         known = next((index for index, draft in enumerate(share.draft_tokens) if draft != drawn[index]),
                      len(share.draft_tokens))
         if self.runtime.mtp_runner and not (share.ahead and known == last):
-            self.runtime.mtp_runner.settle(share.lease.slot, share.start + last)
+            self.runtime.mtp_runner.settle(share.lease.slot, share.start + last, share.hidden)
             self.speculator.disagree(share.sequence)
 
     def _take(self, sequence: Sequence, token: int, chosen: Chosen, row: int) -> Finish | None:
@@ -455,40 +486,3 @@ class Engine:
 
     def _defaults(self) -> Mapping[str, Any]:
         return {**self.runtime.generation.sampling(), "max_repeat": self.runtime.options.max_repeat}
-
-    def _check(self, request: Request) -> array[int]:
-        """Returns the keys of the prompt."""
-        vocabulary = self.runtime.config.vocab_size
-        if request.id in self._sequences:
-            raise RequestError(f"a request with id {request.id!r} is already running", "id")
-        if not request.prompt:
-            raise RequestError("the prompt is empty: give at least one token", "prompt")
-        if len(request.prompt) >= self.max_context:
-            raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {self.max_context}, "
-                               "answer included: shorten it, or raise --max-context", "prompt")
-        ids = _array(request.ids)
-        if ids is None or not all(0 <= int(bound) < vocabulary for bound in torch.frombuffer(ids, dtype=torch.int64
-                                                                                          ).aminmax()):
-            raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
-        keys = request.prompt.keys if isinstance(request.prompt, Prompt) else None
-        if isinstance(request.prompt, Prompt) and request.prompt.pictures and self.pictures is None:
-            raise RequestError("this model reads text only: leave pictures out", "prompt")
-        if keys and any(0 <= key != id for id, key in zip(request.ids, keys, strict=True)):
-            raise RequestError("the prompt has keys that are neither its ids nor negative", "prompt")
-        known = array("q", keys) if keys else ids
-        if isinstance(request.output, Embed):
-            return known
-        bias, stops = request.output.logit_bias, request.output.stop_token_ids
-        foreign = [token for token in (*bias, *stops) if token >= vocabulary]
-        if foreign:
-            raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
-                               "logit_bias" if foreign[0] in bias else "stop_token_ids")
-        return known
-
-
-def _array(ids: tuple[int, ...]) -> array[int] | None:
-    """None where some are larger than any token."""
-    try:
-        return array("q", ids)
-    except OverflowError:
-        return None

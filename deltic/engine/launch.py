@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +16,11 @@ from deltic.engine.batch import BatchMemory, Promised, build
 from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
 from deltic.engine.pictures import Pictures
-from deltic.engine.plan import Plan, Row
+from deltic.engine.plan import UNKNOWN, Plan, Row, base_after
 from deltic.engine.promise import Promise
-from deltic.engine.sampler import Draw, SamplingTable, Scores, logprobs_of, scores_of
+from deltic.engine.sampler import Draw, Late, SamplingTable, Scores, logprobs_of, scores_of
 from deltic.engine.sequence import Sequence
+from deltic.engine.upload import upload
 from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import TokenLogprobs
 
@@ -36,6 +38,8 @@ class Share:
     scores: of tokens of its prompt.
     ahead: what follows its drafts is drafted already, as far as the model has drawn them, and the slot has the hidden
         state of the last one that it has.
+    base: tokens that the state in the slot stands for behind the step, where it was brought forward since.
+    hidden [T, H]: the hidden states of the step's tokens, where another step follows that nobody waits to launch.
     """
 
     sequence: Sequence
@@ -48,6 +52,8 @@ class Share:
     vector: int | None = None
     scores: Scores | None = None
     ahead: bool = False
+    base: int | None = None
+    hidden: Tensor | None = None
 
     @property
     def live(self) -> bool:
@@ -60,6 +66,11 @@ class Share:
         return len(self.row.tokens) if self.row else 0
 
     @property
+    def base_after(self) -> int | None:
+        """Tokens that the state in the slot stands for behind the step, as `HybridCache.commit` wants it."""
+        return base_after(self.row) if self.base is None and self.row else self.base
+
+    @property
     def draft_tokens(self) -> tuple[int, ...]:
         return self.row.draft_tokens if self.row and self.row.drafts else ()
 
@@ -69,7 +80,8 @@ class Share:
         if self.row and self.row.drawn is not None:
             return [Draw(self.sequence, self.row.tokens)]
         masks = masks or [None] * (len(self.draft_tokens) + 1)
-        return [Draw(self.sequence, self.draft_tokens[:count], mask) for count, mask in enumerate(masks)]
+        before = (UNKNOWN,) if self.row and self.row.accepts else ()
+        return [Draw(self.sequence, (*before, *self.draft_tokens[:count]), mask) for count, mask in enumerate(masks)]
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +124,12 @@ class InFlight:
         """Tokens of prompts in it, but for single ones."""
         return sum(share.tokens for share in self.shares if share.tokens > 1 and not share.draft_tokens)
 
+    def begins(self) -> None:
+        """The step before was collected, so that it is known where the rows begin."""
+        for share in self.shares:
+            if share.live and share.row and share.row.accepts:
+                share.row = replace(share.row, done=share.lease.done, accepts=0)
+
     def keep_promise(self) -> None:
         """Give the rows their drafts, for which this waits."""
         promise = self.promise
@@ -119,9 +137,8 @@ class InFlight:
             return
         for share in self.shares:
             if share.live and share.row and share.row.drafts:
-                assert promise.follows(share.sequence), "drafts were verified that follow other tokens"
                 drafts = promise.drafts(share.sequence, share.row.drafts)
-                share.row = replace(share.row, tokens=(share.row.tokens[0], *drafts))
+                share.row = replace(share.row, tokens=(share.sequence.tokens[-1], *drafts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +250,7 @@ class Launcher:
                 share.end = logits[share.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
             flight.raw = logits.clone()
-        flight.sampling = self._params.of(draws, logits.device, logits.shape[1])
+        flight.sampling = self._params.of(draws, logits.device, logits.shape[1], _late(flight))
         sampled = self._runtime.sample(logits, flight.sampling)
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if not sampled.tokens.is_cuda:
@@ -253,6 +270,19 @@ def _draws(shares: List[Share], asked: Asked) -> list[Draw]:
             share.error = error  # the others of the step have nothing to do with it
         draws += share.draws(masks)
     return draws
+
+
+def _late(flight: InFlight) -> Late | None:
+    """By how much the draws of a step are later than is known, where only the device knows where its rows begin."""
+    rows = flight.plan.rows
+    most = max((row.accepts for row in rows), default=0)
+    greedy = all(share.sequence.sampling.temperature == 0 for share in flight.shares)
+    if not most or greedy or flight.batch is None:
+        return None
+    done, draws = flight.batch.done, [row.logits for row in rows]
+    firsts, counts = (upload(array("q", numbers), torch.int64, done.device)
+                      for numbers in ([row.done for row in rows], draws))
+    return Late((done - firsts).repeat_interleave(counts, output_size=sum(draws)), most)
 
 
 def _scored(flight: InFlight, logits: Tensor) -> Tensor:

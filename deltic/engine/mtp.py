@@ -114,10 +114,15 @@ class MtpRunner:
         if backlog and self._step:
             self._step.follow(*backlog.batch())
 
-    def settle(self, slot: int, token: int) -> None:
-        """The last committed token of a slot is this one of the last step's batch."""
+    def hidden(self, tokens: int) -> Tensor:
+        """A copy of the hidden states [T, H] of the last step's tokens, for `settle` when another step has followed."""
+        return self._last[:tokens].clone()
+
+    def settle(self, slot: int, token: int, hidden: Tensor | None = None) -> None:
+        """The last committed token of a slot is this one of the last step's batch, or of the one that these are the
+        hidden states of."""
         self.catch_up()
-        self._slots[slot] = self._last[token]
+        self._slots[slot] = (self._last if hidden is None else hidden)[token]
 
     @property
     def ahead(self) -> bool:

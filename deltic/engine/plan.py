@@ -35,6 +35,8 @@ class Row:
     append: leave this step's tokens there too.
     drafts: how many of the tokens, the last ones, are drafts.
     drawn: the one token is what this draw of the step in flight gives, and is not known yet.
+    accepts: how many drafts of the step in flight may be right; only the device knows how many are. So many tokens
+        further on than `done` the row begins, and the ring has room for its tokens in any case.
     hidden: give the hidden state of the last token.
     scored: how many of the logits, the first ones, are of tokens whose next one is known, and has its probability told.
     seen: which tokens stand for pictures.
@@ -53,6 +55,7 @@ class Row:
     append: bool = False
     drafts: int = 0
     drawn: int | None = None
+    accepts: int = 0
     rotary: Positions | int = 0
     hidden: bool = False
     scored: int = 0

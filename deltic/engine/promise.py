@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from deltic.cache.lease import Lease
 from deltic.engine.batch import Promised
-from deltic.engine.plan import Row
+from deltic.engine.plan import Plan, Row
 from deltic.engine.sequence import Sequence
 from deltic.ops.drafted import Drafted
 
@@ -36,6 +36,16 @@ class Promise:
         """Whether it has drafts for all of them, as far as is known without looking."""
         return all(sequence in self.places and self.places[sequence][0] is sequence.lease for sequence, _ in wants)
 
+    def has(self, sequences: List[Sequence]) -> bool:
+        """Whether it has drafts for all of these."""
+        return all(sequence in self.places for sequence in sequences)
+
+    def fulfil(self, plan: Plan, sequences: List[Sequence]) -> Plan:
+        """The plan, one row for each of these sequences, with the drafts; waits for them."""
+        return replace(plan, rows=tuple([replace(row, tokens=(row.tokens[0], *self.drafts(sequence, row.drafts)))
+                                         if row.drafts else row
+                                         for row, sequence in zip(plan.rows, sequences, strict=True)]))
+
     def promised(self, rows: List[Row], sequences: List[Sequence]) -> Promised:
         """Where the tokens of rows with these drafts are."""
         drafted, places = self.drafted, list[int]()
@@ -46,8 +56,8 @@ class Promise:
         return Promised(drafted.numbers, places)
 
     def drafts(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        """The first ones for a sequence, as many as there are, for which this waits."""
-        self.arrived.synchronize()
+        """The first ones for a sequence, as many as there are, which must follow its last token; waits for them."""
+        assert self.follows(sequence), "drafts were verified that follow other tokens"
         drafted, place = self.drafted, self.places[sequence][1]
         return tuple([int(self.found[drafted.draft_at(place, draft)]) for draft in range(min(count, drafted.drafts))])
 

@@ -34,6 +34,14 @@ class Draw:
         return len(self.sequence.tokens) + len(self.ahead)
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """By how many places draws are later than is known. tokens [L] int64, on the device: of each, at most `most`."""
+
+    tokens: Tensor
+    most: int
+
+
 class SamplingTable:
     """The parameters of one step's draws after another's: all but keys and penalties stay as long as the same sequences
     draw. On a CPU what is drawn with them stays only until the next draw."""
@@ -47,9 +55,10 @@ class SamplingTable:
         self._adjusts, self._keys = False, Upload(torch.empty(0, dtype=torch.int64))
         self._turns = self._sampling, self._sampling
 
-    def of(self, draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:
+    def of(self, draws: List[Draw], device: torch.device, vocabulary: int, late: Late | None = None) -> Sampling:
         """Row i makes draw i. vocabulary: of how many tokens there are logits: of all when a sequence is first drawn
-        for, later perhaps of the first ones alone, those that a draft head knows."""
+        for, later perhaps of the first ones alone, those that a draft head knows. late: of draws whose places only the
+        device knows."""
         sequences = [draw.sequence for draw in draws]
         if sequences != self._sequences:
             params = [sequence.sampling for sequence in sequences]
@@ -62,10 +71,12 @@ class SamplingTable:
             self._adjusts = any(p.min_tokens or penalizes(p) for p in params)
         adjusts = self._adjusts or any(draw.mask is not None for draw in draws)
         adjust = _adjust(draws, device, vocabulary) if adjusts else None
-        if not self._sampling.greedy:
-            self._keys.begin()[:] = [0 if draw.sequence.sampling.temperature == 0 else
-                                     sample_key(draw.sequence.seed, draw.sequence.choice, draw.position)
-                                     for draw in draws]
+        if not self._sampling.greedy and late:
+            known = array("q", [key for draw in draws for key in _keys(draw, late.most + 1)])
+            torch.gather(upload(known, torch.int64, device).view(len(draws), -1), 1, late.tokens[:, None],
+                         out=self._keys.numbers[:, None])
+        elif not self._sampling.greedy:
+            self._keys.begin()[:] = [key for draw in draws for key in _keys(draw, 1)]
             self._keys.send()
         self._turn ^= 1
         sampling = self._turns[self._turn]
@@ -77,6 +88,14 @@ class SamplingTable:
         if (draws, turn) not in self._landings:
             self._landings[draws, turn] = torch.zeros(2 * draws, dtype=torch.int64, pin_memory=True)
         return replace(self._sampling, landing=self._landings[draws, turn])
+
+
+def _keys(draw: Draw, count: int) -> list[int]:
+    """That of the draw at its place, and at the places that follow."""
+    sequence = draw.sequence
+    if sequence.sampling.temperature == 0:
+        return [0] * count
+    return [sample_key(sequence.seed, sequence.choice, draw.position + more) for more in range(count)]
 
 
 def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:

@@ -126,6 +126,11 @@ class Scheduler:
         others = tuple(replace(self._row(sequence, count, False), target=next(spares)) for sequence, count in shares)
         return Plan((*rows, *others), self.cache.take_operations()), [*known, *(sequence for sequence, _ in shares)]
 
+    def plan_drafts(self, rows: List[Row]) -> Plan:
+        """The step of these rows with drafts, behind one in flight that has the same sequences, all that run."""
+        self._step += 1
+        return Plan(tuple(rows), self.cache.take_operations())
+
     def _read(self, prompts: List[Sequence], awaited: dict[Sequence, int], answers: int
               ) -> list[tuple[Sequence, int]]:
         """How many tokens of which prompts a step shall read beside so many tokens of answers."""

@@ -103,6 +103,26 @@ class Speculator:
         self._next = (self.depth.choose(known, len(sequences)) if wants else 0) or None
         return self._next is not None
 
+    def drafts_behind(self, flight: InFlight) -> int:
+        """How many drafts each sequence shall have behind a step that has drafts itself, where there are some ahead;
+        asked once for each step that could be launched."""
+        sequences = [share.sequence for share in flight.shares]
+        if not isinstance(self.drafter, DraftsAhead) or not all(share.ahead for share in flight.shares):
+            return 0
+        self._next = self.depth.choose([self._acceptance(sequence) for sequence in sequences], len(sequences))
+        return min(self._next, max(row.drafts for row in flight.plan.rows))
+
+    def promised_behind(self, flight: InFlight, drafts: int) -> Promise | None:
+        """The drafts that follow a step in flight."""
+        try:
+            promise = self._promised([(share.sequence, drafts) for share in flight.shares])
+        except Exception:
+            self._switch_off()
+            return None
+        if promise:
+            self._next = None
+        return promise
+
     def _drafts_for(self, rows: int) -> bool:
         """Whether drafts may be made while so many sequences run."""
         return self.drafter is not None and rows <= self._most_rows

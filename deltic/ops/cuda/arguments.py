@@ -88,6 +88,10 @@ class Numbers(Arguments):
     _fields_ = fields("host numbers drawn", "", "count tokens")
 
 
+class Cursors(Arguments):
+    _fields_ = fields("numbers drawn", "", "tokens rows width")
+
+
 class Choice(Arguments):
     _fields_ = fields("logits temperature key score bounds token chosen landing", "", "vocabulary parts rows")
 

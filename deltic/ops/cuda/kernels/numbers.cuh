@@ -23,3 +23,26 @@ DEVICE void numbers(const Numbers &a) {
         if (i < a.count) a.numbers[i] = taken ? a.drawn[v[p]] : v[p];
     }
 }
+
+struct Cursors {
+    i64 *numbers;             // of a step with drafts: count, ids [T], positions [3, T], starts [R + 1], done [R], five others
+                              // [R] each, store [T], T others, pages [R, width], draws [T]
+    const i64 *drawn;         // where draws say that tokens are, each with its position after it
+    int tokens, rows, width;  // T, R
+};
+// Rows begin where the device has their first tokens, which may be further on than the host knew. One block of 256 threads,
+// at least one for each token.
+DEVICE void cursors(const Cursors &a) {
+    i64 *const positions = a.numbers + 1 + a.tokens, *const starts = positions + 3 * a.tokens, *const done = starts + a.rows + 1;
+    i64 *const store = done + 6 * a.rows, *const pages = store + 2 * a.tokens, *const draws = pages + i64(a.rows) * a.width;
+    const int rows = int(a.numbers[0]), token = threadIdx.x;
+    const bool there = token < starts[rows];
+    int row = 0;
+    for (int i = 1; i < rows; ++i) row += there && starts[i] <= token;
+    const i64 first = starts[row], more = a.drawn[draws[first] + 1] - done[row], position = done[row] + more + token - first;
+    __syncthreads();  // all have read the cursors
+    if (!there) return;
+    for (int axis = 0; axis < 3; ++axis) positions[axis * a.tokens + token] += more;
+    store[token] = pages[i64(row) * a.width + position / PAGE] * PAGE + position % PAGE;
+    if (token == first) done[row] += more;
+}

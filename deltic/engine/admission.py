@@ -1,0 +1,46 @@
+"""What a request asks for is looked at once, when it comes: what cannot be served is refused with the field's name."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from deltic.errors import RequestError
+from deltic.types import Embed, Prompt, Request
+
+
+def keys_of(request: Request, vocabulary: int, max_context: int, pictures: bool) -> array[int]:
+    """The keys of its prompt; RequestError if it cannot be served as asked. vocabulary: tokens of the model.
+    max_context: those that a prompt and its answer may have together. pictures: the model sees them."""
+    if not request.prompt:
+        raise RequestError("the prompt is empty: give at least one token", "prompt")
+    if len(request.prompt) >= max_context:
+        raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {max_context}, "
+                           "answer included: shorten it, or raise --max-context", "prompt")
+    ids = _array(request.ids)
+    if ids is None or not all(0 <= int(bound) < vocabulary for bound in torch.frombuffer(ids, dtype=torch.int64
+                                                                                      ).aminmax()):
+        raise RequestError(f"the prompt has token ids outside of 0 .. {vocabulary - 1}", "prompt")
+    keys = request.prompt.keys if isinstance(request.prompt, Prompt) else None
+    if isinstance(request.prompt, Prompt) and request.prompt.pictures and not pictures:
+        raise RequestError("this model reads text only: leave pictures out", "prompt")
+    if keys and any(0 <= key != id for id, key in zip(request.ids, keys, strict=True)):
+        raise RequestError("the prompt has keys that are neither its ids nor negative", "prompt")
+    known = array("q", keys) if keys else ids
+    if isinstance(request.output, Embed):
+        return known
+    bias, stops = request.output.logit_bias, request.output.stop_token_ids
+    foreign = [token for token in (*bias, *stops) if token >= vocabulary]
+    if foreign:
+        raise RequestError(f"token id {foreign[0]} is outside of the vocabulary (0 .. {vocabulary - 1})",
+                           "logit_bias" if foreign[0] in bias else "stop_token_ids")
+    return known
+
+
+def _array(ids: tuple[int, ...]) -> array[int] | None:
+    """None where some are larger than any token."""
+    try:
+        return array("q", ids)
+    except OverflowError:
+        return None

@@ -1,0 +1,248 @@
+"""Steps with drafts that are launched behind one in flight that has drafts itself: the device alone knows where their
+rows begin. What comes out is the same as one by one, and so is what stays. On a CPU the part of the device is played
+by a drafter that looks at what a step has drawn before the host does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reuse_cases import runtime_of
+from speculation_cases import Dictate, EndingAt
+from support import Answers, embedded_runtime, odd_runtime
+from test_ahead import plain, tell
+from test_prefix_tree import tokens_of
+
+from deltic.engine import launch
+from deltic.engine.batch import BatchMemory, Promised, build
+from deltic.engine.depth import FixedDepth
+from deltic.engine.engine import Engine
+from deltic.engine.fairness import Stall
+from deltic.engine.launch import InFlight
+from deltic.engine.plan import UNKNOWN, Plan, Row
+from deltic.engine.promise import Promise, Wants
+from deltic.engine.runtime import Runtime
+from deltic.engine.sequence import Sequence
+from deltic.ops.drafted import Drafted
+from deltic.ops.records import Batch
+from deltic.types import PAGE, RING, Request
+
+
+@pytest.fixture(autouse=True)
+def no_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the CPU know only batches of their own."""
+    def built(*args: Any, **named: Any) -> Batch:
+        batch = build(*args, **named)
+        return replace(batch, append=batch.append.bool(), padded=None, memo={}, kept=None)
+
+    monkeypatch.setattr(launch, "build", built)
+
+
+MODELS = {"odd": odd_runtime, "embedded": embedded_runtime}
+Right = Callable[[int], bool]
+
+
+class Foreseeing:
+    """Drafts ahead what another engine has answered, but for the places that `right` says are to be wrong."""
+
+    def __init__(self, limit: int, answers: dict[str, list[int]], right: Right) -> None:
+        self.limit, self._answers, self._right = limit, answers, right
+        self._ahead: Promise | None = None
+
+    def _drafts(self, sequence: Sequence, place: int, count: int) -> list[int]:
+        """Of the tokens from this place on."""
+        known = [*sequence.request.prompt, *self._answers[sequence.request.id]]
+        found = [known[at] if at < len(known) else 1 for at in range(place, place + count)]
+        return [token if self._right(place + index) else (token + 1) % 200 for index, token in enumerate(found)]
+
+    def draft(self, wants: Wants) -> list[list[int]]:
+        self._ahead = None
+        return [self._drafts(sequence, len(sequence.tokens), count) for sequence, count in wants]
+
+    def draft_ahead(self, flight: InFlight) -> None:
+        self._ahead = None
+        rows, batch = flight.plan.rows, flight.batch
+        most = max((row.drafts for row in rows), default=0)
+        if not most or batch is None or flight.drawn is None or not all(
+                share.row and share.row.drafts for share in flight.shares):
+            return
+        drafted = Drafted(torch.full((2 * len(rows) * (most + 1),), -7), len(rows), most)
+        for place, share in enumerate(flight.shares):
+            start, chunk, right = share.start, share.tokens, 0
+            while right + 1 < chunk and flight.drawn[start + right] == batch.ids[start + right + 1]:
+                right += 1
+            done = int(batch.done[place]) + right + 1
+            at = drafted.token_at(place)
+            drafted.numbers[at:at + 2] = torch.tensor([int(flight.drawn[start + right]), done])
+            for draft, token in enumerate(self._drafts(share.sequence, done + 1, most)):
+                drafted.numbers[drafted.draft_at(place, draft)] = token
+            share.ahead = True
+        arrived: Any = SimpleNamespace(synchronize=lambda: None)
+        places = {share.sequence: (share.lease, place) for place, share in enumerate(flight.shares)}
+        self._ahead = Promise(places, drafted, drafted.numbers.clone(), arrived)
+
+    def promise(self, wants: Wants) -> Promise | None:
+        ahead, self._ahead = self._ahead, None
+        return ahead if ahead and ahead.covers(wants) else None
+
+    def disagree(self, sequence: Sequence) -> None:
+        raise AssertionError("there is no head that could be told")
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+PATTERNS: dict[str, Right] = {"right": lambda place: True, "often": lambda place: place % 7 not in (2, 3),
+                              "rarely": lambda place: place % 5 == 0, "wrong": lambda place: False}
+
+
+def limits_of(**changes: Any) -> dict[str, Any]:
+    return {"batch": 4, "slots": 40, **changes}
+
+
+def drafting(model: Runtime, known: dict[str, list[int]], right: Right, depth: int = 3, ahead: bool = True,
+             **changes: Any) -> Engine:
+    limits = limits_of(**changes)
+    limits["slots"] += limits["batch"] if ahead else 0
+    engine = Engine(runtime_of(model, **limits), Foreseeing(depth, known, right), FixedDepth(depth), ahead)
+    engine.scheduler.stall, engine.scheduler.mixes = Stall(None), False
+    return engine
+
+
+def drafted(seed: int, name: str, **params: Any) -> Request:
+    return replace(plain(name, seed, **params), speculate=True)
+
+
+def content(answers: Answers) -> Any:
+    """All of them but how many drafts there were."""
+    return {key: [(event.token, event.finish, event.logprobs) for event in answer.events if event.token is not None
+                  or event.finish] for key, answer in answers.items()}
+
+
+def following(requests: list[Request], answers: Answers, keep: int = 0) -> list[Request]:
+    """The next turns of conversations: after each answer, or so much of it."""
+    return [replace(request, id=f"{request.id} next", prompt=(*request.prompt, *tokens[:keep or None], 7, 8, 9),
+                    matcher=None, guide=None) for request in requests
+            if (tokens := answers[request.id, 0].tokens) is not None]
+
+
+REQUESTS: dict[str, list[Request]] = {
+    "one": [drafted(2, "a", max_tokens=90)],
+    "drawn": [drafted(1, "a"), drafted(3, "b", top_p=0.9), drafted(2, "c", logprobs=3)],
+    "lengths": [drafted(1, "a", max_tokens=1), drafted(2, "b", max_tokens=4), drafted(4, "c", max_tokens=70)],
+    "stops": [drafted(1, "a", stop_token_ids=tuple(range(0, 250, 9)), ignore_eos=False),
+              replace(drafted(2, "b"), matcher=partial(EndingAt, 7)),
+              replace(drafted(3, "c"), matcher=partial(EndingAt, 18)), drafted(5, "d", max_repeat=2)],
+    "forced": [drafted(1, "a"), replace(drafted(3, "b", max_tokens=14), guide=partial(Dictate, {12: 3}))],
+    "penalties": [drafted(1, "a"), drafted(6, "c", repetition_penalty=0.5, max_tokens=19)],
+    "choices": [drafted(1, "a", n=3)],
+    "many": [drafted(seed, name, max_tokens=8 + 5 * seed) for seed, name in enumerate("abcdefghi", 1)],
+}
+SELDOM = {"lengths", "forced", "penalties", "choices", "many"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("case", REQUESTS)
+def test_l6_drafts_behind_drafts_change_nothing(case: str, pattern: str, model: str) -> None:
+    """Neither the answers, nor what is kept, nor what is answered from there."""
+    requests, wanted = REQUESTS[case], Engine(runtime_of(MODELS[model](), **limits_of()), ahead=False)
+    answers = tell(wanted, requests)
+    found = drafting(MODELS[model](), {name: answers[name, 0].tokens for name, _ in answers}, PATTERNS[pattern])
+    assert content(tell(found, requests)) == content(answers)
+    assert case == "many" or prefixes(found) == prefixes(wanted)  # of many some have to go, and not at the same time
+    assert found.stats.ahead >= (1 if case in SELDOM else found.stats.steps / 3)
+    assert found.speculator.drafter, "it has failed"
+    again = following(requests, answers)
+    assert content(tell(found, again)) == content(tell(wanted, again))
+    assert case == "many" or prefixes(found) == prefixes(wanted)
+
+
+def prefixes(engine: Engine) -> Any:
+    return sorted(tuple(tokens_of(checkpoint)) for checkpoint in engine.runtime.cache.tree._checkpoints)
+
+
+@pytest.mark.parametrize("last", range(1, 40))
+def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state(last: int) -> None:
+    """Although the device has gone on behind it, from where more drafts were right."""
+    requests = [replace(drafted(2, "a", max_tokens=60), matcher=partial(EndingAt, last))]
+    long = tell(Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False), [drafted(2, "a", max_tokens=60)])
+    wanted = Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False)
+    answers, found = tell(wanted, requests), drafting(odd_runtime(), {"a": long["a", 0].tokens}, PATTERNS["often"])
+    assert content(tell(found, requests)) == content(answers) and prefixes(found) == prefixes(wanted)
+    again = following(requests, answers)
+    others = tell(found, again)
+    assert content(others) == content(tell(wanted, again))
+    usage = others["a next", 0].last.usage
+    assert usage and usage.cached_tokens >= len(requests[0].prompt) + last - 1, "what it has answered is read again"
+
+
+@pytest.mark.parametrize("meddling", ["abort", "pause", "arrive"])
+@pytest.mark.parametrize("step", [4, 7, 8, 9, 10])
+def test_a_sequence_is_taken_out_while_its_step_is_in_flight(step: int, meddling: str) -> None:
+    """What it has answered is right, and so is what is answered from there."""
+    requests, wanted = REQUESTS["one"] + [drafted(4, "b", max_tokens=70)], Engine(
+        runtime_of(odd_runtime(), **limits_of()), ahead=False)
+    late, answers = drafted(5, "late", max_tokens=9), tell(wanted, [*REQUESTS["one"], drafted(4, "b", max_tokens=70)])
+    answers |= tell(wanted, [late])
+    found, in_flight = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers},
+                                PATTERNS["often"]), list[bool]()
+
+    def meddle(engine: Engine, now: int) -> None:
+        if now == step:
+            in_flight.append(engine._flight is not None and engine._flight.promise is not None)
+            if meddling == "abort":
+                engine.abort("a")
+            elif meddling == "pause":
+                engine.pause("a")
+            else:
+                engine.add(late)
+        elif now == step + 3 and meddling == "pause":
+            engine.resume("a")
+
+    others = tell(found, requests, meddle)
+    assert in_flight == [True]
+    for (name, choice), answer in others.items():
+        tokens = answers[name, choice].tokens
+        assert answer.tokens == (tokens[:len(answer.tokens)] if (name, meddling) == ("a", "abort") else tokens)
+    again = following(requests, others)
+    assert content(tell(found, again)) == content(tell(wanted, again))
+
+
+def test_where_there_is_no_page_more_the_step_waits() -> None:
+    requests = [drafted(seed, name, max_tokens=60) for seed, name in enumerate("abcd", 1)]
+    wanted = Engine(runtime_of(odd_runtime(), **limits_of(pages=14)), ahead=False)
+    answers = tell(wanted, requests)
+    found = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers}, PATTERNS["right"], pages=14)
+    others = tell(found, requests)
+    assert {key: a.tokens for key, a in others.items()} == {key: a.tokens for key, a in answers.items()}
+    assert found.scheduler.preemptions and found.stats.ahead
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 7, 8, 12])
+def test_more_drafts_than_the_ring_takes_twice_wait(depth: int) -> None:
+    requests = REQUESTS["one"]
+    wanted = Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False)
+    answers = tell(wanted, requests)
+    found = drafting(odd_runtime(), {"a": answers["a", 0].tokens}, PATTERNS["often"], depth)
+    assert content(tell(found, requests)) == content(answers)
+    assert (found.stats.ahead > 5) == (2 * depth + 2 <= RING)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch finds no CUDA device"))])
+def test_the_cursors_of_a_batch_are_moved(device: str) -> None:
+    """To where the device has the rows' first tokens: with them positions in the text and places of K/V."""
+    rows = [Row((UNKNOWN,) * 4, 14, (5, 6, 9), 2, 4, base=9, ring=8, append=True, drafts=3, accepts=3, rotary=100),
+            Row((UNKNOWN,) * 2, 30, (7, 8, 3), 4, 2, base=30, ring=9, append=True, drafts=1, accepts=3)]
+    drawn = torch.tensor([11, 16, 12, 13, 14, 21, 30, 22], device=device)
+    for memory in (BatchMemory(), BatchMemory()):
+        batch = build(Plan(tuple(rows)), drawn.device, drawn=Promised(drawn, [0, 2, 3, 4, 5, 7]), memory=memory)
+        assert batch.ids.tolist() == [11, 12, 13, 14, 21, 22] and batch.done.tolist() == [16, 30]
+        assert batch.positions.tolist() == [[116, 117, 118, 119, 30, 31]] * 3 and batch.base.tolist() == [9, 30]
+        assert batch.store.tolist() == [*range(6 * PAGE, 6 * PAGE + 4), 8 * PAGE + 14, 8 * PAGE + 15]
