@@ -59,10 +59,9 @@ class Forced:
     def __post_init__(self) -> None:
         self._random = random.Random(1)
         runner = self.head._head
-        self._ahead, runner.draft_ahead = runner.draft_ahead, self._draft_ahead  # type: ignore[method-assign]
+        self._ahead, runner.draft_ahead = runner.draft_ahead, self._draft_ahead  # type: ignore[assignment, method-assign]
         self._known: dict[Running, torch.Tensor] = {}
         self._rows: list[torch.Tensor] = []
-        self._offsets = torch.arange(1, self.limit + 1, device=self.head._runtime.device)
 
     def draft(self, wants: Wants) -> list[list[int]]:
         self.head.draft(wants)
@@ -79,20 +78,21 @@ class Forced:
         self.head.draft_ahead(flight)
 
     def _table(self, sequence: Running) -> torch.Tensor:
-        """What is drafted for each place of the sequence, where a device drafts."""
+        """What is drafted after each place of the sequence [limit, places], where a device drafts."""
         if sequence not in self._known:
-            tokens = [*sequence.request.prompt, *self._right(self.answers[sequence.request.id])]
+            tokens = [*sequence.request.ids, *self._right(self.answers[sequence.request.id])]
             tokens += [0] * (2 * self.limit + 2)
-            self._known[sequence] = torch.tensor(tokens, device=self.head._runtime.device)
+            table = torch.tensor(tokens).unfold(0, self.limit, 1).t()[:, 1:].contiguous()
+            self._known[sequence] = table.to(self.head._runtime.device)
         return self._known[sequence]
 
     def _draft_ahead(self, *args: Any) -> Drafted:
-        """Make drafts right where they are, on the device: three small kernels for each row."""
+        """Make drafts right where they are, on the device: a small kernel for each row."""
         drafted = self._ahead(*args)
         each, first = drafted.numbers.split((2 * drafted.rows * drafted.drafts, 2 * drafted.rows))
         for row, table in enumerate(self._rows):
-            places = first[2 * row + 1] + self._offsets[:drafted.drafts]
-            each.view(drafted.drafts, 2, drafted.rows)[:, 0, row] = table[places]
+            torch.index_select(table[:drafted.drafts], 1, first[2 * row + 1:2 * row + 2],
+                               out=each.view(drafted.drafts, 2, drafted.rows)[:, 0, row:row + 1])
         return drafted
 
     def promise(self, wants: Wants) -> Promise | None:

@@ -242,6 +242,7 @@ def test_same_answers_with_drafts(runtime: Runtime, rows: int) -> None:
         assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
         stats = engine.speculator.stats
         assert engine.speculator.drafter and sum(stats.drafted_at) > 50
+        assert drafter or engine.stats.ahead > engine.stats.steps / 3, "no step was launched behind one with drafts"
         if drafter:
             assert sum(stats.accepted_at) > 0.3 * sum(stats.drafted_at)
 
@@ -282,6 +283,41 @@ def test_drafts_are_those_of_the_torch_ops(runtime: Runtime) -> None:
                 top = logits_of[depth][row]
                 assert float(top[theirs] - top[mine]) < 0.05 * float(top.std()), (row, depth)
                 break
+
+
+class EndsAt:
+    """A matcher that ends an answer at this token of it."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+
+    def push(self, token: int) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state() -> None:
+    """While the next step is in flight already: whoever goes on there gets the same tokens, and as good drafts."""
+    loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", max_batch=4, max_context=512,
+                                     speculate="mtp:3"))
+    assert loaded.mtp_runner
+    shares = []
+    wanted, found = Engine(plain_of(loaded)), Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), FixedDepth(3))
+    for last in range(3, 35):
+        request = replace(greedy(numbers(last, 40, 500), 60, "first"), matcher=lambda end=last: EndsAt(end))
+        results, counts = [], (sum(found.speculator.stats.drafted_at), sum(found.speculator.stats.accepted_at))
+        for engine in (wanted, found):
+            engine.runtime.cache.clear()
+            engine.add(request)
+            first = drain(engine)["first", 0].tokens
+            engine.add(greedy((*request.ids, *first, 9, 8), 30, "next"))
+            answer = drain(engine)["next", 0]
+            assert answer.last.usage and answer.last.usage.cached_tokens >= 40 + last - 1
+            results.append((first, answer.tokens))
+        assert results[0] == results[1], last
+        shares.append((sum(found.speculator.stats.accepted_at) - counts[1])
+                      / (sum(found.speculator.stats.drafted_at) - counts[0]))
+    assert found.stats.ahead > found.stats.steps / 3 and min(shares) > 0.2, shares
 
 
 def test_the_embedded_models_head_is_often_right() -> None:
