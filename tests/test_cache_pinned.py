@@ -73,13 +73,25 @@ def test_regions_have_room_for_what_is_asked_for_and_end() -> None:
 
 
 def test_what_is_prepared_is_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_PREPARED", 3 << 18)
+    monkeypatch.setattr(pinned, "_SAMPLE", 1 << 18)
     room = memory()
     for _ in range(2):
         room.prepare()
-        assert [region.nbytes for region in room._regions] == [3 << 18]
-    held = [room.tensor(numbers(1 << 18)) for _ in range(4)]
+        assert [region.nbytes for region in room._regions] == [1 << 18, 3 << 18]
+    held = [room.tensor(numbers(size << 18)) for size in (3, 1)]
     assert all(part is not None for part in held) and len(room._regions) == 2
+
+
+def test_what_takes_long_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region for each second, and there is patience for two."""
+    seconds = iter(range(10))
+    monkeypatch.setattr(pinned, "_SAMPLE", 1 << 18)
+    monkeypatch.setattr(pinned, "_PATIENCE", 2.0)
+    monkeypatch.setattr(pinned.time, "perf_counter", lambda: next(seconds))
+    room = memory()
+    room.prepare()
+    assert [region.nbytes for region in room._regions] == [1 << 18, 2 << 18]
+    assert room.tensor(numbers(1 << 18)) is not None and room.tensor(numbers(3 << 18)) is None
 
 
 def test_it_is_let_go_with_its_last_owner() -> None:

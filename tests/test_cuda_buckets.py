@@ -29,7 +29,7 @@ from deltic.engine.loading import RandomModel, load
 from deltic.engine.plan import Plan, Row
 from deltic.engine.runtime import Runtime
 from deltic.engine.upload import Upload
-from deltic.ops.cuda.numbers import MOST
+from deltic.ops.cuda.numbers import MOST, _pieces, on_device
 from deltic.ops.records import PAGE, Layout
 
 CPU = torch.device("cpu")
@@ -258,6 +258,26 @@ def test_numbers_come_to_their_place(count: int, device: str) -> None:
         if turn % 2:
             wanted[1:1 + tokens] = drawn.cpu()[places].tolist()
         assert upload.numbers.tolist() == wanted
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (2, MOST // 2), (MOST + 1,)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """While copies of another stream are on their way, too, which it does not wait for; again and again."""
+    device, beside = torch.device("cuda"), torch.cuda.Stream()
+    large = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    there, copied = torch.empty_like(large, device=device), torch.cuda.Event()
+    with torch.cuda.stream(beside):
+        there.copy_(large, non_blocking=True)
+        copied.record()
+    host = [torch.randint(0, 2 if dtype == torch.bool else 99, shape).to(dtype) for _ in range(20)]
+    found = [on_device(each, device) for each in host]
+    torch.cuda.current_stream().synchronize()
+    assert copied.query() == (host[0].nbytes > 8 * MOST), "it came in turn"
+    for each, other in zip(host, found, strict=True):
+        assert other.is_cuda and other.dtype == dtype and torch.equal(each, other.cpu())
+    assert len(_pieces(device)) < 60
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")

@@ -113,7 +113,7 @@ def members(struct: str) -> list[str]:
 @pytest.mark.parametrize("name", ["Product", "Packed", "Unpack", "Gdn", "Attention", "Enter", "AddNorm", "Gate",
                                   "Choice", "PromptConv", "PromptRing", "CopySlot", "GatedNorm", "PromptHeads",
                                   "PromptGate", "DeltaTerms", "DeltaScan", "Append", "Fold", "HeadEnter", "HeadKeys",
-                                  "Accept", "Numbers", "Cursors", "ResidualNorm", "Turn", "TowerNorm"])
+                                  "Accept", "Numbers", "Cursors", "RowKeys", "ResidualNorm", "Turn", "TowerNorm"])
 def test_structs_are_the_kernels(name: str) -> None:
     given: type[Arguments] = getattr(arguments, name)
     assert [member for member, _ in given._fields_] == members(name)

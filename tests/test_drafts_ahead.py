@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from deltic.engine.drafters import MtpDrafter, _has_room, _keys
+from deltic.engine.drafters import MtpDrafter, _has_room
 from deltic.engine.launch import InFlight, Share
 from deltic.engine.plan import Plan, Row
 from deltic.engine.promise import Promise
+from deltic.ops.cuda.numbers import row_keys
 from deltic.ops.drafted import Drafted
-from deltic.ops.noise import sample_key
+from deltic.ops.noise import answer_key, sample_key
 from deltic.types import SamplingParams
 
 
@@ -104,9 +105,12 @@ def test_nothing_is_drafted_past_the_granted_pages() -> None:
     assert not _has_room(share_of(replace(row, tokens=(1,), drafts=0), 99)), "it has no drafts"
 
 
-def test_drafts_are_drawn_with_the_keys_of_their_places() -> None:
-    share = share_of(Row((1, 2, 3, 4), 25, (0, 1), 0, 4, drafts=3), 32)
-    assert _keys(share, 7) == [sample_key(7, 0, position) for position in range(26, 33)]
-    sequence: Any = share.sequence
-    sequence.sampling = SamplingParams(temperature=0.0)
-    assert _keys(share, 7) == [0] * 7
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch finds no CUDA device"))])
+def test_drafts_are_drawn_with_the_keys_of_their_places(device: str) -> None:
+    answers = [(7, 0), (-3, 2), ((1 << 63) - 1, 1)]
+    known = torch.tensor([answer_key(*answer) for answer in answers], device=device)
+    keys = torch.zeros(3, 200, dtype=torch.int64, device=device)
+    row_keys(known, torch.tensor([25, 0, 99_999], device=device), keys)
+    assert keys.tolist() == [[sample_key(*answer, first + place) for place in range(1, 201)]
+                             for answer, first in zip(answers, (25, 0, 99_999), strict=True)]

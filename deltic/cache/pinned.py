@@ -4,6 +4,7 @@ then given to one tensor after another."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -17,8 +18,10 @@ _LINE = 4096
 """Bytes of which parts are multiples."""
 _REGION = 32 << 20
 """Bytes of a region, but for larger tensors."""
-_PREPARED = 16 << 30
-"""Bytes that are pinned at once where nobody waits yet: in two seconds at most, as it is faster at once."""
+_SAMPLE = 512 << 20
+"""Bytes of the first region, which says how long others take."""
+_PATIENCE = 2.5
+"""Seconds for which regions are pinned where nobody waits yet."""
 
 Pin = Callable[[Tensor], Callable[[], object] | None]
 
@@ -50,8 +53,13 @@ class PinnedMemory:
 
     def prepare(self) -> None:
         """Pin most of it before anybody waits for the GPU."""
-        if not self._regions:
-            self._grow(min(self._left, _PREPARED))
+        if self._regions:
+            return
+        began, size = time.perf_counter(), min(self._left, _SAMPLE)
+        if self._grow(size):
+            rate = size / (time.perf_counter() - began)
+            # in one piece, which the longest contexts need
+            self._grow(min(self._left, int(_PATIENCE * rate) // _LINE * _LINE))
 
     def _part(self, size: int, like: Tensor) -> Tensor | None:
         for place, (region, start, end) in enumerate(self._free):

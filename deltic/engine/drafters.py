@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -16,10 +15,9 @@ from deltic.engine.model import Model
 from deltic.engine.mtp import MtpRunner
 from deltic.engine.plan import Plan, Row
 from deltic.engine.promise import Promise, Wants
-from deltic.engine.sampler import Draw, SamplingTable, sampling_of
+from deltic.engine.sampler import AnswerKeys, Draw, SamplingTable, sampling_of
 from deltic.engine.sequence import Sequence
-from deltic.engine.upload import upload
-from deltic.ops.noise import sample_key
+from deltic.ops.cuda.numbers import row_keys
 
 
 class Drafter(Protocol):
@@ -108,7 +106,7 @@ class MtpDrafter:
         self.limit, self._runtime, self._head = limit, runtime, head
         self._memory, self._params = BatchMemory(), SamplingTable()
         self._ahead: Promise | None = None
-        self._turn, self._keys = 0, torch.empty(0)
+        self._turn, self._keys, self._answers = 0, torch.empty(0), AnswerKeys()
         self._landings = [torch.empty(0)] * 2
         self._aside: _Aside | None = None
 
@@ -120,12 +118,11 @@ class MtpDrafter:
         if (not self._head.ahead or not most or len(rows) < len(flight.shares) or batch is None or batch.padded is None
                 or flight.drawn is None or sampling is None or not all(map(_has_room, flight.shares))):
             return
-        device, width = self._runtime.device, 2 * most + 1
-        if sampling.greedy:
-            keys = self._none(len(rows), width)
-        else:
-            numbers = array("q", [key for share in flight.shares for key in _keys(share, width)])
-            keys = upload(numbers, torch.int64, device).view(-1, width)
+        device, keys = self._runtime.device, self._keys
+        if keys.shape != (len(rows), 2 * most + 1):
+            keys = self._keys = torch.zeros(len(rows), 2 * most + 1, dtype=torch.int64, device=device)
+        if not sampling.greedy:
+            row_keys(self._answers.of([share.sequence for share in flight.shares], device), batch.done, keys)
         stream = torch.cuda.current_stream(device)
         if self._aside is None:
             self._aside = _Aside(torch.cuda.Stream(device), torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)])
@@ -143,12 +140,6 @@ class MtpDrafter:
         self._ahead = Promise(places, drafted, found, arrived)
         for share in flight.shares:
             share.ahead = True
-
-    def _none(self, rows: int, width: int) -> Tensor:
-        """Keys of greedy draws."""
-        if self._keys.shape != (rows, width):
-            self._keys = torch.zeros(rows, width, dtype=torch.int64, device=self._runtime.device)
-        return self._keys
 
     def _landing(self, count: int) -> Tensor:
         """Pinned memory, of two pieces by turns: what is in the other one may not have been looked at."""
@@ -211,15 +202,6 @@ def _has_room(share: Share) -> bool:
     """Whether there are pages for all that may be drafted after a row with drafts."""
     row = share.row
     return row is not None and row.drafts > 0 and share.lease.covered >= row.done + 2 * len(row.tokens) - 1
-
-
-def _keys(share: Share, count: int) -> list[int]:
-    """Of so many draws, the first one after the row's first token."""
-    sequence, row = share.sequence, share.row
-    assert row is not None
-    if sequence.sampling.temperature == 0:
-        return [0] * count
-    return [sample_key(sequence.seed, sequence.choice, row.done + 1 + place) for place in range(count)]
 
 
 def _next_row(sequence: Sequence, token: int, depth: int) -> Row:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +17,8 @@ from deltic.engine.model import Model
 from deltic.engine.pictures import Pictures
 from deltic.engine.plan import UNKNOWN, Plan, Row, base_after
 from deltic.engine.promise import Promise
-from deltic.engine.sampler import Draw, Late, SamplingTable, Scores, logprobs_of, scores_of
+from deltic.engine.sampler import Draw, SamplingTable, Scores, logprobs_of, scores_of
 from deltic.engine.sequence import Sequence
-from deltic.engine.upload import upload
 from deltic.ops.records import Batch, Sampled, Sampling
 from deltic.types import TokenLogprobs
 
@@ -250,7 +248,7 @@ class Launcher:
                 share.end = logits[share.draw].clone()
         if any(draw.sequence.guide and draw.sequence.sampling.logprobs is not None for draw in draws):
             flight.raw = logits.clone()
-        flight.sampling = self._params.of(draws, logits.device, logits.shape[1], _late(flight))
+        flight.sampling = self._params.of(draws, logits.device, logits.shape[1], _begins(flight))
         sampled = self._runtime.sample(logits, flight.sampling)
         flight.drawn, flight.sampled = sampled.tokens, sampled
         if not sampled.tokens.is_cuda:
@@ -272,17 +270,10 @@ def _draws(shares: List[Share], asked: Asked) -> list[Draw]:
     return draws
 
 
-def _late(flight: InFlight) -> Late | None:
-    """By how much the draws of a step are later than is known, where only the device knows where its rows begin."""
-    rows = flight.plan.rows
-    most = max((row.accepts for row in rows), default=0)
-    greedy = all(share.sequence.sampling.temperature == 0 for share in flight.shares)
-    if not most or greedy or flight.batch is None:
-        return None
-    done, draws = flight.batch.done, [row.logits for row in rows]
-    firsts, counts = (upload(array("q", numbers), torch.int64, done.device)
-                      for numbers in ([row.done for row in rows], draws))
-    return Late((done - firsts).repeat_interleave(counts, output_size=sum(draws)), most)
+def _begins(flight: InFlight) -> Tensor | None:
+    """The cursors of a step's rows, where only the device knows them."""
+    unknown = any(row.accepts for row in flight.plan.rows)
+    return flight.batch.done if unknown and flight.batch else None
 
 
 def _scored(flight: InFlight, logits: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from deltic.engine.masks import forbids, offsets
 from deltic.engine.penalties import Penalties, penalizes, wanted
 from deltic.engine.sequence import Sequence
 from deltic.engine.upload import Upload, upload
-from deltic.ops.noise import sample_key
+from deltic.ops.cuda.numbers import row_keys
+from deltic.ops.noise import answer_key, sample_key
 from deltic.ops.records import Adjust, Sampled, Sampling, Table
 from deltic.types import SamplingParams, TokenLogprobs
 
@@ -34,12 +35,19 @@ class Draw:
         return len(self.sequence.tokens) + len(self.ahead)
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
-    """By how many places draws are later than is known. tokens [L] int64, on the device: of each, at most `most`."""
+class AnswerKeys:
+    """The keys of answers on a device, which stay as long as the same sequences draw."""
 
-    tokens: Tensor
-    most: int
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._keys = torch.empty(0, dtype=torch.int64)
+
+    def of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
+        """[R] int64, as `row_keys` wants them."""
+        if sequences != self._sequences or self._keys.device != device:
+            known = array("q", [answer_key(sequence.seed, sequence.choice) for sequence in sequences])
+            self._sequences, self._keys = sequences, upload(known, torch.int64, device)
+        return self._keys
 
 
 class SamplingTable:
@@ -54,11 +62,12 @@ class SamplingTable:
         self._sampling = Sampling(*(torch.empty(0),) * 5)
         self._adjusts, self._keys = False, Upload(torch.empty(0, dtype=torch.int64))
         self._turns = self._sampling, self._sampling
+        self._answers = AnswerKeys()
 
-    def of(self, draws: List[Draw], device: torch.device, vocabulary: int, late: Late | None = None) -> Sampling:
+    def of(self, draws: List[Draw], device: torch.device, vocabulary: int, begins: Tensor | None = None) -> Sampling:
         """Row i makes draw i. vocabulary: of how many tokens there are logits: of all when a sequence is first drawn
-        for, later perhaps of the first ones alone, those that a draft head knows. late: of draws whose places only the
-        device knows."""
+        for, later perhaps of the first ones alone, those that a draft head knows. begins [R] int64, on the device: the
+        cursors of rows of as many tokens each, after which the draws are; None: the host knows their places."""
         sequences = [draw.sequence for draw in draws]
         if sequences != self._sequences:
             params = [sequence.sampling for sequence in sequences]
@@ -71,12 +80,13 @@ class SamplingTable:
             self._adjusts = any(p.min_tokens or penalizes(p) for p in params)
         adjusts = self._adjusts or any(draw.mask is not None for draw in draws)
         adjust = _adjust(draws, device, vocabulary) if adjusts else None
-        if not self._sampling.greedy and late:
-            known = array("q", [key for draw in draws for key in _keys(draw, late.most + 1)])
-            torch.gather(upload(known, torch.int64, device).view(len(draws), -1), 1, late.tokens[:, None],
-                         out=self._keys.numbers[:, None])
+        if not self._sampling.greedy and begins is not None:
+            answers = self._answers.of(sequences[::len(draws) // len(begins)], device)
+            row_keys(answers, begins, self._keys.numbers.view(len(begins), -1))
         elif not self._sampling.greedy:
-            self._keys.begin()[:] = [key for draw in draws for key in _keys(draw, 1)]
+            self._keys.begin()[:] = [0 if draw.sequence.sampling.temperature == 0 else
+                                     sample_key(draw.sequence.seed, draw.sequence.choice, draw.position)
+                                     for draw in draws]
             self._keys.send()
         self._turn ^= 1
         sampling = self._turns[self._turn]
@@ -88,14 +98,6 @@ class SamplingTable:
         if (draws, turn) not in self._landings:
             self._landings[draws, turn] = torch.zeros(2 * draws, dtype=torch.int64, pin_memory=True)
         return replace(self._sampling, landing=self._landings[draws, turn])
-
-
-def _keys(draw: Draw, count: int) -> list[int]:
-    """That of the draw at its place, and at the places that follow."""
-    sequence = draw.sequence
-    if sequence.sampling.temperature == 0:
-        return [0] * count
-    return [sample_key(sequence.seed, sequence.choice, draw.position + more) for more in range(count)]
 
 
 def sampling_of(draws: List[Draw], device: torch.device, vocabulary: int) -> Sampling:

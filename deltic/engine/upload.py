@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltic.ops.cuda import numbers
 from deltic.ops.cuda.numbers import sender
 
 
@@ -61,9 +62,8 @@ def _wait(pieces: List[tuple[Tensor, Any, torch.cuda.Event, Any]]) -> None:
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on the device. They are copied from pinned memory, which nobody gets again before that is
-    done, so that nobody has to wait for it."""
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    """Numbers of the host on the device; nobody waits for them."""
+    return host if device.type == "cpu" else numbers.on_device(host, device)
 
 
 def upload(numbers: array[int] | array[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -32,8 +32,22 @@ def sample_key(seed: int, choice: int, position: int) -> int:
     seed: any integer, of which the lowest 64 bits count. choice: index of the answer. position: of the token
     that is drawn.
     """
+    return _mixed(seed, choice, position)
+
+
+def answer_key(seed: int, choice: int) -> int:
+    """What `keys_at` makes the keys of an answer's draws of."""
+    return _mixed(seed, choice)
+
+
+def keys_at(answers: Tensor, positions: Tensor) -> Tensor:
+    """`sample_key` of the answers with these keys, at these positions; int64, of shapes that go together."""
+    return _finalise_words(answers + positions + _signed(_GOLDEN))
+
+
+def _mixed(*parts: int) -> int:
     word = 0
-    for part in (seed, choice, position):
+    for part in parts:
         word = _finalise((word + part + _GOLDEN) & _MASK)
     return _signed(word)
 

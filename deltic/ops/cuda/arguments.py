@@ -92,6 +92,10 @@ class Cursors(Arguments):
     _fields_ = fields("numbers drawn", "", "tokens rows width")
 
 
+class RowKeys(Arguments):
+    _fields_ = fields("answers done keys", "", "rows width")
+
+
 class Choice(Arguments):
     _fields_ = fields("logits temperature key score bounds token chosen landing", "", "vocabulary parts rows")
 

@@ -3,8 +3,10 @@ the device knows: small kernels instead of copies and gathers."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.nvrtc import CompileError, headers
 from deltic.ops.cuda.shapes import entry
+from deltic.ops.noise import keys_at
 
 MOST = 1 << 14
 """Numbers; of more a copy is faster."""
@@ -25,7 +28,8 @@ _MOST_TOKENS = 256
 def source() -> str:
     """The text of the kernels."""
     return (headers("numbers") + entry("numbers", "Numbers", "256", "numbers")
-            + entry("cursors", "Cursors", str(_MOST_TOKENS), "cursors"))
+            + entry("cursors", "Cursors", str(_MOST_TOKENS), "cursors")
+            + entry("row_keys", "RowKeys", "256", "row_keys"))
 
 
 def sender(host: Tensor, numbers: Tensor, tokens: int) -> Callable[[Tensor | None], None] | None:
@@ -61,6 +65,51 @@ def mover(numbers: Tensor, rows: int, pages: int, tokens: int) -> Callable[[Tens
         _on(numbers.device, launch)
 
     return move
+
+
+def row_keys(answers: Tensor, done: Tensor, keys: Tensor) -> None:
+    """Write the keys [R, n] int64 of draws after rows' first tokens and those that follow. answers [R] int64:
+    `noise.answer_key` of each. done [R] int64: the cursors of the first tokens. All on one device."""
+    rows, width = keys.shape
+    module = _module(keys.device) if keys.is_cuda else None
+    if module is None:
+        keys.copy_(keys_at(answers[:, None], done[:, None] + torch.arange(1, width + 1, device=keys.device)))
+    else:
+        given = args.RowKeys(answers=answers, done=done, keys=keys, rows=rows, width=width)
+        _on(keys.device, partial(module.launch, "k_row_keys", (-(-rows * width // 256),), 256, given, overlap=False))
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """What is on the host, on the device, behind all that the device was given before; nobody waits. A kernel reads a
+    small tensor: what the card's copying engines are given waits for all that they have been given, by other streams,
+    too, such as K/V that comes from the host."""
+    module, count = _module(device), -(-host.nbytes // 8)
+    if module is None or not 0 < count <= MOST:
+        return host.pin_memory().to(device, non_blocking=True)  # nobody gets that memory before it is read
+    piece, read = _staging(device)
+    piece.view(torch.uint8)[:host.nbytes] = host.contiguous().view(-1).view(torch.uint8)
+    found = torch.empty(count, dtype=torch.int64, device=device)
+    given = args.Numbers(host=piece, numbers=found, drawn=None, count=count, tokens=0)
+    _on(device, partial(module.launch, "k_numbers", (-(-count // _EACH),), 256, given, overlap=False))
+    read.record(torch.cuda.current_stream(device))
+    _pieces(device).append((piece, read))
+    return found.view(torch.uint8)[:host.nbytes].view(host.dtype).view(host.shape)
+
+
+def _staging(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
+    """Pinned memory that nobody reads any more, and an event for when it was read again."""
+    pieces = _pieces(device)
+    with suppress(IndexError):
+        piece, read = pieces.popleft()
+        if read.query():
+            return piece, read
+        pieces.append((piece, read))
+    return torch.empty(MOST, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+
+
+@cache
+def _pieces(device: torch.device) -> deque[tuple[Tensor, torch.cuda.Event]]:
+    return deque()
 
 
 def _on(device: torch.device, launch: Callable[[], None]) -> None:

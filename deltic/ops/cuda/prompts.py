@@ -13,6 +13,7 @@ from torch import Tensor
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
 from deltic.ops.cuda.long_attention import GRAIN, Attend, Context, contexts
+from deltic.ops.cuda.numbers import on_device
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.shapes import Shapes, entry, state_header
 from deltic.ops.records import CHUNK, AttentionWeights, Batch, GdnWeights, Layer, Layout
@@ -116,8 +117,7 @@ def plan_of(batch: Batch) -> Plan:
     counts = [0 if row < layout.singles else -(-chunk // CHUNK) for row, chunk in enumerate(layout.chunks)]
     cuts = [number for row, count in enumerate(counts) for j in range(count) for number in (row, j * CHUNK)]
     firsts = [0, *accumulate(counts)][:-1]
-    # pinned, so that nobody waits for the copy
-    numbers = torch.tensor(cuts + firsts, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    numbers = on_device(torch.tensor(cuts + firsts, dtype=torch.int64), device)
     return Plan(_singles(batch) if layout.singles else None, layout.rows - layout.singles,
                 layout.tokens - layout.singles, len(cuts) // 2, numbers[:len(cuts)], numbers[len(cuts):],
                 contexts(batch))

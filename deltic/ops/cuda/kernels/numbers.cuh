@@ -46,3 +46,18 @@ DEVICE void cursors(const Cursors &a) {
     store[token] = pages[i64(row) * a.width + position / PAGE] * PAGE + position % PAGE;
     if (token == first) done[row] += more;
 }
+
+struct RowKeys {
+    const i64 *answers, *done;  // [R]: `noise.answer_key`, and the cursor of a row's first token
+    i64 *keys;                  // [R, width]: of the draws after that token and those that follow
+    int rows, width;
+};
+// As `noise.keys_at`. A thread for each key.
+DEVICE void row_keys(const RowKeys &a) {
+    const int i = blockIdx.x * 256 + threadIdx.x, row = i / a.width;
+    if (row >= a.rows) return;
+    u64 z = u64(a.answers[row]) + u64(a.done[row]) + 1 + i % a.width + 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    a.keys[i] = i64(z ^ (z >> 31));
+}
