@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from random import Random
 
@@ -265,19 +266,29 @@ def test_numbers_come_to_their_place(count: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
 def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """While copies of another stream are on their way, too, which it does not wait for; again and again."""
-    device, beside = torch.device("cuda"), torch.cuda.Stream()
-    large = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    device, beside = torch.device("cuda", 0), torch.cuda.Stream()
+    host = [torch.randint(0, 2 if dtype == torch.bool else 99, shape).to(dtype) for _ in range(20)]
+    on_device(torch.zeros(1), device)
+    large = torch.empty(1 << 31, dtype=torch.uint8, pin_memory=True)
     there, copied = torch.empty_like(large, device=device), torch.cuda.Event()
+    torch.cuda.synchronize()
     with torch.cuda.stream(beside):
         there.copy_(large, non_blocking=True)
         copied.record()
-    host = [torch.randint(0, 2 if dtype == torch.bool else 99, shape).to(dtype) for _ in range(20)]
     found = [on_device(each, device) for each in host]
     torch.cuda.current_stream().synchronize()
     assert copied.query() == (host[0].nbytes > 8 * MOST), "it came in turn"
     for each, other in zip(host, found, strict=True):
         assert other.is_cuda and other.dtype == dtype and torch.equal(each, other.cpu())
     assert len(_pieces(device)) < 60
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+def test_they_come_also_in_a_thread_that_has_asked_nothing_before() -> None:
+    on_device(torch.zeros(1), torch.device("cuda", 0))
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(on_device, torch.arange(5), torch.device("cuda", 0)).result()
+    assert found.tolist() == list(range(5))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")

@@ -1,5 +1,5 @@
 """Memory of the host that a GPU copies from and to by itself. Pinning holds up all else that is asked of the GPU for as
-long as it takes (2 to 4 ms for 32 MiB), so that regions are small, pinned when there is something to put into them, and
+long as it takes (5 ms for 64 MiB), so that regions are small, pinned when there is something to put into them, and
 then given to one tensor after another."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deltic.ops.memory import is_shortage, reserve
 
 _LINE = 4096
 """Bytes of which parts are multiples."""
-_REGION = 32 << 20
+_REGION = 64 << 20
 """Bytes of a region, but for larger tensors."""
 _SAMPLE = 512 << 20
 """Bytes of the first region, which says how long others take."""

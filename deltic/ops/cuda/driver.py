@@ -120,6 +120,15 @@ class _Call:
         _check(self._go(self._reference, self._function, self._parameters, None))
 
 
+def make_current(device: torch.device) -> None:
+    """Have this thread use the device's context, as whatever torch does there would."""
+    current, context = c_void_p(), c_void_p()
+    _check(_driver().cuCtxGetCurrent(byref(current)))
+    if not current:
+        _check(_driver().cuDevicePrimaryCtxRetain(byref(context), device.index or 0))
+        _check(_driver().cuCtxSetCurrent(context))
+
+
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> bytes:
     """How the tensor memory accelerator finds boxes of a bfloat16 matrix, whose 128 bytes of a row (64 columns) lie in
     shared memory in an order that depends on the row."""

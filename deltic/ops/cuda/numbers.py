@@ -3,6 +3,7 @@ the device knows: small kernels instead of copies and gathers."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
-from deltic.ops.cuda.driver import Module
+from deltic.ops.cuda.driver import Module, make_current
 from deltic.ops.cuda.nvrtc import CompileError, headers
 from deltic.ops.cuda.shapes import entry
 from deltic.ops.noise import keys_at
@@ -23,6 +24,8 @@ _EACH = 1024
 """Of a block."""
 _MOST_TOKENS = 256
 """Of a step whose cursors only the device knows."""
+_thread = threading.local()
+"""knows: that there is a GPU."""
 
 
 def source() -> str:
@@ -113,6 +116,10 @@ def _pieces(device: torch.device) -> deque[tuple[Tensor, torch.cuda.Event]]:
 
 
 def _on(device: torch.device, launch: Callable[[], None]) -> None:
+    """Launch there. It may be the first thing that this thread asks of a GPU."""
+    if not getattr(_thread, "knows", False):
+        make_current(device)
+        _thread.knows = True
     if torch.cuda.current_device() == device.index:
         launch()
     else:

@@ -100,8 +100,9 @@ def _ring(state: StateView) -> RingView:
 
 def fold_ring(states: tuple[StateView, ...], source: int, ring: int, base: int, done: int, target: int) -> None:
     """As `Ops.fold_ring`: with the bits of the kernels here, for states that they know."""
-    conv, kind = states[0].conv, STATES.get(states[0].recurrent.dtype)
-    known = conv.dtype == torch.bfloat16 and conv.shape[1] == 4 and conv.is_cuda
+    conv, state = states[0].conv, states[0].recurrent
+    kind = STATES.get(state.dtype)
+    known = conv.dtype == torch.bfloat16 and conv.shape[1] == 4 and conv.is_cuda and state.shape[3] % 4 == 0
     module = _module(conv.device, kind) if kind and known else None
     if module is None:
         return fold_ring_by_torch(states, source, ring, base, done, target)

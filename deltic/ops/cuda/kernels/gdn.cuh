@@ -48,6 +48,12 @@ struct Rates {
     float keep, beta;
 };
 
+// Four numbers of a row of a state after a token with this key.
+DEVICE float4 follow(float4 s, float k, const float (&u)[4], float keep) {
+    return make_float4(__fmaf_rn(k, u[0], __fmul_rn(keep, s.x)), __fmaf_rn(k, u[1], __fmul_rn(keep, s.y)),
+                       __fmaf_rn(k, u[2], __fmul_rn(keep, s.z)), __fmaf_rn(k, u[3], __fmul_rn(keep, s.w)));
+}
+
 // V slices of a head, by 128 V threads. NORMS: all of it, so that they can be normed.
 template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta {
     static constexpr int THREADS = 128 * V, WARPS = 4, SLICES = DV / BV, COLUMNS = BV / 4,
@@ -171,11 +177,6 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         for (int w = 0; w < WARPS; ++w) from_key += parts[w][0][tid], from_query += parts[w][1][tid];
         update = r.beta * __fmaf_rn(-r.keep, from_key, value[tid]);
         return __fmaf_rn(f.dot, update, __fmul_rn(r.keep, from_query));
-    }
-    // A row of the state after a token with this key.
-    static DEVICE float4 follow(float4 s, float k, const float (&u)[4], float keep) {
-        return make_float4(__fmaf_rn(k, u[0], __fmul_rn(keep, s.x)), __fmaf_rn(k, u[1], __fmul_rn(keep, s.y)),
-                           __fmaf_rn(k, u[2], __fmul_rn(keep, s.z)), __fmaf_rn(k, u[3], __fmul_rn(keep, s.w)));
     }
     // The state after a token. last: where it is to be stored.
     DEVICE void update(const float *mixed, const float *value, const Factors &f, const Rates &r,

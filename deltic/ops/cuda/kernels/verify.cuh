@@ -77,7 +77,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
                 if (position + j >= done) continue;
                 const float taken[4] = {u[j].x, u[j].y, u[j].z, u[j].w};
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) s[i] = Base::follow(s[i], k[j][i], taken, keep[j]);
+                for (int i = 0; i < ROWS; ++i) s[i] = follow(s[i], k[j][i], taken, keep[j]);
             }
         }
     }
@@ -278,16 +278,21 @@ DEVICE void fold(Fold a) {
     a.inputs += layer * a.inputs_step, a.keys += layer * a.keys_step;
     a.updates += layer * a.updates_step, a.decays += layer * a.decays_step;
     const int head = blockIdx.x, from = a.tiled ? head % a.key_heads : head / (a.value_heads / a.key_heads);
-    const int size = a.key_dim * a.value_dim, part = size / gridDim.y;
-    for (int i = blockIdx.y * part + threadIdx.x; i < int(blockIdx.y + 1) * part; i += 256) {
-        float s = a.base ? wide(a.source_state[i64(head) * size + i]) : 0.f;
+    const int quads = a.key_dim * a.value_dim / 4, part = (quads + gridDim.y - 1) / gridDim.y, columns = a.value_dim / 4;
+    const u64 policy = read_once();
+    for (int i = blockIdx.y * part + threadIdx.x; i < min(int(blockIdx.y + 1) * part, quads); i += 256) {
+        const i64 at = (i64(head) * quads + i) * 4;
+        const int row = i / columns, column = i % columns * 4;
+        float4 s = a.base ? load4_once(a.source_state + at, policy) : make_float4(0, 0, 0, 0);
+#pragma unroll 4
         for (int position = a.base; position < a.done; ++position) {
             const int place = position & (RING - 1);
-            s = __fmaf_rn(a.keys[(place * a.key_heads + from) * a.key_dim + i / a.value_dim],
-                          a.updates[(place * a.value_heads + head) * a.value_dim + i % a.value_dim],
-                          __fmul_rn(a.decays[place * a.value_heads + head], s));
+            const float k = a.keys[(place * a.key_heads + from) * a.key_dim + row];
+            const float4 u = *(const float4 *)(a.updates + (place * a.value_heads + head) * a.value_dim + column);
+            const float taken[4] = {u.x, u.y, u.z, u.w}, keep = a.decays[place * a.value_heads + head];
+            s = follow(s, k, taken, keep);
         }
-        put(a.state + i64(head) * size + i, s);
+        store4_once(a.state + at, s, policy);
     }
     for (int c = (blockIdx.y * gridDim.x + head) * 256 + threadIdx.x; c < a.channels; c += gridDim.x * gridDim.y * 256)
         for (int p = 0; p < 4; ++p) {
