@@ -212,6 +212,16 @@ class KeepsStranded(PrefixTree):
         self._pages.release([] if checkpoint.page is None else [checkpoint.page])
 
 
+class NeverJoins(PrefixTree):
+    def _join(self, node: Any) -> None:
+        pass
+
+
+class SplitsLate(PrefixTree):
+    def _split(self, node: Any, depth: int) -> Any:
+        return super()._split(node, min(depth + 1, node.depth))
+
+
 class EvictsLocked(PrefixTree):
     def evict(self) -> bool:
         if self._checkpoints:
@@ -220,7 +230,8 @@ class EvictsLocked(PrefixTree):
         return False
 
 
-@pytest.mark.parametrize("kind", [MatchesAnyEnd, SharesAgain, KeepsStranded, EvictsLocked])
+@pytest.mark.parametrize("kind", [MatchesAnyEnd, SharesAgain, KeepsStranded, NeverJoins, SplitsLate,
+                                  EvictsLocked])
 def test_the_machine_notices_a_broken_tree(kind: type[PrefixTree]) -> None:
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_programs(type("Machine", (TreeMachine,), {"kind": kind}), 300, report_multiple_bugs=False, phases=PHASES)
@@ -322,7 +333,7 @@ def tokens_of(checkpoint: Checkpoint) -> list[int]:
     """The tokens that a checkpoint stands for."""
     keys, node = [checkpoint.tail], checkpoint.node
     while node.parent is not None:
-        keys.append(node.key)
+        keys.append(node.keys)
         node = node.parent
     return array("q", b"".join(reversed(keys))).tolist()
 

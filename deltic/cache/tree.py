@@ -1,13 +1,17 @@
 """The prefix tree: which token prefixes have K/V pages here, and at which positions a state is kept.
 
-A node is one full page of tokens below its parent; the path from the root spells a prefix. A checkpoint is a kept
-position: the state after a node's prefix and the tail, the 0 to PAGE - 1 tokens after the last full page, whose K/V is
-in a page of the checkpoint's own. Only checkpoints can be resumed; a node without one in its subtree is of no use, and
-the tree has none (L2).
+A node is a run of full pages of tokens below its parent; the path from the root spells a prefix. A checkpoint is a
+kept position: the state after a node's prefix and the tail, the 0 to PAGE - 1 tokens after the last full page, whose
+K/V is in a page of the checkpoint's own. Only checkpoints can be resumed; a node without one in its subtree is of no
+use, and the tree has none (L2).
 
-    root ── page 0 ── page 1 ── page 2
-                        │          └ checkpoint, tail of 5 tokens
-                        └ page 2'  └ checkpoint, no tail
+    root ── pages 0, 1 ── pages 2, 3, 4
+                 │             └ checkpoint, tail of 5 tokens
+                 └─────── page 2'
+                               └ checkpoint, no tail
+
+A node ends only where it must: where it has checkpoints, or where prefixes part. So there are fewer than two for each
+checkpoint, however long the prefixes are: the garbage collector looks at each of them while all requests wait.
 
 Tokens are known by their keys (`types.Prompt`): whoever asks for tokens here gives those.
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -33,16 +37,31 @@ _BYTES = 8 * PAGE
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One full page of tokens, whose 64-bit keys are `key`. depth: pages from the root, this one included. kept: it is
-    still in the tree."""
+    """A run of full pages of tokens: the prefix that it ends never changes, but where the run begins does.
+
+    keys: the 64-bit keys of its tokens.
+    depth: pages from the root, these included.
+    children: by the keys of their first page.
+    kept: it is still in the tree.
+    """
 
     parent: Node | None
-    key: bytes
-    page: int
+    keys: bytes
+    pages: array[int]
     depth: int
     children: dict[bytes, Node] = field(default_factory=dict)
     checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)
     kept: bool = True
+
+    @property
+    def key(self) -> bytes:
+        """The keys of the first page."""
+        return self.keys[:_BYTES]
+
+    def keys_after(self, depth: int, most: int | None = None) -> bytes:
+        """Those after so many pages from the root, a place within the node; at most so many bytes."""
+        start = len(self.keys) - (self.depth - depth) * _BYTES
+        return self.keys[start:None if most is None else start + most]
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +120,7 @@ class PrefixTree:
     def __init__(self, pages: Ledger, slots: Ledger, slot_tokens: float) -> None:
         """slot_tokens: what a slot costs, in tokens of K/V."""
         self._pages, self._slots, self._slot_tokens = pages, slots, slot_tokens
-        self._root = Node(None, b"", -1, 0)
+        self._root = Node(None, b"", array("q"), 0)
         self._checkpoints: dict[Checkpoint, None] = {}
         self._ends: dict[Checkpoint, None] = {}
         self._age = 0.0
@@ -119,27 +138,27 @@ class PrefixTree:
         if self._matched and self._matched[0] is tokens and self._matched[1:3] == (end, self.changes):
             return self._matched[3]
         best = None
-        for node, rest in self._walk(tokens):
-            if node.checkpoints:
+        for node, depth, rest in self._walk(tokens):
+            if node.checkpoints and depth == node.depth:
                 best = self._deepest(node, rest, len(tokens), end) or best
-        found = Match(best, node.depth * PAGE)
+        found = Match(best, depth * PAGE)
         self._matched = (tokens, end, self.changes, found) if isinstance(tokens, array) else None
         return found
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
         """The full pages here that hold the beginning of `tokens`."""
-        return [node.page for node, _ in self._walk(tokens)][1:]
+        return _joined(node.pages[:len(node.pages) + depth - node.depth] for node, depth, _ in self._walk(tokens))
 
     def diverged(self, tokens: Sequence[int]) -> int:
         """How many of the tokens some kept prefix begins with, to the token."""
-        *_, (node, rest) = self._walk(tokens)
-        others = (*node.children, *node.checkpoints)
-        return node.depth * PAGE + max((common_length(rest, other) // 8 for other in others), default=0)
+        *_, (node, depth, rest) = self._walk(tokens)
+        others = (*node.children, *node.checkpoints) if depth == node.depth else (node.keys_after(depth),)
+        return depth * PAGE + max((common_length(rest, other) // 8 for other in others), default=0)
 
     def at(self, tokens: Sequence[int]) -> Checkpoint | None:
         """The checkpoint at the very end of `tokens`."""
-        *_, (node, rest) = self._walk(tokens)
-        return node.checkpoints.get(rest)
+        *_, (node, depth, rest) = self._walk(tokens)
+        return node.checkpoints.get(rest) if depth == node.depth else None
 
     def use(self, checkpoint: Checkpoint) -> None:
         """Note that a checkpoint has served: among equals it goes last."""
@@ -159,8 +178,8 @@ class PrefixTree:
         positions only, and where several had resumed. Returns the checkpoints at these positions. near: as in
         `insert`."""
         found, start = [], self._nearest(near, len(tokens))
-        for node, rest in chain(_upward(start), self._walk(tokens, start)):
-            if not node.checkpoints:
+        for node, depth, rest in chain(_upward(start), self._walk(tokens, start)):
+            if not node.checkpoints or depth < node.depth:
                 continue
             on_the_way = [checkpoint for checkpoint in node.checkpoints.values() if rest.startswith(checkpoint.tail)]
             found += [checkpoint for checkpoint in on_the_way if checkpoint.done in expected]
@@ -170,33 +189,25 @@ class PrefixTree:
 
     def path(self, checkpoint: Checkpoint) -> list[int]:
         """The pages that hold the checkpoint's tokens, the partial one last."""
-        pages = [] if checkpoint.page is None else [checkpoint.page]
-        node = checkpoint.node
-        while node.parent is not None:
-            pages.append(node.page)
+        runs, node = [checkpoint.node.pages], checkpoint.node.parent
+        while node is not None:
+            runs.append(node.pages)
             node = node.parent
-        return pages[::-1]
+        return _joined(reversed(runs)) + ([] if checkpoint.page is None else [checkpoint.page])
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], slot: int, page: int | None,
                logits: Any = None, near: Node | None = None) -> Checkpoint:
         """Keep the state after `tokens`. Takes over `slot` and the partial page; shares the full `pages`. near: a node
-        that was on their way; if it still is there, nobody goes it again."""
-        node = start = self._nearest(near, len(tokens))
-        keys, above, full = _keys(tokens[node.depth * PAGE:]), None, len(tokens) // PAGE
-        place, last = 0, (full - node.depth) * _BYTES
-        while place < last:
-            key = keys[place:place + _BYTES]
-            if node.checkpoints:
-                above = _above(node, key, len(tokens)) or above
-            child = node.children.get(key)
-            if child is None:
-                break
-            node, place = child, place + _BYTES
-        node, tail = self._extend(node, keys[place:last], pages[node.depth:full]), keys[last:]
-        above = _above(node, tail, len(tokens)) or above
+        that was on their way; what is left of it, nobody goes again."""
+        start, full, above = self._nearest(near, len(tokens)), len(tokens) // PAGE, None
+        for node, depth, rest in self._walk(tokens, start):
+            if node.checkpoints and depth == node.depth:
+                above = _above(node, rest, len(tokens)) or above
         if above is None:
-            passed = (_above(node, rest, len(tokens)) for node, rest in _upward(start) if node.checkpoints)
+            passed = (_above(node, rest, len(tokens)) for node, _, rest in _upward(start) if node.checkpoints)
             above = next(filter(None, passed), None)
+        keys, last = _keys(tokens[depth * PAGE:]), (full - depth) * _BYTES
+        node, tail = self._extend(self._split(node, depth), keys[:last], pages[depth:full]), keys[last:]
         checkpoint = node.checkpoints.get(tail)
         if checkpoint is None:
             checkpoint = node.checkpoints[tail] = Checkpoint(node, tail, slot, page, len(tokens), above)
@@ -239,13 +250,13 @@ class PrefixTree:
     def owned_pages(self) -> Iterator[int]:
         """Every page, once per owner in the tree."""
         yield from (checkpoint.page for checkpoint in self._checkpoints if checkpoint.page is not None)
-        yield from (node.page for node in self._nodes())
+        yield from chain.from_iterable(node.pages for node in self._nodes())
 
     def owned_slots(self) -> Iterator[int]:
         yield from (checkpoint.slot for checkpoint in self._checkpoints)
 
     def check(self) -> None:
-        """Assert that every checkpoint hangs where its tokens say, and that every leaf has one."""
+        """Assert that every checkpoint hangs where its tokens say, and that no node ends in vain."""
         for checkpoint in self._checkpoints:
             node, tail = checkpoint.node, checkpoint.tail
             assert node.checkpoints.get(tail) is checkpoint, "a checkpoint hangs at the wrong node"
@@ -253,8 +264,12 @@ class PrefixTree:
             assert (checkpoint.page is None) == (not tail), "a checkpoint has a tail and no page, or a page and no tail"
             assert (checkpoint.logits is None) == (checkpoint not in self._ends), "a checkpoint's logits are miscounted"
         for node in self._nodes():
-            assert node.children or node.checkpoints, "a page is kept that no checkpoint needs"
+            assert node.children or node.checkpoints, "pages are kept that no checkpoint needs"
+            assert node.checkpoints or len(node.children) > 1, "a node ends where nothing does"
             assert node.parent and node.parent.children.get(node.key) is node, "a node hangs at the wrong parent"
+            assert len(node.keys) == len(node.pages) * _BYTES, "a node has not as many keys as pages"
+            assert node.depth == node.parent.depth + len(node.pages) > node.parent.depth, "a node's depth is wrong"
+            assert node.kept, "a node in the tree says that it is not"
 
     def _order(self, checkpoint: Checkpoint) -> tuple[bool, bool, bool, float]:
         return checkpoint.pinned, checkpoint.guards > 0, checkpoint.expected, self._worth(checkpoint)
@@ -264,28 +279,38 @@ class PrefixTree:
         return checkpoint.age + saved / (self._slot_tokens + saved)
 
     def _nearest(self, node: Node | None, length: int) -> Node:
-        """A node on the way of so many tokens, or the last one before it that is not past their end; the root, if it is
-        no more in the tree."""
-        if node is None or not node.kept:
-            return self._root
-        while node.parent is not None and node.depth * PAGE > length:
+        """The deepest node that is in the tree and not past the end of so many tokens, of one on their way and those
+        that were above it."""
+        node = node or self._root
+        while node.parent is not None and (not node.kept or node.depth * PAGE > length):
             node = node.parent
         return node
 
-    def _walk(self, tokens: Sequence[int], first: Node | None = None) -> Iterator[tuple[Node, bytes]]:
-        """The nodes on the way of `tokens` as far as there are some, from the first one or the root on, each with the
-        keys of the page that comes next, or of what is left. Keys are made as the way goes on: a stranger's way is
-        short."""
-        node: Node | None = first or self._root
-        keys, start, block = b"", 0, 4
+    def _walk(self, tokens: Sequence[int], first: Node | None = None) -> Iterator[tuple[Node, int, bytes]]:
+        """The nodes on the way of `tokens` as far as there are some, from the first one or the root on. Each comes with
+        the pages up to its end and the keys of the page that comes next, or of what is left; the last one, if only the
+        first of its pages are on the way, with the pages up to those. Keys are made as the way goes on: a stranger's
+        way is short."""
+        first = first or self._root
+        node: Node | None = first
+        depth, keys, place, block = first.depth, b"", 0, 4
         while node is not None:
-            rest = keys[start:start + _BYTES]
+            rest = keys[place:place + _BYTES]
             if len(rest) < _BYTES:
                 block *= 2
-                keys, start = _keys(tokens[node.depth * PAGE:(node.depth + block) * PAGE]), 0
+                keys, place = _keys(tokens[depth * PAGE:(depth + block) * PAGE]), 0
                 rest = keys[:_BYTES]
-            yield node, rest
-            node, start = node.children.get(rest), start + _BYTES
+            if depth == node.depth:
+                yield node, depth, rest
+                node = node.children.get(rest)
+                passed = len(node.pages) if node and keys.startswith(node.keys, place) else 1
+            elif rest != node.keys_after(depth, _BYTES):
+                yield node, depth, rest
+                return
+            else:
+                run = node.keys_after(depth, len(keys) - place)
+                passed = _pages_in_common(run, keys[place:place + len(run)])
+            place, depth = place + passed * _BYTES, depth + passed
 
     def _deepest(self, node: Node, rest: bytes, length: int, end: bool) -> Checkpoint | None:
         """The deepest checkpoint of a node where a prompt of so many tokens, `rest` the next of them, can resume."""
@@ -294,13 +319,32 @@ class PrefixTree:
         return max(fits, key=lambda one: one.done, default=None)
 
     def _extend(self, node: Node, keys: bytes, pages: Sequence[int]) -> Node:
-        """Add nodes below one, each below the one before, for these pages and their keys; returns the last."""
-        for start, page in zip(range(0, len(keys), _BYTES), pages, strict=True):
-            key = keys[start:start + _BYTES]
-            child = node.children[key] = Node(node, key, page, node.depth + 1)
-            node = child
+        """Add a node below one for these pages and their keys and return it; the one itself, if there are none."""
+        assert len(keys) == len(pages) * _BYTES, "a prefix has not as many pages as it fills"
+        if not pages:
+            return node
+        child = node.children[keys[:_BYTES]] = Node(node, keys, array("q", pages), node.depth + len(pages))
         self._pages.share(pages)
-        return node
+        return child
+
+    def _split(self, node: Node, depth: int) -> Node:
+        """The node that ends after so many pages, within a node or at its end."""
+        if depth == node.depth:
+            return node
+        parent, first = node.parent, len(node.pages) + depth - node.depth
+        assert parent is not None
+        upper = parent.children[node.key] = Node(parent, node.keys[:first * _BYTES], node.pages[:first], depth)
+        node.parent, node.keys, node.pages = upper, node.keys[first * _BYTES:], node.pages[first:]
+        upper.children[node.key] = node
+        return upper
+
+    def _join(self, node: Node) -> None:
+        """Have a node's only child begin where the node does, in its place."""
+        (child,), parent = node.children.values(), node.parent
+        assert parent is not None
+        child.parent, child.keys, child.pages = parent, node.keys + child.keys, node.pages + child.pages
+        parent.children[child.key] = child
+        node.kept = False
 
     def _remove(self, checkpoint: Checkpoint) -> None:
         del self._checkpoints[checkpoint]
@@ -314,11 +358,13 @@ class PrefixTree:
         self._slots.release([checkpoint.slot])
         self._pages.release([] if checkpoint.page is None else [checkpoint.page])
         node = checkpoint.node
-        while node.parent is not None and not node.children and not node.checkpoints:
+        if node.parent is not None and not node.children and not node.checkpoints:
             del node.parent.children[node.key]
             node.kept = False
-            self._pages.release([node.page])
+            self._pages.release(node.pages)
             node = node.parent
+        if node.parent is not None and len(node.children) == 1 and not node.checkpoints:
+            self._join(node)
 
     def _nodes(self) -> Iterator[Node]:
         stack = list(self._root.children.values())
@@ -328,10 +374,11 @@ class PrefixTree:
             yield node
 
 
-def _upward(node: Node) -> Iterator[tuple[Node, bytes]]:
-    """The nodes above one, the nearest first, each with the keys of the page that comes next on the way to it."""
+def _upward(node: Node) -> Iterator[tuple[Node, int, bytes]]:
+    """The nodes above one, the nearest first, each with the pages up to its end and the keys of those that come next on
+    the way to the one."""
     while node.parent is not None:
-        yield node.parent, node.key
+        yield node.parent, node.parent.depth, node.keys
         node = node.parent
 
 
@@ -339,6 +386,24 @@ def _above(node: Node, rest: bytes, length: int) -> Checkpoint | None:
     """The deepest checkpoint of a node that tokens, of which `rest` comes next, pass before their end."""
     passed = (one for one in node.checkpoints.values() if one.done < length and rest.startswith(one.tail))
     return max(passed, key=lambda one: one.done, default=None)
+
+
+def _pages_in_common(left: bytes, right: bytes) -> int:
+    """How many full pages keys begin with in common."""
+    low, high = 0, min(len(left), len(right)) // _BYTES
+    middle = high
+    while low < high:
+        if left[low * _BYTES:middle * _BYTES] == right[low * _BYTES:middle * _BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
+
+
+def _joined(runs: Iterable[array[int]]) -> list[int]:
+    """The pages of runs, one run after the other."""
+    return array("q", b"".join(runs)).tolist()
 
 
 def _keys(tokens: Sequence[int]) -> bytes:
