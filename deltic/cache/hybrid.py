@@ -452,4 +452,4 @@ def _succeed(passed: Sequence[Checkpoint], end: Checkpoint, expected: set[int]) 
     conversation that resumes at the first of several positions, the end of the opening."""
     turns = [one for one in passed if one is not end and (len(expected) == 1 or one.done > min(expected))]
     for index, one in enumerate(turns):
-        one.later = [*turns[index + 1:], end]
+        one.later = (*turns[index + 1:], end)

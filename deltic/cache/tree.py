@@ -91,7 +91,7 @@ class Checkpoint:
     guards: int = 0
     uses: int = 0
     locks: int = 0
-    later: list[Checkpoint] = field(default_factory=list)
+    later: tuple[Checkpoint, ...] = ()
     age: float = 0.0
 
     @property
@@ -170,7 +170,7 @@ class PrefixTree:
         checkpoint.age = self._age
         for later in checkpoint.later:
             later.expected = later.uses > 0
-        checkpoint.later = []
+        checkpoint.later = ()
 
     def supersede(self, tokens: Sequence[int], expected: Collection[int], near: Node | None = None
                   ) -> list[Checkpoint]:
@@ -350,7 +350,7 @@ class PrefixTree:
         del self._checkpoints[checkpoint]
         del checkpoint.node.checkpoints[checkpoint.tail]
         self._ends.pop(checkpoint, None)
-        checkpoint.logits, checkpoint.later = None, []
+        checkpoint.logits, checkpoint.later = None, ()
         self.changes += 1
         for other in self._checkpoints:
             if other.above is checkpoint:
