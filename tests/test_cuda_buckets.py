@@ -280,7 +280,7 @@ def test_small_tensors_come_by_a_kernel(shape: tuple[int, ...], dtype: torch.dty
     assert copied.query() == (host[0].nbytes > 8 * MOST), "it came in turn"
     for each, other in zip(host, found, strict=True):
         assert other.is_cuda and other.dtype == dtype and torch.equal(each, other.cpu())
-    assert len(_pieces(device)) < 60
+    assert len(_pieces(device)) <= 64
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")

@@ -45,3 +45,24 @@ def test_what_comes_from_the_host_is_what_was_there(spans: int, pinned: bool, mo
     assert found.last.usage
     assert found.last.usage.cached_tokens >= 1500 and found.tokens == known.tokens
     assert not any(runtime.pools.arriving.values())
+
+
+def test_two_that_come_at_once_are_what_was_there() -> None:
+    """With a partial page of each, which is copied when it is there."""
+    runtime = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", host_memory="256MiB",
+                                      max_batch=2, max_context=4096, speculate="off"))
+    prompts = [numbers(seed, 1200 + 5 * seed, runtime.config.vocab_size) for seed in (1, 2)]
+    answers = [serve(runtime, [greedy(prompt, 24)])["a", 0].tokens for prompt in prompts]
+    requests = [greedy((*prompt, *answer, *numbers(6, 40, runtime.config.vocab_size)), 24, name)
+                for name, prompt, answer in zip("ab", prompts, answers, strict=True)]
+    known = serve(runtime, requests)
+    for tier in runtime.cache.tiers:
+        while tier._pending:
+            torch.cuda.synchronize()
+            tier._settle()
+    for tensor in (runtime.pools.keys, runtime.pools.values, runtime.pools.recurrent, runtime.pools.conv):
+        tensor.fill_(float("nan"))
+    found = serve(replace(runtime, cache=HybridCache(runtime.pools, True, runtime.cache.tiers)), requests)
+    for key, answer in known.items():
+        usage = found[key].last.usage
+        assert usage and usage.cached_tokens >= 1200 and found[key].tokens == answer.tokens

@@ -14,7 +14,7 @@ import torch
 from plain_engine import serve as serve_plainly
 from reuse_cases import runtime_of
 from speculation_cases import PATTERNS, Scripted, expected
-from support import drain, fresh_pools, greedy, numbers, odd_runtime
+from support import drain, embedded_runtime, fresh_pools, greedy, numbers, odd_runtime
 from torch import Tensor
 
 from deltic.cache.host import Host
@@ -202,3 +202,29 @@ def replayed(runtime: Runtime, recorder: Recorder) -> int:
             assert torch.equal(found, next(logits)), f"step {steps} differs"
             steps += 1
     return steps
+
+
+def test_a_page_that_is_still_arriving_is_copied_when_it_is_there() -> None:
+    """Layer by layer, and in the order in which all was asked for."""
+    pools = fresh_pools(embedded_runtime(), 8, 2)
+    assert len(pools.keys) > 1
+
+    class Arrives:
+        def __init__(self, layer: int, page: int, value: float) -> None:
+            self.layer, self.page, self.value = layer, page, value
+
+        def wait(self) -> None:
+            for pool in pools.page_tensors:
+                pool[self.layer, self.page] = self.value
+
+    for layer in range(len(pools.keys)):
+        pools.arriving[layer].append(Arrives(layer, 1, layer + 1.0))
+    pools.apply((CopyPage(1, 2), CopyPage(2, 3)))
+    assert bool(pools.keys[:, 1:4].isnan().all())
+    pools.kv_views()[1].wait()
+    assert bool((pools.keys[1, 1:4] == 2.0).all() and (pools.values[1, 1:4] == 2.0).all())
+    assert bool(pools.keys[0, 1:4].isnan().all())
+    pools.wait()
+    assert bool((pools.values[0, 1:4] == 1.0).all()) and not any(pools.arriving.values())
+    pools.apply((CopyPage(3, 4),))
+    assert bool((pools.keys[0, 4] == 1.0).all())

@@ -21,6 +21,7 @@ from deltic.cache.prefix import Loaded, Source, Tensors
 from deltic.cache.tiers import Offer
 from deltic.config import ModelConfig
 from deltic.ops import Ops
+from deltic.ops.cuda.numbers import on_device
 from deltic.ops.kv import as_bytes, is_finite, take
 from deltic.ops.memory import is_shortage, memory_for, reserve
 from deltic.ops.records import PAGE, RING, KvView, RingView, StateView
@@ -162,7 +163,7 @@ class CachePools:
         """Have what follows wait for all K/V that is on its way."""
         for copies in self.arriving.values():
             while copies:
-                copies.pop().wait()
+                copies.pop(0).wait()
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Carry these out, in order."""
@@ -173,8 +174,11 @@ class CachePools:
             match operation:
                 case CopySlot(source, target):
                     self._copy(self.ops.copy_slots, self.slot_tensors, source, target)
+                case CopyPage(source, target) if any(self.arriving.values()):
+                    for layer in range(len(self.keys)):
+                        tensors = [pool[layer] for pool in self.page_tensors]
+                        self.arriving[layer].append(_LatePage(tensors, source, target))
                 case CopyPage(source, target):
-                    self.wait()
                     self._copy(self.ops.copy_pages, self.page_tensors, source, target)
                 case FoldRing(slot, ring, base, done):
                     self.ops.fold_ring(self.state_views(), slot, ring, base, done, slot)
@@ -290,6 +294,8 @@ def _restore(pools: CachePools, loaded: Loaded, pages: Sequence[int], known: int
         for layer in range(len(pools.keys)):
             _restore_layer(pools, layer, runs)
         return
+    if any(isinstance(copy, _LatePage) for copies in pools.arriving.values() for copy in copies):
+        pools.wait()  # this may write where one is made from
     beside = _beside(pools.device)
     beside.wait_stream(torch.cuda.current_stream(pools.device))
     with torch.cuda.stream(beside):
@@ -330,6 +336,20 @@ class _Arrival:
 
     def wait(self) -> None:
         self.event.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _LatePage:
+    """A copy of a page that is to be made when what arrives there before has arrived, so that steps wait for no layer
+    but their own. tensors: of a layer, [pages, PAGE, kv_heads, head_dim] each."""
+
+    tensors: list[Tensor]
+    source: int
+    target: int
+
+    def wait(self) -> None:
+        for tensor in map(as_bytes, self.tensors):
+            tensor[self.target].copy_(tensor[self.source])
 
 
 @cache
@@ -378,4 +398,4 @@ def _places(pools: CachePools, pages: Sequence[int], start: int, end: int) -> Te
     """Where the tokens from `start` to `end` lie in the flat pool."""
     positions = torch.arange(start, end)
     places = torch.frombuffer(array("q", pages), dtype=torch.int64)[positions // PAGE] * PAGE + positions % PAGE
-    return places.pin_memory().to(pools.device, non_blocking=True) if pools.keys.is_cuda else places.to(pools.device)
+    return on_device(places, pools.device) if pools.keys.is_cuda else places.to(pools.device)

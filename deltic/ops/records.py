@@ -157,7 +157,7 @@ class KvView:
     def wait(self) -> None:
         """Have what follows in the stream wait for all copies."""
         while self.arriving:
-            self.arriving.pop().wait()
+            self.arriving.pop(0).wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@ the device knows: small kernels instead of copies and gathers."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,10 +21,10 @@ MOST = 1 << 14
 """Numbers; of more a copy is faster."""
 _EACH = 1024
 """Of a block."""
+_PIECES = 16
+"""Of pinned memory that are made at once: it holds up all else that the card is asked for."""
 _MOST_TOKENS = 256
 """Of a step whose cursors only the device knows."""
-_thread = threading.local()
-"""knows: that there is a GPU."""
 
 
 def source() -> str:
@@ -89,6 +88,7 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
     module, count = _module(device), -(-host.nbytes // 8)
     if module is None or not 0 < count <= MOST:
         return host.pin_memory().to(device, non_blocking=True)  # nobody gets that memory before it is read
+    make_current(device)  # this may be the first thing that the thread asks of it
     piece, read = _staging(device)
     piece.view(torch.uint8)[:host.nbytes] = host.contiguous().view(-1).view(torch.uint8)
     found = torch.empty(count, dtype=torch.int64, device=device)
@@ -107,7 +107,9 @@ def _staging(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
         if read.query():
             return piece, read
         pieces.append((piece, read))
-    return torch.empty(MOST, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+    piece, *others = torch.empty(_PIECES, MOST, dtype=torch.int64, pin_memory=True)
+    pieces.extend((other, torch.cuda.Event()) for other in others)
+    return piece, torch.cuda.Event()
 
 
 @cache
@@ -116,10 +118,6 @@ def _pieces(device: torch.device) -> deque[tuple[Tensor, torch.cuda.Event]]:
 
 
 def _on(device: torch.device, launch: Callable[[], None]) -> None:
-    """Launch there. It may be the first thing that this thread asks of a GPU."""
-    if not getattr(_thread, "knows", False):
-        make_current(device)
-        _thread.knows = True
     if torch.cuda.current_device() == device.index:
         launch()
     else:
