@@ -20,7 +20,7 @@ _REGION = 64 << 20
 """Bytes of a region, but for larger tensors."""
 _SAMPLE = 512 << 20
 """Bytes of the first region, which says how long others take."""
-_PATIENCE = 4.0
+_PATIENCE = 3.0
 """Seconds for which regions are pinned where nobody waits yet."""
 
 Pin = Callable[[Tensor], Callable[[], object] | None]
