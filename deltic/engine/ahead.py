@@ -56,26 +56,28 @@ def plan_ahead(scheduler: Scheduler, flight: InFlight, drafts: Callable[[], bool
     return scheduler.plan_behind(rows, [share.sequence for share in going], leaving, spares)
 
 
-def plan_behind_drafts(scheduler: Scheduler, flight: InFlight, drafts: int, promised: Callable[[], Promise | None]
-                       ) -> tuple[Plan, Promise] | None:
-    """The step that verifies what is drafted behind one in flight, which has drafts itself; each row has so many. None
-    where it has to wait for that one's tokens.
+def plan_behind_drafts(scheduler: Scheduler, flight: InFlight, depth: Callable[[], int],
+                       promised: Callable[[int], Promise | None]) -> tuple[Plan, Promise] | None:
+    """The step that verifies what is drafted behind one in flight, which has drafts itself. None where it has to wait
+    for that one's tokens.
 
     It can be launched if the device knows by itself where every row begins: no sequence comes or goes, all draw, and
     nothing is said to them by the host. Whichever drafts are right, there are pages, and the replay ring takes all
     tokens, so that no state is written: where a sequence turns out to be over, or is taken out, nothing has happened
-    to it. promised: gives the drafts, and is asked last.
+    to it. depth: how many drafts each row shall have, which is asked where some may be had. promised: gives so many,
+    and is asked last.
     """
     cache, shares = scheduler.cache, flight.shares
     if scheduler.waiting or len(shares) != len(scheduler.running) or not all(map(_drafts_on, shares)):
         return None
-    if not all(_has_room(share, drafts) for share in shares):
+    drafts = depth()
+    if not drafts or not all(_has_room(share, drafts) for share in shares):
         return None
     # and for what is drafted behind this one in turn
-    wanted = [(share.lease, share.tokens + 2 * drafts + 1) for share in shares]
-    if any(cache.reserve(lease, count) < count for lease, count in wanted):
+    room = [(share.lease, share.tokens + 2 * drafts + 1) for share in shares]
+    if any(cache.reserve(lease, count) < count for lease, count in room):
         return None
-    promise = promised()
+    promise = promised(drafts)
     if promise is None:
         return None
     return scheduler.plan_drafts([_drafts_row(scheduler, share, drafts) for share in shares]), promise

@@ -226,9 +226,9 @@ class Engine:
 
     def _launch_behind_drafts(self, flight: InFlight) -> InFlight | None:
         """As `_launch_ahead`, behind a step with drafts: the device finds where its rows begin."""
-        drafts = self.speculator.drafts_behind(flight)
-        ahead = plan_behind_drafts(self.scheduler, flight, drafts,
-                                   partial(self.speculator.promised_behind, flight, drafts)) if drafts else None
+        speculator = self.speculator
+        ahead = plan_behind_drafts(self.scheduler, flight, partial(speculator.drafts_behind, flight),
+                                   partial(speculator.promised_behind, flight))
         if ahead is None:
             return None
         self.stats.ahead += 1

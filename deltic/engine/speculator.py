@@ -104,11 +104,11 @@ class Speculator:
         return self._next is not None
 
     def drafts_behind(self, flight: InFlight) -> int:
-        """How many drafts each sequence shall have behind a step that has drafts itself, where there are some ahead;
-        asked once for each step that could be launched."""
-        sequences = [share.sequence for share in flight.shares]
-        if not isinstance(self.drafter, DraftsAhead) or not all(share.ahead for share in flight.shares):
+        """How many drafts each sequence shall have behind a step with drafts, which all sequences that run have had
+        drafted ahead; asked once for each step that could be launched."""
+        if self.drafter is None:
             return 0
+        sequences = [share.sequence for share in flight.shares]
         self._next = self.depth.choose([self._acceptance(sequence) for sequence in sequences], len(sequences))
         return min(self._next, max(row.drafts for row in flight.plan.rows))
 
