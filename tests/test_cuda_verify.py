@@ -285,6 +285,34 @@ def test_drafts_are_those_of_the_torch_ops(runtime: Runtime) -> None:
                 break
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_same_answers_whoever_rests(seed: int) -> None:
+    """While steps are in flight, sequences lose their places and go on later; to the bit, as their states are kept."""
+    loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", max_batch=4, max_context=512,
+                                     speculate="mtp:3"))
+    assert loaded.mtp_runner
+    draw, names = random.Random(seed), "abc"
+    requests = [replace(greedy(numbers(10 * seed + index, 30 + index, 500), 60, name), output=SamplingParams(
+        temperature=0.8 * (index % 2), seed=index, max_tokens=60, ignore_eos=True))
+        for index, name in enumerate(names)]
+    wanted = {name: answer.tokens for (name, _), answer in serve(plain_of(loaded), requests).items()}
+    loaded.cache.clear()
+    engine, answers = Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), FixedDepth(3)), Answers()
+    for request in requests:
+        engine.add(request)
+    for step in range(1000):
+        for name in draw.choice(["", "", "", *names]):
+            (engine.pause if step < 60 and draw.random() < 0.5 else engine.resume)(name)
+        for name in names if step >= 60 else "":
+            engine.resume(name)
+        if not engine.has_work and not engine.scheduler.paused:
+            break
+        take(answers, engine.step())
+        engine.check()
+    assert {name: answer.tokens for (name, _), answer in answers.items()} == wanted
+    assert engine.stats.ahead > 10 and engine.speculator.drafter
+
+
 class EndsAt:
     """A matcher that ends an answer at this token of it."""
 

@@ -48,7 +48,7 @@ def promise_of(*rows: list[int]) -> tuple[Any, list[Any]]:
 
 def test_drafts_are_taken_as_far_as_they_are_wanted() -> None:
     promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
-    assert promise.covers([(first, 3), (second, 1)]) and promise.follows(first) and promise.follows(second)
+    assert promise.covers([first, second]) and promise.follows(first) and promise.follows(second)
     assert promise.drafts(first, 3) == (6, 7, 8) and promise.drafts(second, 1) == (1,)
     assert promise.drafts(second, 5) == (1, 2, 3)
 
@@ -75,9 +75,9 @@ def test_drafts_of_other_tokens_are_not_taken(change: dict[str, Any]) -> None:
     promise, (first, second) = promise_of([5, 20, 6, 7, 8], [9, 31, 1, 2, 3])
     for name, value in change.items():
         setattr(first, name, value)
-    assert not (promise.covers([(first, 3), (second, 3)]) and promise.follows(first))
-    assert promise.covers([(second, 3)]) and promise.follows(second)
-    assert not promise.covers([(Running([5], 20), 3)])
+    assert not (promise.covers([first, second]) and promise.follows(first))
+    assert promise.covers([second]) and promise.follows(second)
+    assert not promise.covers([Running([5], 20)])
 
 
 def test_drafts_of_a_step_that_another_one_has_followed_are_gone() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from reuse_cases import runtime_of
 from speculation_cases import Dictate, EndingAt
-from support import Answers, embedded_runtime, odd_runtime
+from support import Answers, embedded_runtime, numbers, odd_runtime, take
 from test_ahead import plain, tell
 from test_prefix_tree import tokens_of
 
@@ -88,7 +89,7 @@ class Foreseeing:
 
     def promise(self, wants: Wants) -> Promise | None:
         ahead, self._ahead = self._ahead, None
-        return ahead if ahead and ahead.covers(wants) else None
+        return ahead if ahead and ahead.covers(sequence for sequence, _ in wants) else None
 
     def disagree(self, sequence: Sequence) -> None:
         raise AssertionError("there is no head that could be told")
@@ -212,6 +213,55 @@ def test_a_sequence_is_taken_out_while_its_step_is_in_flight(step: int, meddling
         assert answer.tokens == (tokens[:len(answer.tokens)] if (name, meddling) == ("a", "abort") else tokens)
     again = following(requests, others)
     assert content(tell(found, again)) == content(tell(wanted, again))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_l6_whatever_comes_between(seed: int) -> None:
+    """Requests with beginnings in common that come, are taken out, rest and go on whenever they like, in few pages."""
+    draw = Random(seed)
+    limits = {"pages": draw.choice([30, 60, 200]), "batch": draw.choice([2, 3, 4]), "slots": draw.choice([8, 24])}
+    opening, requests = numbers(seed, 40, 250), dict[int, Request]()
+    for index in range(8):
+        request = drafted(draw.randrange(9), f"r{index}", max_tokens=draw.randrange(1, 60))
+        known = (*opening[:draw.randrange(40)], *numbers(100 * seed + index, draw.randrange(1, 30), 250))
+        ends = partial(EndingAt, draw.randrange(1, 50)) if draw.random() < 0.5 else None
+        requests[index and draw.randrange(40)] = replace(request, prompt=known, matcher=ends,
+                                                         speculate=draw.random() < 0.9)
+    plain_engine = Engine(runtime_of(odd_runtime(), batch=4, slots=40), ahead=False)
+    answers = tell(plain_engine, [*requests.values()])
+    right = draw.choice([*PATTERNS.values()])
+    found = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers}, right,
+                     draw.choice([1, 3, 7]), **limits)
+    gone, names = set[str](), [request.id for request in requests.values()]
+
+    def meddle(engine: Engine, step: int) -> None:
+        if step in requests:
+            engine.add(requests.pop(step))
+        name = draw.choice(names)
+        match draw.choice(["abort", "pause", "resume", "", "", "", "", "", ""]):
+            case "abort" if engine._sequences.get(name) and draw.random() < 0.3:
+                engine.abort(name)
+                gone.add(name)
+            case "pause":
+                engine.pause(name)
+            case "resume":
+                engine.resume(name)
+        if step > 60:
+            for each in names:
+                engine.resume(each)
+
+    results, step = Answers(), 0
+    while requests or found.has_work or found.scheduler.paused:
+        meddle(found, step)
+        take(results, found.step())
+        found.check()
+        step += 1
+        assert step < 2000
+    for (name, choice), answer in results.items():
+        tokens = answers[name, choice].tokens
+        assert answer.last.finish and not answer.last.error
+        assert answer.tokens == (tokens[:len(answer.tokens)] if name in gone else tokens)
+    assert found.speculator.drafter and len(results) == len(names)
 
 
 def test_where_there_is_no_page_more_the_step_waits() -> None:

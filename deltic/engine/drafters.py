@@ -148,7 +148,7 @@ class MtpDrafter:
         return self._landings[self._turn][:count]
 
     def promise(self, wants: Wants) -> Promise | None:
-        if self._ahead is None or not self._ahead.covers(wants):
+        if self._ahead is None or not self._ahead.covers(sequence for sequence, _ in wants):
             return None
         ahead, self._ahead = self._ahead, None
         return ahead
@@ -160,7 +160,8 @@ class MtpDrafter:
     @torch.inference_mode()
     def draft(self, wants: Wants) -> list[list[int]]:
         ahead, self._ahead = self._ahead, None
-        if ahead and ahead.covers(wants) and all(ahead.follows(sequence) for sequence, _ in wants):
+        sequences = [sequence for sequence, _ in wants]
+        if ahead and ahead.covers(sequences) and all(map(ahead.follows, sequences)):
             return [[*ahead.drafts(sequence, count)] for sequence, count in wants]
         self._runtime.cache.flush()  # the head writes to pages right away
         device, most = self._runtime.device, max(count for _, count in wants)

@@ -200,7 +200,7 @@ class Engine:
             self._blame_picture(*failed)
         plan, sequences = self.scheduler.plan()
         promise = self.speculator.promise
-        if promise and not promise.has(sequences):
+        if promise and not promise.covers(sequences):
             plan, promise = promise.fulfil(plan, sequences), None  # somebody has come whom the device knows nothing of
         flight = self.launcher.launch(plan, sequences, self._with_logits(), promise=promise)
         flight.drafting = drafting

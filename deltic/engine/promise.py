@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 
@@ -32,13 +33,9 @@ class Promise:
     found: Tensor
     arrived: torch.cuda.Event
 
-    def covers(self, wants: Wants) -> bool:
+    def covers(self, sequences: Iterable[Sequence]) -> bool:
         """Whether it has drafts for all of them, as far as is known without looking."""
-        return all(sequence in self.places and self.places[sequence][0] is sequence.lease for sequence, _ in wants)
-
-    def has(self, sequences: List[Sequence]) -> bool:
-        """Whether it has drafts for all of these."""
-        return all(sequence in self.places for sequence in sequences)
+        return all(sequence in self.places and self.places[sequence][0] is sequence.lease for sequence in sequences)
 
     def fulfil(self, plan: Plan, sequences: List[Sequence]) -> Plan:
         """The plan, one row for each of these sequences, with the drafts; waits for them."""
