@@ -302,7 +302,7 @@ def test_same_answers_whoever_rests(seed: int) -> None:
         engine.add(request)
     for step in range(1000):
         for name in draw.choice(["", "", "", *names]):
-            (engine.pause if step < 60 and draw.random() < 0.5 else engine.resume)(name)
+            (engine.pause if 4 <= step < 60 and draw.random() < 0.5 else engine.resume)(name)
         for name in names if step >= 60 else "":
             engine.resume(name)
         if not engine.has_work and not engine.scheduler.paused:
