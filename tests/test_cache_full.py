@@ -253,15 +253,24 @@ def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     tier._writer = writer
 
     def counted(source: Any) -> Any:
-        return replace(source, run=lambda start: copies.append(start) or source.run(start), cost=(12, 100))
-    for start in range(0, 50_000, 1000):
-        tier.offer(counted(source_of(tuple(range(start, start + 20)))))
-        assert tier._backlog <= 2000
+        return replace(source, run=lambda start: copies.append(start) or source.run(start))
+
+    def offer(first: int, count: int) -> int:
+        before = tier._backlog
+        tier.offer(counted(source_of(tuple(range(first, first + count)))))
+        return tier._backlog - before
+    sizes = [offer(start, 20) for start in range(0, 50_000, 1000)]
+    assert max(sizes) < 1000 and tier._backlog <= 2000 + max(sizes)
     assert 0 < len(copies) < 15, "what is skipped was copied first"
     writer.work(1 << 20)
     tier._settle()
     tier.check()
     assert tier._backlog == 0
+    assert offer(60_000, 20) and offer(70_000, 900) > 5000, "a long one is skipped as little waits before it"
+    assert not offer(80_000, 20)
+    writer.work(1 << 20)
+    tier._settle()
+    assert tier.find((*range(70_000, 70_900), 1))
 
 
 # A smaller budget

@@ -52,8 +52,12 @@ def ask(llm: LLM, prompt: list[int] = PROMPT) -> Answer:
 
 
 def answer(model: Any, directory: Path | None, **options: Any) -> Answer:
-    """That of a process of its own."""
-    llm = open_llm(model, directory, **options)
+    """That of a process of its own, which knows its model: on a busy machine that may take a while."""
+    llm, tries = open_llm(model, directory, **options), 0
+    for tier in llm.runtime.cache.tiers:
+        while not tier._there and not tier._closed and (tries := tries + 1) < 3000:
+            time.sleep(0.01)
+            tier._settle()
     found = ask(llm)
     llm.close()
     return found

@@ -268,8 +268,7 @@ def _source(pools: CachePools, offer: Offer, pages: Sequence[int], slot: int) ->
             logits = {} if offer.logits is None else {"logits": offer.logits}
             return _read_state(pools, slot) | logits
 
-    sizes = pools.sizes
-    return Source(offer.tokens, run, state, offer.logits is not None, (sizes.token_bytes, sizes.slot_bytes))
+    return Source(offer.tokens, run, state, offer.logits is not None)
 
 
 @contextmanager

@@ -73,14 +73,12 @@ class Source:
     run: tokens and K/V from a position on.
     state: the state at its end, with, if `final`, the last token's logits. Both raise MemoryError if there is none for
         the copy.
-    cost: bytes of a token's K/V, and of a state.
     """
 
     tokens: Sequence[int]
     run: Callable[[int], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]
     final: bool = False
-    cost: tuple[int, int] = (0, 0)
 
 
 class Door(Protocol):

@@ -48,7 +48,8 @@ class Outgoing(Protocol):
 
 
 _BACKLOG = 512 << 20
-"""Bytes that may wait to be written; beyond that, prefixes are skipped rather than held in memory."""
+"""Bytes that may wait to be written while another prefix is taken, however long that is: the end of a long conversation
+is what its next turn needs. With more, prefixes are skipped rather than held in memory."""
 _PAUSE = 60.0
 """Seconds for which a store that takes nothing is left alone, and between two looks at what others wrote there."""
 _TRIES = 4
@@ -200,7 +201,8 @@ class TierIndex:
 
     def _keep(self, source: Source, parent: Entry, kind: Kind) -> None:
         done = len(source.tokens)
-        if self._is_behind(source.cost[0] * (done - parent.done) + source.cost[1]):
+        if self._backlog > _BACKLOG:
+            log.debug("the %s tier is behind with writing: a prefix of %d tokens is skipped", self.name, done)
             return  # nothing is copied for it
         key = PrefixHash(source.tokens).key(done)
         try:
@@ -210,8 +212,6 @@ class TierIndex:
                            "--host-memory")
             return
         size = size_of(run) + size_of(state)
-        if self._is_behind(size):
-            return
         if parent.done == done:
             entry = parent
             self._drop_state(entry, prune=False)
@@ -230,13 +230,6 @@ class TierIndex:
         entry.state = self._write(entry, Item(kind, key, below.key, below.done, done), state)
         self.prefixes += 1
         self._use(entry, stored=False)
-
-    def _is_behind(self, size: int) -> bool:
-        """Whether so much waits to be written that another prefix of `size` bytes is skipped."""
-        behind = self._backlog > 0 and self._backlog + size > _BACKLOG
-        if behind:
-            log.debug("the %s tier is behind with writing: a prefix of %d bytes is skipped", self.name, size)
-        return behind
 
     def _write(self, entry: Entry, item: Item, tensors: Tensors) -> Item:
         item = replace(item, size=size_of(tensors))
