@@ -26,7 +26,7 @@ from deltic.engine.batch import BatchMemory, Promised, build
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
 from deltic.engine.fairness import Stall
-from deltic.engine.launch import InFlight
+from deltic.engine.launch import InFlight, Launcher
 from deltic.engine.plan import UNKNOWN, Plan, Row
 from deltic.engine.promise import Promise, Wants
 from deltic.engine.runtime import Runtime
@@ -290,6 +290,39 @@ def test_where_there_is_no_page_more_the_step_waits() -> None:
     others = tell(found, requests)
     assert {key: a.tokens for key, a in others.items()} == {key: a.tokens for key, a in answers.items()}
     assert found.scheduler.preemptions and found.stats.ahead
+
+
+def test_no_step_reaches_past_the_end_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many drafts are right: there the context may end, too."""
+    launched, behind = Launcher.launch, 0
+
+    def launch(launcher: Launcher, plan: Plan, sequences: Any, *args: Any, **named: Any) -> InFlight:
+        nonlocal behind
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            behind += row.accepts > 0
+            assert row.done + row.accepts + len(row.tokens) < sequence.limit or not row.drafts
+        return launched(launcher, plan, sequences, *args, **named)
+
+    requests = [drafted(seed, name, max_tokens=10 + seed) for seed, name in enumerate("abc", 1)]
+    answers = tell(Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False), requests)
+    monkeypatch.setattr(Launcher, "launch", launch)
+    known = {name: answers[name, 0].tokens for name, _ in answers}
+    assert content(tell(drafting(odd_runtime(), known, PATTERNS["often"]), requests)) == content(answers) and behind
+
+
+def test_who_comes_does_not_wait_for_those_who_draft() -> None:
+    requests, late = [drafted(2, "a", max_tokens=90)], drafted(5, "late", max_tokens=9)
+    answers = tell(Engine(runtime_of(odd_runtime(), **limits_of()), ahead=False), [*requests, late])
+    found = drafting(odd_runtime(), {name: answers[name, 0].tokens for name, _ in answers}, PATTERNS["wrong"])
+    begun = list[int]()
+
+    def meddle(engine: Engine, step: int) -> None:
+        if step == 20:
+            engine.add(late)
+        begun.extend([step] * any(sequence.generated for sequence in engine._sequences.get("late", ())))
+
+    assert content(tell(found, requests, meddle)) == content(answers)
+    assert found.stats.ahead > 40 and begun[0] <= 24
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 7, 8, 12])

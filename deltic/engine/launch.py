@@ -15,7 +15,7 @@ from deltic.engine.batch import BatchMemory, Promised, build
 from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
 from deltic.engine.pictures import Pictures
-from deltic.engine.plan import UNKNOWN, Plan, Row, base_after
+from deltic.engine.plan import Plan, Row, base_after
 from deltic.engine.promise import Promise
 from deltic.engine.sampler import Draw, SamplingTable, Scores, logprobs_of, scores_of
 from deltic.engine.sequence import Sequence
@@ -78,8 +78,7 @@ class Share:
         if self.row and self.row.drawn is not None:
             return [Draw(self.sequence, self.row.tokens)]
         masks = masks or [None] * (len(self.draft_tokens) + 1)
-        before = (UNKNOWN,) if self.row and self.row.accepts else ()
-        return [Draw(self.sequence, (*before, *self.draft_tokens[:count]), mask) for count, mask in enumerate(masks)]
+        return [Draw(self.sequence, self.draft_tokens[:count], mask) for count, mask in enumerate(masks)]
 
 
 @dataclass(slots=True, eq=False)
