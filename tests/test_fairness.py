@@ -293,3 +293,10 @@ def test_many_choices_share_one_copy_of_the_prompt_while_they_wait() -> None:
     assert len(waiting) == 127 and all(sequence.tokens is request.prompt for sequence in waiting)
     assert len({id(sequence.prompt_keys) for sequence in waiting}) == 1
     assert len(drain(engine)) == 128 and engine.stats.prompt_tokens == 5_000
+
+
+def test_who_is_read_after_shorter_ones_rather_waits() -> None:
+    """Until they are read it has what it would have read beside another one, from that one."""
+    meeting = Meeting(own=83, saved=70, away=70, others=385, alone=False)
+    assert not meeting.pays(64) and replace(meeting, nearer=255).pays(64)
+    assert not replace(meeting, saved=20, nearer=255).pays(64), "too little is spared"

@@ -65,6 +65,7 @@ class Meeting:
     away: tokens that the other one still has to read to that point.
     others: tokens pending in all prompts that are being read, the other one's among them.
     alone: nobody else reads beside the other one.
+    nearer: tokens pending in those that are nearer to their goal than `own`, which are read first.
     """
 
     own: int
@@ -72,6 +73,7 @@ class Meeting:
     away: int
     others: int
     alone: bool
+    nearer: int = 0
 
     def pays(self, budget: int) -> bool:
         """Whether all come out ahead. Counted in tokens that steps read until this prompt's first token: waiting may
@@ -82,12 +84,12 @@ class Meeting:
         steps = -(-self.away // (budget if self.alone else half))
         left = max(self.others - steps * budget, 0)
         waited = steps * (STEP + min(self.others, budget)) + _reading(budget, left, self.own - self.saved)
-        return waited <= _reading(budget, self.others, self.own) + self.saved
+        return waited <= _reading(budget, self.others, self.own, self.nearer) + self.saved
 
 
-def _reading(budget: int, others: int, own: int) -> int:
-    """Tokens that steps read until a prompt of `own` tokens is read beside others."""
-    steps = 1 if others + own <= budget else -(-own // max(budget // 2, 1))
+def _reading(budget: int, others: int, own: int, nearer: int = 0) -> int:
+    """Tokens that steps read until a prompt of `own` tokens is read beside others, some of them before it."""
+    steps = 1 if others + own <= budget else -(-(own + nearer) // max(budget // 2, 1))
     return steps * (STEP + min(others + own, budget))
 
 

@@ -274,8 +274,9 @@ class Scheduler:
             # a state less than a page after another one is not worth its slot
             position = max((wanted for wanted in other.wanted if common - PAGE < wanted <= common), default=common)
             known = max(self._known(sequence), passed[0])
-            meeting = Meeting(len(sequence.tokens) - known, position - known, position - other.done, others,
-                              len(reading) == 1)
+            own = len(sequence.tokens) - known
+            nearer = sum(one.pending for one in reading if one is not other and one.pending < own)
+            meeting = Meeting(own, position - known, position - other.done, others, len(reading) == 1, nearer)
             if meeting.away > 0 and meeting.pays(self.token_budget):
                 found.append((position, other))
         if found:
