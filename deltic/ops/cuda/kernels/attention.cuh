@@ -48,9 +48,9 @@ template <int D, class In> DEVICE void turn(float (&v)[D / 32], const In *from, 
 
 // In: of the projections. KV: of keys and values in the pages, as in kv.cuh.
 template <int D, int SHARE, class In, class KV> struct Attend {
-    static constexpr int WARPS = 8, N = D / 32;
+    static constexpr int WARPS = 8, N = D / 32, TURN = WARPS * 128;  // TURN: numbers that a block has at once, a thread four
     typedef Vector<N, KV> Kept;
-    struct Shared {
+    struct alignas(16) Shared {
         float query[SHARE][D], buffers[WARPS][SHARE < 3 ? 3 : SHARE][D], top[WARPS][SHARE], weight[WARPS][SHARE];
         float share[SHARE][64];
         int last;
@@ -186,55 +186,63 @@ template <int D, int SHARE, class In, class KV> struct Attend {
             for (int i = 0; i < N; ++i) m.buffers[warp][g][lane * N + i] = acc[g][i];
         }
         __syncthreads();
-        for (int o = tid; o < SHARE * D; o += WARPS * 32) {
+        for (int o = tid * 4; o < SHARE * D; o += TURN) {
             const int g = o / D, d = o % D;
-            float high = m.top[0][g], sum = 0, total = 0;
+            float high = m.top[0][g], sum[4] = {}, total = 0;
 #pragma unroll
             for (int w = 1; w < WARPS; ++w) high = fmaxf(high, m.top[w][g]);
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float share = __expf(m.top[w][g] - high);
-                sum += share * m.buffers[w][g][d], total += share * m.weight[w][g];
+                add(sum, share, *(const float4 *)&m.buffers[w][g][d]), total += share * m.weight[w][g];
             }
             if (all == 1) {
-                finish(g, d, sum * (1.f / total));
+                float gate[4];
+                load_gate(gate, g, d);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[i] *= 1.f / total;
+                finish(g, d, sum, gate);
                 continue;
             }
             const i64 at = (i64(token) * a.heads + kv * SHARE + g) * a.parts + part;
-            a.mixed[at * D + d] = sum;
+            store4(a.mixed + at * D + d, make_float4(sum[0], sum[1], sum[2], sum[3]));
             if (d == 0) a.mass[at * 2] = high, a.mass[at * 2 + 1] = total;
         }
     }
-    DEVICE void finish(int g, int d, float sum) {
-        const int head = kv * SHARE + g;
-        const float gate = load(input(token) + head * 2 * D + D + d);
-        a.y[i64(token) * (a.heads * D) + head * D + d] = narrow(sum * sigmoid(gate));
+    static DEVICE void add(float (&sum)[4], float share, float4 v) {
+        sum[0] += share * v.x, sum[1] += share * v.y, sum[2] += share * v.z, sum[3] += share * v.w;
+    }
+    DEVICE void load_gate(float (&gate)[4], int g, int d) const {
+        load_all<4>(gate, input(token) + (kv * SHARE + g) * 2 * D + D + d);
+    }
+    // Four columns of a query's output.
+    DEVICE void finish(int g, int d, const float (&sum)[4], const float (&gate)[4]) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = sum[i] * sigmoid(gate[i]);
+        store_all<4>(a.y + i64(token) * (a.heads * D) + (kv * SHARE + g) * D + d, v);
     }
     // The last block of a token's K/V head joins what all have found.
     DEVICE void join() {
+        const int own = tid * 4;
+        float gate[4] = {};
+        if (own < SHARE * D) load_gate(gate, own / D, own % D);
         __syncthreads();
         int *const ended = a.ended + token * a.kv_heads + kv;
-        if (tid == 0) {
-            __threadfence();
-            m.last = atomicAdd(ended, 1) == all - 1;
-            __threadfence();
-        }
+        if (tid == 0) m.last = count_up(ended) == all - 1;
         __syncthreads();
         if (!m.last) return;
         if (tid == 0) *ended = 0;
         const i64 at = (i64(token) * a.heads + kv * SHARE) * a.parts;
-        constexpr int SPLIT = WARPS * 32 / D, EACH = (SHARE + SPLIT - 1) / SPLIT, AHEAD = 8;
-        const int d = tid % D, sub = tid / D;
-        float found[AHEAD][EACH], sum[EACH];
-        const auto read = [&](int from) {  // so many parts at once
+        constexpr int AHEAD = 8;
+        float4 found[AHEAD];
+        const auto read = [&](int o, int from) {  // so many parts at once
+            const float *const first = a.mixed + (at + o / D * a.parts + from) * D + o % D;
 #pragma unroll
             for (int p = 0; p < AHEAD; ++p)
-#pragma unroll
-                for (int k = 0; k < EACH; ++k)
-                    found[p][k] = sub + k * SPLIT < SHARE && from + p < all
-                        ? load(a.mixed + (at + (sub + k * SPLIT) * a.parts + from + p) * D + d) : 0.f;
+                found[p] = o < SHARE * D && from + p < all ? load4(first + p * D) : make_float4(0, 0, 0, 0);
         };
-        read(0);
+        read(own, 0);
         for (int g = warp; g < SHARE; g += WARPS) {  // what each part counts for
             const float *mass = a.mass + (at + g * a.parts) * 2;
             float top[2], own[2], high = -1e30f;
@@ -253,19 +261,18 @@ template <int D, int SHARE, class In, class KV> struct Attend {
             for (int i = 0; i < 2; ++i) m.share[g][lane + 32 * i] = top[i] * whole;
         }
         __syncthreads();
+        for (int o = own; o < SHARE * D; o += TURN) {
+            const int g = o / D, d = o % D;
+            float sum[4] = {};
+            if (o >= TURN) load_gate(gate, g, d);
+#pragma unroll 1
+            for (int from = 0; from < all; from += AHEAD) {
+                if (from || o >= TURN) read(o, from);
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) sum[k] = 0;
-        for (int from = 0; from < all; from += AHEAD) {
-            if (from) read(from);
-#pragma unroll
-            for (int p = 0; p < AHEAD; ++p)
-#pragma unroll
-                for (int k = 0; k < EACH; ++k)
-                    if (sub + k * SPLIT < SHARE) sum[k] += m.share[sub + k * SPLIT][from + p] * found[p][k];
+                for (int p = 0; p < AHEAD; ++p) add(sum, m.share[g][from + p], found[p]);
+            }
+            finish(g, d, sum, gate);
         }
-#pragma unroll
-        for (int k = 0; k < EACH; ++k)
-            if (sub + k * SPLIT < SHARE) finish(sub + k * SPLIT, d, sum[k]);
     }
     DEVICE void run() {
         Kept key[2], value[2];

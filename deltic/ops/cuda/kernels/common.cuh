@@ -96,6 +96,16 @@ DEVICE void store4_once(float *p, float4 v, u64 policy) {
     asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1,%2,%3,%4}, %5;"
                  :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "l"(policy) : "memory");
 }
+DEVICE void store4(float *p, float4 v) {
+    asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+// By one thread of a block, between two barriers: how many blocks have counted before. What they wrote before is seen by
+// who comes last.
+DEVICE int count_up(int *p) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+    return before;
+}
 // For data that nobody reads again soon: it shall not push other data out of the second-level cache.
 DEVICE u64 read_once() {
     u64 policy;

@@ -238,6 +238,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     }
     // Tokens from the n-th on, then the places of the ring that no new input went to.
     DEVICE void rest(int n, Gates of, State *last) {
+#pragma unroll 1
         for (; n < tokens; ++n) {
             of.beta = load(gates(n) + head), of.steep = load(gates(n) + a.value_heads + head);
             if (tid < BV) of.gate = load(inputs(n) + channels + head * DV + slice * BV + tid);
@@ -245,8 +246,9 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         }
         if (older() || (source == target && done)) return;
         const u16 *const old = a.ring + i64(source) * 4 * channels;
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < EACH; ++i)
+#pragma unroll 1
             for (int place = 0; place < 4 && writes(i); ++place) {
                 const int last = done + tokens - 1, position = last - ((last - place) & 3), at = place * channels + channel(i);
                 if (position < done) ring()[at] = done ? __ldcg(old + at) : u16(0);

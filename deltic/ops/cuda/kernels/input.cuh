@@ -10,8 +10,9 @@ constexpr int LINE_BYTES = 144, LINES_BYTES = 4 * LINE_BYTES;
 
 // Args: has x, scale, eps and tokens as `Product` says. HEAD: columns of a value head, whose outputs are normed first,
 // with squares by slices of SLICE; 0: not. FORM: kPlain: bfloat16. kFixed, for tiles
-// (packed.cuh), where K is a multiple of 256: each 256 columns as whole numbers of 16 bits, the largest is 32,512.
-template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct Input {
+// (packed.cuh), where K is a multiple of 256: each 256 columns as whole numbers of 16 bits, the largest is 32,512. ONE: there
+// is but one token.
+template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE = false> struct Input {
     static constexpr int WARPS = 8;
     static constexpr bool FIXED = FORM == kFixed || FORM == kBoth;  // there are whole numbers
     const Args &a;
@@ -23,7 +24,8 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
     DEVICE Input(const Args &args, float *of_squares)
         : a(args), tid(threadIdx.x), warp(threadIdx.x >> 5), lane(threadIdx.x & 31), squares(of_squares) {}
     static DEVICE void meet() { meet_eight_warps(); }
-    DEVICE char *place(int column, int token) const { return xs + (column / 32 * a.tokens + token) * 64 + column % 32 * 2; }
+    DEVICE int tokens() const { return ONE ? 1 : a.tokens; }
+    DEVICE char *place(int column, int token) const { return xs + (column / 32 * tokens() + token) * 64 + column % 32 * 2; }
     // kPaired: of eight columns the first two, the third two, the second and the fourth, as a lane wants them in product.cuh.
     DEVICE void put4(int column, int token, uint2 v) {
         if constexpr (FORM == kPaired) {
@@ -46,7 +48,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum += q[i] = __float_as_uint(__fmaf_rn(v[i], inverse, BIAS));
             const int group = column / 32 % 8;
-            char *const line = lines + ((column / 256 * a.tokens + token) * 4 + group % 4) * LINE_BYTES,
+            char *const line = lines + ((column / 256 * tokens() + token) * 4 + group % 4) * LINE_BYTES,
                        *const at = line + group / 4 * 32 + column % 32;
             *(uint2 *)(at + 64) = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x40), bytes_of_four(q[4], q[5], q[6], q[7], 0x40));
 #pragma unroll
@@ -73,7 +75,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 const int k = p * 1024 + tid * 4;
-                v[p][n] = k < K && token + n < a.tokens ? load4((const float *)a.x + i64(token + n) * K + k)
+                v[p][n] = k < K && token + n < tokens() ? load4((const float *)a.x + i64(token + n) * K + k)
                                                         : make_float4(0, 0, 0, 0);
             }
         float sum[N];
@@ -85,14 +87,14 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
             for (int n = 0; n < N; ++n) {
                 const float4 f = v[p][n];
                 sum[n] = __fmaf_rn(f.x, f.x, __fmaf_rn(f.y, f.y, __fmaf_rn(f.z, f.z, __fmaf_rn(f.w, f.w, p ? sum[n] : 0.f))));
-                if (k < K && token + n < a.tokens)
+                if (k < K && token + n < tokens())
                     put4(k, token + n, make_uint2(narrow2(f.x * s.x, f.y * s.y), narrow2(f.z * s.z, f.w * s.w)));
             }
         }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float all = warp_sum(sum[n]);
-            if (lane == 0 && token + n < a.tokens) squares[warp * 16 + token + n] = all;
+            if (lane == 0 && token + n < tokens()) squares[warp * 16 + token + n] = all;
         }
     }
     // The same for tiles, where a warp has 256 columns.
@@ -104,7 +106,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 const int k = p * 2048 + tid * 8;
-                if (k < K && token + n < a.tokens) load_all<8>(v[p][n], (const float *)a.x + i64(token + n) * K + k);
+                if (k < K && token + n < tokens()) load_all<8>(v[p][n], (const float *)a.x + i64(token + n) * K + k);
                 else {
 #pragma unroll
                     for (int i = 0; i < 8; ++i) v[p][n][i] = 0;
@@ -126,13 +128,13 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
                     f[i] = __fmul_rn(x, s[i]);
                 }
                 sum[n] = __fadd_rn(__fadd_rn(part[0], part[1]), p ? sum[n] : 0.f);
-                if (k < K && token + n < a.tokens) put8(k, token + n, f);
+                if (k < K && token + n < tokens()) put8(k, token + n, f);
             }
         }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float all = warp_sum(sum[n]);
-            if (lane == 0 && token + n < a.tokens) squares[warp * 16 + token + n] = all;
+            if (lane == 0 && token + n < tokens()) squares[warp * 16 + token + n] = all;
         }
     }
     // Heads, which lack the factors of their norms only, and behind them the squares of their slices, as gdn.cuh leaves them.
@@ -161,14 +163,14 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
     }
     DEVICE void stage() {
         if constexpr (HEAD > 0) {
-            for (int token = 0; token < a.tokens; ++token) stage_heads(token);
+            for (int token = 0; token < tokens(); ++token) stage_heads(token);
         } else if constexpr (NORM) {
             constexpr int N = K > 2048 ? 2 : 4;
-            if (a.tokens == 1) {
+            if (tokens() == 1) {
                 if constexpr (FIXED) stage_normalised_tiles<1>(0);
                 else stage_normalised<1>(0);
-            } else {
-                for (int token = 0; token < a.tokens; token += N) {
+            } else if constexpr (!ONE) {
+                for (int token = 0; token < tokens(); token += N) {
                     if constexpr (FIXED) stage_normalised_tiles<N>(token);
                     else stage_normalised<N>(token);
                 }
@@ -176,7 +178,7 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM> struct In
         } else {
             // all that a thread loads of a token is on its way before it waits for any of it
             constexpr int N = K > 8192 ? 6 : K > 4096 ? 4 : 2;
-            const int count = a.tokens * (K / 8);
+            const int count = tokens() * (K / 8);
             for (int first = tid; first < count; first += 256 * N) {
                 uint4 v[N];
 #pragma unroll

@@ -238,9 +238,9 @@ struct Packed {
 // TOKENS: up to 1, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
 // the tensor cores have 16 rows.
 template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE>
-struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
-    using Base = Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)>;
-    using Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
+struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1> {
+    using Base = Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1>;
+    using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
     static constexpr bool PLAIN = form_of(KINDS) != kFixed;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
     // a warp's tiles are all of the same columns of x, which stay in registers
@@ -256,8 +256,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
 
     DEVICE PackedMultiplier(const Packed &args, char *shared) : Base(args, (float *)(shared + 512)) {
         char *next = shared + 1024 + a.slots * a.slot;
-        if constexpr (FIXED) lines = next, next += TILES * LINES_BYTES * a.tokens;
-        if constexpr (PLAIN) this->xs = next, next += K * 2 * a.tokens;
+        if constexpr (FIXED) lines = next, next += TILES * LINES_BYTES * tokens();
+        if constexpr (PLAIN) this->xs = next, next += K * 2 * tokens();
         partial = (float *)next;
         barrier = shared_address(shared), ring = at = shared_address(shared + 1024);
         if constexpr (FIXED) line = shared_address(lines) + (lane & 3) * LINE_BYTES;
@@ -273,12 +273,11 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
         if constexpr (PLAIN) {
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {  // tokens that do not exist are the last one
-                const int token = TOKENS == 1 ? 0 : min(8 * half + (lane >> 2), a.tokens - 1);
+                const int token = TOKENS == 1 ? 0 : min(8 * half + (lane >> 2), tokens() - 1);
                 x[half] = shared_address(this->xs) + token * 64 + (lane & 3) * 16;
             }
         }
     }
-    DEVICE int tokens() const { return TOKENS == 1 ? 1 : a.tokens; }
     DEVICE void next() {
         at += a.slot, barrier += 8;
         if (++place == a.slots) place = 0, lap ^= 1, at = ring, barrier -= a.slots * 8;
@@ -349,10 +348,10 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
     DEVICE void multiply_many(Tile<KIND> (&w)[HIGH], uint4 (&scales)[HIGH], int tile, float *to, int below) {
         constexpr int SUMS = Tile<KIND>::SUMS, RUN = 8 / SUMS;
 #pragma unroll 1
-        for (int four = 0; four < a.tokens; four += 4) {  // tokens that do not exist are the last one
-            const int token = four + (lane & 3), base = tile * a.tokens;
-            const u32 from = line + (base + min(four + (lane >> 3), a.tokens - 1)) * LINES_BYTES + (lane >> 2 & 1) * 64,
-                      sums = shared_address(lines) + (base + min(token, a.tokens - 1)) * LINES_BYTES + 128;
+        for (int four = 0; four < tokens(); four += 4) {  // tokens that do not exist are the last one
+            const int token = four + (lane & 3), base = tile * tokens();
+            const u32 from = line + (base + min(four + (lane >> 3), tokens() - 1)) * LINES_BYTES + (lane >> 2 & 1) * 64,
+                      sums = shared_address(lines) + (base + min(token, tokens() - 1)) * LINES_BYTES + 128;
             float s[4][HIGH][SUMS], pair[HIGH], sum[HIGH];
 #pragma unroll
             for (int h = 0; h < HIGH; ++h) {  // or there would not be registers enough for all that is the same each time
@@ -392,7 +391,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
                     if (j % 2) sum[h] = j == 1 ? pair[h] : sum[h] + pair[h];
                 }
             }
-            if (token < a.tokens) {
+            if (token < tokens()) {
 #pragma unroll
                 for (int h = 0; h < HIGH; ++h)
                     if (h == 0 || below) to[h * below + token * 8 + (lane >> 2)] = sum[h];
@@ -463,13 +462,14 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
     DEVICE float sum(const float *from, int token, int n) const {
         float v[2] = {};
 #pragma unroll 8
-        for (int tile = 0; tile < TILES; ++tile) v[tile & 1] += from[(tile * a.tokens + token) * 8 + n];
+        for (int tile = 0; tile < TILES; ++tile) v[tile & 1] += from[(tile * tokens() + token) * 8 + n];
         return v[0] + v[1];
     }
+    DEVICE int slot_of(int i) const { return TOKENS == 1 ? i : (i * a.inverse) >> 16; }
     // What a thread's first sum is added to.
     DEVICE void load_old() {
         int first;
-        const int slot = (tid / 8 * a.inverse) >> 16, token = tid / 8 - slot * a.tokens, count = units(0, 0, first);
+        const int slot = slot_of(tid / 8), token = tid / 8 - slot * tokens(), count = units(0, 0, first);
         const int column = (first + slot) * 8 + tid % 8;
         if (slot < count && column < a.rows[0]) old = load((const float *)a.y + i64(token) * a.total + column);
     }
@@ -477,9 +477,9 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
     DEVICE void finish(int round, const float *from) {
         for (int p = 0; p < (OUT == kGate ? 1 : a.parts); ++p) {
             int first;
-            const int count = units(p, round, first), each = TILES * 8 * a.tokens;
-            for (int o = tid; o < count * a.tokens * 8; o += WARPS * 32) {
-                const int n = o % 8, slot = (o / 8 * a.inverse) >> 16, token = o / 8 - slot * a.tokens;
+            const int count = units(p, round, first), each = TILES * 8 * tokens();
+            for (int o = tid; o < count * tokens() * 8; o += WARPS * 32) {
+                const int n = o % 8, slot = slot_of(o / 8), token = o / 8 - slot * tokens();
                 const int row = (first + slot) * 8 + n;
                 if (row >= a.rows[p]) continue;
                 const i64 to = i64(token) * a.total + a.row[p] + row;
@@ -511,7 +511,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS)> {
 #define MULTIPLY(k) multiply_kind<k>(kind, count, to);
                 EACH_KIND(MULTIPLY)
 #undef MULTIPLY
-                to += count * TILES * 8 * a.tokens;
+                to += count * TILES * 8 * tokens();
             }
             this->meet();
             finish(round, begin);

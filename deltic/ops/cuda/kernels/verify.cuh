@@ -179,9 +179,7 @@ template <int DK, int DV, int BV, class In> struct VerifiedSlice : GatedDelta<DK
     DEVICE void finish() {
         int *const ended = v.ended + row * v.value_heads + head;
         if (tid == 0) {
-            __threadfence();
-            room.last = atomicAdd(ended, 1) == SLICES - 1;
-            __threadfence();
+            room.last = count_up(ended) == SLICES - 1;
         }
         __syncthreads();
         if (!room.last) return;
