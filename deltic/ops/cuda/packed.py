@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltic.ops.cuda import arguments as args
 from deltic.ops.cuda.driver import Module
-from deltic.ops.cuda.layout import ALONE, FEW, MOST, SPREAD, WARPS, WHOLE
+from deltic.ops.cuda.layout import ALONE, FEW, MOST, SPREAD, SQUEEZED, WARPS, WHOLE
 from deltic.ops.cuda.tiles import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
 from deltic.ops.records import Block, Weight
 
@@ -74,7 +74,8 @@ class PackedMultiply:
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
-        return (f'extern "C" __global__ void __launch_bounds__({WARPS * 32 + 32}, 2) {self.name(tokens)}'
+        threads = SQUEEZED if tokens == 1 else WARPS * 32 + 32
+        return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
                 f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}>(a); }}\n")
 

@@ -234,7 +234,7 @@ template <int D, int SHARE, class In, class KV> struct Attend {
         if (!m.last) return;
         if (tid == 0) *ended = 0;
         const i64 at = (i64(token) * a.heads + kv * SHARE) * a.parts;
-        constexpr int AHEAD = 8;
+        constexpr int AHEAD = 16;
         float4 found[AHEAD];
         const auto read = [&](int o, int from) {  // so many parts at once
             const float *const first = a.mixed + (at + o / D * a.parts + from) * D + o % D;
@@ -243,6 +243,7 @@ template <int D, int SHARE, class In, class KV> struct Attend {
                 found[p] = o < SHARE * D && from + p < all ? load4(first + p * D) : make_float4(0, 0, 0, 0);
         };
         read(own, 0);
+#pragma unroll 1
         for (int g = warp; g < SHARE; g += WARPS) {  // what each part counts for
             const float *mass = a.mass + (at + g * a.parts) * 2;
             float top[2], own[2], high = -1e30f;

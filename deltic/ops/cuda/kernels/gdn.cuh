@@ -62,6 +62,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     static_assert(DK % GROUPS == 0 && DK % 32 == 0 && BV <= 32 && (!NORMS || V == SLICES), "blocks do not fit the head");
     struct alignas(16) Shared {
         float parts[V][WARPS][2][BV], mixed[CHANNELS], red[2 * DK / 32 + EACH * WARPS * V], squares[2][SLICES];
+        Rates rates;
     };
     const Gdn &a;
     Shared &m;
@@ -77,6 +78,7 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
         keys = a.key_heads * DK, channels = 2 * keys + a.value_heads * DV;
         start = place.start, tokens = place.tokens, done = place.done, source = place.source, target = place.target;
     }
+    DEVICE bool has_gates() const { return NORMS || warp == WARPS - 1; }
     // A thread's i-th convolved channel, as a place in `mixed` and as a channel.
     DEVICE int local(int i) const { return threadIdx.x + i * THREADS; }
     DEVICE int channel_of(int c) const {
@@ -105,32 +107,54 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
                     __fmaf_rn(low(taps[i].y), history[i][2], __fmul_rn(high(taps[i].y), wide(raw))))));
     }
     DEVICE void shift(int i, u16 raw) { history[i][0] = history[i][1], history[i][1] = history[i][2], history[i][2] = wide(raw); }
-    // The convolution of one token, into `mixed`; sums of squares of each 32 channels into `red`. ring: where the input is
-    // to be kept, null: nowhere; older: with the three before it.
-    template <class Input> DEVICE void convolve(Input input, u16 *ring, bool older, int position) {
-        float raws[EACH];
+    // The convolution of one token, whose inputs go to `raws` and results into `mixed`; sums of squares of each 32 channels
+    // into `red`. Of a block of one slice one warp has the gates: numbers that all heads have side by side come from the same
+    // few places of the second-level cache, which is slow if every warp asks for them.
+    template <class Input> DEVICE void convolve(Input input, float (&raws)[EACH], const Gates &of) {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) raws[i] = mixes(i) ? input(i) : 0.f;  // all on their way before one is waited for
+        float squares[EACH + EACH % 2] = {};
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            float x = 0;
-            if (mixes(i)) {
-                const u16 raw = narrow(raws[i]);
-                x = mix(i, raw);
-                if (ring && writes(i)) {
-                    u16 *const to = ring + channel(i);
-                    to[(position & 3) * channels] = raw;
+            if (!mixes(i)) continue;
+            const float x = mix(i, narrow(raws[i]));
+            m.mixed[local(i)] = x, squares[i] = __fmul_rn(x, x);
+        }
+        warp_sums(squares);
 #pragma unroll
-                    for (int p = 0; p < 3; ++p)
-                        if (older) to[((position + 1 + p) & 3) * channels] = narrow(history[i][p]);
-                }
-                shift(i, raw);
-                m.mixed[local(i)] = x;
-            }
-            const float square = warp_sum(__fmul_rn(x, x));
-            if (lane == 0) m.red[local(i) / 32] = square;
+        for (int i = 0; i < EACH; ++i)
+            if (lane == 0) m.red[local(i) / 32] = squares[i];
+        if (!NORMS && has_gates()) {
+            const Rates r = rates(of);
+            if (lane == 0) m.rates = r;
         }
         __syncthreads();
+    }
+    // The inputs before a row's only token, to another ring than they come from.
+    DEVICE void keep_older() const {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+#pragma unroll
+            for (int p = 0; p < 3; ++p)
+                if (writes(i)) ring()[((done + 1 + p) & 3) * channels + channel(i)] = narrow(history[i][p]);
+        }
+    }
+    // After it, when nobody waits: the next token's history. ring: where the inputs are to be kept, null: nowhere; older:
+    // with the three before them.
+    DEVICE void keep_inputs(const float (&raws)[EACH], u16 *ring, bool older, int position) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (!mixes(i)) continue;
+            const u16 raw = narrow(raws[i]);
+            if (ring && writes(i)) {
+                u16 *const to = ring + channel(i);
+                to[(position & 3) * channels] = raw;
+#pragma unroll
+                for (int p = 0; p < 3; ++p)
+                    if (older) to[((position + 1 + p) & 3) * channels] = narrow(history[i][p]);
+            }
+            shift(i, raw);
+        }
     }
     // What a token's query and key are multiplied with, and their product. mixed, red: of the token.
     DEVICE Factors factors(const float *mixed, const float *red) const {
@@ -202,12 +226,13 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     // One token, whose inputs are convolved. last: where the state is to be stored.
     DEVICE void advance(int token, const Gates &of, State *last) {
         const float *value = m.mixed + 2 * DK + part * BV;
+        const Rates r = NORMS ? rates(of) : m.rates;
+        const float gate = __fmul_rn(of.scale, silu(of.gate));
         const Factors f = factors(m.mixed, m.red);
         project(m.mixed, f, m.parts[part]);
         __syncthreads();
-        const Rates r = rates(of);
         float u, found = tid < BV ? output(value, f, r, m.parts[part], u) : 0.f;
-        const float gated = __fmul_rn(found, __fmul_rn(of.scale, silu(of.gate)));
+        const float gated = __fmul_rn(found, gate);
         float *const row = (float *)a.y + i64(start + token) * heads_stride(a.value_heads * DV, BV);
         if (!NORMS && tid < BV) row[head * DV + slice * BV + tid] = gated;
         if (warp == 0) {
@@ -232,28 +257,31 @@ template <int DK, int DV, int BV, int V, bool NORMS, class In> struct GatedDelta
     template <class Input, class Following> DEVICE void advance(int token, const Gates &of, Input input, State *last,
                                                                 Following following) {
         const bool kept = older() || (source == target && token + 4 >= tokens);
-        convolve(input, kept ? ring() : nullptr, older(), done + token);
+        float raws[EACH];
+        convolve(input, raws, of);
         following();
         advance(token, of, token + 1 == tokens ? last : nullptr);
+        keep_inputs(raws, kept ? ring() : nullptr, NORMS && older(), done + token);
     }
     // Tokens from the n-th on, then the places of the ring that no new input went to.
     DEVICE void rest(int n, Gates of, State *last) {
 #pragma unroll 1
         for (; n < tokens; ++n) {
-            of.beta = load(gates(n) + head), of.steep = load(gates(n) + a.value_heads + head);
+            if (has_gates()) of.beta = load(gates(n) + head), of.steep = load(gates(n) + a.value_heads + head);
             if (tid < BV) of.gate = load(inputs(n) + channels + head * DV + slice * BV + tid);
             advance(n, of, [&](int i) { return load(inputs(n) + channel(i)); }, last, [] {});
         }
         if (older() || (source == target && done)) return;
         const u16 *const old = a.ring + i64(source) * 4 * channels;
 #pragma unroll 1
-        for (int i = 0; i < EACH; ++i)
+        for (int i = 0; i < EACH; ++i) {
 #pragma unroll 1
             for (int place = 0; place < 4 && writes(i); ++place) {
                 const int last = done + tokens - 1, position = last - ((last - place) & 3), at = place * channels + channel(i);
                 if (position < done) ring()[at] = done ? __ldcg(old + at) : u16(0);
                 else if (source != target) ring()[at] = narrow(load(inputs(position - done) + channel(i)));
             }
+        }
     }
 };
 
@@ -274,6 +302,7 @@ template <int DK, int DV, int BV, class In> DEVICE void gdn_spread(const Gdn &a)
     g.load_history();
     const float scale = g.tid < BV ? __ldg(a.norm + g.slice * BV + g.tid) : 0.f;
     const Gates of{0, 0, 0, __ldg(a.decay + g.head), __ldg(a.dt_bias + g.head), scale};
+    if (g.older()) g.keep_older();  // no kernel of this step has anything to do with that ring
     wait();
     g.rest(0, of, g.state(g.target));
 }

@@ -47,16 +47,16 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
             const float top = __uint_as_float(warp_max(most)), inverse = top > 1e-30f ? 32512.f * reciprocal(top) : 0.f;
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum += q[i] = __float_as_uint(__fmaf_rn(v[i], inverse, BIAS));
-            const int group = column / 32 % 8;
-            char *const line = lines + ((column / 256 * tokens() + token) * 4 + group % 4) * LINE_BYTES,
-                       *const at = line + group / 4 * 32 + column % 32;
+            const int group = lane >> 2;
+            char *const line = lines + (column / 256 * tokens() + token) * LINES_BYTES + group % 4 * LINE_BYTES,
+                       *const at = line + group / 4 * 32 + lane % 4 * 8;
             *(uint2 *)(at + 64) = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x40), bytes_of_four(q[4], q[5], q[6], q[7], 0x40));
 #pragma unroll
             for (int i = 0; i < 8; ++i) q[i] += 128;
             *(uint2 *)at = make_uint2(bytes_of_four(q[0], q[1], q[2], q[3], 0x51), bytes_of_four(q[4], q[5], q[6], q[7], 0x51));
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            if (column % 32 == 0) {
+            if (lane % 4 == 0) {
                 *(float *)(line + 128 + group / 4 * 4) = float(int(sum - 32 * __float_as_uint(BIAS)));
                 if (group < 4) *(float *)(line + 136) = top * (1.f / 32512.f);
             }
@@ -146,8 +146,14 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
         for (int p = 0; p < PASSES; ++p) {
             const int k = min(p * 2048 + tid * 8, K - 8);
             load_all<8>(v[p], x + k);
+            // few places of the second-level cache, of which every block asks for all: four at once
+            const float *const own = x + K + k / HEAD * SLICES;
+            if constexpr (SLICES % 4 == 0) {
+                load_all<SLICES>(squares[p], own);
+            } else {
 #pragma unroll
-            for (int i = 0; i < SLICES; ++i) squares[p][i] = load(x + K + k / HEAD * SLICES + i);
+                for (int i = 0; i < SLICES; ++i) squares[p][i] = load(own + i);
+            }
         }
 #pragma unroll
         for (int p = 0; p < PASSES; ++p) {
@@ -157,7 +163,10 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
             for (int i = 0; i < SLICES; ++i) mean += squares[p][i];
             const float factor = rsqrtf(mean / HEAD + a.eps);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) v[p][j] = wide(narrow(__fmul_rn(v[p][j], factor)));  // as where they are stored
+            for (int j = 0; j < 8; j += 2) {  // rounded as where they are stored
+                const u32 two = narrow2(__fmul_rn(v[p][j], factor), __fmul_rn(v[p][j + 1], factor));
+                v[p][j] = low(two), v[p][j + 1] = high(two);
+            }
             if (k < K) put8(k, token, v[p]);
         }
     }
@@ -177,8 +186,9 @@ template <class Args, int K, bool NORM, int HEAD, int SLICE, int FORM, bool ONE 
             }
         } else {
             // all that a thread loads of a token is on its way before it waits for any of it
-            constexpr int N = K > 8192 ? 6 : K > 4096 ? 4 : 2;
+            constexpr int N = ONE ? (K + 2047) / 2048 : K > 8192 ? 6 : K > 4096 ? 4 : 2;
             const int count = tokens() * (K / 8);
+#pragma unroll 1
             for (int first = tid; first < count; first += 256 * N) {
                 uint4 v[N];
 #pragma unroll

@@ -205,20 +205,29 @@ DEVICE void multiply_groups(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SU
         }
     }
 }
-// What they are all together, of row lane / 4 of each tile; line: the sums of the lane's groups.
+// What they are together, of a lane's groups of row lane / 4 of the h-th tile; s, unit: its scales; line: the groups' sums.
+template <int KIND> DEVICE float sum_of_groups(u32 s, u32 unit, const int (&d)[Tile<KIND>::SUMS][4], int h, const uint4 &line) {
+    constexpr int SUMS = Tile<KIND>::SUMS;
+    float sums[SUMS];
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = whole(d[i][2 * h], d[i][2 * h + 1]);
+    return Tile<KIND>::part(s, unit, sums, line);
+}
+// Of all groups, of each tile.
 template <int KIND, int HIGH>
 DEVICE void add_groups(const Tile<KIND> (&w)[HIGH], const int (&d)[Tile<KIND>::SUMS][4], const uint4 &line, float (&sum)[HIGH]) {
-    constexpr int SUMS = Tile<KIND>::SUMS;
 #pragma unroll
     for (int h = 0; h < HIGH; ++h) {
-        float s[SUMS];
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) s[i] = whole(d[i][2 * h], d[i][2 * h + 1]);
-        sum[h] = Tile<KIND>::part(w[h].s, w[h].d, s, line);
+        sum[h] = sum_of_groups<KIND>(w[h].s, w[h].d, d, h, line);
 #pragma unroll
         for (int other = 1; other < 4; other *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], other);
     }
 }
+
+// What a block has of a part: so many units of 8 rows, and the first; the part's first row in y, and its rows.
+struct alignas(16) Part {
+    int units, first, kind, row, rows;
+};
 
 struct Packed {
     const char *data[4];  // of each part of the weight, whose rows follow one another
@@ -251,6 +260,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     u32 line;               // of whole numbers, of the first tile and token: the lane's line
     u32 first, step;        // of one token: the lane's first numbers, and how far it is to those of the next tile
     float *partial;         // [rounds, tiles of one, T, 8]: two at most
+    Part *parts;
     float old = 0, alone = 0;  // alone: the norm's factor of the only token
     uint4 held[HELD_PLAIN ? 8 : HELD ? 5 : 1];
 
@@ -259,6 +269,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         if constexpr (FIXED) lines = next, next += TILES * LINES_BYTES * tokens();
         if constexpr (PLAIN) this->xs = next, next += K * 2 * tokens();
         partial = (float *)next;
+        parts = (Part *)(shared + 256);
         barrier = shared_address(shared), ring = at = shared_address(shared + 1024);
         if constexpr (FIXED) line = shared_address(lines) + (lane & 3) * LINE_BYTES;
         if constexpr (FIXED && TOKENS == 1) {
@@ -284,12 +295,19 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     }
     // The current slot may be written again.
     DEVICE void release() { release_slot(barrier + 8 * a.slots); }
-    // A part's units of this block in a round: how many, and the first.
-    DEVICE int units(int p, int round, int &first) const {
+    // What this block has of a part, and how many units and from which on in a round.
+    DEVICE Part part(int p) const {
         int block = int(blockIdx.x) - a.shift[p];
         if (block < 0) block += gridDim.x;
-        first = block * a.whole[p] + min(block, a.rest[p]) + round * a.round;
-        return max(0, min(a.whole[p] + (block < a.rest[p]) - round * a.round, a.round));
+        return {a.whole[p] + (block < a.rest[p]), block * a.whole[p] + min(block, a.rest[p]), a.kind[p], a.row[p], a.rows[p]};
+    }
+    DEVICE int units(const Part &of, int round, int &first) const {
+        first = of.first + round * a.round;
+        return max(0, min(of.units - round * a.round, a.round));
+    }
+    // The parts, for after the wait: what a kernel is given comes slowly where it is looked up by number.
+    DEVICE void keep_parts() {
+        if (tid < a.parts) parts[tid] = part(tid);
     }
     // Tiles t ... t + 7 of each row of units, of `count` units. A lane copies what lies in one unit.
     DEVICE void copy_slot(const char *from, int t, int count, int each, u64 policy) {
@@ -315,7 +333,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         for (int round = 0; round < a.rounds; ++round)
             for (int p = 0; p < a.parts; ++p) {
                 int first;
-                const int count = units(p, round, first), each = bytes_of(a.kind[p]);
+                const Part of = part(p);
+                const int count = units(of, round, first), each = bytes_of(of.kind);
                 const char *from = a.data[p] + i64(first) * (TILES * each);
                 for (int t = 0; t < (count + HIGH - 1) / HIGH * TILES; t += WARPS, ++copied) {
                     if (copied == a.slots) __syncthreads();  // the barriers are there
@@ -331,17 +350,27 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     template <bool SIGNED> DEVICE void multiply_eight(int (&d)[4], const u32 (&c)[HIGH][2], u32 x, u32 y, bool fresh) {
         ::multiply_eight<SIGNED, HIGH>(d, c, x, y, fresh);
     }
-    // A tile's products with one token, [8], and those of the tile below it, `below` further on. Releases the slot.
-    template <int KIND> DEVICE void multiply_one(const Tile<KIND> (&w)[HIGH], int tile, float *to, int below) {
+    DEVICE uint4 numbers(int tile, int n) const { return HELD ? held[HELD ? n : 0] : load_shared(first + tile * step + n * 16); }
+    DEVICE uint4 line_of(int tile) const { return HELD ? held[HELD ? 4 : 0] : load_shared(line + tile * LINES_BYTES + 128); }
+    // A tile's products with one token, [8], and those of the tiles below it, of so many units in all. Releases the slot.
+    template <int KIND> DEVICE void multiply_one(int tile, float *to, int units) {
+        Tile<KIND> w[HIGH];
         int d[Tile<KIND>::SUMS][4];
-        multiply_groups<KIND, HIGH>(w, d, [&](int n) {
-            return HELD ? held[HELD ? n : 0] : load_shared(first + tile * step + n * 16);
-        });
+        load_tiles<KIND>(w);
+        multiply_groups<KIND, HIGH>(w, d, [&](int n) { return numbers(tile, n); });
         release();
+        const uint4 sums = line_of(tile);
         float sum[HIGH];
-        add_groups<KIND, HIGH>(w, d, HELD ? held[HELD ? 4 : 0] : load_shared(line + tile * LINES_BYTES + 128), sum);
-        const int mine = lane & 3;
-        if (mine == 0 || (HIGH == 2 && mine == 1 && below)) to[(mine ? below : 0) + (lane >> 2)] = mine ? sum[HIGH - 1] : sum[0];
+#pragma unroll
+        for (int h = 0; h < HIGH; ++h) sum[h] = sum_of_groups<KIND>(w[h].s, w[h].d, d, h, sums);
+        put_sums(sum, to, units);
+    }
+    // Sums of four lanes each, (0 + 1) + (2 + 3), of which a lane makes those of one tile, where that exists.
+    DEVICE void put_sums(const float (&sum)[HIGH], float *to, int units) const {
+        const int own = HIGH > 1 ? lane & 1 : 0;
+        float v = (own ? sum[HIGH - 1] : sum[0]) + __shfl_xor_sync(~0u, own ? sum[0] : sum[HIGH - 1], 1);
+        v += __shfl_xor_sync(~0u, v, 2);
+        if ((lane & 3) < HIGH && own < units) to[own * (TILES * 8) + (lane >> 2)] = v;
     }
     // The same with all tokens, [T, 8], four at a time; scales: of the lane's row.
     template <int KIND>
@@ -426,33 +455,41 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
                 }
         release();
     }
+    // A warp's tiles of the current slot, which has come.
+    template <int KIND> DEVICE void load_tiles(Tile<KIND> (&w)[HIGH]) const {
+#pragma unroll
+        for (int n = 0; n < HIGH; ++n) w[n].load(Shared{at + (n * WARPS + warp) * Tile<KIND>::BYTES}, lane);
+    }
     template <int KIND> DEVICE void multiply_tiles(int count, float *to) {
-        constexpr int EACH = Tile<KIND>::BYTES;
         const int rows = (count + HIGH - 1) / HIGH;
         int row = warp / TILES, tile = warp % TILES;
 #pragma unroll 1
         for (int t = 0; t < rows * TILES; t += WARPS) {
             await_barrier(barrier, lap);
             __syncwarp();
-            if (row < rows) {
-                Tile<KIND> w[HIGH];
-#pragma unroll
-                for (int n = 0; n < HIGH; ++n) w[n].load(Shared{at + (n * WARPS + warp) * EACH}, lane);
-                float *const first = to + (row * HIGH * TILES + tile) * 8 * tokens();
-                const int below = row * HIGH + 1 < count ? TILES * 8 * tokens() : 0;
-                if constexpr (is_plain(KIND)) multiply_plain<KIND>(w, tile, first, below);
-                else if constexpr (TOKENS == 1) multiply_one<KIND>(w, tile, first, below);
-                else {
-                    uint4 scales[HIGH];
-#pragma unroll
-                    for (int n = 0; n < HIGH; ++n)
-                        scales[n] = load_shared(at + (n * WARPS + warp) * EACH + Tile<KIND>::SCALES + (lane >> 2) * 16);
-                    multiply_many<KIND>(w, scales, tile, first, below);
-                }
-            } else release();
+            if (row < rows) multiply_slot<KIND>(tile, to + (row * HIGH * TILES + tile) * 8 * tokens(), count - row * HIGH);
+            else release();
             next();
             row += WARPS / TILES, tile += WARPS % TILES;
             if (WARPS % TILES && tile >= TILES) tile -= TILES, ++row;
+        }
+    }
+    // A warp's tiles of the current slot, of so many units, with all tokens.
+    template <int KIND> DEVICE void multiply_slot(int tile, float *to, int units) {
+        const int below = HIGH > 1 && units > 1 ? TILES * 8 * tokens() : 0;
+        if constexpr (is_plain(KIND)) {
+            Tile<KIND> w[HIGH];
+            load_tiles<KIND>(w);
+            multiply_plain<KIND>(w, tile, to, below);
+        } else if constexpr (TOKENS == 1) multiply_one<KIND>(tile, to, units);
+        else {
+            Tile<KIND> w[HIGH];
+            load_tiles<KIND>(w);
+            uint4 scales[HIGH];
+#pragma unroll
+            for (int n = 0; n < HIGH; ++n)
+                scales[n] = load_shared(at + (n * WARPS + warp) * Tile<KIND>::BYTES + Tile<KIND>::SCALES + (lane >> 2) * 16);
+            multiply_many<KIND>(w, scales, tile, to, below);
         }
     }
     template <int KIND> DEVICE void multiply_kind(int kind, int count, float *to) {
@@ -469,20 +506,21 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     // What a thread's first sum is added to.
     DEVICE void load_old() {
         int first;
-        const int slot = slot_of(tid / 8), token = tid / 8 - slot * tokens(), count = units(0, 0, first);
+        const int slot = slot_of(tid / 8), token = tid / 8 - slot * tokens(), count = units(parts[0], 0, first);
         const int column = (first + slot) * 8 + tid % 8;
-        if (slot < count && column < a.rows[0]) old = load((const float *)a.y + i64(token) * a.total + column);
+        if (slot < count && column < parts[0].rows) old = load((const float *)a.y + i64(token) * a.total + column);
     }
     // The sums of a round, to where they belong.
     DEVICE void finish(int round, const float *from) {
         for (int p = 0; p < (OUT == kGate ? 1 : a.parts); ++p) {
             int first;
-            const int count = units(p, round, first), each = TILES * 8 * tokens();
+            const Part of = parts[p];
+            const int count = units(of, round, first), each = TILES * 8 * tokens();
             for (int o = tid; o < count * tokens() * 8; o += WARPS * 32) {
                 const int n = o % 8, slot = slot_of(o / 8), token = o / 8 - slot * tokens();
                 const int row = (first + slot) * 8 + n;
-                if (row >= a.rows[p]) continue;
-                const i64 to = i64(token) * a.total + a.row[p] + row;
+                if (row >= of.rows) continue;
+                const i64 to = i64(token) * a.total + of.row + row;
                 if (OUT == kAdd && (round || o != tid)) old = load((const float *)a.y + to);
                 const float f = !NORM ? 1.f : TOKENS == 1 ? alone : this->factor(token),
                             v = sum(from + slot * each, token, n) * f;
@@ -507,7 +545,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             float *begin = partial + (round & 1) * a.sums, *to = begin;
             for (int p = 0; p < a.parts; ++p) {
                 int first;
-                const int count = units(p, round, first), kind = a.kind[p];
+                const Part of = parts[p];
+                const int count = units(of, round, first), kind = of.kind;
 #define MULTIPLY(k) multiply_kind<k>(kind, count, to);
                 EACH_KIND(MULTIPLY)
 #undef MULTIPLY
@@ -525,6 +564,7 @@ DEVICE void packed(const Packed &a) {
     PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
+    m.keep_parts();
     __syncthreads();
     wait();
     launch_dependents();  // only now, so that what comes next finds the room that the kernel before has left
