@@ -233,10 +233,10 @@ DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+constexpr int BYTES_BIAS = 0x4b400000;
 // Whole numbers of eight bits, of the first matrix with a sign or without; sums come with the bits of the float 12,582,912.
 template <bool SIGNED> DEVICE void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, bool fresh) {
-    const int bias = 0x4b400000;
-    const int c0 = fresh ? bias : d[0], c1 = fresh ? bias : d[1], c2 = fresh ? bias : d[2], c3 = fresh ? bias : d[3];
+    const int c0 = fresh ? BYTES_BIAS : d[0], c1 = fresh ? BYTES_BIAS : d[1], c2 = fresh ? BYTES_BIAS : d[2], c3 = fresh ? BYTES_BIAS : d[3];
     if constexpr (SIGNED)
         asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
             : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -245,6 +245,12 @@ template <bool SIGNED> DEVICE void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u
         asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
             : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+}
+// Four products of such numbers, added to a sum; of the first ones with a sign or without.
+template <bool SIGNED> DEVICE int multiply_four(u32 a, u32 b, int sum) {
+    if constexpr (SIGNED) asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
+    else asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
+    return sum;
 }
 // x & mask | bits in one instruction.
 DEVICE u32 select(u32 x, u32 mask, u32 bits) {

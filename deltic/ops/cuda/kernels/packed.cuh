@@ -1,10 +1,11 @@
 // Products with weights that stay quantized. See product.cuh: the same blocks of one warp that copies and eight that
 // multiply, but a weight is tiles of 8 rows and 256 columns, one behind the other (deltic/ops/cuda/tiles.py has their
 // layout). A warp has every 8th tile of a block, or every 8th pair of tiles one below the other. Its codes are multiplied
-// as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight, by the tensor cores; a
-// group's sum, which is exact, is multiplied with its scale. So weights are what the file says, the activations are
-// rounded to 2^-16 of the largest of 256, and a row's sum has one order: tiles from left to right, of each tile the
-// groups j and j + 4, and these sums in pairs. Plain kinds, those of bfloat16 and float8, are multiplied as bfloat16.
+// as what they are, whole numbers, with whole numbers of 16 bits (input.cuh), in two halves of eight: by the tensor cores,
+// or of one token by plain ones. A group's sum, which is exact and so the same, is multiplied with its scale. So weights
+// are what the file says, the activations are rounded to 2^-16 of the largest of 256, and a row's sum has one order: tiles
+// from left to right, of each tile the groups j and j + 4, and these sums in pairs. Plain kinds, those of bfloat16 and
+// float8, are multiplied as bfloat16.
 
 enum { kQ8_0, kQ4_K, kQ6_K, kQ5_K, kBF16, kFP8 };
 #define EACH_KIND(f) f(kQ8_0) f(kQ4_K) f(kQ6_K) f(kQ5_K) f(kBF16) f(kFP8)
@@ -188,7 +189,33 @@ template <bool SIGNED, int HIGH>
 DEVICE void multiply_eight(int (&d)[4], const u32 (&c)[HIGH][2], u32 x, u32 y, bool fresh) {
     multiply_bytes<SIGNED>(d, c[0][0], c[HIGH - 1][0], c[0][1], c[HIGH - 1][1], x, y, fresh);
 }
-// The products of the tiles' groups with one token; numbers(n): 16 bytes of a lane's numbers, which are four times as many.
+// The products of the tiles' groups with one token, by plain cores: those of a lane's own row and groups, so that no two
+// instructions wait for each other as long as those of the tensor cores do. x: the lane's line.
+template <int KIND, int HIGH>
+DEVICE void multiply_words(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUMS][4], u32 x) {
+    constexpr int RUN = 8 / Tile<KIND>::SUMS;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const uint4 upper = load_shared(x + n * 16), lower = load_shared(x + 64 + n * 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = n * 2 + i;
+#pragma unroll
+            for (int h = 0; h < HIGH; ++h) {
+                int &up = d[at / RUN][2 * h], &low = d[at / RUN][2 * h + 1];
+                if (at % RUN == 0) up = low = BYTES_BIAS;
+                u32 c[2];
+                w[h].codes(at / 4, at % 4, c);
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    up = multiply_four<Tile<KIND>::SIGNED>(c[k], word(upper, i * 2 + k), up);
+                    low = multiply_four<Tile<KIND>::SIGNED>(c[k], word(lower, i * 2 + k), low);
+                }
+            }
+        }
+    }
+}
+// The same by the tensor cores; numbers(n): 16 bytes of a lane's numbers, which are four times as many.
 template <int KIND, int HIGH, class F>
 DEVICE void multiply_groups(const Tile<KIND> (&w)[HIGH], int (&d)[Tile<KIND>::SUMS][4], F numbers) {
     constexpr int RUN = 8 / Tile<KIND>::SUMS;
@@ -252,17 +279,16 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
     static constexpr bool PLAIN = form_of(KINDS) != kFixed;
     static constexpr int TILES = K / 256, HALVES = TOKENS > 8 ? 2 : 1, COLUMNS = TOKENS == 1 ? 1 : 2;
-    // a warp's tiles are all of the same columns of x, which stay in registers
-    static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1, HELD_PLAIN = HELD && !FIXED;
+    // a warp's tiles are all of the same columns of x, which stay in registers if they are plain
+    static constexpr bool HELD = WARPS % TILES == 0 && TOKENS == 1 && !FIXED;
     int lap = 0, place = 0;
     u32 barrier, ring, at;  // of the current slot
     u32 x[HALVES];          // of plain numbers: of the lane's token, its first columns
     u32 line;               // of whole numbers, of the first tile and token: the lane's line
-    u32 first, step;        // of one token: the lane's first numbers, and how far it is to those of the next tile
     float *partial;         // [rounds, tiles of one, T, 8]: two at most
     Part *parts;
     float old = 0, alone = 0;  // alone: the norm's factor of the only token
-    uint4 held[HELD_PLAIN ? 8 : HELD ? 5 : 1];
+    uint4 held[HELD ? 8 : 1];
 
     DEVICE PackedMultiplier(const Packed &args, char *shared) : Base(args, (float *)(shared + 512)) {
         char *next = shared + 1024 + a.slots * a.slot;
@@ -272,15 +298,6 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         parts = (Part *)(shared + 256);
         barrier = shared_address(shared), ring = at = shared_address(shared + 1024);
         if constexpr (FIXED) line = shared_address(lines) + (lane & 3) * LINE_BYTES;
-        if constexpr (FIXED && TOKENS == 1) {
-            // Of the second matrix's eight columns two belong to a group of 32 columns of each tile: one for the upper half
-            // of its numbers, one for the lower; where its rows are another group's there are zeros. So a lane finds in its
-            // sums those of its own group.
-            const bool own = (lane & 3) == lane >> 3;
-            first = own ? line + (lane >> 2 & 1) * 64 : shared_address(shared + 448), step = own ? LINES_BYTES : 0;
-            forget(first), forget(step);
-            if (tid < 16) ((u32 *)(shared + 448))[tid] = 0;
-        }
         if constexpr (PLAIN) {
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {  // tokens that do not exist are the last one
@@ -350,16 +367,15 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     template <bool SIGNED> DEVICE void multiply_eight(int (&d)[4], const u32 (&c)[HIGH][2], u32 x, u32 y, bool fresh) {
         ::multiply_eight<SIGNED, HIGH>(d, c, x, y, fresh);
     }
-    DEVICE uint4 numbers(int tile, int n) const { return HELD ? held[HELD ? n : 0] : load_shared(first + tile * step + n * 16); }
-    DEVICE uint4 line_of(int tile) const { return HELD ? held[HELD ? 4 : 0] : load_shared(line + tile * LINES_BYTES + 128); }
     // A tile's products with one token, [8], and those of the tiles below it, of so many units in all. Releases the slot.
     template <int KIND> DEVICE void multiply_one(int tile, float *to, int units) {
         Tile<KIND> w[HIGH];
         int d[Tile<KIND>::SUMS][4];
         load_tiles<KIND>(w);
-        multiply_groups<KIND, HIGH>(w, d, [&](int n) { return numbers(tile, n); });
+        const u32 own = line + tile * LINES_BYTES;
+        multiply_words<KIND, HIGH>(w, d, own);
         release();
-        const uint4 sums = line_of(tile);
+        const uint4 sums = load_shared(own + 128);
         float sum[HIGH];
 #pragma unroll
         for (int h = 0; h < HIGH; ++h) sum[h] = sum_of_groups<KIND>(w[h].s, w[h].d, d, h, sums);
@@ -438,7 +454,7 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             const uint4 o = w[0].eight(g), u = HIGH > 1 ? w[HIGH - 1].eight(g) : o;
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
-                const uint4 v = HELD_PLAIN ? held[HELD_PLAIN ? g : 0] : load_shared(x[half] + begin + g * step);
+                const uint4 v = HELD ? held[HELD ? g : 0] : load_shared(x[half] + begin + g * step);
                 multiply(d[half][i % 2], o.x, u.x, o.y, u.y, v.x, v.y);
                 multiply(d[half][i % 2], o.z, u.z, o.w, u.w, v.z, v.w);
             }
@@ -532,13 +548,9 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         }
     }
     DEVICE void run() {
-        if constexpr (HELD_PLAIN) {
+        if constexpr (HELD) {
 #pragma unroll
             for (int g = 0; g < 8; ++g) held[g] = load_shared(x[0] + (warp % TILES * 8 + g) * 64);
-        } else if constexpr (HELD) {
-#pragma unroll
-            for (int n = 0; n < 4; ++n) held[n] = load_shared(first + warp % TILES * step + n * 16);
-            held[4] = load_shared(line + warp % TILES * LINES_BYTES + 128);
         }
         if (NORM && TOKENS == 1) alone = this->factor(0);
         for (int round = 0; round < a.rounds; ++round) {
