@@ -15,8 +15,8 @@ from deltic.ops.cuda.layout import ALONE, FEW, MOST, SPREAD, SQUEEZED, WARPS, WH
 from deltic.ops.cuda.tiles import COLUMNS, KINDS, PLAIN_KINDS, ROWS, Tiles, tiles_of
 from deltic.ops.records import Block, Weight
 
-_HALF = 86 << 10
-"""Bytes of shared memory of a block beside which there is room for the next product's and for one of the attention."""
+_HALF = 104 << 10
+"""Bytes of shared memory of a block beside which there is room for the next product's."""
 _INPUT = 144 << 10
 """Bytes of input that a block keeps in shared memory at most."""
 _SUMS = 16 << 10
