@@ -216,7 +216,7 @@ def test_memory_stays_pinned_as_long_as_somebody_has_some_of_it(monkeypatch: pyt
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="quant=q4_k is not possible with expert_memory"):
-        EngineConfig(quant="q4_k", expert_cap=3)
+        EngineConfig(quant="q4_k", expert_cap=3, device="cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for changes in ({"expert_cap": 3}, {"expert_memory": "1GiB", "expert_compute": "card"}):
         asked = options(quant="q4_k", **changes)

@@ -197,4 +197,4 @@ def _checked(options: EngineConfig, info: ProgramInfo) -> EngineConfig:
         raise ConfigError(f"max_context {options.max_context} is more than the {info.max_context} tokens that this "
                           "program was compiled for: choose less, or compile it anew", "max_context")
     batch = options.max_batch if info.max_batch is None else min(options.max_batch, info.max_batch)
-    return replace(options, speculate="off", max_batch=batch)
+    return replace(options, device="cpu", speculate="off", max_batch=batch)

@@ -110,8 +110,10 @@ def _head_fact(path: Path) -> str | None:
 
 def _shape_facts(args: argparse.Namespace) -> dict[str, Any]:
     """Of a preset, without making its weights."""
-    engine, config = EngineConfig(**options.engine_options(args)), ModelConfig.preset(args.random, args.layers)
+    from deltic.engine.options import settled
     from deltic.ops import select
+
+    engine, config = settled(EngineConfig(**options.engine_options(args))), ModelConfig.preset(args.random, args.layers)
 
     return {"model": f"random-{args.random}", **_facts(config, engine, select(engine.ops), _plan(config, engine)),
             "tokenizer": None}

@@ -45,11 +45,12 @@ def wanted(args: argparse.Namespace) -> bool:
 def model_set(args: argparse.Namespace, prepare: Callable[[LLM], None]) -> ModelSet:
     """The models that the arguments name; all of them are there, but none is loaded. prepare: for one that is."""
     from deltic.engine.memory import card_share, free_memory
+    from deltic.engine.options import settled
     from deltic.server.model_registry import ModelSet
     from deltic.server.served_model import short_name
 
     given = engine_options(args)
-    config = EngineConfig(**given)
+    config = settled(EngineConfig(**given))
     named: list[tuple[str, str | None]] = list(args.models)
     aliases: tuple[str, ...] = ()
     if args.model or not named:

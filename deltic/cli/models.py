@@ -26,7 +26,7 @@ def open_llm(args: argparse.Namespace, **defaults: Any) -> LLM:
     check_source(args)
     options = {**defaults, **engine_options(args)}
     if args.random:
-        _check_memory(args, EngineConfig(**options))
+        _check_memory(args, options)
     from deltic.engine.llm import LLM
 
     bar = loading_bar()
@@ -54,8 +54,11 @@ def check_source(args: argparse.Namespace) -> None:
         raise UsageError("--layers needs --random: a checkpoint keeps its layers")
 
 
-def _check_memory(args: argparse.Namespace, engine: EngineConfig) -> None:
+def _check_memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """UsageError if random weights would not fit into the memory that is left; some is needed beside them."""
+    from deltic.engine.options import settled
+
+    engine = settled(EngineConfig(**options))
     free, needed = available_memory(), _random_bytes(args.random, args.layers, engine)
     if engine.device != "cpu" or needed <= free * _SHARE:
         return

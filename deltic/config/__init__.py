@@ -4,7 +4,7 @@ Dtypes are strings here, so that a command line can be built without importing t
 """
 
 from deltic.config.aliases import ARCHITECTURES
-from deltic.config.engine import EngineConfig
+from deltic.config.engine import AUTO, EngineConfig
 from deltic.config.generation import GenerationDefaults
 from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, available_memory, parse_bytes
@@ -22,6 +22,7 @@ from deltic.config.presets import PRESETS
 
 __all__ = [
     "ARCHITECTURES",
+    "AUTO",
     "DTYPE_BYTES",
     "PRESETS",
     "DType",

@@ -22,6 +22,9 @@ _RANGES: Final = {
     "expert_cap": (1, 4096),
     "expert_refresh": (1, 1 << 31),
 }
+AUTO: Final = "auto"
+"""The device that a machine has; `engine.options.settled` says which one. Until then nobody knows how many tokens a
+step aims at, or whether all options suit the device."""
 _CACHED_PARAMETERS: Final = 8_000_000
 _PACKED: Final = ("auto", "on", "off")
 _QUANTS: Final = ("none", "q8_0", "q4_k", "fp8")
@@ -40,7 +43,8 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
 class EngineConfig:
     """Options of the engine; a value that an option cannot have raises ConfigError naming the option."""
 
-    device: str = _option("cpu", "where to run: cpu, cuda or cuda:N")
+    device: str = _option("auto", "where to run: cpu, cuda or cuda:N. auto: on an NVIDIA GPU of compute capability 8.0 "
+                          "or later, if there is one")
     dtype: str = _option("auto", "dtype of weights and activations; auto: the checkpoint's", choices=_DTYPES)
     threads: int | None = _option(None, "CPU threads (default: the physical cores the container may use)")
     memory: str | None = _option(None, "memory for the cache, such as 4GiB (default: half of what is free; on a "
@@ -104,7 +108,7 @@ class EngineConfig:
     limits: Limits = field(default_factory=Limits, metadata={"help": "what one client may ask for"})
 
     def __post_init__(self) -> None:
-        if self.token_budget is None:  # a GPU needs thousands to be busy
+        if self.token_budget is None and self.device != AUTO:  # a GPU needs thousands to be busy
             mine = 768 if self.offloads_experts else 512  # a chunk reads all experts that are not in memory
             object.__setattr__(self, "token_budget", mine if self.device == "cpu" else 8192)
         self._check_types()
@@ -114,8 +118,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be from {low} to {high}, not {show(value)}", name)
         if self.max_repeat == 1:
             raise ConfigError("max_repeat must be at least 2, or 0 for off: everything is there once", "max_repeat")
-        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
-            raise ConfigError(f"device must be cpu, cuda or cuda:N, not {self.device!r}", "device")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}", "device")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}", "dtype")
         for name, choices in {"kv_dtype": _KV_DTYPES, "state_dtype": _STATE_DTYPES, "packed_weights": _PACKED,
@@ -171,7 +175,7 @@ class EngineConfig:
         if self.expert_compute != "auto" and (self.device == "cpu" or not self.offloads_experts):
             raise ConfigError(f"expert_compute={self.expert_compute} is for experts that are not all on a GPU: leave "
                               "it out, or give device cuda and expert_memory", "expert_compute")
-        if self.expert_predict and self.device != "cpu":
+        if self.expert_predict and self.device.startswith("cuda"):
             raise ConfigError(f"expert_predict is for device cpu, not {self.device}; leave it out", "expert_predict")
         if self.offloads_experts and self.quant != "none" and self.device == "cpu":
             raise ConfigError(f"quant={self.quant} is not possible with expert_memory: experts are used as they lie in "
@@ -180,7 +184,8 @@ class EngineConfig:
     def _check_types(self) -> None:
         for name in _RANGES:
             value = getattr(self, name)
-            optional = name in ("threads", "max_context", "max_stall_ms", "expert_cap")
+            optional = name in ("threads", "max_context", "max_stall_ms", "expert_cap") or (
+                name == "token_budget" and self.device == AUTO)
             if type(value) is not int and not (optional and value is None):
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
         for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,

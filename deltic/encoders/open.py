@@ -15,6 +15,7 @@ from deltic.encoders.gguf import gives_vectors, is_bert, read_gguf
 from deltic.encoders.items import Item, TextModel
 from deltic.encoders.stored import StoredEncoder, read_directory
 from deltic.encoders.texts import Texts
+from deltic.engine.options import settled
 from deltic.errors import ConfigError, ModelError
 from deltic.weights.files import read_json
 from deltic.weights.gguf.file import GgufFile
@@ -65,6 +66,7 @@ def open_texts(model: str | Path, task: Task, options: EngineConfig, revision: s
                progress: Progress | None = None, max_length: int | None = None, instruction: str | None = None
                ) -> Opened:
     """Load a model of vectors or scores. ModelError names the file that cannot be used; ConfigError the option."""
+    options = settled(options)
     place = resolve(model, revision, progress=progress is not None)
     stored = open_stored(place)
     if stored is not None:

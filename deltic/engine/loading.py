@@ -31,6 +31,7 @@ from deltic.engine.experts import (
 from deltic.engine.heap import keep_freed_memory
 from deltic.engine.identity import Identity, machine_facts
 from deltic.engine.memory import plan_memory, share_memory
+from deltic.engine.options import settled
 from deltic.engine.pictures import Encode
 from deltic.engine.runtime import Runtime
 from deltic.engine.tiers import open_tiers
@@ -124,6 +125,7 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     """Load a model (directory, GGUF file, hub name, "tiny" or None for the embedded one, or random weights) and size
     its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
     rings even if nobody drafts. vectors: as of `plan_memory`."""
+    options = settled(options)
     speculation, draft = options.speculation, None
     if isinstance(speculation, Draft):
         options, drafting = share_memory(options)
