@@ -207,6 +207,14 @@ def test_operations_without_kernels(monkeypatch):
     assert finding.state == "warning" and finding.fact == f"torch ({MISSING}): mlp head"
 
 
+def test_operations_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(library, "load", lambda: MISSING)
+    monkeypatch.setattr("deltic.engine.options.found_device", lambda: "cuda")
+    finding = look(installation.check_operations)
+    assert finding.state == "ok" and "on the GPU " in finding.fact
+    assert "cuda: fold_ring sample mtp_step step vision" in finding.fact
+
+
 def test_the_torch_that_the_package_wants(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=1", "torch<2.14,>=2.9; extra == 'a'"])

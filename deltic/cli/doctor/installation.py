@@ -19,7 +19,7 @@ _OLDEST_PYTHON = (3, 11)
 _SOURCE = Path(__file__).parents[3]
 _OLD_DRIVER = ("check with nvidia-smi that the driver runs and is not older than that CUDA version; a container has to "
                "be given the GPU (--gpus all)")
-_NO_CUDA = "install a CUDA build of the same torch (https://pytorch.org/get-started), then use --device cuda"
+_NO_CUDA = "install a CUDA build of the same torch (https://pytorch.org/get-started), and models run on it"
 _LEVELS = ("no vector extensions", "AVX2", "AVX-512", "AVX-512 with VNNI", "AVX-512 with BF16 products")
 """What the kernels' levels mean."""
 _QUESTION, _ANSWER, _ANSWER_TOKENS = "What is the capital of France?", "Paris", 32
@@ -63,16 +63,19 @@ def check_kernels(args: argparse.Namespace) -> Finding:
 
 
 def check_operations(args: argparse.Namespace) -> Finding:
-    """Who serves each op, and why nobody faster."""
+    """Who serves each op where models run if nothing else is said, and why nobody faster."""
+    from deltic.engine import options
     from deltic.ops import explain, select
     from deltic.ops.cpu import library
 
-    served = explain(select())
+    device = options.found_device()
+    served = explain(select((), device))
     groups: dict[str, list[str]] = {}
     for name, who in served.items():
         groups.setdefault(who, []).append(name)
-    missing = isinstance(library.load(), str)
-    return Finding.of("operations", "; ".join(f"{who}: {' '.join(names)}" for who, names in groups.items()),
+    missing = device == "cpu" and isinstance(library.load(), str)
+    text = "; ".join(f"{who}: {' '.join(names)}" for who, names in groups.items())
+    return Finding.of("operations", text if device == "cpu" else f"on the GPU {text} (a model's own: deltic inspect)",
                       [("warning", "see kernels above")] if missing else [])
 
 
