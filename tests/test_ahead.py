@@ -15,6 +15,8 @@ from speculation_cases import Dictate, EndingAt, headed
 from support import Answers, Watch, drain, embedded_runtime, greedy, numbers, odd_runtime, qwen3_runtime, take
 from test_prefix_tree import tokens_of
 
+from deltic.engine import launch
+from deltic.engine.batch import build, decodes, has_bucket
 from deltic.engine.depth import FixedDepth
 from deltic.engine.drafters import NgramDrafter
 from deltic.engine.engine import Engine
@@ -281,3 +283,25 @@ def test_nothing_is_left_in_flight_when_all_is_over() -> None:
     engine.add(plain("b", 2, max_tokens=3))
     drain(engine, answers)
     assert len(answers[("b", 0)].tokens) == 3 and engine.stats.steps == 6 + 3
+
+
+def test_a_prompt_of_one_token_beside_tokens_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a prefix cache its row is one token whose logits are wanted, like those that take theirs from the step in
+    flight; but a bucket has either kind alone."""
+    plans = list[Plan]()
+
+    def watched(plan: Plan, *args: Any, **options: Any) -> Any:
+        plans.append(plan)
+        return build(plan, *args, **options)
+
+    monkeypatch.setattr(launch, "build", watched)
+    engine = engine_for(odd_runtime(), True, reuse=False)
+
+    def meddle(engine: Engine, step: int) -> None:
+        if step in (6, 9):
+            engine.add(replace(greedy([3 + step], 4, f"short {step}"), speculate=False))
+
+    tell(engine, [plain("long", 1)], meddle)
+    mixed = [plan for plan in plans if decodes(plan) and 0 < sum(row.drawn is not None for row in plan.rows) < len(plan.rows)]
+    assert len(mixed) == 2 and not any(map(has_bucket, mixed))
+    assert any(has_bucket(plan) and plan.rows[0].drawn is not None for plan in plans)

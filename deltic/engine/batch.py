@@ -170,9 +170,7 @@ def build(plan: Plan, device: torch.device, all_logits: bool = False, hidden: bo
     if isinstance(drawn, Promised):
         return verifying(plan, device, memory, hidden, drawn)
     unknown = sum(row.drawn is not None for row in rows)
-    # of few rows, those with tokens in replay rings have no bucket for tokens that are not known
-    taken = unknown == len(rows) and (unknown > FEW_ROWS or not any(map(_over_ring, rows)))
-    if device.type == "cuda" and (verified or not hidden) and (taken or decodes(plan, verified)):
+    if device.type == "cuda" and (verified or not hidden) and has_bucket(plan, verified):
         return decoding(plan, device, drawn if unknown else None, memory, hidden)
     if device.type == "cuda" and verified and drawn is None and verifies(plan):
         return verifying(plan, device, memory, hidden)
@@ -249,6 +247,17 @@ def _batch(shape: _Shape, numbers: Tensor, append: Tensor, pages: Tensor, kept: 
         source=source, target=target, base=base if shape.behind else done, ring=ring, append=append,
         emit_row=emit_row, emit_length=emit_length, emit_slot=emit_slot, logit_tokens=logit_tokens, span=shape.span,
         kept=kept)
+
+
+def has_bucket(plan: Plan, verified: bool = False) -> bool:
+    """Whether the step's integers are those of a bucket: it decodes, and either all tokens are known or none is, as the
+    device takes all from the step in flight or leaves all as they are. verified: as of `decodes`."""
+    rows = plan.rows
+    unknown = sum(row.drawn is not None for row in rows)
+    if not unknown:
+        return decodes(plan, verified)
+    # of few rows, those with tokens in replay rings have no bucket for tokens that are not known
+    return unknown == len(rows) and (unknown > FEW_ROWS or not any(map(_over_ring, rows)))
 
 
 def decodes(plan: Plan, verified: bool = False) -> bool:
