@@ -25,6 +25,8 @@ _RANGES: Final = {
 AUTO: Final = "auto"
 """The device that a machine has; `engine.options.settled` says which one. Until then nobody knows how many tokens a
 step aims at, or whether all options suit the device."""
+_ALONE: Final = 64
+"""Tokens that a step aims at where each is computed by itself: as many as a long step has time for."""
 _CACHED_PARAMETERS: Final = 8_000_000
 _PACKED: Final = ("auto", "on", "off")
 _QUANTS: Final = ("none", "q8_0", "q4_k", "fp8")
@@ -61,6 +63,10 @@ class EngineConfig:
     max_batch: int = _option(16, "most sequences that run at the same time")
     token_budget: int = _option(None, "tokens that one step aims at; longer prompts are read in chunks (default: 512, "
                                 "with --expert-memory 768, on a GPU 8192)")
+    batch_invariant: bool = _option(False, "compute every token by itself, at most 16 at a time, so that on a GPU, "
+                                    "too, no answer depends by a bit on what else runs, how a prompt is cut or what "
+                                    "is kept: for evaluations. Prompts are read as slowly as answers are written; no "
+                                    "drafts, no pictures, no vectors")
     max_stall_ms: int | None = _option(None, "milliseconds that a step should take at most in which answers wait for "
                                              "prompts, which are then read in smaller chunks and take longer (default: "
                                              "50, but chunks of a quarter of --token-budget at least)")
@@ -110,7 +116,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.token_budget is None and self.device != AUTO:  # a GPU needs thousands to be busy
             mine = 768 if self.offloads_experts else 512  # a chunk reads all experts that are not in memory
-            object.__setattr__(self, "token_budget", mine if self.device == "cpu" else 8192)
+            mine = mine if self.device == "cpu" else 8192
+            object.__setattr__(self, "token_budget", _ALONE if self.batch_invariant else mine)
         self._check_types()
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -140,6 +147,21 @@ class EngineConfig:
         self._check_tiers()
         self._check_experts()
         self._check_ops()
+        self._check_invariant()
+
+    def _check_invariant(self) -> None:
+        if not self.batch_invariant:
+            return
+        if self.speculate not in ("auto", "off"):
+            raise ConfigError(f"speculate={self.speculate} is not possible with batch_invariant, as drafts are "
+                              "verified several at a time: leave one of them out", "speculate")
+        if self.mmproj is not None:
+            raise ConfigError("mmproj is not possible with batch_invariant, which reads no pictures: leave one of them "
+                              "out", "mmproj")
+        if self.offloads_experts and self.device.startswith("cuda") and self.expert_compute != "card":
+            raise ConfigError("batch_invariant with experts beside a GPU needs expert_compute=card: the host's cores "
+                              "round differently", "expert_compute")
+        object.__setattr__(self, "vision", False)
 
     def _check_utilization(self) -> None:
         name, share = "gpu_memory_utilization", self.gpu_memory_utilization
@@ -192,8 +214,8 @@ class EngineConfig:
                             "host_memory": str | None, "cache_dir": str | None, "aot_dir": str | None,
                             "mmproj": str | None, "expert_memory": str | None, "expert_reserve": str,
                             "expert_compute": str,
-                            "expert_predict": bool, "expert_profile": str | None, "debug_layers": bool,
-                            "limits": Limits}.items():
+                            "batch_invariant": bool, "expert_predict": bool, "expert_profile": str | None,
+                            "debug_layers": bool, "limits": Limits}.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
 
@@ -235,7 +257,7 @@ class EngineConfig:
     @property
     def speculation(self) -> Speculation:
         """What `speculate` says."""
-        return parse_speculation(self.speculate)
+        return None if self.batch_invariant else parse_speculation(self.speculate)
 
     def threads_for(self, parameters: int) -> int:
         """`threads`, or else the physical cores that this process may use; for a model of so few parameters that

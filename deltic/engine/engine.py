@@ -119,6 +119,9 @@ class Engine:
         if request.id in self._sequences:
             raise RequestError(f"a request with id {request.id!r} is already running", "id")
         keys = keys_of(request, self.runtime.config.vocab_size, self.max_context, self.pictures is not None)
+        if isinstance(request.output, Embed) and self.runtime.options.batch_invariant:
+            raise RequestError("this model was loaded with batch_invariant, which is for answers: load it without for "
+                               "vectors", "output")
         if isinstance(request.output, SamplingParams):
             request = replace(request, output=request.output.with_defaults(self._defaults()))
         first = self._sequence(request, 0, None)

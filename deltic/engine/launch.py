@@ -14,6 +14,7 @@ from deltic.cache.lease import Lease
 from deltic.engine.batch import BatchMemory, Promised, build
 from deltic.engine.masks import Asked, Masks
 from deltic.engine.model import Model
+from deltic.engine.passes import passes
 from deltic.engine.pictures import Pictures
 from deltic.engine.plan import Plan, Row, base_after
 from deltic.engine.promise import Promise
@@ -223,22 +224,37 @@ class Launcher:
         drawn: Tensor | Promised | None = before.drawn if before else None
         if flight.promise and any(row.drafts for row in rows):
             drawn = flight.promise.promised(rows, [share.sequence for share in flight.shares if share.row])
-        batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
-                      drawn=drawn, memory=self._memory,
-                      rows_of=self._pictures.rows if self._pictures else None, verified=runtime.verifies)
-        flight.batch = batch
         began = time.perf_counter()
-        if wanting:
-            found, hidden = runtime.run_hidden(batch)
-            assert hidden is not None
-            for index, share in enumerate(wanting):
-                share.vector = index
-            last = [share.start + len(share.row.tokens) - 1 for share in wanting if share.row]
-            flight.vectors = hidden[last].to("cpu", non_blocking=True)
+        if runtime.options.batch_invariant:
+            assert not isinstance(drawn, Promised)
+            found = self._run_alone(rows, drawn)
         else:
-            found = runtime.run(batch)
+            batch = build(flight.plan, runtime.device, hidden=bool(wanting) or runtime.mtp_runner is not None,
+                          drawn=drawn, memory=self._memory,
+                          rows_of=self._pictures.rows if self._pictures else None, verified=runtime.verifies)
+            flight.batch = batch
+            if wanting:
+                found, hidden = runtime.run_hidden(batch)
+                assert hidden is not None
+                for index, share in enumerate(wanting):
+                    share.vector = index
+                last = [share.start + len(share.row.tokens) - 1 for share in wanting if share.row]
+                flight.vectors = hidden[last].to("cpu", non_blocking=True)
+            else:
+                found = runtime.run(batch)
         logits.append(_scored(flight, found) if any(row.scored for row in flight.plan.rows) else found)
         self.seconds += time.perf_counter() - began
+
+    def _run_alone(self, rows: List[Row], drawn: Tensor | None) -> Tensor:
+        """The logits [L, V] of these rows, whose tokens are computed one by one."""
+        runtime, kept = self._runtime, dict[int, Tensor]()
+        for part in passes(rows):
+            taken = drawn if part.rows[0].drawn is not None else None
+            found = runtime.run(build(Plan(part.rows), runtime.device, drawn=taken, memory=self._memory))
+            kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
+            if part.copies:
+                runtime.cache.pools.apply(part.copies)
+        return torch.stack([kept[wanted] for wanted in sorted(kept)]) if kept else found[:0]
 
     def _draw(self, flight: InFlight, draws: list[Draw], logits: Tensor) -> None:
         """logits [L, V]: those of all draws; a draw may write into them."""

@@ -126,6 +126,8 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     its cache; with it the draft head, or the model that drafts for it, if the options ask for one. rings: make replay
     rings even if nobody drafts. vectors: as of `plan_memory`."""
     options = settled(options)
+    if vectors and options.batch_invariant:
+        raise ConfigError("batch_invariant is for answers: leave it out with a model of vectors", "batch_invariant")
     speculation, draft = options.speculation, None
     if isinstance(speculation, Draft):
         options, drafting = share_memory(options)
@@ -154,6 +156,8 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
     runtime = Runtime(loaded.name, files.path if files else None, config, options, loaded.generation, memory,
                    loaded.decoder, cache, loaded.threads, files.tokenizer() if files else None, notes, loaded.head,
                    loaded.encode, files.vision if files and loaded.encode else None, draft, loaded.experts)
+    if options.batch_invariant and options.device != "cpu" and runtime.step is None:
+        log.warning("batch_invariant: on the GPU torch serves the steps, whose sums may depend on the number of rows")
     if loaded.experts and options.device != "cpu" and runtime.step is None:
         why = explain(ops, loaded.decoder.weights, runtime.views)["step"]
         raise ConfigError(f"expert_memory is not possible: on a GPU only deltic's own kernels know such experts: {why}",
@@ -164,7 +168,8 @@ def _with_cache(loaded: _Loaded, rings: bool, draft: Runtime | None = None, vect
 def _defers(loaded: _Loaded) -> bool:
     """Whether updates of states are to be deferred: on a card, where there may be many rows."""
     options, dtype = loaded.options, str(loaded.decoder.dtype).removeprefix("torch.")
-    return (options.device != "cpu" and options.max_batch > FEW_ROWS and loaded.config.linear is not None
+    return (options.device != "cpu" and options.max_batch > FEW_ROWS and not options.batch_invariant
+            and loaded.config.linear is not None
             and serves_rings(torch.device(options.device), dtype) and not loaded.drafts)
 
 

@@ -111,7 +111,7 @@ class Runtime:
         if isinstance(self.options.speculation, Auto) and self.options.device != "cpu" and not fast:
             self.mtp_runner = None  # torch would serve it, one op at a time
         # where kernels of our own serve steps with drafts, and the head if there is one
-        self.verifies = fast and pools.rings is not None
+        self.verifies = fast and pools.rings is not None and not self.options.batch_invariant
         self.defers = self.verifies and self.config.linear is not None
 
     @property
@@ -166,7 +166,8 @@ class Runtime:
         if self.graphs is None or (self.mtp_runner is not None and not self.verifies):
             return
         head, memory = self.mtp_runner is not None, BatchMemory(self.numbers)
-        for rows, pages in recorded_buckets(self.path, self.memory.max_batch, self.memory.max_context):
+        most = FEW_ROWS if self.options.batch_invariant else self.memory.max_batch
+        for rows, pages in recorded_buckets(self.path, min(most, self.memory.max_batch), self.memory.max_context):
             deferred = self.defers and rows > FEW_ROWS
             row = Row((0,), int(deferred), (0,) * pages, 0, 1, base=0, append=deferred)
             logits = self.run(build(Plan((row,) * rows), self.device, hidden=head, memory=memory,

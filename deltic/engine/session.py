@@ -63,6 +63,9 @@ class Session:
         if isinstance(config.speculation, Draft):
             raise ConfigError("speculate=draft is of no use here: give what another Session drafts to verify",
                               "speculate")
+        if config.batch_invariant:
+            raise ConfigError("batch_invariant is of no use here: a session computes what it is given at once, or "
+                              "token by token if you step", "batch_invariant")
         self.runtime = load_any(model, config, revision, None, True)
         # each step writes the state into the other lease's slot, so that a failed one leaves no trace (L3)
         lease, scratch = self.runtime.cache.admit(), self.runtime.cache.admit()
