@@ -131,8 +131,8 @@ class Shapes:
     @property
     def squeezed(self) -> bool:
         """Whether products take few registers, so that a block of the delta rule finds room beside two of them. They
-        cannot where rows are one segment, whose input they keep in some, nor if they are quantized; with experts it has
-        not been tried."""
+        cannot where rows are one segment, whose input they keep in some; quantized ones of one token do, but are faster
+        where its blocks are alone; with experts it has not been tried."""
         plain = all(isinstance(product, Multiply) and product.columns > SEGMENT for product in self.products)
         return plain and self.experts is None
 
