@@ -132,11 +132,11 @@ def load(model: str | RandomModel | None, options: EngineConfig, revision: str |
     if isinstance(speculation, Draft):
         options, drafting = share_memory(options)
         try:
-            with _memory_for_weights(speculation.model):
+            with _memory_for_weights(speculation.model, options.device):
                 draft = _with_cache(_load(speculation.model, drafting, None, progress, drafts=True), True)
         except (ModelError, ConfigError) as error:
             raise ConfigError(f"the draft model {speculation.model}: {error}", "speculate") from error
-    with _memory_for_weights(model):
+    with _memory_for_weights(model, options.device):
         loaded = _load(model, options, revision, progress)
         rings = rings or draft is not None or loaded.head is not None or isinstance(speculation, Ngram)
         return _with_cache(loaded, rings, draft, vectors)
@@ -182,10 +182,11 @@ def _unpacks(loaded: _Loaded) -> bool:
                for part in layer.mlp.parts[:1] for block in (part.down,))
 
 
-def _memory_for_weights(model: str | RandomModel | None) -> AbstractContextManager[None]:
+def _memory_for_weights(model: str | RandomModel | None, device: str) -> AbstractContextManager[None]:
     name = f"random-{model.preset}" if isinstance(model, RandomModel) else model or "tiny"
+    elsewhere = "" if device == "cpu" else ", run it on the CPU (--device cpu)"
     return memory_for(f"the weights of {name}", "take a smaller model or one with fewer bits a weight (a quantized "
-                                                "GGUF file with --packed-weights on, or --quant q4_k)")
+                                                f"GGUF file with --packed-weights on, or --quant q4_k){elsewhere}")
 
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
