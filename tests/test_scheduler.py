@@ -76,7 +76,7 @@ class Toy:
         self.cache, self.pools, self.device = HybridCache(pools), pools, pools.device
         self.memory = SimpleNamespace(max_batch=self.max_batch, max_context=self.context)
         self.options = SimpleNamespace(token_budget=self.budget, seed=0, speculation=None, max_repeat=0,
-                                       max_stall_ms=None)
+                                       max_stall_ms=None, batch_invariant=False)
         self.mtp_runner, self.encode, self.numbers = None, None, {}
         self.verifies = self.defers = False
         self.config = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(), experts=None)
