@@ -230,10 +230,16 @@ def test_sums_show_every_wrong_bit(size: int) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", "bfloat16"), ("quant", "q8_0"), ("cache_dir", "/tmp/x"),
-                                               ("speculate", "ngram"), ("max_context", 10_000)])
+                                               ("speculate", "ngram"), ("max_context", 10_000), ("device", "cuda"),
+                                               ("batch_invariant", True)])
 def test_options_without_a_meaning_are_refused(hybrid: Artifacts, option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
         load_any(str(hybrid[1]), EngineConfig(**{option: value}))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_it_runs_on_the_cpu(hybrid: Artifacts, device: str) -> None:
+    assert load_any(str(hybrid[1]), EngineConfig(device=device, threads=1)).options.device == "cpu"
 
 
 def test_prompts_longer_than_the_context_are_refused(hybrid: Artifacts) -> None:

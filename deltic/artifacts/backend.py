@@ -16,7 +16,7 @@ from deltic.cache.hybrid import HybridCache
 from deltic.cache.operations import CopyPage, CopySlot, Operation, PoolSizes
 from deltic.cache.policy import MemoryNeeds, MemoryPlan, split_memory
 from deltic.cache.prefix import Door
-from deltic.config import EngineConfig, GenerationDefaults, ModelConfig, available_memory
+from deltic.config import AUTO, EngineConfig, GenerationDefaults, ModelConfig, available_memory
 from deltic.errors import ConfigError
 from deltic.ops import Ops, select
 from deltic.ops.records import Batch, Sampled, Sampling
@@ -185,7 +185,7 @@ def model_of(program: Program, name: str, options: EngineConfig) -> ProgramModel
 
 
 def _checked(options: EngineConfig, info: ProgramInfo) -> EngineConfig:
-    plain = EngineConfig()
+    plain = EngineConfig(device="cpu" if options.device == "cpu" else AUTO)  # where programs run
     for name in _COMPILED:
         if getattr(options, name) != getattr(plain, name):
             raise ConfigError(f"{name}={getattr(options, name)} has no meaning for a compiled program: leave it out, "
