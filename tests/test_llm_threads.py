@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -194,10 +195,11 @@ def test_a_stream_is_an_iterator(llm: LLM, alone: list[Any]) -> None:
         next(stream)
 
 
-# what tests of other files have left as garbage, such as a client's sockets, is collected here, too
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["drop", "leave", "close elsewhere"])
 def test_a_stream_that_is_not_wanted_any_more_ends(llm: LLM, how: str) -> None:
+    with warnings.catch_warnings():  # what other files' tests have left, such as a client's sockets, is none of its own
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
     stream = llm.stream("Hello", endless())
     if how == "leave":
         for _ in stream:

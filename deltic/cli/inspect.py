@@ -114,7 +114,6 @@ def _shape_facts(args: argparse.Namespace) -> dict[str, Any]:
     from deltic.ops import select
 
     engine, config = settled(EngineConfig(**options.engine_options(args))), ModelConfig.preset(args.random, args.layers)
-
     return {"model": f"random-{args.random}", **_facts(config, engine, select(engine.ops), _plan(config, engine)),
             "tokenizer": None}
 
