@@ -42,6 +42,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test on a card, or what its fixtures, take there without writing to it is not zero, as it is in a fresh
+    process, but NaN, and as an integer -1."""
+    if item.path.name.startswith("test_cuda_") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        taken = [torch.full((size,), 0xff, dtype=torch.uint8, device="cuda")
+                 for count, size in ((64, 1 << 20), (8, 10 << 20), (1, 1 << 30)) for _ in range(count)]
+        del taken  # freed, and the first to be taken again
+
+
 @pytest.fixture(autouse=True)
 def _shared_card() -> Iterator[None]:
     """Processes that test on one card leave each other what they do not need any more."""

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+import deltic
 from deltic.cache.hybrid import HybridCache
 from deltic.cache.policy import MemoryPlan
 from deltic.cache.pools import CachePools, Extras, allocate
@@ -25,7 +26,9 @@ from deltic.engine.runtime import Runtime
 from deltic.engine.session import Session
 from deltic.ops.noise import gumbel, sample_key
 from deltic.ops.records import Batch, Sampled, Sampling
+from deltic.text.files import read_tokenizer_files
 from deltic.types import PAGE, Request, SamplingParams, TokenOut
+from deltic.weights.gguf.tokenizer import TokenizerTexts
 
 DEVICE = os.environ.get("DELTIC_TEST_DEVICE", "cpu")
 """Where the tests' engines run: pytest's option --device."""
@@ -155,6 +158,12 @@ def transformers_model(directory: Path, seed: int = 0, nested: bool = False, fam
     if nested:
         _nest(directory, kind.replace("ForCausalLM", "ForConditionalGeneration"), family)
     return model
+
+
+def tiny_texts() -> TokenizerTexts:
+    """The embedded model's."""
+    files = read_tokenizer_files(Path(deltic.__file__).parent / "models" / "tiny")
+    return TokenizerTexts(files.tokenizer, files.special_tokens, files.templates)
 
 
 def transformers_vision_model(directory: Path, seed: int = 0, vocabulary: int | None = None, family: str = "qwen3_5",

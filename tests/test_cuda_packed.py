@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fin
 BLOCKS = 24
 """Few, so that every one has several rounds of units."""
 COLUMNS = (256, 1024, 2560, 9216)
-MIXED = (("Q6_K", 343), ("Q4_K", 200), ("Q8_0", 5), ("Q5_K", 40))
+MIXED = (("Q6_K", 500), ("Q4_K", 200), ("Q8_0", 5), ("Q5_K", 40))
 PLAIN = (("FP8", 343), ("BF16", 24), ("FP8", 13))
 BOTH = (("FP8", 343), ("Q8_0", 24))
 EVERYWHERE = ("Q4_K", "Q6_K", "FP8")
@@ -61,16 +61,16 @@ def _plain(rows: int, columns: int) -> tuple[Tiles, Tensor]:
 
 def known() -> list[PackedMultiply]:
     """All products of these tests."""
-    kinds = [(kind, columns, high) for kind in KINDS for columns in COLUMNS for high in (1, 2)
-             if kind in EVERYWHERE or columns == 1024]
-    found = [PackedMultiply(columns, norm, out, frozenset({kind}), 1, high) for kind, columns, high in kinds
-             for norm, out in ((True, STORE), (False, ADD)) if columns <= 4096 or not norm]
-    for high in (1, 2):
-        found += [PackedMultiply(columns, True, GATE, frozenset({kind}), 2, high) for columns in COLUMNS
+    kinds = [(kind, columns) for kind in KINDS for columns in COLUMNS if kind in EVERYWHERE or columns == 1024]
+    found = []
+    for units in ((1, False), (2, False), (2, True)):
+        found += [PackedMultiply(columns, norm, out, frozenset({kind}), 1, *units) for kind, columns in kinds
+                  for norm, out in ((True, STORE), (False, ADD)) if columns <= 4096 or not norm]
+        found += [PackedMultiply(columns, True, GATE, frozenset({kind}), 2, *units) for columns in COLUMNS
                   for kind in ("Q4_K", "FP8") if columns <= 4096]
-        found += [PackedMultiply(columns, True, STORE, frozenset(kind for kind, _ in parts), len(parts), high)
+        found += [PackedMultiply(columns, True, STORE, frozenset(kind for kind, _ in parts), len(parts), *units)
                   for columns in (1024, 2560) for parts in (MIXED, PLAIN, BOTH)]
-        found += [PackedMultiply(spec.values, False, ADD, frozenset({kind}), 1, high, spec.value_dim,
+        found += [PackedMultiply(spec.values, False, ADD, frozenset({kind}), 1, *units, spec.value_dim,
                                  gdn_slice(spec, "few"))
                   for spec in HEADS[1:] for kind in ("Q4_K", "FP8")]
     return found
@@ -129,12 +129,12 @@ def check_store(products: Module, parts: tuple[Tiles, ...], weight: Tensor) -> N
         assert torch.equal(y, alone[:tokens]), tokens
 
 
-@pytest.mark.parametrize("rows", [1003, 150])
+@pytest.mark.parametrize("rows", [1003, 868, 150])  # six units of a block at most, five, one
 @pytest.mark.parametrize(("kind", "columns"), [(kind, columns) for kind in KINDS for columns in COLUMNS
                                                if kind in EVERYWHERE or columns == 1024])
 def test_products(products: Module, kind: str, columns: int, rows: int) -> None:
     if rows < 8 * BLOCKS and kind not in EVERYWHERE:
-        rows = 8 * BLOCKS + 13  # so that one unit is alone
+        rows = 8 * BLOCKS + 13  # so that of many blocks one unit is alone
     parts, weight = weight_of(((kind, rows),), columns)
     if columns <= 4096:
         check_store(products, parts, weight)
@@ -152,25 +152,27 @@ def test_parts_of_several_kinds(products: Module, columns: int, kinds: tuple[tup
     check_store(products, *weight_of(kinds, columns))
 
 
+@pytest.mark.parametrize("rows", [600, 900])  # four units of a block at most, five
 @pytest.mark.parametrize("kind", ["Q4_K", "FP8"])
 @pytest.mark.parametrize("columns", [256, 1024, 2560])
-def test_gated_products(products: Module, columns: int, kind: str) -> None:
-    parts, weight = weight_of(((kind, 600), (kind, 600)), columns)
+def test_gated_products(products: Module, columns: int, kind: str, rows: int) -> None:
+    parts, weight = weight_of(((kind, rows), (kind, rows)), columns)
     for tokens in (1, 5, 16):
         x, scale = randn(tokens, columns, seed=1), randn(columns, seed=2) * 0.1 + 1
-        y = torch.full((tokens, 600), NAN, device="cuda", dtype=torch.bfloat16)
+        y = torch.full((tokens, rows), NAN, device="cuda", dtype=torch.bfloat16)
         multiply(products, parts, x, scale, y, GATE)
         normalised = x.double() * (x.double().square().mean(-1, True) + 1e-6).rsqrt() * scale.double()
         gate, up = (normalised @ weight.t()).chunk(2, -1)
         assert error(y, gate * gate.sigmoid() * up) < 5e-3
 
 
+@pytest.mark.parametrize("rows", [1003, 868])
 @pytest.mark.parametrize("kind", ["Q4_K", "FP8"])
 @pytest.mark.parametrize("spec", HEADS[1:], ids=lambda spec: str(spec.values))
-def test_products_of_heads(products: Module, spec: GdnSpec, kind: str) -> None:
-    parts, weight = weight_of(((kind, 1003),), spec.values)
+def test_products_of_heads(products: Module, spec: GdnSpec, kind: str, rows: int) -> None:
+    parts, weight = weight_of(((kind, rows),), spec.values)
     core, gates = randn(2, spec.values, seed=1), randn(2, spec.values + 60, seed=2)[:, 8:8 + spec.values]
-    norm, old = randn(spec.value_dim, seed=3) * 0.1 + 1, randn(2, 1003, seed=5)
+    norm, old = randn(spec.value_dim, seed=3) * 0.1 + 1, randn(2, rows, seed=5)
     y = old.clone()
     left = in_slices(core, gates, spec, norm)
     multiply(products, parts, left, None, y, ADD, spec)

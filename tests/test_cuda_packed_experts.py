@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import moe_shape
+from support import moe_shape, tiny_texts
 from test_cuda_experts import rows
 from test_cuda_kernels import CURSORS, NAN, batch_of, check_alone, check_replays, error, fill, randn, served
 from test_cuda_packed import answers
 from test_cuda_source import BLOCK, members
 from test_cuda_tiles import random_blocks, random_float8
-from test_gguf_convert import tiny_texts
 from torch import Tensor
 
 from deltic.config import EngineConfig, ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig

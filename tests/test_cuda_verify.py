@@ -326,8 +326,9 @@ class EndsAt:
 
 def test_an_answer_that_ends_among_right_drafts_leaves_its_own_state() -> None:
     """While the next step is in flight already: whoever goes on there gets the same tokens, and as good drafts."""
-    loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", max_batch=4, max_context=512,
-                                     speculate="mtp:3"))
+    # no host memory: prefixes that the plain engine left there would have no K/V of the head
+    loaded = load(None, EngineConfig(device="cuda", dtype="bfloat16", memory="512MiB", host_memory="0", max_batch=4,
+                                     max_context=512, speculate="mtp:3"))
     assert loaded.mtp_runner
     shares = []
     wanted, found = Engine(plain_of(loaded)), Engine(loaded, MtpDrafter(loaded, loaded.mtp_runner, 3), FixedDepth(3))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_vision_chat import GREEDY, directory, drawing, shows
 from test_vision_tower import GRIDS, encode
+from vision_models import GREEDY, directory, drawing, shows
 
 from deltic import LLM
 from deltic.config.vision import VisionConfig

@@ -15,14 +15,13 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_models import QWEN3, SHAPES, gguf_tensors, metadata_of
 from safetensors.torch import save_file
-from support import odd_shape
+from support import odd_shape, tiny_texts
 from test_gguf_metadata import CORPUS, TINY, tokenizer_metadata
 
 from deltic import LLM, SamplingParams
 from deltic.cli import command_parser, main
 from deltic.config import GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.errors import DelticError, ModelError
-from deltic.text.files import read_tokenizer_files
 from deltic.text.tokenizer import Tokenizer
 from deltic.weights.gguf.blocks import BY_NAME, decode
 from deltic.weights.gguf.config import config_from_gguf, generation_from_gguf
@@ -32,7 +31,7 @@ from deltic.weights.gguf.load import load_gguf
 from deltic.weights.gguf.metadata import config_to_gguf, tokenizer_to_gguf
 from deltic.weights.gguf.names import gguf_name
 from deltic.weights.gguf.quantize import _ENCODERS, quantize
-from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
+from deltic.weights.gguf.tokenizer import tokenizer_from_gguf
 from deltic.weights.gguf.write import NewTensor, write_gguf
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.random import random_weights
@@ -42,11 +41,6 @@ THEIRS = [name for name in _ENCODERS if name not in ("Q4_K", "Q5_K", "Q6_K")]
 STEP = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "Q4_1": 1.02 / 15,
         "Q5_0": 1.01 / 16, "Q5_1": 1.02 / 31, "Q4_K": 1.4 / 15, "Q5_K": 1.4 / 31, "Q6_K": 1.4 / 31}
 """The largest error of a weight, in units of the block's largest."""
-
-
-def tiny_texts() -> TokenizerTexts:
-    files = read_tokenizer_files(TINY)
-    return TokenizerTexts(files.tokenizer, files.special_tokens, files.templates)
 
 
 def written(path: Path, config: ModelConfig, kind: str, **weights: torch.Tensor) -> tuple[ModelFiles, Written]:

@@ -11,7 +11,7 @@ import gguf
 import pytest
 import torch
 from support import transformers_vision_model
-from test_vision_chat import GREEDY, directory, drawing, shows
+from vision_models import GREEDY, directory, drawing, shows
 
 from deltic import LLM
 from deltic.cli import main

@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_models import LLAMA, SHAPES, gguf_tensors, metadata_of, write, write_model
 from safetensors.torch import save_file
-from test_gguf_convert import tiny_texts
+from support import tiny_texts
 from tokenizers import Tokenizer as Backend
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

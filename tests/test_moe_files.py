@@ -15,8 +15,7 @@ import pytest
 import torch
 from gguf_models import gguf_tensors, metadata_of, write
 from safetensors.torch import load_file, save_file
-from support import moe_shape, numbers, session_over
-from test_gguf_convert import tiny_texts
+from support import moe_shape, numbers, session_over, tiny_texts
 from test_gguf_metadata import TINY, tokenizer_metadata
 from test_mtp_weights import save_shards
 from torch import Tensor

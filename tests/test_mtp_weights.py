@@ -15,8 +15,7 @@ import pytest
 import torch
 from gguf_models import QWEN3, gguf_tensors, metadata_of, write, write_model
 from safetensors.torch import save_file
-from support import odd_shape
-from test_gguf_convert import tiny_texts
+from support import odd_shape, tiny_texts
 
 from deltic.cli import main
 from deltic.config import GenerationDefaults, ModelConfig

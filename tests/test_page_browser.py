@@ -15,7 +15,8 @@ import pytest
 from browser import BINARY, Browser, Page, browsing, tab
 from page_cases import HOSTILE, RICH
 from test_server_harness import Scripted, Served, serving, tiny
-from test_vision_chat import directory, llm, served
+from test_vision_chat import llm, served
+from vision_models import directory
 
 from deltic import LLM
 

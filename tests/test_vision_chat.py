@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
-import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from anthropic import Anthropic
 from PIL import Image
-from support import transformers_vision_model
 from test_server_harness import Served, serving
-from test_text_support import QWEN_LIKE
+from vision_models import GREEDY, data_url, directory, drawing, png, shows
 
-import deltic
 from deltic import LLM
 from deltic.cli import main
 from deltic.cli.chat import Conversation
 from deltic.config import Limits
 from deltic.errors import RequestError
-from deltic.types import Prompt, SamplingParams
+from deltic.types import Prompt
 
-TINY = Path(deltic.__file__).parent / "models" / "tiny"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that sees, with the embedded one's words."""
-    place = tmp_path_factory.mktemp("sees")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, place)
-    tokens = json.loads((place / "tokenizer.json").read_text())
-    ids = {token["content"]: token["id"] for token in tokens["added_tokens"]}
-    config = json.loads((place / "tokenizer_config.json").read_text())
-    (place / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": QWEN_LIKE}))
-    (place / "preprocessor_config.json").write_text(json.dumps({"size": {
-        "shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 60}, "patch_size": 4, "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5]}))
-    (place / "video_preprocessor_config.json").write_text(json.dumps({"size": {
-        "shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 60}}))
-    transformers_vision_model(place, vocabulary=8 + max(ids.values()),
-                              image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"])
-    return place
+__all__ = ["directory"]
 
 
 @pytest.fixture(scope="module")
@@ -62,25 +36,6 @@ def served(llm: LLM) -> Iterator[Served]:
     with serving(llm) as running:
         yield running
         running.wait_idle()
-
-
-def drawing(seed: int, width: int = 40, height: int = 24) -> Image.Image:
-    random = np.random.default_rng(seed)
-    return Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
-def data_url(image: Image.Image) -> str:
-    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
-
-
-def shows(image: Any, text: str = "What is this?") -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}
 
 
 def test_a_conversation_about_a_picture(llm: LLM) -> None:

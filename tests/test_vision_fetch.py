@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from test_server_harness import read_all, serving, wait_until
-from test_vision_chat import GREEDY, directory, drawing, png, shows
+from vision_models import GREEDY, directory, drawing, png, shows
 
 from deltic import LLM
 from deltic.errors import RequestError

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from test_vision_chat import GREEDY, directory, drawing, llm
+from test_vision_chat import llm
+from vision_models import GREEDY, directory, drawing
 
 from deltic import LLM
 from deltic.errors import RequestError

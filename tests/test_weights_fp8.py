@@ -12,8 +12,7 @@ import pytest
 import torch
 from expert_cases import text_of
 from safetensors.torch import load_file, save_file
-from support import moe_shape, odd_shape
-from test_gguf_convert import tiny_texts
+from support import moe_shape, odd_shape, tiny_texts
 
 from deltic.artifacts.program import hf_config
 from deltic.config import EngineConfig, ExpertsConfig, LinearConfig, ModelConfig, RopeConfig
