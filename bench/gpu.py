@@ -42,7 +42,7 @@ def main() -> None:
         config = EngineConfig(device="cuda", dtype="bfloat16", memory=args.memory, max_batch=max(*args.batch, 1),
                               max_context=args.context, token_budget=args.budget, prefix_cache=False,
                               ops=tuple(args.ops), quant=args.quant, kv_dtype=args.kv_dtype,
-                              state_dtype=args.state_dtype,
+                              state_dtype=args.state_dtype, batch_invariant=args.batch_invariant,
                               speculate=f"mtp:{DEPTH}" if args.task == "speculate" else "off")
         started = time.perf_counter()
         runtime = load(RandomModel(model, head=args.task == "speculate"), config)
@@ -79,6 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quant", default="none", help="as of deltic serve")
     parser.add_argument("--kv-dtype", default="auto", help="as of deltic serve")
     parser.add_argument("--state-dtype", default="float32", help="as of deltic serve")
+    parser.add_argument("--batch-invariant", action="store_true", help="as of deltic serve")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="the time of each kernel of a replayed step")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes")
@@ -124,8 +125,9 @@ def _decode(runtime: Runtime, args: argparse.Namespace, batch: int, ready: float
     floor = step_bytes(runtime, batch, args.prompt + args.new // 2) / BANDWIDTH
     record("gpu", {"task": "decode", "model": runtime.name, "served": _served(runtime), "batch": batch,
                    "quant": args.quant, "kv_dtype": args.kv_dtype, "state_dtype": args.state_dtype,
-                   "prompt": args.prompt, "new": args.new, "temperature": args.temperature,
-                   "graphs": runtime.graphs is not None, "ops": args.ops, "step_us": round(step * 1e6, 1),
+                   "batch_invariant": args.batch_invariant, "prompt": args.prompt, "new": args.new,
+                   "temperature": args.temperature, "graphs": runtime.graphs is not None, "ops": args.ops,
+                   "step_us": round(step * 1e6, 1),
                    "tokens_per_second": round(batch / step, 1),
                    "host_us": round(median(forwards) * 1e6, 1), "floor_us": round(floor * 1e6, 1),
                    "over_floor": round(step / floor, 2), "ready_s": ready,

@@ -66,11 +66,11 @@ def packed_shapes(name: str) -> Shapes:
     hidden, ffn, gdn, attention = MODELS[name]
     few, more = frozenset({"Q4_K"}), frozenset({"Q4_K", "Q6_K"})
     products = (PackedMultiply(hidden, True, STORE, few), PackedMultiply(hidden, True, STORE, more, 2, 2),
-                PackedMultiply(gdn.values, False, ADD, few), PackedMultiply(hidden, True, GATE, few, 2, 2, True),
+                PackedMultiply(gdn.values, False, ADD, few), PackedMultiply(hidden, True, GATE, few, 2, 2),
                 PackedMultiply(ffn, False, ADD, few), PackedMultiply(ffn, False, ADD, more - few),
                 PackedMultiply(hidden, True, STORE, more - few, 1, 2),
                 PackedMultiply(hidden, False, STORE, more - few, 1, 2),
-                PackedMultiply(gdn.values, False, ADD, few, 1, 2, True, gdn.value_dim, 16))
+                PackedMultiply(gdn.values, False, ADD, few, 1, 2, gdn.value_dim, 16))
     return Shapes(products, gdn, attention, more)
 
 
@@ -82,7 +82,7 @@ def float8_shapes(name: str) -> Shapes:
                 PackedMultiply(gdn.values, False, ADD, fp8), PackedMultiply(hidden, True, GATE, fp8, 2, 2),
                 PackedMultiply(ffn, False, ADD, fp8), PackedMultiply(hidden, True, STORE, eight, 1, 2),
                 PackedMultiply(hidden, False, STORE, eight, 1, 2),
-                PackedMultiply(gdn.values, False, ADD, fp8, 1, 2, False, gdn.value_dim, 16))
+                PackedMultiply(gdn.values, False, ADD, fp8, 1, 2, gdn.value_dim, 16))
     return Shapes(products, gdn, attention, both)
 
 

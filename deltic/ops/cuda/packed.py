@@ -50,8 +50,7 @@ def _tiles(block: Block) -> Tiles | None:
 @dataclass(frozen=True, slots=True)
 class PackedMultiply:
     """A product: columns of its weight, whether its input is normalised, what becomes of its sums, what kinds of tiles
-    it has, in how many parts, how many units are multiplied at once, of few tokens; odd: of one token, a block's last
-    unit of a part alone, where two are multiplied at once and the most that it has are not pairs. head, slice: as of
+    it has, in how many parts, how many units are multiplied at once, of few tokens. head, slice: as of
     `shapes.Multiply`."""
 
     columns: int
@@ -60,7 +59,6 @@ class PackedMultiply:
     kinds: frozenset[str]
     parts: int = 1
     high: int = 1
-    odd: bool = False
     head: int = 0
     slice: int = 0
 
@@ -72,16 +70,14 @@ class PackedMultiply:
     def name(self, tokens: int) -> str:
         kind = "norm" if self.norm else "heads" if self.head else "plain"
         return (f"packed_{self.columns}_{kind}_{('store', 'add', 'gate')[self.out]}"
-                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}"
-                f"{'_odd' * self._odd(tokens)}")
+                f"_{'_'.join(sorted(self.kinds)).lower()}_{_class(tokens)}{'_high' * (self._high(tokens) - 1)}")
 
     def source(self, tokens: int) -> str:
         kinds = sum(1 << KINDS[kind].number for kind in self.kinds)
         threads = SQUEEZED if tokens == 1 else WARPS * 32 + 32
         return (f'extern "C" __global__ void __launch_bounds__({threads}, 2) {self.name(tokens)}'
                 f"(const __grid_constant__ Packed a) {{ packed<{self.columns}, {str(self.norm).lower()}, {self.out}, "
-                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {str(self._odd(tokens)).lower()}, {self.head}, "
-                f"{self.slice}>(a); }}\n")
+                f"{_class(tokens)}, {kinds}, {self._high(tokens)}, {self.head}, {self.slice}>(a); }}\n")
 
     @property
     def shared(self) -> int:
@@ -90,9 +86,6 @@ class PackedMultiply:
 
     def _high(self, tokens: int) -> int:
         return self.high if tokens <= FEW // 2 else 1
-
-    def _odd(self, tokens: int) -> bool:
-        return self.odd and tokens == 1
 
     def plan(self, tokens: int, counts: tuple[int, ...]) -> Plan:
         """counts: units of the parts that a block has at most."""
@@ -145,12 +138,10 @@ def _input(columns: int, kinds: frozenset[str]) -> int:
 
 def product_of(parts: tuple[Tiles, ...], norm: bool, out: int, blocks: int, head: int = 0,
                slice: int = 0) -> PackedMultiply:
-    columns, kinds, counts = parts[0].columns, frozenset(part.type for part in parts), [*map(_units, parts)]
-    units = max(counts)
+    columns, kinds, units = parts[0].columns, frozenset(part.type for part in parts), max(map(_units, parts))
     room = _HALF - 1024 - _input(columns, kinds) - units // blocks * (columns // COLUMNS * ROWS * 4)
     high = 2 if units > blocks and (room >= 3 * _slot(kinds, 2) or units >= _LONG * blocks) else 1
-    odd = high == 2 and any(count > blocks and -(-count // blocks) % 2 for count in counts)
-    return PackedMultiply(columns, norm, out, kinds, len(parts), high, odd, head, slice)
+    return PackedMultiply(columns, norm, out, kinds, len(parts), high, head, slice)
 
 
 def _units(part: Tiles) -> int:

@@ -272,8 +272,8 @@ struct Packed {
 };
 
 // TOKENS: up to 1, 8 or 16. KINDS: bits of the kinds that the parts may have. HIGH: units that are multiplied at once, 1 or 2:
-// the tensor cores have 16 rows. ODD: of one token, a part's last unit is multiplied alone where it is alone.
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, bool ODD, int HEAD, int SLICE>
+// the tensor cores have 16 rows.
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE>
 struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1> {
     using Base = Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TOKENS == 1>;
     using Base::tokens, Base::a, Base::tid, Base::warp, Base::lane, Base::lines, Base::WARPS, Base::FIXED;
@@ -368,25 +368,25 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         ::multiply_eight<SIGNED, HIGH>(d, c, x, y, fresh);
     }
     // A tile's products with one token, [8], and those of the tiles below it, of so many units in all. Releases the slot.
-    template <int KIND, int COUNT> DEVICE void multiply_one(int tile, float *to, int units) {
-        Tile<KIND> w[COUNT];
+    template <int KIND> DEVICE void multiply_one(int tile, float *to, int units) {
+        Tile<KIND> w[HIGH];
         int d[Tile<KIND>::SUMS][4];
         load_tiles<KIND>(w);
         const u32 own = line + tile * LINES_BYTES;
-        multiply_words<KIND, COUNT>(w, d, own);
+        multiply_words<KIND, HIGH>(w, d, own);
         release();
         const uint4 sums = load_shared(own + 128);
-        float sum[COUNT];
+        float sum[HIGH];
 #pragma unroll
-        for (int h = 0; h < COUNT; ++h) sum[h] = sum_of_groups<KIND>(w[h].s, w[h].d, d, h, sums);
+        for (int h = 0; h < HIGH; ++h) sum[h] = sum_of_groups<KIND>(w[h].s, w[h].d, d, h, sums);
         put_sums(sum, to, units);
     }
     // Sums of four lanes each, (0 + 1) + (2 + 3), of which a lane makes those of one tile, where that exists.
-    template <int COUNT> DEVICE void put_sums(const float (&sum)[COUNT], float *to, int units) const {
-        const int own = COUNT > 1 ? lane & 1 : 0;
-        float v = (own ? sum[COUNT - 1] : sum[0]) + __shfl_xor_sync(~0u, own ? sum[0] : sum[COUNT - 1], 1);
+    DEVICE void put_sums(const float (&sum)[HIGH], float *to, int units) const {
+        const int own = HIGH > 1 ? lane & 1 : 0;
+        float v = (own ? sum[HIGH - 1] : sum[0]) + __shfl_xor_sync(~0u, own ? sum[0] : sum[HIGH - 1], 1);
         v += __shfl_xor_sync(~0u, v, 2);
-        if ((lane & 3) < COUNT && own < units) to[own * (TILES * 8) + (lane >> 2)] = v;
+        if ((lane & 3) < HIGH && own < units) to[own * (TILES * 8) + (lane >> 2)] = v;
     }
     // The same with all tokens, [T, 8], four at a time; scales: of the lane's row.
     template <int KIND>
@@ -472,9 +472,9 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
         release();
     }
     // A warp's tiles of the current slot, which has come.
-    template <int KIND, int COUNT> DEVICE void load_tiles(Tile<KIND> (&w)[COUNT]) const {
+    template <int KIND> DEVICE void load_tiles(Tile<KIND> (&w)[HIGH]) const {
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) w[n].load(Shared{at + (n * WARPS + warp) * Tile<KIND>::BYTES}, lane);
+        for (int n = 0; n < HIGH; ++n) w[n].load(Shared{at + (n * WARPS + warp) * Tile<KIND>::BYTES}, lane);
     }
     template <int KIND> DEVICE void multiply_tiles(int count, float *to) {
         const int rows = (count + HIGH - 1) / HIGH;
@@ -497,10 +497,8 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
             Tile<KIND> w[HIGH];
             load_tiles<KIND>(w);
             multiply_plain<KIND>(w, tile, to, below);
-        } else if constexpr (TOKENS == 1) {
-            if (ODD && units == 1) multiply_one<KIND, 1>(tile, to, units);
-            else multiply_one<KIND, HIGH>(tile, to, units);
-        } else {
+        } else if constexpr (TOKENS == 1) multiply_one<KIND>(tile, to, units);
+        else {
             Tile<KIND> w[HIGH];
             load_tiles<KIND>(w);
             uint4 scales[HIGH];
@@ -572,10 +570,10 @@ struct PackedMultiplier : Input<Packed, K, NORM, HEAD, SLICE, form_of(KINDS), TO
     }
 };
 
-template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, bool ODD, int HEAD, int SLICE>
+template <int K, bool NORM, int OUT, int TOKENS, int KINDS, int HIGH, int HEAD, int SLICE>
 DEVICE void packed(const Packed &a) {
     extern __shared__ __align__(128) char shared[];
-    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, ODD, HEAD, SLICE> m(a, shared);
+    PackedMultiplier<K, NORM, OUT, TOKENS, KINDS, HIGH, HEAD, SLICE> m(a, shared);
     if (m.warp == m.WARPS) return m.copy_all();
     if (NORM && m.tid * 32 < K) prefetch(a.scale + m.tid * 32);
     m.keep_parts();
