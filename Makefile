@@ -17,8 +17,10 @@ test-all: .venv/.installed-all lint
 	$(BIN)/python -m pytest $(TOGETHER) -m "not alone"
 	$(BIN)/python -m pytest -m "alone"
 
-# With whatever Python and torch are there: those that find a CUDA device, and engines on it. A card serves many processes.
-ON_GPU := --numprocesses 8 -p no:benchmark
+# With whatever Python and torch are there: those that find a CUDA device, and engines on it. A card serves many processes,
+# of about 20 GB each.
+PROCESSES ?= 6
+ON_GPU := --numprocesses $(PROCESSES) -p no:benchmark
 
 test-gpu:
 	$(PYTHON) -m pytest $(ON_GPU) $(wildcard tests/test_cuda_*.py)

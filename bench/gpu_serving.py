@@ -126,7 +126,10 @@ def _poisson(args: argparse.Namespace) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     try:
         assert process.stdout
-        offline = json.loads(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit("the server ended before it was ready; what it said stands above")
+        offline = json.loads(line)
         print(f"alone: {offline}", file=sys.stderr, flush=True)
         port = port_of(process)
         found = asyncio.run(_requests(args, port, SHARE * offline["requests_per_second"]))

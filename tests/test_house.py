@@ -199,6 +199,33 @@ def test_nothing_in_the_oracle_is_borrowed() -> None:
     assert set(wrong) <= {"deltic.ops.Ops"}
 
 
+# Tests
+
+
+def test_tests_on_a_card_need_few_packages() -> None:
+    """`make test-gpu` runs with the Python that is there, which may have none of the clients and oracles of other
+    tests: what files there import, themselves or by others, when they are collected."""
+    place = Path(__file__).parent
+    files = [path.stem for path in place.glob("test_cuda_*.py")] + ["test_same_answer", "conftest"]
+    seen, packages = set[str](), set[str]()
+    while files:
+        name = files.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        statements = ast.parse((place / f"{name}.py").read_text(encoding="utf-8")).body
+        for found in {module.split(".")[0] for statement in statements for module in _modules(statement)}:
+            (files.append if (place / f"{found}.py").exists() else packages.add)(found)
+    assert "test_cuda_kernels" in seen and packages - sys.stdlib_module_names == {
+        "deltic", "torch", "numpy", "safetensors", "tokenizers", "PIL", "pytest", "hypothesis"}
+
+
+def _modules(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    return [statement.module] if isinstance(statement, ast.ImportFrom) and statement.module else []
+
+
 # Words
 
 
