@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 
 REPOSITORY = "org/name"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -108,4 +109,5 @@ def local_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub
         try:
             yield hub
         finally:
+            close_session()  # who asked keeps the connections, also when the hub has gone
             server.shutdown()
