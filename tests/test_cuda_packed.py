@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import numbers, odd_shape
+from support import numbers, odd_shape, tiny_texts
 from test_cuda_kernels import HEADS, NAN, error, in_slices, normed, randn
 from test_cuda_tiles import packed
 from torch import Tensor
 
-import deltic
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, RopeConfig
 from deltic.engine.engine import Engine
 from deltic.engine.fairness import Stall
@@ -30,10 +29,8 @@ from deltic.ops.cuda.shapes import ADD, GATE, STORE, Shapes, gdn_slice
 from deltic.ops.cuda.step import Step
 from deltic.ops.cuda.tiles import KINDS, PLAIN_KINDS, Tiles, form, tiles_of
 from deltic.ops.records import GdnSpec
-from deltic.text.files import read_tokenizer_files
 from deltic.types import Request, SamplingParams
 from deltic.weights.gguf.convert import convert
-from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import ModelFiles
 from deltic.weights.quant import FP8, quantize_tensors
 from deltic.weights.random import random_weights
@@ -215,11 +212,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def file_of(weights: dict[str, Tensor], type: str, place: Path) -> Path:
     """A GGUF file of this type."""
-    tiny = Path(deltic.__file__).parent / "models" / "tiny"
     save_file(weights, place / "model.safetensors")
-    texts = read_tokenizer_files(tiny)
-    convert(ModelFiles(place, SHAPE, GenerationDefaults(eos_token_ids=(3065,))),
-            TokenizerTexts(texts.tokenizer, texts.special_tokens, texts.templates), "small", place / "m.gguf", type)
+    convert(ModelFiles(place, SHAPE, GenerationDefaults(eos_token_ids=(3065,))), tiny_texts(), "small",
+            place / "m.gguf", type)
     return place / "m.gguf"
 
 

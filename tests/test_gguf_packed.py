@@ -19,12 +19,11 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_models import gguf_tensors, metadata_of, write
 from safetensors.torch import save_file
-from support import TAU, numbers, odd_shape, same_logits, session_over
+from support import TAU, numbers, odd_shape, same_logits, session_over, tiny_texts
 from test_gguf_model import WRONG, changed
 from test_ops_linear_cpu import rounded
 from torch import Tensor
 
-import deltic
 from deltic.config import EngineConfig, GenerationDefaults, LinearConfig, ModelConfig, RopeConfig
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.runtime import Runtime
@@ -33,13 +32,11 @@ from deltic.ops import explain
 from deltic.ops.cpu import library, missing, overlay
 from deltic.ops.cpu.library import LEVELS
 from deltic.ops.qtensor import QTensor
-from deltic.text.files import read_tokenizer_files
 from deltic.weights.gguf import load as loading
 from deltic.weights.gguf.convert import FILE_TYPES, convert
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.gguf.load import load_gguf, load_packed
 from deltic.weights.gguf.names import ROPE_FACTORS
-from deltic.weights.gguf.tokenizer import TokenizerTexts
 from deltic.weights.hub import ModelFiles, open_model
 from deltic.weights.names import expected_tensors
 from deltic.weights.random import random_weights
@@ -80,9 +77,7 @@ Written = Callable[[str, str], Path]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """The file of a shape's random model in a type, as `deltic convert` writes it."""
-    place, tiny = tmp_path_factory.mktemp("packed"), Path(deltic.__file__).parent / "models" / "tiny"
-    texts = read_tokenizer_files(tiny)
-    tokenizer = TokenizerTexts(texts.tokenizer, texts.special_tokens, texts.templates)
+    place, tokenizer = tmp_path_factory.mktemp("packed"), tiny_texts()
 
     @cache
     def directory(name: str) -> Path:

@@ -213,17 +213,12 @@ def test_tests_on_a_card_need_few_packages() -> None:
         if name in seen:
             continue
         seen.add(name)
-        statements = ast.parse((place / f"{name}.py").read_text(encoding="utf-8")).body
-        for found in {module.split(".")[0] for statement in statements for module in _modules(statement)}:
+        tree = ast.parse((place / f"{name}.py").read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        for found in {module.split(".")[0] for _, module in imports(tree)}:
             (files.append if (place / f"{found}.py").exists() else packages.add)(found)
     assert "test_cuda_kernels" in seen and packages - sys.stdlib_module_names == {
         "deltic", "torch", "numpy", "safetensors", "tokenizers", "PIL", "pytest", "hypothesis"}
-
-
-def _modules(statement: ast.stmt) -> list[str]:
-    if isinstance(statement, ast.Import):
-        return [alias.name for alias in statement.names]
-    return [statement.module] if isinstance(statement, ast.ImportFrom) and statement.module else []
 
 
 # Words
