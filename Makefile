@@ -17,14 +17,15 @@ test-all: .venv/.installed-all lint
 	$(BIN)/python -m pytest $(TOGETHER) -m "not alone"
 	$(BIN)/python -m pytest -m "alone"
 
-# With whatever Python and torch are there: those that find a CUDA device, and engines on it. A card serves many processes,
-# of about 20 GB each.
-PROCESSES ?= 6
+# With whatever Python and torch are there: those that find a CUDA device, and engines on it. As many at once as a card has
+# memory for.
+PROCESSES ?= auto
 ON_GPU := --numprocesses $(PROCESSES) -p no:benchmark
 
 test-gpu:
-	$(PYTHON) -m pytest $(ON_GPU) $(wildcard tests/test_cuda_*.py)
+	$(PYTHON) -m pytest $(ON_GPU) --dist loadfile $(wildcard tests/test_cuda_*.py)
 	$(PYTHON) -m pytest $(ON_GPU) --device cuda tests/test_same_answer.py
+	$(PYTHON) -m pytest $(ON_GPU) tests/test_sanitizer.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check deltic tests examples bench

@@ -35,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
     options.found_device = lambda: "cpu"  # who does not say where runs there, on a machine with a card, too
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """With `--numprocesses auto`: as many as the card has memory for; engines of true shapes take up to 22 GB."""
+    return max(1, torch.cuda.mem_get_info()[1] // 22_000_000_000) if torch.cuda.is_available() else None
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Models set the threads that torch computes with; small ones are fastest with one, and by far so on a machine that
@@ -46,7 +52,8 @@ def _one_thread() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test on a card, or what its fixtures, take there without writing to it is not zero, as it is in a fresh
     process, but NaN, and as an integer -1."""
-    if item.path.name.startswith("test_cuda_") and torch.cuda.is_available():
+    kept = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ  # else what is taken is nobody's before
+    if kept and item.path.name.startswith("test_cuda_") and torch.cuda.is_available():
         torch.cuda.empty_cache()
         taken = [torch.full((size,), 0xff, dtype=torch.uint8, device="cuda")
                  for count, size in ((64, 1 << 20), (8, 10 << 20), (1, 1 << 30)) for _ in range(count)]

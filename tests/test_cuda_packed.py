@@ -184,10 +184,11 @@ def test_embeddings(products: Module, kind: str) -> None:
     (tiles,), weight = weight_of(((kind, 1003),), 512)
     ids = torch.tensor([1002, 0, 77], device="cuda")
     residual, turns = torch.full((3, 512), NAN, device="cuda"), torch.zeros(3, 8, device="cuda")
+    positions, axes = (torch.zeros(shape, dtype=torch.int64, device="cuda") for shape in ((3, 3), (4,)))
+    frequencies = torch.ones(4, device="cuda")
     products.launch(f"k_enter_{kind.lower()}", (BLOCKS,), 256, Enter(
-        ids=ids, positions=torch.zeros(3, 3, dtype=torch.int64, device="cuda"), embedding=tiles.data,
-        frequencies=torch.ones(4, device="cuda"), axes=torch.zeros(4, dtype=torch.int64, device="cuda"),
-        residual=residual, turns=turns, hidden=512, rotary=8, tokens=3))
+        ids=ids, positions=positions, embedding=tiles.data, frequencies=frequencies, axes=axes, residual=residual,
+        turns=turns, hidden=512, rotary=8, tokens=3))
     assert error(residual, weight[ids]) < 1e-6
     assert torch.equal(tiles.lookup(ids).double(), residual.double()) or error(tiles.lookup(ids), residual) < 1e-6
 

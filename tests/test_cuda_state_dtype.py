@@ -20,7 +20,7 @@ from test_cuda_prompts import CASES as PROMPTS
 from test_cuda_prompts import batch_of as prompt_of
 from test_cuda_prompts import mix, prompts_of
 from test_cuda_verify import CASES as RINGS
-from test_cuda_verify import Known, plain_of
+from test_cuda_verify import Known, fill_with_nan, plain_of
 from test_state_dtype import check_preempted
 from torch import Tensor
 
@@ -124,8 +124,7 @@ def run_layer(runtime: Runtime, batch: Batch, proj: Tensor, blocks: int | None =
     assert isinstance(layer.mixer, GdnWeights)
     spec, kind = layer.mixer.spec, "few" if proj.dtype == torch.float32 else "many"
     work = step._begin(batch, kind)
-    for tensor in (work.y, work.core):
-        tensor.fill_(NAN)
+    fill_with_nan(work)
     known, step._blocks = step._blocks, blocks or step._blocks
     step._mix(layer, work, proj, proj.shape[1])
     step._blocks = known

@@ -52,6 +52,12 @@ CASES = {
 """Cursor, tokens that the slot stands for, tokens of each row."""
 
 
+def fill_with_nan(work: Any) -> None:
+    """A step's memory, of which a test of one layer writes the others' never."""
+    for tensor in (work.y, work.core, *((work.fresh.inputs, work.fresh.keys, work.fresh.decays) if work.fresh else ())):
+        tensor.fill_(float("nan"))
+
+
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_rings(runtime: Runtime, case: str) -> None:
@@ -75,7 +81,7 @@ def test_rings(runtime: Runtime, case: str) -> None:
         state.ring.inputs.double(), *(getattr(state.ring, name).double() for name in ("keys", "updates", "decays")),
         state.ring.tiled))
     work = step._begin(batch, kind)
-    work.y.fill_(float("nan"))
+    fill_with_nan(work)
     step._mix(layer, work, proj, proj.shape[1])
     step._end(work)
     wide = replace(layer.mixer, **{name: getattr(layer.mixer, name).double()

@@ -1,0 +1,182 @@
+"""compute-sanitizer over the GPU's kernels: no access outside of what was allocated, no two threads at one place of
+shared memory in no order, no number read that nobody has written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+TOOLS = {
+    "memcheck": (),
+    # of copies that a barrier in shared memory orders it would say that they are in no order, as `SOUND` shows
+    "racecheck": ("--racecheck-memcpy-async", "no"),
+    "initcheck": (),
+}
+ROOT = Path(__file__).parent.parent
+NAMES = ("k_", "product_", "packed_")
+"""How the names of our kernels begin."""
+
+ALONE = {
+    "kernels": "(products and (1024-1 or 1024-5 or 2560-9 or 192-2 or 4096-2)) or draws",
+    "packed": "(products and (Q4_K-1024-1003 or Q6_K-1024-868 or FP8-1024-868 or 1024-Q4_K or 2048-Q4_K-868)) or "
+              "(parts and 1024) or embeddings",
+    "experts": "(few_tokens and -5]) or first_is_chosen",
+    "packed_experts": "few_tokens and (Q4_K or FP8) and not passes",
+}
+"""Of the files `test_cuda_*.py`: tests that launch kernels one by one, of sizes that do not fit."""
+PYTEST = ("-m", "pytest", "-p", "no:xdist", "-p", "no:benchmark", "-p", "no:cacheprovider")
+ENGINES = (("tiny", "0.8b", "0.8b q4_k"), ("4b", "4b small states", "4b fp8"), ("experts", "experts q4_k"))
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "alone": (*PYTEST, *(f"tests/test_cuda_{name}.py" for name in ALONE), "-k",
+              " or ".join(f"(test_cuda_{name}.py and ({tests}))" for name, tests in ALONE.items())),
+    **{", ".join(names): ("tests/launched_engines.py", *names) for names in ENGINES}}
+"""What the tools run."""
+
+HEADER = """
+import torch
+from deltic.ops.cuda.driver import Arguments, Module, fields
+from deltic.ops.cuda.nvrtc import headers
+class Pair(Arguments):
+    _fields_ = fields("x y", "", "")
+def kernels(source):
+    return Module(headers() + '''
+struct Pair { const float *x; float *y; };
+#define KERNEL(name) extern "C" __global__ void name(const __grid_constant__ Pair a)
+''' + source, torch.device("cuda"))
+"""
+FAULTS = HEADER + """
+module = kernels('''
+KERNEL(k_memcheck) { a.y[threadIdx.x + 1] = 7; }
+KERNEL(k_initcheck) { a.y[threadIdx.x] = a.x[threadIdx.x]; }
+KERNEL(k_racecheck) {
+    __shared__ float s[128];
+    s[threadIdx.x] = a.y[threadIdx.x];
+    a.y[threadIdx.x] = s[127 - threadIdx.x];
+}
+''')
+x, y = torch.empty(128, device="cuda"), torch.zeros(128, device="cuda")
+module.launch("k_TOOL", (1,), 128, Pair(x=x, y=y))
+torch.cuda.synchronize()
+"""
+SOUND = HEADER + """
+module = kernels('''
+// A warp copies what another one reads; who has read says so by one lane.
+KERNEL(k_ring) {
+    __shared__ __align__(128) float slots[2][32];
+    __shared__ u64 barriers[4];
+    const u32 filled = shared_address(barriers), emptied = filled + 16;
+    const int lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 4; ++i) init_barrier(filled + 8 * i, 1);
+        publish_barriers();
+    }
+    __syncthreads();
+    for (int n = 0; n < 8; ++n) {
+        const u32 own = n % 2 * 8;
+        if (threadIdx.x >= 32) {
+            if (n >= 2) await_barrier(emptied + own, (n / 2 - 1) & 1);
+            if (lane == 0) {
+                expect_bytes(filled + own, 128);
+                bulk_copy_kept(shared_address(slots[n % 2]), a.x + n * 32, 128, filled + own);
+            }
+            __syncwarp();
+        } else {
+            await_barrier(filled + own, n / 2 & 1);
+            __syncwarp();
+            a.y[n * 32 + lane] = slots[n % 2][31 - lane];
+            release_slot(emptied + own);
+        }
+    }
+}
+// Four warps write what four others read, and only readers wait for it: as the manual has it for bar.arrive.
+KERNEL(k_arrive) {
+    __shared__ float s[128];
+    const int t = threadIdx.x & 127;
+    for (int n = 0; n < 8; ++n)
+        if (threadIdx.x < 128) {
+            if (n) asm volatile("bar.sync 2, 256;" ::: "memory");
+            s[t] = a.x[n * 128 + t];
+            asm volatile("bar.arrive 1, 256;" ::: "memory");
+        } else {
+            asm volatile("bar.sync 1, 256;" ::: "memory");
+            a.y[n * 128 + t] = s[127 - t];
+            if (n < 7) asm volatile("bar.arrive 2, 256;" ::: "memory");
+        }
+}
+''')
+for name, width, threads in (("k_ring", 32, 64), ("k_arrive", 128, 256)):
+    x, y = torch.randn(8, width).cuda(), torch.zeros(8, width, device="cuda")
+    module.launch(name, (200,), threads, Pair(x=x, y=y))
+    assert y.equal(x.flip(1))
+"""
+ORDERED_BY = {"k_ring": ("product_", "packed_", "k_experts_gate", "k_experts_down", "k_packed_gate", "k_packed_down"),
+              "k_arrive": ("k_delta_scan",)}
+"""By the kernel of `SOUND` that shows it: how the names of our kernels begin that keep order in this way."""
+
+
+@cache
+def sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(found).exists():
+        pytest.skip("compute-sanitizer is not installed")
+    return found
+
+
+def run(tool: str, *arguments: str) -> str:
+    """What the tool and a Python of these arguments say. Torch takes memory for each tensor alone, so that its end is
+    known and what was in it before is not there. A kernel begins when the last one has ended: racecheck takes two at a
+    time for one."""
+    ours = [word for name in NAMES for word in ("--kernel-name", f"kns={name}")]
+    command = [sanitizer(), "--tool", tool, *TOOLS[tool], "--force-blocking-launches", "--show-backtrace", "device",
+               "--print-limit", "1000000",
+               *(ours if tool != "initcheck" else []),  # that one has to see what torch's kernels write, too
+               sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=450, cwd=ROOT, env={
+        **os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)})
+    text = done.stdout + done.stderr
+    if "Device not supported" in text:
+        pytest.skip("compute-sanitizer does not run on this machine")
+    assert "SUMMARY" in text, text
+    return text
+
+
+def blamed(text: str) -> set[str]:
+    """The kernels of ours in which something was found."""
+    return set(re.findall(rf"^=+.*\bat ((?:{'|'.join(NAMES)})\w+)", text, re.MULTILINE))
+
+
+@cache
+def not_understood() -> tuple[str, ...]:
+    """How the names of kernels begin on which racecheck's word is not to be taken, as it blames sound ones, too."""
+    text = run("racecheck", "-c", SOUND)
+    assert "AssertionError" not in text, text
+    return tuple(name for sound in blamed(text) for name in ORDERED_BY[sound])
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_faults_are_found(tool: str) -> None:
+    text = run(tool, "-c", FAULTS.replace("TOOL", tool))
+    assert f"k_{tool}" in blamed(text), text
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_kernels(tool: str, subject: str) -> None:
+    text = run(tool, *SUBJECTS[subject])
+    engines = subject.split(", ")
+    passed = (re.search(r"^[1-9]\d* passed", text, re.MULTILINE) if subject == "alone"
+              else re.findall("^(.*) passed$", text, re.MULTILINE) == engines)
+    assert passed, text
+    found = blamed(text)
+    if tool == "racecheck" and found:
+        found = {name for name in found if not name.startswith(not_understood())}
+    assert not found, text
