@@ -14,6 +14,8 @@ from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine import graphs
 from deltic.engine.loading import RandomModel, load
 from deltic.ops.cuda import draft
+from deltic.ops.cuda.step import Step
+from deltic.ops.records import Batch
 from deltic.types import Request, SamplingParams
 
 VOCABULARY = 5003
@@ -48,10 +50,25 @@ class Launched:
         return None
 
 
-def run(name: str) -> None:
-    """Prompts of one token, of some and of many; rows that decode, some and many; what is kept is used again."""
+def launch_everything() -> None:
+    """Record no graph, and write what products read of rows that only fill a bucket up, whose sums nobody reads."""
+    begin = Step.work
+
+    def work(step: Step, batch: Batch, *args: Any, **options: Any) -> Any:
+        found = begin(step, batch, *args, **options)
+        if batch.count is not None:
+            real = int(batch.starts[int(batch.count)])
+            for tensor in (found.y, found.core):
+                tensor[real:].zero_()
+        return found
+
+    Step.work = work  # type: ignore[method-assign]
     graphs.Graphs.capture = lambda self, padded: None  # type: ignore[method-assign]
     draft.record = lambda launch, pool=None: (Launched(launch), launch())  # type: ignore[assignment]
+
+
+def run(name: str) -> None:
+    """Prompts of one token, of some and of many; rows that decode, some and many; what is kept is used again."""
     weights, options = ENGINES[name]
     runtime = load(weights, EngineConfig(device="cuda", dtype="bfloat16", max_batch=40, max_context=512,
                                          host_memory="0", **{"memory": "1GiB", "speculate": "off", **options}))
@@ -67,6 +84,7 @@ def run(name: str) -> None:
 
 
 if __name__ == "__main__":
+    launch_everything()
     for chosen in sys.argv[1:] or ENGINES:
         run(chosen)
         print(chosen, "passed", flush=True)
