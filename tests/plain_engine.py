@@ -56,6 +56,10 @@ class PlainPools:
         self.held[self.numbers] = content
         return self.numbers
 
+    def forget(self, operations: List[Operation]) -> None:
+        for operation in operations:
+            self.held.pop(getattr(operation, "item", 0), None)
+
     def sound(self, slots: List[int], pages: List[int], done: int) -> bool:
         assert all(token is not None for token in self.read(pages, done)) and all(self.slots[slot] for slot in slots)
         return True

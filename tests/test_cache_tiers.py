@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,9 @@ class Flaky(Host):
 
 
 class Recording(Flaky):
-    """Also remembers the items' names, as a directory does."""
+    """Also remembers the items' names, as a directory does, and others may write there."""
+
+    trusted = False
 
     def __init__(self, budget: int) -> None:
         super().__init__(budget)
@@ -263,6 +265,64 @@ def test_a_state_that_comes_back_has_the_name_that_it_had() -> None:
         tier._drop_state(entry, prune=False)
         tier.offer(source_of(tokens))
         assert store.known["state", entry.key] == name == replace(entry.kv, kind="state", size=name.size)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_memory_keeps_what_it_has_for_however_long(threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else writes there, and it does not say what it has: no look may take that for nothing."""
+    monkeypatch.setattr(tier_index, "_PAUSE", -1.0)
+    tier = TierIndex(Host(1 << 20), threads=threads)
+    for start in (0, 1000, 2000):
+        tier.offer(source_of(tuple(range(start, start + 60))))
+        while tier._pending or tier._scan:
+            tier._settle()
+    for start in (0, 1000, 2000):
+        entry = tier.find((*range(start, start + 60), 7))
+        assert entry is not None and entry.done == 60
+    for start in (0, 1000):
+        tier._drop(tier._entries[PrefixHash(tuple(range(start, start + 60))).key(60)])
+    tier.check()
+    assert tier.prefixes == 1 and not tier._deleted, "names of what was given up are kept for no scan"
+    tier.close()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_a_file_that_cannot_be_read_now_stays(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, prompt = TierIndex(Disk(tmp_path, "model", 1 << 20), threads=False), (*range(40), 7)
+    tier.offer(source_of(tuple(range(40))))
+    files = sorted(tmp_path.rglob("*"))
+
+    def refuse(path: Path) -> None:
+        raise OSError(code, "not now", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deltic.cache.folder.open_regular", refuse)
+        fetch = Fetch(prompt, 0, (tier,))
+        assert fetch.poll() and fetch.loaded is None
+    assert sorted(tmp_path.rglob("*")) == files
+    fetch = Fetch(prompt, 0, (tier,))
+    assert fetch.poll() and fetch.loaded and fetch.loaded.done == 40
+
+
+def test_where_no_thread_can_be_started_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = TierIndex(Recording(1 << 20), threads=False)
+    tier.offer(source_of(tuple(range(40))))
+    monkeypatch.setattr(tier, "_reader", ThreadPoolExecutor(1))
+    monkeypatch.setattr("threading.Thread.start", lambda thread: (_ for _ in ()).throw(RuntimeError("no more threads")))
+    fetch = Fetch((*range(40), 7), 0, (tier,))
+    assert fetch.poll() and fetch.loaded is None
+
+
+def test_a_fetch_that_may_not_begin_finds_out_whether_there_is_anything() -> None:
+    tier = TierIndex(Recording(1 << 20), threads=False)
+    reader = tier._reader = Delayed()
+    tier.offer(source_of(tuple(range(40))))
+    nothing, something = Fetch((7, 8, 9), 0, (tier,)), Fetch((*range(40), 7), 0, (tier,))
+    assert nothing.poll(begin=False) and not nothing.begun
+    assert not something.poll(begin=False) and not something.begun and not reader.waiting
+    assert not something.poll() and something.begun
+    reader.work(1)
+    assert something.poll(begin=False) and something.loaded and something.begun
 
 
 def test_nothing_stays_of_what_cannot_be_written_again() -> None:

@@ -7,16 +7,18 @@ import mmap
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reuse_cases
 import torch
-from support import Answers, drain, greedy, numbers, odd_runtime, odd_shape, serve, take
+from support import Answers, drain, greedy, numbers, odd_runtime, odd_shape, reference, serve, take
 
 from deltic import LLM, RandomModel
-from deltic.cache.pools import allocate
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.pools import CachePools, allocate
 from deltic.config import available_memory
 from deltic.engine.engine import Engine
 from deltic.engine.runtime import Runtime
@@ -119,3 +121,79 @@ def test_a_step_without_memory_costs_one_request(ahead: bool, monkeypatch: pytes
     assert failed and error and "there is no memory for a step with" in error and "--token-budget" in error
     assert {key: answer.tokens for key, answer in answers.items()} == alone and len(failed) == 1
     engine.check()
+
+
+SHORTAGE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+@pytest.mark.parametrize("where", ["a step", "a pause"])
+def test_what_was_not_copied_is_not_found_afterwards(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer's end is in the tree, and its partial page was to be copied, when carrying that out fails."""
+    runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, budget=64, slots=40)
+    prompt, more = numbers(1, 37, 500), numbers(2, 6, 500)
+    wanted = {name: reference(odd_runtime(), tokens, count).tokens for name, tokens, count in (
+        ("again", (*prompt, *more), 6), ("beside", numbers(3, 20, 500), 12), ("running", numbers(9, 20, 500), 12))}
+    for tensor in (*runtime.cache.pools.page_tensors, *runtime.cache.pools.slot_tensors):  # type: ignore[attr-defined]
+        tensor.normal_()  # a cache that was in use
+    engine, answers, apply, failed = Engine(runtime), Answers(), CachePools.apply, list[int]()
+    for name in ("running", "beside"):
+        engine.add(greedy(numbers(9 if name == "running" else 3, 20, 500), 12, name=name))
+    for _ in range(3):
+        take(answers, engine.step())
+    engine.add(greedy(prompt, 1, name="first"))
+    while ("first", 0) not in answers:
+        take(answers, engine.step())
+
+    def refuse(self: CachePools, operations: Any) -> None:
+        if not failed:
+            failed.append(len(operations))
+            raise SHORTAGE
+        apply(self, operations)
+
+    monkeypatch.setattr(CachePools, "apply", refuse)
+    if where == "a pause":
+        engine.pause("running")
+        engine.resume("running")
+    drain(engine, answers)
+    engine.add(greedy((*prompt, *more), 6, name="again"))
+    drain(engine, answers)
+    assert failed
+    errors = {name: answers[name, 0].last.error for name in wanted if answers[name, 0].last.error}
+    assert len(errors) == (where == "a step"), "memory ran out for one of them, or for nobody's step"
+    assert all(answers[name, 0].tokens == list(tokens) for name, tokens in wanted.items() if name not in errors)
+    engine.check()
+    assert not runtime.cache.lost and not runtime.cache.pools.held  # type: ignore[attr-defined]
+
+
+def test_a_look_at_a_prefix_without_memory_costs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins like what is just being read, past a position that only a look can show to be sound."""
+    runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, budget=8, slots=40, pages=96)
+    engine, answers, long, looks = Engine(runtime), Answers(), numbers(1, 400, 500), list[int]()
+
+    def refuse(*_: Any) -> bool:
+        looks.append(1)
+        raise SHORTAGE
+
+    monkeypatch.setattr(CachePools, "sound", refuse)
+    engine.add(replace(greedy(long, 2, name="long"), boundaries=(100,)))
+    while not any(sequence.done >= 160 for sequence in engine.scheduler.running):
+        take(answers, engine.step())
+    engine.add(greedy((*long[:150], *numbers(3, 5, 500)), 2, name="second"))
+    drain(engine, answers)
+    assert looks and all(answer.last.finish == "length" for answer in answers.values()) and len(answers) == 2
+
+
+def test_who_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = reuse_cases.runtime_of(odd_runtime(), batch=4, slots=40)
+    admit = HybridCache.admit
+
+    def refuse(self: HybridCache, prompt: Any = (), *more: Any, **options: Any) -> Any:
+        if len(prompt) == 33:
+            raise ValueError("of this one")
+        return admit(self, prompt, *more, **options)
+
+    monkeypatch.setattr(HybridCache, "admit", refuse)
+    answers = serve(runtime, [greedy(numbers(index, length, 500), 5, name=str(length)) for index, length
+                              in enumerate((20, 33, 40))])
+    assert [answers[name, 0].last.finish for name in ("20", "33", "40")] == ["length", "error", "length"]
+    assert "of this one" in (answers["33", 0].last.error or "")

@@ -9,6 +9,7 @@ import pytest
 from reuse_cases import engine_for, runtime_of
 from support import Answers, drain, greedy, numbers, odd_runtime, serve, take
 
+from deltic.engine import turns
 from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.engine import Engine
@@ -144,6 +145,36 @@ def test_clients_take_turns_however_many_requests_one_has() -> None:
     assert until_first(engine, answers, "few-new0") <= 3
     assert until_first(engine, answers, "few-new1") <= SHORT_TURN
     engine.check()
+
+
+def test_who_has_waited_long_stands_before_nobody_elses_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the many have waited for longer than anybody shall."""
+    monkeypatch.setattr(turns, "LONGEST_WAIT", TURN)
+    engine, _ = started(2, of("many", long_ones(12)), 2 * TURN)
+    answers = Answers()
+    for request in of("few", [greedy(numbers(50 + index, 20, 500), 4, name=f"new{index}") for index in range(2)]):
+        engine.add(request)
+    assert until_first(engine, answers, "few-new0") <= 3
+    assert until_first(engine, answers, "few-new1") <= TURN
+
+
+def test_who_has_waited_long_comes_before_his_clients_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LONGEST_WAIT", TURN)
+    engine, _ = started(1, of("one", long_ones(3)), 2 * TURN)
+    patient = {sequence for sequence in engine.scheduler.waiting if engine.scheduler._step - sequence.turn >= TURN}
+    engine.add(*of("one", [greedy(numbers(9, 20, 500), 4, name="new")]))
+    ordered = turns.in_turn(engine.scheduler.waiting, [], engine.scheduler._step)
+    assert patient and {*ordered[:len(patient)]} == patient and ordered[len(patient)].request.id == "one-new"
+
+
+def test_a_client_is_seen_behind_hundreds_of_another() -> None:
+    engine, answers = started(2, of("many", [greedy(numbers(index, 4, 500), 2, name=f"short{index}")
+                                             for index in range(400)]), 2)
+    engine.add(*of("few", [greedy(numbers(999, 4, 500), 2, name="new")]))
+    assert until_first(engine, answers, "few-new") <= 3
+    assert len(engine.scheduler.waiting) > 350
+    drain(engine, answers)
+    assert len(answers) == 401
 
 
 def test_bodies_of_one_client_wait_for_their_turn() -> None:

@@ -54,6 +54,9 @@ class ProgramPools:
                 case _:
                     raise AssertionError(f"a program has neither replay rings nor tiers: {operation}")
 
+    def forget(self, operations: Sequence[Operation]) -> None:
+        """Nothing is held for them."""
+
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
         """Nobody can look into a program's states: what no logits have shown to be sound is not kept."""
         return False

@@ -18,6 +18,9 @@ from deltic.cache.itemfile import decode, encode
 from deltic.cache.tier_store import FullError, Item, TierStoreError
 
 _CHECKSUM_BYTES, _BLOCK = 4, 4096
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE,
+            errno.ETIMEDOUT}
+"""What keeps a file from being read now, and says nothing of what is in it."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +71,14 @@ class Disk:
 
     def read(self, item: Item, most: int | None = None) -> dict[str, Tensor]:
         """New tensors on the CPU, of at most so many bytes in all. Everything is checked; TierStoreError says what is
-        wrong."""
+        wrong, and OSError that the machine cannot read it at present."""
         path = self._folder / layout.item_name(item)
         try:
             with layout.open_regular(path) as file:
                 return decode(file, item, most)
         except OSError as error:
+            if error.errno in _PASSING:
+                raise
             raise TierStoreError(f"{path} cannot be read: {error.strerror}") from error
         except TierStoreError as error:
             raise TierStoreError(f"{path} {error}") from error

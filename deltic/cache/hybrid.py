@@ -18,6 +18,7 @@ what it has been given lies in the tiers too (host memory, disk), and comes back
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -28,10 +29,13 @@ from deltic.cache.lease import Lease, Rest, Snapshot
 from deltic.cache.operations import CopySlot, FoldRing, Operation, Pools, RestoreItem, StoreItem
 from deltic.cache.tiers import NOTHING, Fetch, Offer
 from deltic.cache.tree import Checkpoint, Match
+from deltic.errors import UnavailableError
 from deltic.types import PAGE, RING
 
 if TYPE_CHECKING:
     from deltic.cache.tier_index import TierIndex
+
+log = logging.getLogger("deltic")
 
 
 class HybridCache:
@@ -48,6 +52,9 @@ class HybridCache:
         self.tree = self.accounts.tree
         self.rows = self.slots.size if rows is None else rows
         self._rests: list[Rest] = []
+        self.lost = False
+        """Not all was done to the pools that should have been: nothing in them is what the accounts say, until all
+        leases and snapshots are given back and `start_anew` is called."""
 
     def take_operations(self) -> tuple[Operation, ...]:
         """What is to be done to the pools before anything else is, in order; it is the caller's to have it done."""
@@ -58,7 +65,27 @@ class HybridCache:
     def flush(self) -> None:
         """Have all that is queued done now, outside of a plan."""
         if self.accounts.queue:
-            self.pools.apply(self.take_operations())
+            self.carry_out(self.take_operations())
+
+    def carry_out(self, operations: Sequence[Operation]) -> None:
+        """Have these done, which were taken from the queue. Where that raises, the cache is `lost`."""
+        try:
+            if self.lost:
+                raise UnavailableError("the cache's memory is not what its accounts say, as an earlier operation on it "
+                                       "failed: load the model anew")
+            self.pools.apply(operations)
+        except BaseException:
+            self.lost = True
+            self.pools.forget(operations)
+            raise
+
+    def start_anew(self) -> None:
+        """Give up all prefixes, and what was still to be done, of a cache that is `lost`; the tiers keep theirs. Only
+        where nothing is leased, and no snapshot kept."""
+        assert not self.accounts.leases and not self.accounts.snapshots, "somebody still relies on the pools"
+        self.clear()
+        self.pools.forget(self.take_operations())
+        self.lost = False
 
     @property
     def at_rest(self) -> bool:
@@ -214,8 +241,12 @@ class HybridCache:
         if not self.reuse:
             return False
         self.settle(lease)
-        self.flush()
-        sound = self.pools.sound((lease.slot, *lease.emitting.values()), lease.pages, lease.done)
+        try:
+            self.flush()
+            sound = self.pools.sound((lease.slot, *lease.emitting.values()), lease.pages, lease.done)
+        except Exception:  # such as that a look takes memory that is not there
+            log.exception("a prefix is not kept, as nobody can say whether it is sound")
+            sound = False
         if sound:
             self.keep_emitted(lease)
         self.slots.release(lease.emitting.values())

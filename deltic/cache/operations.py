@@ -117,6 +117,9 @@ class Pools(Protocol):
     def apply(self, operations: Sequence[Operation]) -> None:
         """Carry these out, in order."""
 
+    def forget(self, operations: Sequence[Operation]) -> None:
+        """Let go of what is held for these, which nobody will carry out."""
+
     def sound(self, slots: Sequence[int], pages: Sequence[int], done: int) -> bool:
         """Whether the states in these slots, and the K/V of the first `done` tokens in these pages, are finite."""
 

@@ -3,6 +3,7 @@ layers; and how the operations that the accounts queue are carried out on them."
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from deltic.ops.cuda.numbers import on_device
 from deltic.ops.kv import as_bytes, is_finite, take
 from deltic.ops.memory import is_shortage, memory_for, reserve
 from deltic.ops.records import PAGE, RING, KvView, RingView, StateView
+
+log = logging.getLogger("deltic")
 
 _SPANS = 32
 """Pieces of the flat pool to which a prefix is copied one by one; of more it is copied whole, and then distributed."""
@@ -165,6 +168,12 @@ class CachePools:
             while copies:
                 copies.pop(0).wait()
 
+    def forget(self, operations: Sequence[Operation]) -> None:
+        """Let go of what is held for these, which nobody will carry out."""
+        for operation in operations:
+            if isinstance(operation, StoreItem | RestoreItem):
+                self.held.pop(operation.item, None)
+
     def apply(self, operations: Sequence[Operation]) -> None:
         """Carry these out, in order."""
         self._catch_up()
@@ -186,7 +195,10 @@ class CachePools:
                     offer = self.held.pop(item)
                     assert isinstance(offer, Offer)
                     self.wait()
-                    offer.make(_source(self, offer, pages, slot))
+                    try:
+                        offer.make(_source(self, offer, pages, slot))
+                    except Exception:  # the pools are as they were
+                        log.exception("a prefix is not kept in the tiers")
                 case RestoreItem(item, pages, start, slot):
                     loaded = self.held.pop(item)
                     assert isinstance(loaded, Loaded)

@@ -155,10 +155,13 @@ def read_prefix(read: Callable[[Item], dict[str, Tensor]], items: Sequence[Item]
 
 
 def read_item(store: TierStore, door: Door, item: Item) -> dict[str, Tensor]:
-    """The tensors of an item that may come in; LostError says why not."""
+    """The tensors of an item that may come in; LostError says why not. OSError and MemoryError say nothing of the
+    item."""
     try:
         tensors = dict(store.read(item, door.most(item)))
         reason = door.refuse(item, tensors, store.trusted)
+    except (OSError, MemoryError):
+        raise
     except Exception as error:
         raise LostError(item, error) from error
     if reason:

@@ -32,6 +32,7 @@ from deltic.cache.prefix import (
     size_of,
 )
 from deltic.cache.tier_store import FullError, Item, Kind, PrefixHash, TierStore
+from deltic.ops.memory import is_shortage
 from deltic.types import PAGE
 
 log = logging.getLogger("deltic")
@@ -207,7 +208,9 @@ class TierIndex:
         key = PrefixHash(source.tokens).key(done)
         try:
             run, state = source.run(parent.done) if parent.done < done else {}, source.state()
-        except MemoryError:
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
+                raise
             self._complain(f"there is no memory for a copy of {done:,} tokens; choose a smaller --memory or "
                            "--host-memory")
             return
@@ -385,7 +388,8 @@ class TierIndex:
 
     def _discard(self, item: Item) -> None:
         """Delete what does not count, or no more. A scan that is under way may have seen it."""
-        self._deleted.add((item.kind, item.key))
+        if self._scan:
+            self._deleted.add((item.kind, item.key))
         self.store.delete(item)
 
     # what is there
@@ -401,9 +405,9 @@ class TierIndex:
             self.store.touch(entry.state)
 
     def _look(self) -> None:
-        """Now and then, see what other processes have written or deleted there."""
+        """Now and then, see what other processes have written or deleted there, if they can."""
         now = time.monotonic()
-        if self._scan is None and now > self._looked + _PAUSE:
+        if not self.store.trusted and self._scan is None and now > self._looked + _PAUSE:
             self._looked = now
             self._deleted.clear()
             self._begin_scan()

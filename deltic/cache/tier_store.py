@@ -46,8 +46,8 @@ class Item:
 class TierStore(Protocol):
     """Holds items. `scan`, `others`, `read` and `write` are also called from threads of their own.
 
-    Errors that harm one item only are TierStoreError; OSError means that the store itself takes no more at present, and
-    FullError that it would if something went. writable: False: it only gives. trusted: what it
+    Errors that harm one item only are TierStoreError; OSError means that the store itself takes or gives no more at
+    present, and FullError that it would take more if something went. writable: False: it only gives. trusted: what it
     gives is what was written, as it lies in this process.
     """
 

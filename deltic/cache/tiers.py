@@ -35,7 +35,7 @@ class Offer:
 @dataclass(slots=True, eq=False)
 class Fetch:
     """What the tiers bring for one prompt beyond what the tree knows. `poll` until it is true; then `loaded` holds
-    it, if there was anything. door: what may come in."""
+    it, if there was anything. door: what may come in. begun: a tier reads, or has read, for it."""
 
     tokens: Sequence[int]
     above: int
@@ -44,13 +44,21 @@ class Fetch:
     loaded: Loaded | None = None
     tier: TierIndex | None = None
     _reading: Future[Loaded] | None = None
+    _found: bool = False
     _over: bool = False
 
-    def poll(self) -> bool:
-        """Whether all has come that will. What cannot be read is replaced by the next best."""
+    @property
+    def begun(self) -> bool:
+        return self._reading is not None or self.loaded is not None
+
+    def poll(self, begin: bool = True) -> bool:
+        """Whether all has come that will. What cannot be read is replaced by the next best. begin: a tier that has
+        something may begin to read it."""
         while not self._over:
+            if self._reading is None and self._found and not begin:
+                return False
             if self._reading is None:
-                self._start()
+                self._start(begin)
             elif not self._reading.done():
                 return False
             else:
@@ -62,13 +70,13 @@ class Fetch:
         if self._reading is not None:
             wait([self._reading], seconds)
 
-    def _start(self) -> None:
+    def _start(self, begin: bool) -> None:
         best: tuple[TierIndex, Entry] | None = None
         for tier in self.tiers:
             entry = tier.find(self.tokens, best[1].done if best else self.above)
             best = (tier, entry) if entry else best
-        self._over = best is None
-        if best:
+        self._over, self._found = best is None, best is not None
+        if best and begin:
             self.tier, self._reading = best[0], best[0].fetch(best[1], self.door)
 
     def _finish(self, reading: Future[Loaded]) -> None:
@@ -79,6 +87,11 @@ class Fetch:
         except LostError as error:
             log.warning("%s tier: %s", self.tier.name, error)
             self.tier.lose(error.item)
+            return
+        except Exception as error:
+            log.warning("%s tier: a prompt is read anew, as its prefix cannot be: %s", self.tier.name,
+                        error or type(error).__name__)
+            self._over = True
             return
         self.loaded = loaded if loaded.tokens == array("q", self.tokens[:loaded.done]) else None
         self._over = True

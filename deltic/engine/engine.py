@@ -29,7 +29,7 @@ from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter, Progress, progress
 from deltic.engine.model import Model
 from deltic.engine.pictures import Pictures
-from deltic.engine.plan import base_after
+from deltic.engine.plan import Plan, base_after
 from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Origin, Sequence
@@ -147,7 +147,7 @@ class Engine:
         for sequence in self._sequences.get(request, ()):
             self.speculator.forget(sequence)
             self.scheduler.pause(sequence)
-        self.runtime.cache.flush()
+        self._flush()
 
     def resume(self, request: str) -> None:
         """Have a paused request go on, before those that came after it. Others stay as they are."""
@@ -173,8 +173,9 @@ class Engine:
                 self._lose(flight, error)
             self.stats.steps += 1
             self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - read)
+        self._end_failed()
         if not self.scheduler.running and not self.scheduler.waiting:
-            self.runtime.cache.flush()  # no plan will follow soon
+            self._flush()  # no plan will follow soon
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began - (self.launcher.seconds - before)
         return events
@@ -198,10 +199,15 @@ class Engine:
 
     def _launch(self) -> InFlight | None:
         """Draft, admit, plan, run and draw; None if there is nothing to do."""
+        self._mend()
         drafting = self.speculator.draft()
+        self._mend()
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
             self._blame_picture(*failed)
         plan, sequences = self.scheduler.plan()
+        if self._gives_up(plan):
+            self._mend()
+            return None
         promise = self.speculator.promise
         if promise and not promise.covers(sequences):
             plan, promise = promise.fulfil(plan, sequences), None  # somebody has come whom the device knows nothing of
@@ -218,8 +224,10 @@ class Engine:
         ahead = plan_ahead(self.scheduler, flight, partial(self.speculator.drafts_next, live))
         if ahead is None:
             return None
-        self.stats.ahead += 1
         plan, sequences = ahead
+        if self._gives_up(plan):
+            return None
+        self.stats.ahead += 1
         following = self.launcher.launch(plan, sequences, self._with_logits(), before=flight)
         if all(row.drawn is not None for row in plan.rows):
             following.drafting = sequences if self.speculator.drafter else ()
@@ -345,6 +353,33 @@ class Engine:
             if share.live:
                 self.speculator.forget(share.sequence)
                 self.scheduler.start_over(share.sequence)
+        self._mend()
+
+    def _flush(self) -> None:
+        """Have all done now that is to be done to the pools."""
+        try:
+            self.runtime.cache.flush()
+        except Exception:
+            log.exception("an operation on the cache failed")
+        self._mend()
+
+    def _gives_up(self, plan: Plan) -> bool:
+        """Whether the plan is of no use, as the cache was lost while it was made."""
+        cache = self.runtime.cache
+        if cache.lost:
+            cache.pools.forget(plan.operations)
+        return cache.lost
+
+    def _mend(self) -> None:
+        """Of a cache that is lost nothing is used again: all that run read anew what they have."""
+        if not self.runtime.cache.lost:
+            return
+        log.error("what the cache kept is given up, as an operation on it failed; all that run read their prompts anew")
+        for sequence in self.scheduler.running:
+            self.speculator.forget(sequence)
+        self.scheduler.start_all_over()
+        self.speculator.promise = None
+        self.runtime.cache.start_anew()
 
     def _timed(self, flight: InFlight, seconds: float, read: int) -> None:
         """The step took so long, and read so many tokens of prompts."""
@@ -429,6 +464,14 @@ class Engine:
         """What a request brought along has raised this error, which is being handled."""
         log.exception("a request's own matcher, guide or constraint failed; the request ends with an error")
         self._fail(sequence, f"internal error: {error}")
+
+    def _end_failed(self) -> None:
+        """The requests end that could not be admitted."""
+        while self.scheduler.failed:
+            sequence, error = self.scheduler.failed.pop()
+            log.error("a request could not be admitted and ends with an error", exc_info=error)
+            for choice in self._sequences.get(sequence.request.id, ())[:]:
+                self._fail(choice, f"internal error: {error}")
 
     def _blame_picture(self, sequence: Sequence, error: Exception) -> None:
         """A picture of this one cannot be encoded."""

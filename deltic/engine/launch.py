@@ -201,7 +201,7 @@ class Launcher:
             assert sequence.lease is not None
             flight.shares.append(Share(sequence, sequence.lease))
         if flight.plan.operations:
-            runtime.cache.pools.apply(flight.plan.operations)
+            runtime.cache.carry_out(flight.plan.operations)
         drawing = [share for share in flight.shares if share.row is None or share.row.logits > share.row.scored]
         asked = self._masks.ask([(share.sequence, share.draft_tokens) for share in drawing])
         if flight.plan.rows:
@@ -253,7 +253,7 @@ class Launcher:
             found = runtime.run(build(Plan(part.rows), runtime.device, drawn=taken, memory=self._memory))
             kept |= {wanted: found[place].clone() for place, wanted in part.kept}  # the next pass writes over them
             if part.copies:
-                runtime.cache.pools.apply(part.copies)
+                runtime.cache.carry_out(part.copies)
         return torch.stack([kept[wanted] for wanted in sorted(kept)]) if kept else found[:0]
 
     def _draw(self, flight: InFlight, draws: list[Draw], logits: Tensor) -> None:

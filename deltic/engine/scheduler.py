@@ -70,6 +70,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
+        self.failed: list[tuple[Sequence, Exception]] = []
+        """Those that could not be admitted, which still wait, and why: whoever steps ends them."""
         self.mixes, self.preemptions, self.turns, self._step = mixes, 0, 0, 0
         self.defer_from = defer_from
         self._hurried = False
@@ -182,6 +184,13 @@ class Scheduler:
         """Have a running sequence, whose state may be no good, read all again that was not kept before."""
         self._preempt(sequence, sound=False)
 
+    def start_all_over(self) -> None:
+        """As `start_over`, of all that run; those that wait read themselves what they would have forked."""
+        for sequence in reversed(self.running[:]):
+            self.start_over(sequence)
+        while self._drop_origin():
+            pass
+
     def _take_turns(self) -> None:
         """Put those that wait in order; where no place is free, have at most one running sequence give up its own."""
         leaving = self._due(self._step, self.running)
@@ -199,8 +208,8 @@ class Scheduler:
         if full and (not self.cache.reuse or settled(running, step)):
             return None
         ordered = in_turn(self.waiting, running, step)
-        for place, sequence in enumerate(ordered):
-            self.waiting[place] = sequence
+        first = set(ordered)
+        self.waiting = deque([*ordered, *(sequence for sequence in self.waiting if sequence not in first)])
         if not full:
             return None
         room = len(ordered[0].tokens) + 2 * TURN * len(running)  # they go on while one rests
@@ -220,12 +229,18 @@ class Scheduler:
         the nearest position of each that is."""
         held, awaited, looks, fetches = list[Sequence](), dict[Sequence, int](), 0, 0
         while (self.waiting and len(self.running) - leaving < self.max_batch
-               and looks < _LOOKS and fetches < _FETCHES and len(held) < _SCAN):
+               and looks < _LOOKS and len(held) < _SCAN):
             sequence = self.waiting.popleft()
             if not sequence.held:
                 looks += 1
-                if not self._await_prefix(sequence) and not self._await_fetch(sequence):
-                    sequence.lease = self._lease(sequence)
+                try:
+                    waits = self._await_prefix(sequence) or self._await_fetch(sequence, fetches < _FETCHES)
+                    if not waits:
+                        sequence.lease = self._lease(sequence)
+                except Exception as error:
+                    self.failed.append((sequence, error))
+                    waits = True
+                if not waits:
                     if sequence.lease is None:
                         self.waiting.appendleft(sequence)
                         break
@@ -235,7 +250,7 @@ class Scheduler:
                     looks -= 1
                     continue
             held.append(sequence)
-            fetches += sequence.fetch is not None
+            fetches += sequence.fetch is not None and sequence.fetch.begun
             if sequence.hold:
                 position, other = sequence.hold
                 awaited[other] = min(position, awaited.get(other, position))
@@ -244,13 +259,14 @@ class Scheduler:
             held[0].fetch.wait(_PATIENCE)
         return awaited
 
-    def _await_fetch(self, sequence: Sequence) -> bool:
-        """Whether a tier is still bringing more of this sequence's prompt than the tree knows."""
+    def _await_fetch(self, sequence: Sequence, begin: bool) -> bool:
+        """Whether a tier still has to bring more of this sequence's prompt than the tree knows. begin: it may begin
+        to."""
         if sequence.origin or sequence.scoring or not self.cache.tiers:
             return False
         keys = sequence.key_array
         sequence.fetch = sequence.fetch or self.cache.fetch(keys[:-1] if sequence.embeds else keys)
-        return not sequence.fetch.poll()
+        return not sequence.fetch.poll(begin)
 
     def _known(self, sequence: Sequence) -> int:
         """Tokens of it that the tree knows; a long prompt is compared once per change of the tree."""

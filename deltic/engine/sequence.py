@@ -37,7 +37,7 @@ class Origin:
     waiting: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice of one request.
 
@@ -124,6 +124,10 @@ class Sequence:
             self.blind = self.pictures[0].start if self.pictures else None
         self.group = self.request.group or self.request.id
         self.client = self.request.client or self.group
+
+    def __repr__(self) -> str:
+        """Without what was asked: what an error says may reach others."""
+        return f"Sequence({self.request.id!r}, {self.choice})"
 
     @property
     def key_array(self) -> array[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from itertools import filterfalse, islice
+from itertools import filterfalse
 from operator import attrgetter
 
 from deltic.engine.fairness import STEP
@@ -21,9 +21,10 @@ TURN, SHORT_TURN, _FEW = 32, 8, 8
 """Steps for which a client's only place is safe, and one of several, where so few run. Many answers to short questions
 end within one. Where more run, turns are longer: a step in which one moves takes longer than others."""
 LONGEST_WAIT = 32 * TURN
-"""Steps after which a sequence waits before all that came after it, whoever runs of its client."""
+"""Steps after which a sequence waits before all others of its client, and of clients that have as many places."""
 _SCAN = 256
-"""Waiting sequences that are looked at in one step."""
+"""Waiting sequences that are looked at in one step: the first of every client, then the second of every one, and so
+on."""
 _SHARE = 4
 """Where going on means to read again, turns take so many times as long as that."""
 
@@ -33,20 +34,30 @@ def in_turn(waiting: Iterable[Sequence], running: Iterable[Sequence], step: int)
     running = list(running)
     groups = Counter(sequence.group for sequence in running)
     clients = Counter(sequence.client for sequence in running)
-    ranks = list[tuple[int, bool, Sequence]]()
-    patient = list[Sequence]()
-    for sequence in islice(waiting, _SCAN):
-        if step - sequence.turn >= LONGEST_WAIT:
-            patient.append(sequence)
-            continue
-        ranks.append((groups[sequence.group], sequence.rest is not None, sequence))
+    ranks = list[tuple[bool, int, bool, Sequence]]()
+    for sequence in _candidates(waiting):
+        patient = step - sequence.turn >= LONGEST_WAIT
+        ranks.append((not patient, groups[sequence.group], sequence.rest is not None, sequence))
         groups[sequence.group] += 1
-    ranks.sort(key=lambda rank: rank[:2])
-    places = list[tuple[int, int, bool, Sequence]]()
-    for group, rests, sequence in ranks:
-        places.append((clients[sequence.client], group, rests, sequence))
-        clients[sequence.client] += 1
-    return patient + [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
+    ranks.sort(key=lambda rank: rank[:-1])
+    places = list[tuple[int, bool, int, bool, Sequence]]()
+    for rank in ranks:
+        client = rank[-1].client
+        places.append((clients[client], *rank))
+        clients[client] += 1
+    return [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
+
+
+def _candidates(waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Those that are looked at."""
+    known, own = [*waiting], Counter[str]()
+    if len(known) <= _SCAN:
+        return known
+    places = list[int]()
+    for sequence in known:
+        places.append(own[sequence.client])
+        own[sequence.client] += 1
+    return [known[index] for index in sorted(range(len(known)), key=places.__getitem__)[:_SCAN]]
 
 
 def turn_of(places: int, running: int) -> int:
