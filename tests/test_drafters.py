@@ -56,6 +56,19 @@ from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
 # The other drafters
 
 
+def test_a_long_prompt_is_looked_at_over_several_steps() -> None:
+    """Everybody's next token waits while it is."""
+    class Long:
+        tokens = (*range(9000), 7, 8, 9)
+
+    sequence: Any = Long()
+    drafter, found = NgramDrafter(4), list[list[int]]()
+    for step in range(4):
+        found += drafter.draft([(sequence, 3)])
+        assert drafter._known[sequence]._read == min(4096 * (step + 1), 9002)
+    assert found == [[], [], [10, 11, 12], [10, 11, 12]]
+
+
 def test_ngrams_draft_what_followed_before() -> None:
     runtime = load(RandomModel(shape=odd_shape(tie_word_embeddings=True), initializer_range=0.02), EngineConfig(
         dtype="float32", memory="8MiB", threads=1))

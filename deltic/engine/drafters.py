@@ -49,6 +49,8 @@ class DraftsAhead(Protocol):
 
 _LONGEST, _SHORTEST = 4, 2
 """Tokens at the end of a sequence that are looked for in what came before."""
+_READ = 4096
+"""Tokens of a prompt whose groups are noted in one step, for which all wait: some milliseconds."""
 
 
 class NgramDrafter:
@@ -73,10 +75,13 @@ class _Ngrams:
         self._after: dict[tuple[int, ...], int] = {}
 
     def draft(self, tokens: List[int], count: int) -> list[int]:
-        for end in range(self._read + 1, len(tokens)):  # the last token has nothing after it yet
+        last = min(len(tokens) - 1, self._read + _READ)  # the last token has nothing after it yet
+        for end in range(self._read + 1, last + 1):
             for length in range(_SHORTEST, min(_LONGEST, end) + 1):
                 self._after[tuple(tokens[end - length:end])] = end
-        self._read = max(len(tokens) - 1, self._read)
+        self._read = max(last, self._read)
+        if self._read < len(tokens) - 1:
+            return []
         for length in range(min(_LONGEST, len(tokens)), _SHORTEST - 1, -1):
             after = self._after.get(tuple(tokens[-length:]))
             if after is not None:
