@@ -24,18 +24,18 @@ from deltic.engine.ahead import plan_ahead, plan_behind_drafts
 from deltic.engine.batch import FEW_ROWS
 from deltic.engine.depth import Depth
 from deltic.engine.drafters import Drafter
+from deltic.engine.failures import Failures
 from deltic.engine.fairness import stall_of
 from deltic.engine.launch import Chosen, InFlight, Launcher, Share
 from deltic.engine.metrics import Meter, Progress, progress
 from deltic.engine.model import Model
 from deltic.engine.pictures import Pictures
-from deltic.engine.plan import Plan, base_after
+from deltic.engine.plan import base_after
 from deltic.engine.repeats import Repeats
 from deltic.engine.scheduler import Scheduler
 from deltic.engine.sequence import Origin, Sequence
 from deltic.engine.speculator import Speculator
 from deltic.errors import RequestError
-from deltic.ops.memory import is_shortage
 from deltic.types import (
     Embed,
     Event,
@@ -94,6 +94,7 @@ class Engine:
         self.speculator = Speculator(runtime, self.scheduler, drafter, depth)
         self.pictures = Pictures(runtime.encode, _PICTURE_ROOM) if runtime.encode else None
         self.launcher = Launcher(runtime, self.pictures)
+        self._failures = Failures(runtime, self.scheduler, self.speculator)
         self.ahead = runtime.device.type != "cpu" if ahead is None else ahead
         if self.ahead:
             runtime.cache.set_aside(runtime.memory.max_batch)
@@ -147,7 +148,7 @@ class Engine:
         for sequence in self._sequences.get(request, ()):
             self.speculator.forget(sequence)
             self.scheduler.pause(sequence)
-        self._flush()
+        self._failures.flush()
 
     def resume(self, request: str) -> None:
         """Have a paused request go on, before those that came after it. Others stay as they are."""
@@ -170,12 +171,12 @@ class Engine:
                 self._collect(flight)
                 self._draft_on(self._flight)
             except Exception as error:
-                self._lose(flight, error)
+                self._failures.lose(flight, error, self._fail_request)
             self.stats.steps += 1
             self._timed(flight, time.perf_counter() - began, self.stats.prompt_tokens - read)
-        self._end_failed()
+        self._failures.end_refused(self._fail_request)
         if not self.scheduler.running and not self.scheduler.waiting:
-            self._flush()  # no plan will follow soon
+            self._failures.flush()  # no plan will follow soon
         events, self._events = self._events, []
         self.stats.last_overhead = time.perf_counter() - began - (self.launcher.seconds - before)
         return events
@@ -199,14 +200,14 @@ class Engine:
 
     def _launch(self) -> InFlight | None:
         """Draft, admit, plan, run and draw; None if there is nothing to do."""
-        self._mend()
+        self._failures.mend()
         drafting = self.speculator.draft()
-        self._mend()
+        self._failures.mend()
         if self.pictures and (failed := self.pictures.work(self.scheduler.running)):
             self._blame_picture(*failed)
         plan, sequences = self.scheduler.plan()
-        if self._gives_up(plan):
-            self._mend()
+        if self._failures.gives_up(plan):
+            self._failures.mend()
             return None
         promise = self.speculator.promise
         if promise and not promise.covers(sequences):
@@ -225,7 +226,7 @@ class Engine:
         if ahead is None:
             return None
         plan, sequences = ahead
-        if self._gives_up(plan):
+        if self._failures.gives_up(plan):
             return None
         self.stats.ahead += 1
         following = self.launcher.launch(plan, sequences, self._with_logits(), before=flight)
@@ -332,55 +333,6 @@ class Engine:
         self._events.append(VectorOut(sequence.request.id, array("f", vector.tolist()), sequence.usage))
         self._forget(sequence)
 
-    def _lose(self, flight: InFlight, error: Exception) -> None:
-        """The step has raised this error: the requests in it end. Where memory ran out only the one that took most of
-        it; what the step has done for the others is not known, so that they read what they have again."""
-        live = [share for share in flight.shares if share.live]
-        if is_shortage(error) and live:
-            log.error("a step of %d tokens finds no memory; the request that has most of them ends with an error",
-                      sum(share.tokens for share in live), exc_info=error)
-            largest = max(live, key=lambda share: share.tokens)
-            lost, message = {largest.sequence.request.id}, (
-                f"there is no memory for a step with {largest.tokens} tokens of this request: let the server have a "
-                "smaller --token-budget, --memory or --gpu-memory-utilization")
-        else:
-            log.error("a step failed; its requests end with an error", exc_info=error)
-            lost, message = {share.sequence.request.id for share in live}, f"internal error: {error}"
-        for request in lost:
-            for sequence in self._sequences.get(request, ())[:]:
-                self._fail(sequence, message)
-        for share in live:
-            if share.live:
-                self.speculator.forget(share.sequence)
-                self.scheduler.start_over(share.sequence)
-        self._mend()
-
-    def _flush(self) -> None:
-        """Have all done now that is to be done to the pools."""
-        try:
-            self.runtime.cache.flush()
-        except Exception:
-            log.exception("an operation on the cache failed")
-        self._mend()
-
-    def _gives_up(self, plan: Plan) -> bool:
-        """Whether the plan is of no use, as the cache was lost while it was made."""
-        cache = self.runtime.cache
-        if cache.lost:
-            cache.pools.forget(plan.operations)
-        return cache.lost
-
-    def _mend(self) -> None:
-        """Of a cache that is lost nothing is used again: all that run read anew what they have."""
-        if not self.runtime.cache.lost:
-            return
-        log.error("what the cache kept is given up, as an operation on it failed; all that run read their prompts anew")
-        for sequence in self.scheduler.running:
-            self.speculator.forget(sequence)
-        self.scheduler.start_all_over()
-        self.speculator.promise = None
-        self.runtime.cache.start_anew()
-
     def _timed(self, flight: InFlight, seconds: float, read: int) -> None:
         """The step took so long, and read so many tokens of prompts."""
         self.scheduler.stall.timed(read, seconds)
@@ -465,18 +417,14 @@ class Engine:
         log.exception("a request's own matcher, guide or constraint failed; the request ends with an error")
         self._fail(sequence, f"internal error: {error}")
 
-    def _end_failed(self) -> None:
-        """The requests end that could not be admitted."""
-        while self.scheduler.failed:
-            sequence, error = self.scheduler.failed.pop()
-            log.error("a request could not be admitted and ends with an error", exc_info=error)
-            for choice in self._sequences.get(sequence.request.id, ())[:]:
-                self._fail(choice, f"internal error: {error}")
-
     def _blame_picture(self, sequence: Sequence, error: Exception) -> None:
         """A picture of this one cannot be encoded."""
         log.error("a picture could not be encoded; its request ends with an error", exc_info=error)
         self._fail(sequence, f"internal error: {error}")
+
+    def _fail_request(self, request: str, message: str) -> None:
+        for sequence in self._sequences.get(request, ())[:]:
+            self._fail(sequence, message)
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         sequence.finish = "error"
