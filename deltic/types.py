@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any, ClassVar, Literal, Protocol
@@ -88,8 +88,8 @@ class SamplingParams:
     logit_bias: added to the logit of a token id; -100 and below forbids it.
     seed: draws are a function of (seed, choice, position), so equal requests give equal answers; `None` draws a seed
         per request.
-    stop: strings that end the answer and are not part of it.
-    stop_token_ids: ids that do the same.
+    stop: strings that end the answer and are not part of it; one may be given alone.
+    stop_token_ids: ids that do the same. `None` is none, here and for stop and logit_bias.
     min_tokens: end-of-text tokens and stop ids are masked until so many tokens exist.
     max_tokens: `None` is as many as the context holds.
     logprobs: number of most probable tokens to report per position (0: the chosen token only; None: nothing).
@@ -127,13 +127,17 @@ class SamplingParams:
             raise RequestError("n needs max_tokens of at least 1", "n")
         if self.max_repeat == 1:
             raise RequestError("max_repeat must be at least 2, or 0 for off: everything is there once", "max_repeat")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        _check_stops(tuple(self.stop))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if type(self.ignore_eos) is not bool:
+            raise RequestError(f"ignore_eos must be True or False, not {show(self.ignore_eos)}", "ignore_eos")
+        object.__setattr__(self, "stop", _listed("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        _check_stops(self.stop)
         for token in self.stop_token_ids:
             _check_number("stop_token_ids", token, 0, 1 << 31, integer=True)
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, not {show(self.logit_bias)}", "logit_bias")
         for token, bias in self.logit_bias.items():
             _check_number("logit_bias", token, 0, 1 << 31, integer=True)
             _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
@@ -155,6 +159,15 @@ def _check_number(name: str, value: Any, low: float, high: float, integer: bool 
         raise RequestError(f"{name} must be {expected}, not {show(value)}", name)
     if not low <= value <= high:  # integers are compared as such, however large
         raise RequestError(f"{name} must be between {low:,} and {high:,}, not {show(value)}", name)
+
+
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    """The values of an option that takes several."""
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a list, not {show(values)}", name)
+    return tuple(values)
 
 
 def _check_stops(stops: tuple[Any, ...]) -> None:

@@ -239,6 +239,13 @@ def test_every_command_finds_a_program_by_its_path(small: Path) -> None:
     assert resolve(small) == resolve(str(small)) == small
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_session_takes_a_program_by_text_or_path(small: Path, kind: Callable[[Path], Any]) -> None:
+    """In the program's own dtype, without being told."""
+    session = Session(kind(small), memory="16MiB")
+    assert session.prefill([1, 2, 3]).shape == (session.vocab_size,)
+
+
 @pytest.mark.parametrize("operators", ["executorch", pytest.param("deltic", marks=pytest.mark.slow)])
 def test_attention_alone(operators: Operators, tmp_path: Path) -> None:
     """A Qwen3, which has no states: three prompts."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import re
+import signal
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +19,7 @@ from encoder_models import TEXTS, encoded, padded_hidden, save_encoder, save_m3,
 
 from deltic import Encoder
 from deltic.encoders.items import Item
+from deltic.encoders.recipe import Recipe
 from deltic.errors import ConfigError, GenerationError, LongPromptError, ModelError, RequestError, UnavailableError
 
 WAYS: dict[str, dict[str, Any]] = {"kernels": {"threads": 2}, "portable": {"cpu_level": "portable"},
@@ -232,14 +239,15 @@ def test_long_texts_are_cut_or_refused(plain: dict[str, Any]) -> None:
     with Encoder(plain["bert"][0], max_length=10) as encoder:
         long = "w1 " * 100_000
         assert (encoder.encode(long) == encoder.encode("w1 " * 8)).all()
-        with pytest.raises(LongPromptError, match=r"input\[1\] has \d+ tokens or more, and the model reads 10"):
+        with pytest.raises(LongPromptError, match=r"texts\[1\] has \d+ tokens or more, and the model reads 10"):
             encoder.encode(["w1", long], truncate=False)
-        with pytest.raises(RequestError, match=r"input\[0\] has a lone surrogate"):
+        with pytest.raises(RequestError, match=r"texts\[0\] has a lone surrogate"):
             encoder.encode("\ud800")
-        with pytest.raises(RequestError, match=r"input\[0\] must be text, not 3"):
+        with pytest.raises(RequestError, match=r"texts\[0\] must be text, not 3"):
             encoder.encode([3])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="max_length must be from 1 to 61"):
-        Encoder(plain["bert"][0], max_length=62)
+    for wrong in (62, "x"):
+        with pytest.raises(ConfigError, match="max_length must be an integer from 1 to 61"):
+            Encoder(plain["bert"][0], max_length=wrong)  # type: ignore[arg-type]
 
 
 def test_many_threads_at_once_and_the_end(plain: dict[str, Any]) -> None:
@@ -253,6 +261,103 @@ def test_many_threads_at_once_and_the_end(plain: dict[str, Any]) -> None:
         assert len(found) == 8 and all((each == wanted).all() for each in found)
     with pytest.raises(UnavailableError, match="closed"):
         encoder.encode("w1")
+
+
+def test_what_progress_raises_reaches_its_caller_alone(plain: dict[str, Any]) -> None:
+    """Also if it is no Exception; other jobs and later calls go on."""
+    def leave(_: int) -> None:
+        raise SystemExit("enough")
+
+    with Encoder(plain["bert"][0], token_budget=32) as encoder:
+        other = encoder.submit([Item((2, 6, 3))] * 50)
+        with pytest.raises(ZeroDivisionError):
+            encoder.encode(TEXTS * 40, progress=lambda _: 1 // 0)  # type: ignore[arg-type,return-value]
+        with pytest.raises(SystemExit, match="enough"):
+            encoder.encode(TEXTS, progress=leave)
+        assert len(other.future.result(20)) == 50 and len(encoder.encode(TEXTS)) == len(TEXTS)
+
+
+def test_l8_whatever_ends_the_thread_leaves_nobody_waiting(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+                                                           ) -> None:
+    with Encoder(plain["bert"][0], token_budget=32) as encoder:
+        monkeypatch.setattr(encoder.model, "start", lambda items, wanted: list)  # fewer results than items
+        job = encoder.submit([Item((2, 6, 3))] * 50)
+        with pytest.raises(UnavailableError, match="the model's thread has ended: ValueError"):
+            job.future.result(20)
+        with pytest.raises(UnavailableError, match=r"the model's thread has ended.*load it anew"):
+            encoder.encode("w1")
+
+
+def test_an_encoder_that_nobody_has_any_more_is_given_back(plain: dict[str, Any]) -> None:
+    encoder = Encoder(plain["bert"][0])
+    encoder.encode("w1")
+    thread, model = encoder.batcher._thread, weakref.ref(encoder.model)
+    assert thread is not None
+    del encoder
+    thread.join(20)
+    assert not thread.is_alive()
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_is_told(plain: dict[str, Any]) -> None:
+    """It closes, and ends, without waiting for a thread that is not there, or a lock that it held."""
+    with Encoder(plain["bert"][0]) as encoder:
+        encoder.encode("w1")
+        with encoder.batcher._changed:
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                code = 1
+                try:
+                    encoder.encode("w1")
+                except UnavailableError as error:
+                    encoder.close()
+                    code = 0 if "forked" in str(error) else 2
+                finally:
+                    os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert encoder.encode("w1").shape
+
+
+WRONG: dict[str, tuple[Callable[[Encoder], Any], str]] = {
+    "none": (lambda encoder: encoder.encode(None), "texts"),
+    "number": (lambda encoder: encoder.encode(5), "texts"),
+    "iterator": (lambda encoder: encoder.encode(iter(["w1"])), "texts"),
+    "dictionary": (lambda encoder: encoder.encode({"w1": 1}), "texts"),
+    "no text": (lambda encoder: encoder.encode(["w1"] * 70 + [5]), "texts[70]"),
+    "kind": (lambda encoder: encoder.encode("w1", kind="qurey"), "kind"),
+    "no kind": (lambda encoder: encoder.encode("w1", kind=["query"]), "kind"),
+    "prompt": (lambda encoder: encoder.encode("w1", prompt=5), "prompt"),
+    "dimensions": (lambda encoder: encoder.encode([], dimensions="x"), "dimensions"),
+    "progress": (lambda encoder: encoder.encode("w1", progress=3), "progress"),
+    "all": (lambda encoder: encoder.encode_all("w1"), "texts"),
+    "outputs": (lambda encoder: encoder.encode_all(["w1"], "dense"), "outputs"),
+    "none of outputs": (lambda encoder: encoder.encode_all(["w1"], None), "outputs"),
+    "no output": (lambda encoder: encoder.encode_all(["w1"], [5]), "outputs"),
+    "query": (lambda encoder: encoder.rank(5, ["w1"]), "query"),
+    "documents": (lambda encoder: encoder.rank("w1", "w2 w3"), "documents"),
+    "no documents": (lambda encoder: encoder.rank("w1", None), "documents"),
+    "document": (lambda encoder: encoder.rank("w1", ["w2", 5]), "documents[1]"),
+    "top": (lambda encoder: encoder.rank("w1", ["w2"], top_n=-1), "top_n"),
+    "no top": (lambda encoder: encoder.rank("w1", ["w2"], top_n="1"), "top_n")}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_l8_a_wrong_argument_is_named(plain: dict[str, Any], case: str) -> None:
+    call, field = WRONG[case]
+    with Encoder(plain["bert"][0]) as encoder:
+        with pytest.raises(RequestError, match=re.escape(f"{field} must be ")) as error:
+            call(encoder)
+        assert error.value.field == field
+
+
+def test_l8_unknown_kinds_are_told_those_that_exist() -> None:
+    recipe = Recipe(prompts={"query": "q: ", "code": "c: "})
+    assert [recipe.prompt(kind) for kind in ("query", "document", "code", None)] == ["q: ", "", "c: ", ""]
+    with pytest.raises(RequestError, match="kind must be one of query, passage, document, code, or None, not 'qurey'"):
+        recipe.prompt("qurey")
 
 
 def test_one_text_does_not_wait_for_ten_thousand(plain: dict[str, Any]) -> None:

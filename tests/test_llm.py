@@ -3,7 +3,10 @@ matter here: every answer is compared with another way to the same tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from deltic.engine.promise import Wants
 from deltic.engine.sequence import Sequence
 from deltic.engine.worker import Worker
 from deltic.errors import ConfigError, ModelError, RequestError
+from deltic.text.chat_processor import ChatConfig
+from deltic.text.deltas import join
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -95,6 +100,14 @@ def test_choices_come_in_order(llm: LLM) -> None:
     assert output.text == output.choices[0].text
     again = llm.chat(MESSAGES, wild)
     assert again == output and len({choice.tokens for choice in output.choices}) == 3
+
+
+def test_pieces_of_several_choices_say_whose_they_are(llm: LLM) -> None:
+    stream = llm.stream("Say something.", SamplingParams(temperature=1.5, seed=1, n=3, max_tokens=20))
+    deltas = list(stream)
+    assert stream.output
+    for choice in stream.output.choices:
+        assert join(delta for delta in deltas if delta.index == choice.index).content == choice.text
 
 
 def test_two_streams_interleave_and_are_as_if_alone(llm: LLM) -> None:
@@ -305,7 +318,7 @@ def test_a_bad_row_is_refused_and_leaves_nothing_running(random_llm: LLM) -> Non
 
 @pytest.mark.parametrize(("prompts", "sampling", "words"), [
     ("text", SamplingParams(), "list of prompts"), ([1, 2], SamplingParams(), "list of prompts"),
-    ([[1], [2]], [SamplingParams()], "2 prompts need as many"), ([[]], SamplingParams(), "empty"),
+    ([[1], [2]], [SamplingParams()], "2 prompts need as many"), ([[1], []], SamplingParams(), r"prompts\[1\] is empty"),
 ])
 def test_l8_misuse_of_generate_is_explained(random_llm: LLM, prompts: Any, sampling: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
@@ -316,6 +329,22 @@ def test_l8_unknown_options_are_named() -> None:
     with pytest.raises(ConfigError, match=r"'max_sequences'.*max_batch") as caught:
         LLM(max_sequences=4)
     assert caught.value.option == "max_sequences"
+
+
+def test_l8_unknown_options_are_told_all_that_exist() -> None:
+    named = ["max_batch", "revision", "chat_template", *(each.name for each in fields(ChatConfig))]
+    with pytest.raises(ConfigError, match="unknown option 'histroy'") as caught:
+        LLM(histroy="template")
+    assert all(re.search(rf"\b{name}\b", str(caught.value)) for name in named)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_chat_template_is_named_by_text_or_path(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
+    with LLM(chat_template=kind(tmp_path / "chat.jinja"), memory="16MiB", max_context=64, threads=1) as model:
+        assert model.chat_processor.tokenizer.decode(model.stream("Hi")._call.answers.jobs[0].request.ids) == "Hi!"
+    with pytest.raises(ConfigError, match="chat_template must be the path of a file, not 5"):
+        LLM(chat_template=5)  # type: ignore[arg-type]
 
 
 # History

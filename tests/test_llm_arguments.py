@@ -111,12 +111,31 @@ def test_prompts_may_be_arrays(llm: LLM) -> None:
 
 @pytest.mark.parametrize(("prompt", "words"), [
     (b"hi", r"must be text or a list of token ids, not b'hi'"), ([1, "a"], "'a' is none"), ([1, 2.5], "2.5 is none"),
-    ([True], "True is none"), (HI, "messages are for chat and stream"), (None, "not None"), ([], "the prompt is empty"),
+    ([True], "True is none"), (HI, "messages are for chat and stream"), (None, "not None"),
+    ([], "is empty: give at least one token"),
 ])
 def test_l8_what_is_no_prompt(llm: LLM, prompt: Any, words: str) -> None:
     for ask in (lambda: llm.generate([prompt], ONE), lambda: next(llm.generate_stream(prompt, ONE))):
         with pytest.raises(RequestError, match=words):
             ask()
+
+
+def test_l8_an_empty_prompt_is_named(llm: LLM) -> None:
+    for empty in ("", []):
+        with pytest.raises(RequestError, match=r"prompts\[1\] is empty") as caught:
+            llm.generate(["Hi", empty], ONE)  # type: ignore[arg-type,list-item]
+        assert caught.value.field == "prompts[1]"
+
+
+@pytest.mark.parametrize("call", ["chat", "achat", "stream", "generate", "agenerate", "generate_stream"])
+def test_an_unknown_keyword_is_named_with_those_that_exist(llm: LLM, call: str) -> None:
+    given: Any = "Hi" if "chat" in call or "stream" in call else ["Hi"]
+    known = "tools, tool_choice" if call in ("chat", "achat", "stream") else "response_format, structured_outputs"
+    with pytest.raises(TypeError, match=rf"^{call}\(\) got an unexpected keyword argument 'foo'; there are .*{known}"):
+        found = getattr(llm, call)(given, ONE, foo=1)
+        asyncio.run(found)
+    with pytest.raises(TypeError, match=r"^generate\(\) got an unexpected keyword argument 'tools'"):
+        llm.generate(["Hi"], ONE, tools=[])  # type: ignore[call-arg]
 
 
 def test_l8_sampling_is_no_dictionary(llm: LLM) -> None:

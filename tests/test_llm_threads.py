@@ -490,6 +490,22 @@ def test_a_model_that_nobody_has_any_more_is_given_back() -> None:
     assert engine() is None
 
 
+@pytest.mark.parametrize("head", [False, True])
+def test_a_closed_model_leaves_its_weights_at_once(head: bool) -> None:
+    """Nothing of it waits for garbage to be collected: weights are large."""
+    gc.collect()
+    gc.disable()
+    try:
+        llm = LLM(RandomModel(shape=odd_shape(), head=head), memory="4MiB", threads=1)
+        llm.generate([[1, 2, 3]], wild(0))
+        llm.close()
+        weights = weakref.ref(llm.runtime.decoder.weights.norm)
+        del llm
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
 PROGRAM = """
 import os, signal, sys, threading
 from deltic import LLM, SamplingParams

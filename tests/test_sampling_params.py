@@ -37,6 +37,21 @@ def test_l8_just_outside_is_out(name: str) -> None:
             SamplingParams(**{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("stop", 5), ("stop", b"x"), ("stop", {"x": 1}), ("stop_token_ids", 5), ("stop_token_ids", "5"),
+    ("logit_bias", [1, 2]), ("logit_bias", 5), ("ignore_eos", "yes"), ("ignore_eos", 1), ("ignore_eos", None)])
+def test_l8_what_is_no_list_map_or_flag(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} must ") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+
+
+def test_none_is_none_of_them() -> None:
+    nothing: dict[str, Any] = {"stop": None, "stop_token_ids": None, "logit_bias": None}
+    assert SamplingParams(**nothing) == SamplingParams()
+    assert SamplingParams(stop=iter("ab"), stop_token_ids=[1]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("ids", [
     {"stop_token_ids": (10 ** 400,)}, {"stop_token_ids": (-1,)}, {"logit_bias": {10 ** 400: 1.0}},
     {"logit_bias": {1: 10 ** 400}}, {"logit_bias": {1: math.nan}}])

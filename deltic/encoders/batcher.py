@@ -7,6 +7,7 @@ who asks for one by more than the batch that is running, on a device by that and
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ log = logging.getLogger("deltic")
 @dataclass(eq=False, slots=True)
 class Job:
     """Items of one caller, and what came of them. future: done when all are; whoever cancels it wants no more.
-    on_item: called in the batcher's thread for each item that is done."""
+    on_item: called in the batcher's thread for each item that is done; what it raises ends the job."""
 
     items: Sequence[Item]
     wanted: frozenset[Output]
@@ -37,7 +38,7 @@ class Job:
     def __post_init__(self) -> None:
         self.found, self.left = [None] * len(self.items), len(self.items)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End it, if it is not done."""
         with suppress(InvalidStateError):
             self.future.set_exception(error)
@@ -45,20 +46,28 @@ class Job:
     def put(self, index: int, vectors: Vectors) -> None:
         self.found[index] = vectors
         self.left -= 1
-        if self.on_item is not None:
-            self.on_item(1)
+        if self.on_item is not None and not self.future.done():
+            try:
+                self.on_item(1)
+            except BaseException as error:
+                self.fail(error)
         if not self.left:
             with suppress(InvalidStateError):
                 self.future.set_result([each for each in self.found if each is not None])
 
 
 class Batcher:
-    """Runs a model in a thread of its own, which starts with the first job. max_tokens: of all items that wait."""
+    """Runs a model in a thread of its own, which starts with the first job. max_tokens: of all items that wait.
+
+    The thread holds it until `close` or `end`. UnavailableError where a process was forked from the one that made it.
+    """
 
     def __init__(self, model: TextModel, max_tokens: int) -> None:
         self._model, self._most = model, max_tokens
         self._jobs: deque[Job] = deque()
-        self._waiting, self._closed = 0, False
+        self._unfinished: set[Job] = set()  # also those of which all items are running
+        self._waiting, self._process = 0, os.getpid()
+        self._closed: str | None = None  # why
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.texts = self.tokens = self.batches = 0
@@ -69,11 +78,16 @@ class Batcher:
         return self._waiting
 
     def submit(self, job: Job) -> Job:
-        """Have a job done. BusyError if too much waits already; UnavailableError after `close`."""
+        """Have a job done. BusyError if too much waits already; UnavailableError after `close`, and where none of this
+        process's threads would do it."""
+        if self._forked:
+            raise UnavailableError(
+                f"the model was loaded by process {self._process}, and this one was forked from it, without its "
+                "threads: load the model here, or start processes with multiprocessing's \"spawn\" method")
         size = sum(map(len, job.items))
         with self._changed:
             if self._closed:
-                raise UnavailableError("the model has been closed: load it anew")
+                raise UnavailableError(f"{self._closed}: load it anew")
             if self._waiting and self._waiting + size > self._most:
                 raise BusyError(f"the texts that wait have more than {self._most} tokens (max_live_tokens): try again "
                                 "later")
@@ -82,6 +96,7 @@ class Batcher:
                 return job
             self._waiting += size
             self._jobs.append(job)
+            self._unfinished.add(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="deltic-texts", daemon=True)
                 self._thread.start()
@@ -90,13 +105,36 @@ class Batcher:
 
     def close(self) -> None:
         """End the thread after the batch that is running; what waits fails."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
+        self.end()
+        if self._thread is not None and not self._forked:
             self._thread.join()
 
+    def end(self) -> None:
+        """As `close`, without waiting for it."""
+        if not self._forked:  # where another thread may have held the lock for ever
+            with self._changed:
+                self._closed = self._closed or "the model has been closed"
+                self._changed.notify()
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this process is not the one that made it."""
+        return os.getpid() != self._process
+
     def _serve(self) -> None:
+        reason = "the model has been closed"
+        try:
+            self._run()
+        except BaseException as error:
+            log.critical("the thread of a model of texts has ended", exc_info=True)
+            reason = f"the model's thread has ended: {type(error).__name__}"
+        with self._changed:
+            self._closed = reason
+            for job in self._unfinished:
+                job.fail(UnavailableError(reason))
+            self._unfinished.clear()
+
+    def _run(self) -> None:
         running: list[Callable[[], None]] = []  # the batch that a device computes while the next one is made
         while (batch := self._next(wait=not running)) or running:
             by_output: dict[frozenset[Output], list[tuple[Job, int]]] = {}
@@ -106,8 +144,6 @@ class Batcher:
             ended, running = (running, started) if self._model.ahead else (started, [])
             for finish in ended:
                 finish()
-        for job in self._jobs:
-            job.fail(UnavailableError("the model has been closed"))
 
     def _start(self, places: Sequence[tuple[Job, int]], wanted: frozenset[Output]) -> Callable[[], None]:
         """Begin with a batch. What is returned waits for it, and hands out what came of it."""
@@ -128,6 +164,8 @@ class Batcher:
                     self.texts + len(items), self.tokens + sum(map(len, items)), self.batches + 1)
             for (job, index), vectors in zip(places, found, strict=True):
                 job.put(index, vectors)
+                if job.future.done():
+                    self._unfinished.discard(job)
         return end
 
     def _next(self, wait: bool) -> list[tuple[Job, int]]:
@@ -150,6 +188,7 @@ class Batcher:
             if job.future.done():  # nobody wants it any more
                 self._waiting -= sum(map(len, job.items[job.taken:]))
                 self._jobs.popleft()
+                self._unfinished.discard(job)
                 continue
             size = len(job.items[job.taken])
             if batch and tokens + size > self._model.budget:

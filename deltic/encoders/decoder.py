@@ -4,6 +4,7 @@ prefix cache, so that an instruction is read once."""
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,7 @@ class Decoder:
         self.dimension, self.budget, self.ahead = runtime.config.hidden_size, _BUDGET, False
         self.max_length = min(recipe.max_length or runtime.memory.max_context, runtime.memory.max_context)
         self._worker = Worker(Engine(runtime))
+        weakref.finalize(self, self._worker.stop, 0.0).atexit = False
 
     def start(self, items: Sequence[Item], wanted: frozenset[Output]) -> Callable[[], list[Vectors]]:
         mailbox, names = Mailbox(1), [uuid.uuid4().hex for _ in items]
@@ -69,7 +71,7 @@ class Decoder:
         return [found[name] for name in names]
 
     def close(self) -> None:
-        if self._worker.stop(60.0, "the model has been closed: load it anew"):
+        if self._worker.stop(60.0, "the model has been closed: load it anew") and not self._worker.forked:
             self._worker.engine.close()
 
     def _finished(self, state: NDArray[Any]) -> Vectors:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from deltic.encoders.batcher import Batcher, Job
 from deltic.encoders.items import Item, Output, Vectors
 from deltic.encoders.open import Opened, Task, open_texts
+from deltic.engine.arguments import as_texts, check_callback
 from deltic.engine.options import engine_config
-from deltic.errors import ConfigError, GenerationError, RequestError, show
+from deltic.errors import ConfigError, GenerationError, RequestError, show, valid_text
 from deltic.weights.safetensors import Progress
 
 Kind = Literal["query", "passage"]
@@ -53,11 +55,12 @@ class Encoder:
                  **options: Any) -> None:
         if task not in get_args(Task):
             raise ConfigError(f"task must be one of {', '.join(get_args(Task))}, not {show(task)}", "task")
-        config = engine_config(options)
+        config = engine_config(options, ["task", "revision", "max_length", "instruction"])
         opened: Opened = open_texts(model, task, config, revision, progress, max_length, instruction)
         self.model, self.texts, self._pairs = opened.model, opened.texts, opened.pairs
         self.name = str(model)
         self.batcher = Batcher(self.model, config.limits.max_live_tokens)
+        weakref.finalize(self, self.batcher.end).atexit = False
 
     @property
     def dimension(self) -> int:
@@ -82,11 +85,13 @@ class Encoder:
 
         kind: "query", "passage" or another name of a prompt that the model has. prompt: what is put before each text
         instead. dimensions: keep the first so many, made length 1 again (Matryoshka). truncate: cut what is too long,
-        else RequestError. progress(n): called as texts are done, in another thread.
+        else RequestError. progress(n): called as texts are done, in another thread; what it raises, this raises.
         """
         single = isinstance(texts, str)
-        batches = self._encoded([texts] if isinstance(texts, str) else texts, kind, prompt, truncate, progress,
-                                frozenset({"dense"}))
+        check_callback(progress, "progress", "the texts that are done")
+        if not self.scores:
+            check_dimensions(dimensions, self.dimension)
+        batches = self._encoded([texts] if single else texts, kind, prompt, truncate, progress, frozenset({"dense"}))
         rows = [shortened(vectors.dense, dimensions, self.dimension) for vectors in batches]
         found: NDArray[np.float32] = np.stack(rows) if rows else np.zeros((0, dimensions or self.dimension), np.float32)
         return found[0] if single else found
@@ -94,6 +99,10 @@ class Encoder:
     def encode_all(self, texts: Sequence[str], outputs: Sequence[Output] = ("dense", "sparse", "colbert"), *,
                    kind: Kind | str | None = None, prompt: str | None = None, truncate: bool = True) -> list[Vectors]:
         """The outputs that are asked for, of models that have several (BGE-M3)."""
+        known = not isinstance(outputs, str) and isinstance(outputs, Collection)
+        if not known or any(output not in get_args(Output) for output in outputs):
+            raise RequestError(f"outputs must be a list of {', '.join(get_args(Output))}, not {show(outputs)}",
+                               "outputs")
         found = self._encoded(texts, kind, prompt, truncate, None, frozenset(outputs))
         special = self.texts.special  # which say nothing of a text
         return [replace(vectors, sparse={id: weight for id, weight in vectors.sparse.items() if id not in special})
@@ -101,7 +110,9 @@ class Encoder:
 
     def rank(self, query: str, documents: Sequence[str], *, top_n: int | None = None, truncate: bool = True
              ) -> list[Ranked]:
-        """The documents, best first, of equal ones the earlier first."""
+        """The documents, best first, of equal ones the earlier first. top_n: only so many."""
+        if top_n is not None and (type(top_n) is not int or top_n < 0):
+            raise RequestError(f"top_n must be an integer from 0 on, or None, not {show(top_n)}", "top_n")
         scores = self.score(query, documents, truncate=truncate)
         ranked = sorted(map(Ranked, range(len(scores)), scores), key=lambda each: (-each.score, each.index))
         return ranked[:top_n]
@@ -113,6 +124,7 @@ class Encoder:
 
     def pair_items(self, query: str, documents: Sequence[str], truncate: bool = True) -> list[Item]:
         """What has to be run to score the documents: pairs, or the query and the documents one by one."""
+        query, documents = valid_text(query, "query"), as_texts(documents, "documents")
         if self.scores:
             return self._pairs(query, documents, truncate)
         asked = self.texts.items([query], self.model.recipe.prompt("query"), truncate, "query")
@@ -127,10 +139,12 @@ class Encoder:
                 for document in documents]
 
     def text_items(self, texts: Sequence[str], kind: str | None = None, prompt: str | None = None,
-                   truncate: bool = True, field: str = "input") -> list[Item]:
-        """What has to be run for these texts; arguments as in `encode`."""
-        before = self.model.recipe.prompt(kind) if prompt is None else prompt
-        return self.texts.items(texts, before, truncate, field)
+                   truncate: bool = True, field: str = "input", start: int = 0) -> list[Item]:
+        """What has to be run for these texts; arguments as in `encode`, and as in `Texts.items`."""
+        before = self.model.recipe.prompt(kind)
+        if prompt is not None:
+            before = valid_text(prompt, "prompt")
+        return self.texts.items(texts, before, truncate, field, start)
 
     def submit(self, items: Sequence[Item], outputs: frozenset[Output] | None = None,
                on_item: Callable[[int], None] | None = None) -> Job:
@@ -153,20 +167,25 @@ class Encoder:
                  ) -> None:
         self.close()
 
-    def _encoded(self, texts: Sequence[str], kind: str | None, prompt: str | None, truncate: bool,
+    def _encoded(self, texts: Any, kind: str | None, prompt: str | None, truncate: bool,
                  progress: Callable[[int], None] | None, wanted: frozenset[Output]) -> Iterator[Vectors]:
         """Window by window, the next of which is made tokens of while the model runs one."""
+        texts = as_texts(texts, "texts")
         waiting: list[tuple[Job, list[int], int]] = []
         start, (size, most) = 0, _WINDOWS
-        while start < len(texts):
-            items = self.text_items(texts[start:start + size], kind, prompt, truncate)
-            order = sorted(range(len(items)), key=lambda index: -len(items[index]))  # longest first
-            if waiting and size == most:
-                yield from _in_order(*waiting.pop(0))
-            waiting.append((self.submit([items[index] for index in order], wanted, progress), order, start))
-            start, size = start + size, min(2 * size, most)
-        for job, order, start in waiting:
-            yield from _in_order(job, order, start)
+        try:
+            while start < len(texts):
+                items = self.text_items(texts[start:start + size], kind, prompt, truncate, "texts", start)
+                order = sorted(range(len(items)), key=lambda index: -len(items[index]))  # longest first
+                if waiting and size == most:
+                    yield from _in_order(*waiting.pop(0))
+                waiting.append((self.submit([items[index] for index in order], wanted, progress), order, start))
+                start, size = start + size, min(2 * size, most)
+            for job, order, start in waiting:
+                yield from _in_order(job, order, start)
+        finally:
+            for job, _, _ in waiting:  # which nobody wants after an error
+                job.future.cancel()
 
 
 def _in_order(job: Job, order: Sequence[int], start: int) -> Iterator[Vectors]:

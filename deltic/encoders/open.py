@@ -16,7 +16,7 @@ from deltic.encoders.items import Item, TextModel
 from deltic.encoders.stored import StoredEncoder, read_directory
 from deltic.encoders.texts import Texts
 from deltic.engine.options import settled
-from deltic.errors import ConfigError, ModelError
+from deltic.errors import ConfigError, ModelError, show
 from deltic.weights.files import read_json
 from deltic.weights.gguf.file import GgufFile
 from deltic.weights.hub import only_gguf, resolve
@@ -93,6 +93,7 @@ def _encoder(name: str, stored: StoredEncoder, task: Task, options: EngineConfig
 def _longest(wanted: int | None, most: int) -> int:
     if wanted is None:
         return most
-    if not 1 <= wanted <= most:
-        raise ConfigError(f"max_length must be from 1 to {most}, which the model reads, not {wanted}", "max_length")
+    if type(wanted) is not int or not 1 <= wanted <= most:
+        raise ConfigError(f"max_length must be an integer from 1 to {most}, which the model reads, not {show(wanted)}",
+                          "max_length")
     return wanted

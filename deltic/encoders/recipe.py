@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltic.config.reading import flag
-from deltic.errors import ModelError, show
+from deltic.errors import ModelError, RequestError, show
 from deltic.weights.files import read_json
 
 POOLINGS: Final = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
@@ -37,8 +37,12 @@ class Recipe:
 
     def prompt(self, kind: str | None) -> str:
         """What is put before texts of this kind: `query`, `passage` (or `document`), another name that the model has,
-        or None. Models without a prompt for queries or passages have texts as they are."""
-        names = {"passage": ("passage", "document", "corpus"), "document": ("document", "passage", "corpus")}
+        or None; RequestError for any other. Models without a prompt for queries or passages have texts as they are."""
+        names = {"query": ("query",), "passage": ("passage", "document", "corpus"),
+                 "document": ("document", "passage", "corpus")}
+        known = list(dict.fromkeys([*names, *self.prompts]))
+        if kind is not None and kind not in known:
+            raise RequestError(f"kind must be one of {', '.join(known)}, or None, not {show(kind)}", "kind")
         wanted = (self.default or "",) if kind is None else names.get(kind, (kind,))
         return next((self.prompts[name] for name in wanted if name in self.prompts), "")
 

@@ -56,16 +56,18 @@ class Texts:
         """How the vocabulary writes a token."""
         return self._backend.id_to_token(id) or ""
 
-    def items(self, texts: Sequence[str], prompt: str = "", truncate: bool = True, field: str = "input") -> list[Item]:
+    def items(self, texts: Sequence[str], prompt: str = "", truncate: bool = True, field: str = "input",
+              start: int = 0) -> list[Item]:
         """An item for each text behind the prompt. What is too long is cut at its end, or LongPromptError says so;
-        RequestError names a text that is no valid Unicode. field: where the texts stand in a request."""
-        for index, text in enumerate(texts):
+        RequestError names a text that is no valid Unicode. field: where the texts stand in a request, from the place
+        `start` on."""
+        for index, text in enumerate(texts, start):
             valid_text(text, f"{field}[{index}]")
         room = self.max_length - self._backend.num_special_tokens_to_add(is_pair=False)
         encoded = self._encode([prompt + text for text in texts], room)
         read = self._prompt_tokens(prompt) if prompt else 0
         found = []
-        for index, encoding in enumerate(encoded):
+        for index, encoding in enumerate(encoded, start):
             cut = len(encoding) > room
             if cut and not truncate:
                 raise self._too_long(len(encoding), f"{field}[{index}]")

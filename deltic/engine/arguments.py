@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -56,6 +56,15 @@ def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
     return [id for id in ids if id is not None]
 
 
+def as_texts(texts: Any, name: str) -> Sequence[Any]:
+    """A list, of what should be texts."""
+    texts = _listed(texts)
+    if not _is_list(texts):
+        fix = "put the text into a list" if isinstance(texts, str) else "write list(...) of what gives texts"
+        raise RequestError(f"{name} must be a list of texts, not {show(texts)}: {fix}", name)
+    return list(texts)
+
+
 def as_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams for each of so many prompts."""
     given = [as_params(params) for params in (sampling if _is_list(sampling) else [sampling] * count)]
@@ -81,14 +90,21 @@ def as_variables(variables: Any, thinking: Any) -> dict[str, Any]:
     return {**(variables or {}), **({} if thinking is None else {"enable_thinking": thinking})}
 
 
+def check_options(call: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """TypeError, as of any function, for a keyword that a call does not take."""
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; there are {', '.join(known)}")
+
+
 def check_tools(tools: Any) -> None:
     if tools is not None and not _is_list(tools):
         raise RequestError(f"tools must be a list of tools, not {show(tools)}", "tools")
 
 
-def check_callback(callback: Any) -> None:
+def check_callback(callback: Any, name: str = "on_token", arguments: str = "(row, token id)") -> None:
     if callback is not None and not callable(callback):
-        raise RequestError(f"on_token must be a function of (row, token id), not {show(callback)}", "on_token")
+        raise RequestError(f"{name} must be a function of {arguments}, not {show(callback)}", name)
 
 
 def _listed(value: Any) -> Any:

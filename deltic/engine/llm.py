@@ -23,6 +23,7 @@ from deltic.engine.arguments import (
     as_sampling,
     as_variables,
     check_callback,
+    check_options,
     check_tools,
 )
 from deltic.engine.engine import Engine
@@ -31,7 +32,7 @@ from deltic.engine.mailbox import Mailbox
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
-from deltic.errors import ModelError, RequestError
+from deltic.errors import ConfigError, ModelError, RequestError, show
 from deltic.text.answers import Answers, Choice, Output
 from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
@@ -78,6 +79,11 @@ class ChatOptions(FormatOptions, total=False):
     thinking_budget: int | None
 
 
+_CHAT = ("messages", "sampling", *ChatOptions.__annotations__)
+_GENERATE = ("prompts", "sampling", "on_token", *FormatOptions.__annotations__)
+_GENERATE_STREAM = ("prompt", "sampling", *FormatOptions.__annotations__)
+
+
 class _Call:
     """Some jobs that are asked for together, and what comes back. on_token: as in `generate`."""
 
@@ -121,7 +127,8 @@ class _Call:
         for piece in pieces:
             if piece.remember:
                 piece.remember()
-        return [delta for piece in pieces for delta in piece.deltas]
+        return [delta._replace(index=piece.number) if piece.number else delta
+                for piece in pieces for delta in piece.deltas]
 
     def _take_one(self, event: Event, on_token: TokenCallback) -> list[Delta]:
         row = self.answers.row(event)
@@ -136,6 +143,7 @@ class _Call:
 class Stream:
     """The deltas of one answer as they come, for `for`, `next` and `async for`; `output` when all have come.
 
+    Of several choices (n) they come as they are made, and `Delta.index` says whose each is.
     Nothing runs before the first is asked for. `close`, leaving the loop and dropping the stream abort the request. A
     stream is for one thread or task at a time. GenerationError at the end if the engine gave up on the answer.
     """
@@ -247,11 +255,16 @@ class LLM:
     after `close`, or in a process that was forked from the model's, UnavailableError.
     """
 
-    def __init__(self, model: str | RandomModel | None = None, *, revision: str | None = None,
-                 chat_template: Path | None = None, progress: LoadProgress | None = None, **options: Any) -> None:
-        chat = {field.name: options.pop(field.name) for field in fields(ChatConfig) if field.name in options}
+    def __init__(self, model: str | Path | RandomModel | None = None, *, revision: str | None = None,
+                 chat_template: str | Path | None = None, progress: LoadProgress | None = None, **options: Any
+                 ) -> None:
+        names = [field.name for field in fields(ChatConfig)]
+        chat = {name: options.pop(name) for name in names if name in options}
         ChatConfig(**chat)
-        runtime = load_any(model, engine_config(options), revision, progress)
+        if not isinstance(chat_template, str | Path | None):
+            raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
+        config = engine_config(options, ["revision", "chat_template", *names])
+        runtime = load_any(model, config, revision, progress)
         self._chat_processor = _chat_processor(runtime, chat_template, **chat)
         self.runtime = _with_words(runtime, self._chat_processor.tokenizer) if self._chat_processor else runtime
         self.worker = Worker(Engine(self.runtime))
@@ -274,12 +287,14 @@ class LLM:
              **options: Unpack[ChatOptions]) -> Output:
         """Answer a conversation: OpenAI-style messages, or one user message as text. GenerationError, which has what
         there is of the answer, if the engine gives up on it. For the options see `ChatOptions`."""
+        check_options("chat", options, _CHAT)
         output, = self._gather([self._turn(messages, sampling, **options)])
         return output.sound()
 
     async def achat(self, messages: Any, sampling: SamplingParams = SamplingParams(),
                     **options: Unpack[ChatOptions]) -> Output:
         """As `chat`, for asyncio. Cancelling it aborts the request."""
+        check_options("achat", options, _CHAT)
         job = await asyncio.to_thread(self._turn, messages, sampling, **options)
         output, = await self._agather([job])
         return output.sound()
@@ -287,6 +302,7 @@ class LLM:
     def stream(self, messages: Any, sampling: SamplingParams = SamplingParams(),
                **options: Unpack[ChatOptions]) -> Stream:
         """As `chat`, piece by piece, for threads and asyncio. The prompt is made at once, the rest on demand."""
+        check_options("stream", options, _CHAT)
         return Stream(self, self._turn(messages, sampling, **options))
 
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
@@ -296,18 +312,21 @@ class LLM:
 
         RequestError, and nothing runs, if a prompt is refused. A choice on which the engine gave up has finish "error"
         and says why in `error`; the others are not affected."""
+        check_options("generate", options, _GENERATE)
         return self._gather(self._jobs(prompts, sampling, on_token, **options), on_token)
 
     async def agenerate(self, prompts: Sequence[str] | Sequence[Sequence[int]],
                         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
                         on_token: TokenCallback | None = None, **options: Unpack[FormatOptions]) -> list[Output]:
         """As `generate`, for asyncio. Cancelling it aborts the requests."""
+        check_options("agenerate", options, _GENERATE)
         jobs = await asyncio.to_thread(self._jobs, prompts, sampling, on_token, **options)
         return await self._agather(jobs, on_token)
 
     def generate_stream(self, prompt: str | Sequence[int], sampling: SamplingParams = SamplingParams(),
                         **options: Unpack[FormatOptions]) -> Stream:
         """Continue one prompt (text or token ids) piece by piece, for threads and asyncio."""
+        check_options("generate_stream", options, _GENERATE_STREAM)
         return Stream(self, self._job(as_prompt(prompt), as_params(sampling), as_format(**options)))
 
     def pin(self, messages: Any, *, tools: Any = None, variables: Mapping[str, Any] | None = None) -> int:
@@ -384,7 +403,11 @@ class LLM:
         rows = as_prompts(prompts)
         params = as_sampling(sampling, len(rows))
         wanted = as_format(**form)
-        return [self._job(prompt, each, wanted) for prompt, each in zip(rows, params, strict=True)]
+        jobs = [self._job(prompt, each, wanted) for prompt, each in zip(rows, params, strict=True)]
+        for place, job in enumerate(jobs):
+            if not job.request.ids:
+                raise RequestError(f"prompts[{place}] is empty: give at least one token", f"prompts[{place}]")
+        return jobs
 
     def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None = None) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
@@ -397,13 +420,14 @@ def as_format(response_format: Any = None, structured_outputs: Any = None) -> Ou
     return only_format([read_response_format(response_format), read_structured_outputs(structured_outputs)])
 
 
-def _chat_processor(runtime: Runtime | ProgramModel, template: Path | None, **options: Any) -> ChatProcessor | None:
+def _chat_processor(runtime: Runtime | ProgramModel, template: str | Path | None, **options: Any
+                    ) -> ChatProcessor | None:
     if runtime.path is None:
         return None
     texts = runtime.tokenizer
     files = TokenizerFiles(texts.tokenizer, texts.special_tokens, texts.templates) if texts else None
     tokenizer = Tokenizer.from_files(files, runtime.path) if files else Tokenizer.from_directory(runtime.path)
-    return ChatProcessor(tokenizer, read_template(template) if template else None, notes=runtime.notes,
+    return ChatProcessor(tokenizer, read_template(Path(template)) if template else None, notes=runtime.notes,
                          longest=runtime.memory.max_context, limits=runtime.options.limits, vision=runtime.vision,
                          image_urls=runtime.options.allow_image_urls, **options)
 

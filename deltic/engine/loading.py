@@ -109,9 +109,10 @@ class _Loaded:
     experts: Experts | None
 
 
-def load_any(model: str | RandomModel | None, options: EngineConfig, revision: str | None = None,
+def load_any(model: str | Path | RandomModel | None, options: EngineConfig, revision: str | None = None,
              progress: LoadProgress | None = None, rings: bool = False) -> Runtime | ProgramModel:
     """As `load`, or a compiled model, whose path has a name or content of its own."""
+    model = str(model) if isinstance(model, Path) else model
     if isinstance(model, str) and kind_of(model):
         if revision is not None:
             raise ModelError(f"{model} is compiled: leave out the revision ({revision}), which is for models of the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
 
@@ -17,12 +17,13 @@ _CAPABILITY: Final = (8, 0)
 """Of the oldest GPUs with the arithmetic that models are made for."""
 
 
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig of these fields; ConfigError names an option that does not exist."""
+def engine_config(options: Mapping[str, Any], others: Sequence[str] = ()) -> EngineConfig:
+    """EngineConfig of these fields; ConfigError names an option that does not exist, and those that do. others: that
+    the caller takes besides."""
     known = [f.name for f in fields(EngineConfig)]
     for name in options:
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}; there are {', '.join(known)}", name)
+            raise ConfigError(f"unknown option {name!r}; there are {', '.join([*others, *known])}", name)
     return EngineConfig(**options)
 
 

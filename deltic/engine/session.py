@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import wraps
 from hashlib import blake2b
 from operator import index
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from deltic.artifacts.opening import kind_of
 from deltic.cache.lease import Lease, Snapshot
 from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load_any
@@ -54,12 +56,13 @@ class Session:
         session.accept(2)                        # 7 and the first draft are in the state now, the second never was
 
     A session has a model, a cache and a state of its own. Any thread may call it, and calls wait for each other; whose
-    tokens come first is for the callers to say.
+    tokens come first is for the callers to say. dtype: float32 if it is not given, of a compiled model its own.
     """
 
-    def __init__(self, model: str | RandomModel | None = None, dtype: str = "float32", *,
+    def __init__(self, model: str | Path | RandomModel | None = None, dtype: str | None = None, *,
                  revision: str | None = None, **options: Any) -> None:
-        config = engine_config({"dtype": dtype, **options})
+        compiled = isinstance(model, str | Path) and kind_of(model)
+        config = engine_config({"dtype": dtype or ("auto" if compiled else "float32"), **options}, ["revision"])
         if isinstance(config.speculation, Draft):
             raise ConfigError("speculate=draft is of no use here: give what another Session drafts to verify",
                               "speculate")

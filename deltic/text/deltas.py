@@ -26,11 +26,13 @@ class ToolDelta:
 
 
 class Delta(NamedTuple):
-    """A piece of an answer: text, or `call` if kind is "tool"."""
+    """A piece of an answer: text, or `call` if kind is "tool". index: of the choice that it belongs to, in a stream of
+    several."""
 
     kind: Region
     text: str = ""
     call: ToolDelta | None = None
+    index: int = 0  # type: ignore[assignment]  # a tuple's method, which nobody needs here
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,10 @@ def step(pool: Pool, ops: Ops, decoder: DecoderWeights, views: CacheViews
     model, kept = _model(decoder, views)
     vocabulary, width, by_reference = len(decoder.embedding), model.hidden, byref(model)
 
+    # What is kept goes by the inner function: a function that names itself is a reference cycle, which would hold the
+    # weights until garbage is collected.
     def run(batch: Batch, _kept: list[object] = kept) -> tuple[Tensor, Tensor | None]:
-        logits, hidden, places = made_once(batch.kept, run, lambda: outputs(batch.layout))
+        logits, hidden, places = made_once(batch.kept, outputs, lambda: outputs(batch.layout))
         pool.call(library().deltic_forward, by_reference, step_batch(batch), *places)
         return logits, hidden
 
@@ -92,7 +94,7 @@ def mtp_step(pool: Pool, ops: Ops, weights: MtpWeights, views: CacheViews, slots
 
     def draft(batch: Batch, counts: Tensor, sampling: Sampling, _kept: list[object] = kept) -> Tensor:
         most = len(sampling.key) // len(counts)
-        drawing, tokens, _ = made_once(sampling.kept, draft, lambda: drawing_of(sampling, len(counts), most))
+        drawing, tokens, _ = made_once(sampling.kept, drawing_of, lambda: drawing_of(sampling, len(counts), most))
         pool.call(library().deltic_mtp_draft, by_reference, step_batch(batch), address(counts), most,
                   address(slots), byref(drawing), address(tokens))
         return tokens
