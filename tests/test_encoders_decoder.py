@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,32 @@ def test_an_instruction_is_read_once(saved: tuple[Path, Any, Tokenizer]) -> None
         before = engine.stats.prompt_tokens
         encoder.encode(TEXTS[:2], prompt=instruction)
         assert engine.stats.prompt_tokens - before < 20
+
+
+def test_a_decoder_that_nobody_has_any_more_is_given_back(saved: tuple[Path, Any, Tokenizer]) -> None:
+    """With both its threads."""
+    encoder = Encoder(saved[0], **OPTIONS)
+    encoder.encode("w1")
+    worker = encoder.model._worker  # type: ignore[attr-defined]
+    threads, engine = (encoder.batcher._thread, worker._thread), weakref.ref(worker.engine)
+    del encoder, worker
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    gc.collect()
+    assert engine() is None
+
+
+def test_closing_in_a_fork_leaves_the_engine_alone(saved: tuple[Path, Any, Tokenizer], monkeypatch: pytest.MonkeyPatch
+                                                   ) -> None:
+    with Encoder(saved[0], **OPTIONS) as encoder:
+        engine, closed = encoder.model._worker.engine, list[bool]()  # type: ignore[attr-defined]
+        encoder.encode("w1")
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine), "close", lambda _: closed.append(True))
+            patch.setattr(os, "getpid", lambda: 1)
+            encoder.close()
+        assert not closed and encoder.encode("w1").shape
 
 
 @torch.no_grad()
