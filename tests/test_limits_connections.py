@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from deltic.server.connections import Acceptor
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 WHOLE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{"
+MESSAGES = BODY.replace(b"completions", b"messages")
 
 
 def answer(raw: socket.socket) -> bytes:
@@ -38,12 +40,16 @@ def answer(raw: socket.socket) -> bytes:
 
 def test_a_connection_that_waits_too_long_ends() -> None:
     with serving(Scripted("one").model(header_seconds=1, keep_alive_seconds=1)) as served:
-        waiting = [(sent, served.connect()) for sent in (b"", HALF, BODY, WHOLE + HALF, WHOLE, WHOLE + WHOLE)]
+        waiting = [(sent, served.connect()) for sent in (b"", HALF, BODY, WHOLE + HALF, WHOLE, WHOLE + WHOLE,
+                                                           MESSAGES)]
         for sent, raw in waiting:
             raw.sendall(sent)
         for sent, raw in waiting:
-            text, half = read_all(raw), sent.endswith(HALF) or sent == BODY
+            text, half = read_all(raw), sent.endswith(HALF) or sent in (BODY, MESSAGES)
             assert text.count("200 OK") == sent.count(WHOLE) and text.count("408 Request Timeout") == half, sent
+            if half:  # in the form of the path's clients, as far as there is a path
+                said = json.loads(text.rpartition("\r\n\r\n")[2])
+                assert said["error"]["type"] == "invalid_request_error" and ("type" in said) == (sent == MESSAGES)
         assert served.health()[0] == 200
 
 

@@ -255,6 +255,12 @@ def user(content: Any) -> dict[str, Any]:
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] has the type"),
     ({"tools": TOOLS, "tool_choice": {"type": "often"}}, "tool_choice.type"), ({"tool_choice": "auto"}, "tool_choice"),
     ({"output_config": {"effort": 5}}, "output_config.effort"), ({"output_config": {"format": {}}}, "output_config.f"),
+    ({"tools": TOOLS, "tool_choice": {"type": ["x"]}}, "tool_choice.type must be"),
+    ({"tools": [{"name": "a<b", "input_schema": {}}]}, "tools[0].name must be"),
+    ({"messages": [*USER, {"role": "assistant", "content": [
+        {"type": "text", "text": "x"}, {"type": "tool_use", "id": "1", "name": "x", "input": 5}]}, *USER]},
+     "messages[1].content[1].input must be"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
     ({"foo": 1}, "unknown field 'foo'"), ({"max_token": 1}, "do you mean 'max_tokens'"),
     ({"history": "all"}, "history"),
     ({"messages": [*USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}]}, "[0].thinking"),

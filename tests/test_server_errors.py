@@ -58,6 +58,7 @@ def user(content: Any) -> list[Any]:
     ({"logprobs": 3}, "logprobs"), ({"stream_options": {"foo": 1}}, "stream_options.foo"),
     ({"tools": [5]}, "tools[0]"), ({"tools": {}}, "tools"), ({"tools": [{"type": "custom"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "a\nb"}}]}, "tools[0].function.name"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": "any", "tools": [FUNCTION]}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [FUNCTION]}, "tool_choice"),
     ({"response_format": {"type": "yaml"}}, "response_format"), ({"store": True}, "store"),

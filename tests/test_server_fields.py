@@ -79,6 +79,25 @@ def test_thinking_that_is_not_wanted_is_left_out(fields: dict[str, Any]) -> None
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0 and "see" not in text
 
 
+@pytest.mark.parametrize("fields", [{}, {"include_reasoning": False}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_that_is_not_wanted_has_no_scores(fields: dict[str, Any], stream: bool) -> None:
+    with scripted(THOUGHT + "Yes.") as (served, _):
+        answer = served.client.chat.completions.create(
+            model="tiny", messages=USER, n=2, logprobs=True, stream=stream, extra_body=fields)  # type: ignore[call-overload]
+        spelled = {0: "", 1: ""}
+        for choice in [each for part in answer for each in part.choices] if stream else answer.choices:
+            scores = choice.logprobs.content if choice.logprobs else []
+            spelled[choice.index] += "".join(score.token for score in scores)
+    for text in spelled.values():
+        assert text.strip() == "Yes." if fields else "see" in text and text.endswith("Yes.")
+
+
+def test_more_tokens_than_the_context_holds_are_taken_as_many_as_it_holds() -> None:
+    with scripted("x") as (served, _):
+        assert served.post(CHAT, messages=USER, max_tokens=1 << 20).status_code == 200
+
+
 def test_thoughts_are_counted() -> None:
     thought = tiny().chat_processor.tokenizer.encode("\nLet me see.\n")
     with scripted(THOUGHT + "Yes.") as (served, _):
@@ -106,6 +125,10 @@ def test_unknown_fields_are_refused_unless_the_server_is_lenient() -> None:
     with serving(Scripted("x").model(), lenient=True) as lenient:
         response = lenient.post(CHAT, **body, **{"\u00fc\n": 1})
         assert response.headers[IGNORED_HEADER] == "max_tokns, %C3%BC%0A, often" and response.status_code == 200
+        chat = {"messages": USER, "max_tokens": 5}
+        for path, sent in ((CHAT, chat), (MESSAGES, chat), ("/tokenize", {"prompt": "x"})):
+            response = lenient.http.post(path, content=json.dumps({**sent, "\ud800": 1}))
+            assert response.status_code == 200 and "%3F" in response.headers[IGNORED_HEADER], response.text
         many = lenient.post(MESSAGES, messages=USER, max_tokens=5, **{f"field_{index}": 1 for index in range(5000)})
         assert many.status_code == 200 and len(many.headers[IGNORED_HEADER]) < 1000
 

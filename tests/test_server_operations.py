@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_server_harness import USER, Scripted, Served, serving, wait_until
+from test_server_harness import USER, Scripted, Served, read_all, serving, wait_until
 
 from deltic.errors import ConfigError
 from deltic.server.app import create_app
@@ -48,6 +48,14 @@ def test_each_key_lets_in_and_two_thousand_others_do_not() -> None:
             assert served.http.get("/v1/models", headers={"x-api-key": key}).status_code == 200
         for wrong in ("x", "firs", "firstx", "first second", "ann"):
             assert ask(served, wrong).status_code == 401
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER"])
+def test_the_scheme_of_a_key_is_written_in_any_case(scheme: str) -> None:
+    with serving(Scripted("x").model(), api_keys=KEYS) as served:
+        for key, status in (("first", 200), ("wrong", 401)):
+            headers = {"authorization": f"{scheme} {key}"}
+            assert served.http.get("/v1/models", headers=headers).status_code == status
 
 
 def guess(served: Served, start: int) -> None:
@@ -117,6 +125,16 @@ def test_hosts(host: str, status: int) -> None:
         assert served.http.get("/health", headers={b"host": host.encode()}).status_code == status
         said = served.http.post("/v1/messages", json={}, headers={b"host": host.encode()}).json()
         assert said["type"] == "error" and (said["error"]["type"] == "permission_error") == (status == 403)
+
+
+@pytest.mark.parametrize(("target", "status"), [
+    ("http://localhost/health", "200"), ("HTTPS://localhost:1/v1/models?x=y", "200"), ("http://localhost", "200"),
+    ("http://localhost/nowhere", "404"), ("/http://localhost/health", "404")])
+def test_a_whole_url_may_be_asked_for(target: str, status: str) -> None:
+    with served_for_hosts() as served:
+        raw = served.connect()
+        raw.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+        assert read_all(raw).split()[1] == status
 
 
 _HOSTS: list[Served] = []

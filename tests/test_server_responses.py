@@ -10,11 +10,12 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel
-from test_server_harness import CALL, THOUGHT, Served, scripted, serving, wait_until
+from test_server_harness import CALL, THOUGHT, Scripted, Served, scripted, serving, wait_until
 
 from deltic import LLM
 from deltic.config import Limits
 from deltic.server.fields import IGNORED_HEADER
+from deltic.server.request_log import RequestLog
 from deltic.server.responses.store import ResponseStore
 
 TOOLS: list[Any] = [{"type": "function", "name": "weather", "strict": True, "parameters": {
@@ -237,6 +238,25 @@ def test_what_has_no_effect_is_named() -> None:
     assert with_tools == same != none == without
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_name_that_is_no_text_is_named_all_the_same(stream: bool) -> None:
+    with scripted("x") as (served, engine):
+        body = json.dumps({"input": "Hi", "include": ["\ud800"], "stream": stream})
+        response = served.http.post(PATH, content=body)
+        assert (response.status_code, response.headers[IGNORED_HEADER]) == (200, "include.%3F")
+        assert not engine.running
+
+
+def test_names_of_what_has_no_effect_are_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with serving(Scripted("x").model(), request_log=RequestLog(str(log))) as served:
+        response = served.post(PATH, input="Hi", include=["y" * 100_000, *(f"x{index}" for index in range(3000))])
+        assert response.status_code == 200 and "include.x40" in response.headers[IGNORED_HEADER]
+        assert len(response.headers[IGNORED_HEADER]) < 1000
+        wait_until(lambda: log.read_text().endswith("\n"))
+    assert len(log.read_text()) < 2000
+
+
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 
 
@@ -262,6 +282,17 @@ def user(content: Any) -> dict[str, Any]:
     ({"reasoning": {"effort": 5}}, "reasoning.effort"), ({"reasoning": "high"}, "reasoning"),
     ({"text": {"format": 5}}, "text.format"), ({"text": 5}, "text"), ({"metadata": {"a": 5}}, "metadata.a"),
     ({"tools": [5]}, "tools[0]"), ({"tools": [{"type": "function"}]}, "tools[0]"), ({"tools": 5}, "tools"),
+    ({"tools": [{"type": ["x"], "name": "a"}]}, "tools[0]"), ({"tools": [{"type": {}}]}, "tools[0]"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice.tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": ["x"], "tools": TOOLS}}, "tool_choice"),
+    ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a<b"}]}, "tools[1].name"),
+    ({"instructions": "\ud800"}, "instructions"), ({"instructions": "x", **user("\ud800")}, "input[0].content"),
+    ({"instructions": "x", "input": [*user("x")["input"], *user([IMAGE])["input"]]}, "input[1].content[0]"),
+    ({"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"},
+                {"type": "function_call", "call_id": "1", "name": "x", "arguments": 5}]}, "input[2].arguments"),
+    ({"input": [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "1", "name": "x"},
+                {"type": "function_call_output", "call_id": "1", "output": "\ud800"}]}, "input[2].output"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 5}}}, "text.format.schema"),
     ({"tools": [{"type": "alien", "name": "x"}]}, "tools[0]"), ({"previous_response_id": 5}, "previous_response_id"),
     ({"previous_response_id": "resp_x"}, "previous_response_id"), ({"service_tier": "flex"}, "service_tier"),
     ({"foo": 1}, "foo"), ({"max_tokens": 5}, "max_tokens"), ({"history": "all"}, "history"),

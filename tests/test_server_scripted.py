@@ -7,7 +7,9 @@ from typing import Any
 
 import openai
 import pytest
-from test_server_harness import CALL, THOUGHT, USER, Served, scripted
+from test_server_harness import CALL, THOUGHT, USER, Served, scripted, wait_until
+
+from deltic.server import http
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "strict": True, "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}}]
@@ -203,6 +205,16 @@ def test_an_engine_error_is_a_500_or_an_error_event() -> None:
         assert ask(served).choices[0].message.content == "one two three four five"
         served.wait_idle()
         assert not engine.running and served.health()[0] == 200
+
+
+def test_a_stream_that_cannot_be_served_ends_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> str:
+        raise LookupError("mine")
+
+    with scripted(None) as (served, engine):
+        monkeypatch.setattr(http, "quote", fail)
+        assert served.post("/v1/chat/completions", messages=USER, stream=True, cache_prompt=True).status_code == 500
+        wait_until(lambda: not engine.running)
 
 
 def test_a_long_silence_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,6 +392,29 @@ def test_compiled_grammars_are_kept_and_bounded() -> None:
     assert grammars.grammar(lambda _: [part_of(Regex("a+"))], "x") is not first
 
 
+@pytest.mark.parametrize(("seconds", "fails"), [
+    ([0.009] * 1000, False), ([0.9], False), ([0.3, *[0.0] * 29] * 30, False), ([0.05] * 1000, True),
+    ([0.1, 0.0] * 500, True)])
+def test_slow_tokens_are_borne_unless_they_are_many(seconds: list[float], fails: bool,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """seconds: that each token's mask takes."""
+    from deltic.text import grammar as module
+
+    grammar, clock = Grammars(model().chat_processor.tokenizer).grammar(lambda _: [part_of(Regex("a+"))], "x"), [0.0]
+    constraint = GrammarConstraint(grammar, SimpleNamespace(region="answer"))  # type: ignore[arg-type]
+    took = iter(seconds)
+
+    def mask(_: Any) -> bytes:
+        clock[0] += next(took)
+        return b""
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    monkeypatch.setattr(constraint, "_mask", mask)
+    with pytest.raises(ValueError, match="less ambiguous") if fails else nullcontext():
+        for _ in seconds:
+            constraint.allowed(())
+
+
 # On the wire
 
 
@@ -456,6 +479,16 @@ def test_what_is_no_form_is_named(served: Served, fields: dict[str, Any], param:
         refused = ask(served, stream=stream, **fields)
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == param and len(refused.json()["error"]["message"]) < 600
+
+
+def test_an_ambiguous_grammar_ends_its_own_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltic.text import grammar as module
+
+    monkeypatch.setattr(module, "_TOKEN_SECONDS", 0.0002)
+    monkeypatch.setattr(module, "_SPARE_SECONDS", 0.01)
+    ended = ask(served, guided_grammar='start: s\ns: s s | "a" | "b" | s s s')
+    assert ended.status_code == 500 and "less ambiguous" in ended.json()["error"]["message"]
+    assert ask(served).status_code == 200
 
 
 def test_hostile_schemas_hold_nobody_up(served: Served) -> None:

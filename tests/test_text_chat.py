@@ -216,6 +216,24 @@ def test_bad_messages_are_named(message: Any, field: str) -> None:
     assert caught.value.field == field and field in str(caught.value)
 
 
+def test_a_refusal_is_text() -> None:
+    [message] = normalise_messages([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}])
+    assert message["content"] == "no"
+    with pytest.raises(RequestError, match=r"content\[0\].refusal"):
+        normalise_messages([{"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}])
+
+
+def test_names_of_tools_that_no_call_can_carry() -> None:
+    for name in ("a b", "a.b", 'a"=/é', "x" * 256):
+        assert normalise_tools([{"type": "function", "function": {"name": name}}])
+    for name in ("a<b", "a>", "a\nb", "\r", " ", "x" * 257):
+        for tool, field in (({"type": "function", "function": {"name": name}}, "tools[0].function.name"),
+                            ({"name": name}, "tools[0].name")):
+            with pytest.raises(RequestError) as caught:
+                normalise_tools([tool])
+            assert caught.value.field == field and len(str(caught.value)) < 300
+
+
 def test_bad_lists_and_tools_are_named() -> None:
     deep: Any = "x"
     for _ in range(2000):

@@ -69,14 +69,16 @@ def test_ways_to_give_a_picture(llm: LLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("image", "message"), [
     ("it.png", "as a data URL .*not as 'it.png'"), ("http://127.0.0.1/x.png", "not as 'http://"),
-    ("data:image/png;base64,?", "no valid base64"), ("data:image/png,x", "not in base64"), (5, "must be a picture"),
+    ("data:image/png;base64,?", "no valid base64"), ("data:image/png,x", "not in base64"),
+    ("data:image/png;base64,\u00e9", "no valid base64"), (5, "must be a picture"),
     ("data:image/png;base64,AAAA", "no picture that can be read"), (b"", "no picture that can be read"),
     (None, "has no picture"), (png(drawing(1))[:-60], "seems damaged"),
     (Image.new("RGB", (1, 300)), "more than 200 times"), (Path("/nowhere/x.png"), "cannot be read"),
 ])
 def test_pictures_that_cannot_be_read(llm: LLM, image: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=message) as caught:
         llm.chat([shows(image)], GREEDY)
+    assert str(caught.value.field).startswith("messages[0].content[0]")
 
 
 def test_words_that_look_like_pictures(llm: LLM) -> None:

@@ -12,7 +12,7 @@ import difflib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
@@ -45,6 +45,7 @@ _SCHEMAS = ("tools", "functions", "response_format", "structured_outputs", "guid
              "guided_choice", "guided_grammar", "text", "output_config")
 _MOST_TOLD = 1000
 _LONGEST_NAME = 60
+_MOST_NAMED = 50  # fields without effect, in the header and in the log: clients could send any number
 
 _Scan = Callable[[str, int], tuple[Any, int]]
 
@@ -112,7 +113,7 @@ class Intake:
                     raise
                 async with fetched(chosen, missing) as seeing:
                     prepared = await self._done(len(raw), partial(prepare, seeing, body))
-            record.ignored = tuple(dict.fromkeys(body.ignored))
+            record.ignored = _named(body.ignored)
             self._tell(record.ignored)
             return chosen, body, prepared
 
@@ -225,6 +226,11 @@ def _beginnings(field: str) -> Iterator[str]:
             yield field[:at]
 
 
+def _named(ignored: Sequence[str]) -> tuple[str, ...]:
+    """Names of what had no effect, each once; no more and no longer ones than a header and a log can bear."""
+    return tuple(dict.fromkeys(name[:_LONGEST_NAME] for name in ignored[:_MOST_TOLD]))[:_MOST_NAMED]
+
+
 def _check_counts(data: Mapping[str, Any], limits: Limits, counted: Mapping[str, str]) -> None:
     """Refuse what has so many entries that validating them, or listing all that is wrong with them, would take long."""
     for field, limit in counted.items():
@@ -275,7 +281,7 @@ def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: d
         if own.get(ours) is None:
             own[ours] = wanted
     if not taken:
-        ignored.append(name[:_LONGEST_NAME])
+        ignored.append(name)
 
 
 def _read_json(raw: bytes, most_values: int) -> Any:

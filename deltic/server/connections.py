@@ -26,6 +26,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from deltic.config import Limits
+from deltic.server.anthropic import shapes as anthropic
+from deltic.server.http import Problem, dump
+from deltic.server.openai import shapes as openai
 
 log = logging.getLogger("deltic")
 
@@ -41,9 +44,8 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 _OTHER_FILES = 256  # what the process needs besides connections
 
 
-def _response(status: str, message: str, *headers: str) -> bytes:
-    """A whole response in OpenAI's form, for where no request is."""
-    body = f'{{"error":{{"message":"{message}","type":"server_error","param":null,"code":null}}}}'
+def _response(status: str, body: str, *headers: str) -> bytes:
+    """A whole response, for where no request is."""
     lines = (f"HTTP/1.1 {status}", "connection: close", "content-type: application/json",
              f"content-length: {len(body)}", *headers, "", body)
     return "\r\n".join(lines).encode()
@@ -64,7 +66,11 @@ class _Counted:
         return getattr(self._transport, name)
 
 
-_LATE = _response("408 Request Timeout", "the request did not arrive in time")
+def _late(path: str) -> bytes:
+    """Tells a client that its request took too long to come, in the form of the clients that use this path."""
+    problem = Problem(408, "the request did not arrive in time: send all of it at once")
+    fields = anthropic.error_fields(problem) if path.startswith(anthropic.PATH) else openai.error_fields(problem)
+    return _response("408 Request Timeout", dump(fields).decode())
 
 
 class Connection(H11Protocol):
@@ -134,8 +140,9 @@ class Connection(H11Protocol):
         if self._handshake:
             self._handshake.cancel()
             return
-        self.transport.write(_response("503 Service Unavailable", f"the server has {limit} connections, and no more at "
-                                       "a time (max_connections): try again later", "retry-after: 1"))
+        fields = openai.error_fields(Problem(503, f"the server has {limit} connections, and no more at a time "
+                                                  "(max_connections): try again later"))
+        self.transport.write(_response("503 Service Unavailable", dump(fields).decode(), "retry-after: 1"))
         if not linger:
             self.transport.abort()
         elif self.transport.can_write_eof():
@@ -150,7 +157,7 @@ class Connection(H11Protocol):
             return
         if self._begun and not (self.cycle and self.cycle.response_started and self._receives):
             self._door.refused(408, self)
-            self.transport.write(_LATE)
+            self.transport.write(_late(self.scope["path"] if self._receives else ""))
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

@@ -57,7 +57,7 @@ class Gate:
 
 def refusal(scope: Scope, problem: Problem, headers: dict[str, str] | None = None) -> Response:
     """A problem in the form of the clients that use this path."""
-    if scope["path"].startswith("/v1/messages"):
+    if scope["path"].startswith(anthropic.PATH):
         response = anthropic.error_response(replace(problem, request_id=scope["state"]["record"].id))
         response.headers.update(headers or {})
         return response

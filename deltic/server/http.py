@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -34,7 +34,6 @@ _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 KEEP_ALIVE = 15.0
 """Seconds of silence after which a stream shows its client that it lives."""
-_MOST_NAMED = 50
 _SMALL = 2000  # tokens, and probabilities of tokens, of an answer that is written at once
 
 Result = TypeVar("Result")
@@ -98,14 +97,25 @@ def answering(endpoint: Endpoint, check: Check, refuse: Callable[[Problem], Resp
         try:
             check(request)
             response = await endpoint(request)
-            if record.ignored:
-                response.headers[IGNORED_HEADER] = ", ".join(map(quote, record.ignored[:_MOST_NAMED]))
-            return response
+            return _naming(record.ignored, response)
         except Exception as error:
             problem = problem_of(error)
             record.problem = {"param": problem.param, "code": problem.code}
             return refuse(replace(problem, request_id=record.id))
     return answer
+
+
+def _naming(ignored: Sequence[str], response: Response) -> Response:
+    """The response, which names what had no effect. A stream that cannot be served after all is closed: nobody else
+    would end what is generated for it."""
+    try:
+        if ignored:
+            response.headers[IGNORED_HEADER] = ", ".join(quote(name, errors="replace") for name in ignored)
+    except BaseException:
+        if isinstance(response, EventStream):
+            response.close()
+        raise
+    return response
 
 
 def dump(data: Any) -> bytes:
@@ -189,6 +199,10 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._on_error, self._close, self._ping = events, on_error, close, ping
         self._last = 0.0
+
+    def close(self) -> None:
+        """Free what the events come from."""
+        self._close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

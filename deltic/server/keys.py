@@ -30,7 +30,7 @@ class Keys:
         """Of what the two kinds of clients send, as a bearer's or as x-api-key; status 401 without."""
         sent = dict(reversed(request.headers.raw))
         bearer = sent.get(b"authorization", b"")
-        given = [value for value in (sent.get(b"x-api-key"), bearer[7:] if bearer.startswith(b"Bearer ") else None)
+        given = [value for value in (sent.get(b"x-api-key"), bearer[7:] if bearer[:7].lower() == b"bearer " else None)
                  if value is not None]
         # all of them are compared, to take the same time
         found = [name for value in given for key, name in self._owners if hmac.compare_digest(value, key)]

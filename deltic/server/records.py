@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +27,7 @@ _ID_HEADERS = (ID_HEADER.encode(), b"request-id")
 _IDS = re.compile(r"[!-~]{1,128}")
 """Ids of clients that are taken: ASCII without spaces."""
 _LONGEST_PATH = 200
+_WHOLE = re.compile("https?://[^/]*", re.IGNORECASE)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +144,7 @@ class Recorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _without_host(scope)
         record = self._records.begin(scope)
 
         async def noting(message: Message) -> None:
@@ -154,6 +157,15 @@ class Recorder:
             await self._app(scope, receive, noting)
         finally:
             self._records.end(record)
+
+
+def _without_host(scope: Scope) -> Scope:
+    """As if the target were a path, where a client asks for a whole URL, as it would ask a proxy."""
+    whole = _WHOLE.match(scope["path"])
+    if not whole:
+        return scope
+    path = scope["path"][whole.end():] or "/"
+    return {**scope, "path": path, "raw_path": quote(path).encode()}
 
 
 def record_of(request: Request) -> RequestRecord:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -30,6 +32,12 @@ if TYPE_CHECKING:
 _MOST_KEPT = 64
 _MOST_TEXT = 1 << 20
 _COMPILING = 2  # threads: one that is busy with a hostile grammar shall not keep others waiting
+_TOKEN_SECONDS = 0.01
+"""Of a processor, that a token may take: honest grammars need half a millisecond on average, the worst of their
+tokens some six."""
+_SPARE_SECONDS = 1.0
+"""That an answer may take beyond these, all its tokens together: slow tokens are few, while those of an ambiguous
+grammar take longer and longer, and the whole batch waits for each."""
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Between the parts of JSON, as people indent it: without a bound small models write nothing else, again and again."""
 STRICT: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
@@ -228,6 +236,7 @@ class GrammarConstraint:
         self._matcher, self._vocabulary, self._text = grammar.matcher(), grammar.vocabulary, text
         self._thinking, self._gap, self._rest = text.region == "reasoning", tuple(gap), tuple[int, ...]()
         self._opens = self._vocabulary.think if opens and not self._thinking else None
+        self._owed = 0.0  # seconds of a processor, beyond what its tokens may take
 
     def fitting(self, drafts: Sequence[int], /) -> int:
         """As in `Constraint`. Ends are not drafted, nor is what follows thinking."""
@@ -237,7 +246,8 @@ class GrammarConstraint:
             if self._vocabulary.think_end is None:
                 return 0  # spelled in letters, it may be in any of the drafts
             return _before(drafts, {*self._vocabulary.not_thinking, self._vocabulary.think_end})
-        return _before(drafts[:self._matcher.validate_tokens([*drafts])], self._vocabulary.ends)
+        with self._timed():
+            return _before(drafts[:self._matcher.validate_tokens([*drafts])], self._vocabulary.ends)
 
     def allowed(self, drafts: Sequence[int], /) -> list[bytes | None]:
         """As in `Constraint`."""
@@ -245,12 +255,18 @@ class GrammarConstraint:
             return [self._vocabulary.unfinished] * (len(drafts) + 1)
         if self._rest:
             return [with_token(b"", self._rest[0])]
-        # drafts are tried on a copy: after rollback() llguidance 1.9 may have masks of what was taken back
-        tried = self._matcher.deep_copy()
-        masks: list[bytes | None] = [self._mask(tried)]
-        for draft in drafts:
-            tried.consume_token(draft)
+        masks: list[bytes | None] = []
+        with self._timed():
+            # drafts are tried on a copy: after rollback() llguidance 1.9 may have masks of what was taken back
+            tried = self._matcher.deep_copy()
             masks.append(self._mask(tried))
+            for draft in drafts:
+                tried.consume_token(draft)
+                masks.append(self._mask(tried))
+        self._owed = max(0.0, self._owed - len(masks) * _TOKEN_SECONDS)
+        if self._owed > _SPARE_SECONDS:
+            raise ValueError("the grammar takes too long to follow, as what it describes can be read in too many ways: "
+                             "make it less ambiguous")
         return masks
 
     def push(self, token: int, /) -> None:
@@ -262,8 +278,17 @@ class GrammarConstraint:
         elif self._rest:
             self._rest = self._rest[1:] if token == self._rest[0] else ()
         elif token not in self._vocabulary.ends:
-            self._matcher.consume_token(token)
+            with self._timed():
+                self._matcher.consume_token(token)
             _check(self._matcher)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count what the work takes of a processor: on the wall's clock a busy machine would make all grammars slow.
+        llguidance does it in the calling thread."""
+        began = time.thread_time()
+        yield
+        self._owed += time.thread_time() - began
 
     def _mask(self, matcher: LLMatcher) -> bytes:
         mask = matcher.compute_bitmask()

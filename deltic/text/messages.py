@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deltic.errors import RequestError, valid_text
+from deltic.errors import RequestError, show, valid_text
 from deltic.text.coerce import loads
+from deltic.text.tools import CALLABLE, LONGEST_NAME
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool"}
@@ -76,6 +77,10 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
         raise RequestError(f'{field} must be of the form {{"type": "function", "function": {{"name": ...}}}}',
                            field)
     copied: dict[str, Any] = plain(tool, field)
+    if not CALLABLE.fullmatch(function["name"]):
+        place = f"{field}.function.name" if "function" in tool else f"{field}.name"
+        raise RequestError(f"{place} must be a name without <, > and line breaks and of at most {LONGEST_NAME} "
+                           f"characters, as calls could not be told from text, not {show(function['name'])}", place)
     return copied
 
 
@@ -117,8 +122,8 @@ def _part(part: Any, field: str, see: See | None) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": valid_text(part, field)}
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text":
-        return {"type": "text", "text": valid_text(part.get("text"), f"{field}.text")}
+    if kind in ("text", "refusal"):  # what an assistant refused with is text
+        return {"type": "text", "text": valid_text(part.get(kind), f"{field}.{kind}")}
     if not isinstance(kind, str) or kind not in _MEDIA:
         raise RequestError(f"{field} has the unknown type {kind!r}: parts are of type text"
                            + (", image_url or video_url" if see else ""), field)

@@ -24,8 +24,10 @@ from deltic.text.coerce import Schema
 _QUOTES = "\"'"
 SPACES = " \t\r\n\f\v"
 _NO_SPACE = re.compile(r"[^ \t\r\n\f\v]")
-_LONGEST_NAME = 256
-_LONGEST_TAG = _LONGEST_NAME + 32
+LONGEST_NAME = 256
+_LONGEST_TAG = LONGEST_NAME + 32
+CALLABLE = re.compile(rf"(?=.*\S)[^<>\r\n]{{1,{LONGEST_NAME}}}")
+"""Names of tools that can be read again where a call is written."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Tags:
     def pattern(self) -> re.Pattern[str]:
         """A whole tag; the group that matched last is its kind, `name` or `key` what it names."""
         opening, closing = map(re.escape, self.block)
-        name, key = (rf"(?=[^<>\n]*?[^<>\s])(?P<{group}>[^<>\n]{{1,{_LONGEST_NAME}}})>" for group in ("name", "key"))
+        name, key = (rf"(?=[^<>\n]*?[^<>\s])(?P<{group}>[^<>\n]{{1,{LONGEST_NAME}}})>" for group in ("name", "key"))
         return re.compile(rf"(?P<opening>{opening})|(?P<closing>{closing})"
                           rf"|(?P<function>{re.escape(self.function)}{name})"
                           rf"|(?P<function_end>{re.escape(self.function_end)})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -55,6 +54,14 @@ class PictureReader:
 
     def __call__(self, part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
         """The part as chat templates know it. RequestError names what is wrong with it."""
+        try:
+            return self._taken(part, kind, field)
+        except RequestError as error:
+            if error.field != "image":
+                raise
+            raise RequestError(str(error), field) from error  # who scales it knows no field
+
+    def _taken(self, part: Mapping[str, Any], kind: str, field: str) -> dict[str, Any]:
         if kind == "video":
             return {"type": kind, "digest": self._film(part, field)}
         pixels = self._scaled([self._read(part, field)], field, None)
@@ -144,5 +151,5 @@ def data_of(url: str, field: str) -> bytes:
         raise RequestError(f"{field} has a data URL that is not in base64", field)
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # also of text that is not ASCII
         raise RequestError(f"{field} has a data URL that is no valid base64: {error}", field) from error

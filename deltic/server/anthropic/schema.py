@@ -38,7 +38,11 @@ class CountRequest(Fields):
         fields: dict[str, Any] = {"model": self.model, "messages": messages}
         fields |= _tools(self.tools, self.tool_choice) | self._thinking() | self._format() | self._more()
         fields["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
+        names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools or ()))}
+        names |= {f"tools[{index}].function.parameters": f"tools[{index}].input_schema"
+                  for index in range(len(self.tools or ()))}
         names |= {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config",
+                  "response_format.json_schema": "output_config.format",
                   "reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens",
                   "enable_thinking": "thinking"}
         return ChatRequest(**fields), names
@@ -111,11 +115,11 @@ def _tools(tools: list[Any] | None, choice: Mapping[str, Any] | None) -> dict[st
     kind, wanted = choice.get("type"), None
     if kind == "tool":
         wanted = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind not in _CHOICES:
+    elif not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestError(f"tool_choice.type must be one of {', '.join((*_CHOICES, 'tool'))}, not {show(kind)}",
                            "tool_choice.type")
     parallel = False if choice.get("disable_parallel_tool_use") is True and kind != "none" else None
-    return {"tools": functions, "tool_choice": wanted or _CHOICES[str(kind)], "parallel_tool_calls": parallel}
+    return {"tools": functions, "tool_choice": wanted or _CHOICES[kind], "parallel_tool_calls": parallel}
 
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
@@ -144,20 +148,28 @@ def _chat_messages(system: Any, messages: list[Any]) -> tuple[list[Message], Nam
         path = f"messages[{index}]"
         for turned, places in _turned(message, path):
             own = f"messages[{len(chat)}]"
-            names |= {own: path, **{f"{own}.content[{part}]": place for part, place in enumerate(places)}}
+            names[own] = path
+            for part, place in enumerate(places):
+                if turned["role"] == "assistant":
+                    call = f"{own}.tool_calls[{part}]"
+                    names |= {call: place, f"{call}.function": place, f"{call}.function.arguments": f"{place}.input"}
+                else:
+                    names[f"{own}.content[{part}]"] = place
             chat.append(turned)
     return chat, names
 
 
 def _turned(message: Any, path: str) -> Iterator[tuple[Message, list[str]]]:
-    """One message as those of a chat, and where each part of their contents comes from: a tool's results have messages
-    of their own."""
+    """One message as those of a chat, and where each part of their contents, or call, comes from: a tool's results have
+    messages of their own."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{path}.role must be one of user, assistant, not {show(role)}", f"{path}.role")
     content, place = message.get("content"), f"{path}.content"
     if role == "assistant":
-        yield _assistant(_blocks(content, place), place), []
+        blocks = _blocks(content, place)
+        calls = [f"{place}[{index}]" for index, block in enumerate(blocks) if block["type"] == "tool_use"]
+        yield _assistant(blocks, place), calls
     elif role == "system" or isinstance(content, str):
         separated, places = _separate(content, place)
         yield {"role": role, "content": separated}, places

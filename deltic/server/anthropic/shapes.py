@@ -23,13 +23,15 @@ _OVERLOADED = 529
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 Json = dict[str, Any]
+PATH = "/v1/messages"
+"""Where Anthropic's clients ask."""
 PING = event({"type": "ping"}, "ping")
 
 
 def error_response(problem: Problem) -> Response:
     """A problem in Anthropic's shape; what may be served later has the status that its clients know for that."""
     status = _OVERLOADED if problem.status == 503 and problem.retry_after is not None else problem.status
-    response = json_response(_error(problem, status) | {"request_id": problem.request_id}, status)
+    response = json_response(error_fields(problem, status) | {"request_id": problem.request_id}, status)
     if problem.retry_after is not None:
         response.headers["retry-after"] = str(problem.retry_after)
     return response
@@ -38,10 +40,12 @@ def error_response(problem: Problem) -> Response:
 def error_event(error: Exception) -> bytes:
     """The end of a stream that failed."""
     problem = problem_of(error)
-    return event(_error(problem, problem.status), "error")
+    return event(error_fields(problem), "error")
 
 
-def _error(problem: Problem, status: int) -> Json:
+def error_fields(problem: Problem, status: int | None = None) -> Json:
+    """The body of an error. status: that it has here, if that is another one."""
+    status = status or problem.status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     named = problem.param is None or problem.param in problem.message
     details = {"details": {"error_code": NO_THREADS, "unsupported": [problem.param]}}

@@ -47,7 +47,8 @@ class _Endpoints:
     async def chat(self, request: Request) -> Response:
         served, body, job = await self.models.read(request, ChatRequest, chat_job)
         run = await served.start(request, [job], "messages", not body.stream)
-        shape = ChatShape(served.token_bytes, bool(body.logprobs), body.include_reasoning is not False)
+        hides = body.include_reasoning is False
+        shape = ChatShape(served.token_bytes, bool(body.logprobs), job.texts.again if hides else None)
         return await _answer(request, served, run, shape, body, job.request.ids)
 
     async def complete(self, request: Request) -> Response:

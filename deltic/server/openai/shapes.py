@@ -15,6 +15,7 @@ from deltic import __version__
 from deltic.server.http import Problem, dump, event, json_response, problem_of
 from deltic.text.answers import Choice, Piece, Score
 from deltic.text.deltas import AnswerCall, Delta, ToolDelta
+from deltic.text.stream import AnswerText
 from deltic.types import Finish, TokenLogprobs, Usage
 
 _LEAST = -9999.0  # what OpenAI says where a probability is 0: JSON has no infinity
@@ -85,23 +86,26 @@ class ChatShape:
 
     whole_kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, token_bytes: Spell, scored: bool, reasons: bool = True) -> None:
-        """reasons: the thinking is wanted."""
-        self._token_bytes, self._scored, self._reasons = token_bytes, scored, reasons
+    def __init__(self, token_bytes: Spell, scored: bool, fresh: Callable[[], AnswerText] | None = None) -> None:
+        """fresh: gives the text of an answer that has no tokens yet, if the thinking is not wanted: it tells which
+        tokens are thinking."""
+        self._token_bytes, self._scored, self._fresh = token_bytes, scored, fresh
         self._begun: set[int] = set()
+        self._texts: dict[int, AnswerText] = {}
         self._scores: dict[int, list[Score]] = {}
 
     def whole(self, piece: Piece) -> Json:
         """A choice that is done."""
         assert piece.done
-        return {"index": piece.number, "message": self._message(piece.done), "logprobs": self._logprobs(piece.scores),
+        return {"index": piece.number, "message": self._message(piece.done),
+                "logprobs": self._logprobs(self._shown(piece)),
                 "finish_reason": _reason(piece.done.finish, bool(piece.done.calls))}
 
     def pieces(self, piece: Piece) -> list[Json]:
         """The choices of the chunks that this piece becomes, one each; scores wait for a text to go with."""
-        self._scores.setdefault(piece.number, []).extend(piece.scores)
+        self._scores.setdefault(piece.number, []).extend(self._shown(piece))
         bodies: list[Json] = [_delta(delta) for delta in piece.deltas
-                              if self._reasons or delta.kind != "reasoning"]
+                              if not self._fresh or delta.kind != "reasoning"]
         if piece.done:
             bodies.append({})
         if bodies and piece.number not in self._begun:
@@ -114,7 +118,7 @@ class ChatShape:
 
     def _message(self, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None,
-                         "reasoning_content": choice.reasoning or None if self._reasons else None}
+                         "reasoning_content": None if self._fresh else choice.reasoning or None}
         if choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(call) for call in choice.calls]
@@ -126,6 +130,19 @@ class ChatShape:
             scores = self._scores.pop(choice, [])
         return {"index": choice, "delta": body, "logprobs": self._logprobs(scores) if scores else None,
                 "finish_reason": None}
+
+    def _shown(self, piece: Piece) -> list[Score]:
+        """The scores of a piece, but for those of thinking and its tags, which would spell it, if it is not wanted."""
+        if not self._fresh or not piece.scores:
+            return piece.scores
+        text = self._texts.get(piece.number) or self._texts.setdefault(piece.number, self._fresh())
+        shown: list[Score] = []
+        for score in piece.scores:
+            before = text.region
+            text.take(score.token)
+            if "reasoning" not in (before, text.region):
+                shown.append(score)
+        return shown
 
     def _logprobs(self, scores: Iterable[Score]) -> Json | None:
         if not self._scored:

@@ -35,7 +35,7 @@ from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.jobs import chat_job
 from deltic.server.openai.shapes import error_fields, error_response
 from deltic.server.responses.output import Json, Output, usage_fields
-from deltic.server.responses.schema import NAMES, ResponsesRequest
+from deltic.server.responses.schema import ResponsesRequest
 from deltic.server.responses.store import Record, ResponseStore
 from deltic.server.served_model import ServedModel
 from deltic.text.answers import Choice
@@ -164,13 +164,13 @@ class _Endpoints:
         if before is None:
             raise ProblemError(Problem(400, f"the response {show(body.previous_response_id)} is not kept: send its "
                                        "items", "previous_response_id", "previous_response_not_found"))
-        chat = body.chat([*before, *items])
+        chat, names = body.chat(before, items)
         if len(chat.messages) > most:
             raise RequestError(f"the conversation has {len(chat.messages)} messages, and may have at most {most} "
                                "(max_messages)", "input")
-        with renamed(NAMES):
+        with renamed(names):
             job = chat_job(served, chat)
-        body.ignored.extend(NAMES.get(name, name) for name in chat.ignored)
+        body.ignored.extend(names.get(name, name) for name in chat.ignored)
         id = "resp_" + uuid.uuid4().hex
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(body.custom_tools(), body.seals)

@@ -22,8 +22,11 @@ _ENCRYPTED = "reasoning.encrypted_content"
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
 
 Json = dict[str, Any]
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
-         "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
+Names = dict[str, str]
+_NAMES: Mapping[str, str] = {
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
+    "response_format.json_schema": "text.format", "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity"}
 """Our names of the fields of a chat request."""
 
 
@@ -81,16 +84,20 @@ class ResponsesRequest(Fields):
             raise RequestError("input must be text or a list with at least one item", "input")
         return [_identified(item, f"input[{index}]") for index, item in enumerate(given)]
 
-    def chat(self, items: Sequence[Json]) -> ChatRequest:
-        """The same as a chat request, after all these items. RequestError names what cannot be had."""
+    def chat(self, before: Sequence[Json], items: Sequence[Json]) -> tuple[ChatRequest, Names]:
+        """The same as a chat request, after the items of former responses, and how what it names is called here.
+        RequestError names what cannot be had."""
         self._refuse()
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        names = {**_NAMES, **({"messages[0]": "instructions", "messages[0].content": "instructions"} if first else {})}
+        places = [*["previous_response_id"] * len(before), *(f"input[{index}]" for index in range(len(items)))]
+        messages = _messages([*before, *items], places, len(first), names)
         same = ("model", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "enable_thinking", "history",
                 "thinking_budget", "speculate", "parallel_tool_calls", "service_tier")
-        tools, choice = self._tools()
-        return ChatRequest(messages=[*first, *_messages(items)], tools=tools, tool_choice=choice,
+        tools, choice = self._tools(names)
+        return ChatRequest(messages=[*first, *messages], tools=tools, tool_choice=choice,
                            max_tokens=self.max_output_tokens, **self._format(), **self._effort(),
-                           **{name: getattr(self, name) for name in same})
+                           **{name: getattr(self, name) for name in same}), names
 
     def custom_tools(self) -> frozenset[str]:
         """Names of tools that take a text."""
@@ -123,23 +130,29 @@ class ResponsesRequest(Fields):
         self.ignored.extend([*others, *(["truncation"] if self.truncation == "auto" else []),
                              *(["max_tool_calls"] if self.max_tool_calls is not None else [])])
 
-    def _tools(self) -> tuple[list[Json] | None, Any]:
+    def _tools(self, names: Names) -> tuple[list[Json] | None, Any]:
         known: dict[str, Json] = {}
+        places: dict[str, int] = {}
         for index, tool in enumerate(self.tools or ()):
             kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
-            if kind in _HOSTED:
+            if isinstance(kind, str) and kind in _HOSTED:
                 self.ignored.append(f"tools.{kind}")
             elif kind not in ("function", "custom") or not isinstance(name, str):
                 raise RequestError(f'tools[{index}] must be of the form {{"type": "function", "name": ...}}',
                                    f"tools[{index}]")
             else:
-                known[name] = _function(tool)
+                known[name], places[name] = _function(tool), index
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-            allowed = [tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, dict)]
+            given = choice.get("tools")
+            if not isinstance(given, list):
+                raise RequestError(f"tool_choice.tools must be a list of tools, not {show(given)}", "tool_choice.tools")
+            allowed = [tool.get("name") for tool in given if isinstance(tool, dict)]
             known, choice = {name: tool for name, tool in known.items() if name in allowed}, choice.get("mode")
         elif isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
+        for place, name in enumerate(known):
+            names[f"tools[{place}].function"] = f"tools[{places[name]}]"
         return [*known.values()] or None, choice
 
     def _format(self) -> Json:
@@ -193,19 +206,32 @@ def _identified(item: Any, path: str) -> Json:
     return checked
 
 
-def _messages(items: Sequence[Json]) -> list[Json]:
-    """Chat messages: what the assistant said and called in a row is one."""
+def _messages(items: Sequence[Json], places: Sequence[str], start: int, names: Names) -> list[Json]:
+    """Chat messages: what the assistant said and called in a row is one.
+
+    places: what the items are called. names: gets what the parts of messages are called, counted from `start`.
+    """
     messages: list[Json] = []
-    for index, item in enumerate(items):
-        message = _message(item, f"input[{index}]")
+    for item, place in zip(items, places, strict=True):
+        message = _message(item, place)
+        calls = message.get("tool_calls") or []
         if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
             last = messages[-1]
             last["content"] += message["content"]
-            last["tool_calls"] = (last.get("tool_calls") or []) + (message.get("tool_calls") or []) or None
+            last["tool_calls"] = (last.get("tool_calls") or []) + calls or None
             if "reasoning_content" in message:
                 last["reasoning_content"] = last.get("reasoning_content", "") + message["reasoning_content"]
         else:
             messages.append(message)
+        own = f"messages[{start + len(messages) - 1}]"
+        names.setdefault(own, place)
+        if calls:
+            call = f"{own}.tool_calls[{len(messages[-1]['tool_calls']) - 1}]"
+            names |= {call: place, f"{call}.function": place}
+        elif item["type"] == "reasoning":
+            names.setdefault(f"{own}.reasoning_content", f"{place}.content")
+        else:
+            names.setdefault(f"{own}.content", f"{place}.{'output' if message['role'] == 'tool' else 'content'}")
     return messages
 
 
