@@ -210,6 +210,16 @@ def test_where_the_prompt_may_stand(argv, words):
     assert run.words(args.model, args.prompt) == words
 
 
+def test_paths_may_begin_with_a_dash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-5.png").write_bytes(b"")
+    args = command_parser("batch").parse_mixed(["--cache-dir", "-5dir", "--chat-template", "-5.png", "--",
+                                                "-5.png", "-out.jsonl", "tiny"])
+    assert (args.engine_cache_dir, str(args.chat_template)) == ("-5dir", "-5.png")
+    assert [str(args.source), str(args.target), args.model] == ["-5.png", "-out.jsonl", "tiny"]
+    assert [str(path) for path in command_parser("run").parse_mixed(["--image", "-5.png", "hi"]).image] == ["-5.png"]
+
+
 LONG = [
     ["run", "x" * 100_000, "--chat-template", "y" * 100_000], ["run", "--" + "x" * 100_000],
     ["run", "hi", "--tools", "x" * 3000], ["serve", "--port", "1" * 100_000], ["x" * 100_000],

@@ -184,7 +184,9 @@ def test_all_settings_are_shown(monkeypatch, capsys):
     ("/set temperature warm", "temperature must be a number, not 'warm'"), ("/set top_k 1.5", "must be an integer"),
     ("/set temperature -1", "temperature must be between"), ("/set think maybe", "think is one of on, off, default"),
     ("/save", "/save needs the name of a file"), ("/load", "/load needs"), ("/load /nowhere/x", "cannot be read"),
-    ("/save /nowhere/x", "No such file"),
+    ("/save /nowhere/x", "/nowhere/x cannot be written: No such file"),
+    ("/save ~nouser/x", "~nouser/x cannot be written: No such file"), ("/load ~nouser/x", "cannot be read"),
+    ("/save a\0b", "'a\\x00b' is no name of a file"), ("/image a\0b", "is no name of a file"),
 ])
 def test_commands_that_cannot_be_obeyed(line, words, monkeypatch, capsys, prompts):
     talk(monkeypatch, line + "\nHi\n", code=1)

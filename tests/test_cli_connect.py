@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import socket
+import threading
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,8 @@ from test_server_harness import serving, tiny
 
 from deltic.cli import main
 from deltic.cli.clients import CLIENTS
+from deltic.cli.parser import UsageError
+from deltic.cli.settings import replace_file
 
 CONTEXT = 2048
 
@@ -182,6 +186,42 @@ def test_answers_of_other_servers(answer, hint, home, capsys, monkeypatch):
     monkeypatch.setattr("deltic.cli.connect.build_opener", lambda proxies: opener)
     assert main(["connect", "opencode", "--write"]) == 2
     assert hint in capsys.readouterr().err and not list(home.iterdir())
+
+
+@pytest.mark.parametrize(("answer", "hint"), [
+    (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak HTTP as it should (BadStatusLine)"),
+    (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nff\r\n{", "should (IncompleteRead)"),
+    (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "lists no models")])
+def test_what_does_not_speak_http(answer, hint, home, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def reply():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        assert main(["connect", "openai", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == 2
+        thread.join(5)
+    assert hint in capsys.readouterr().err
+
+
+def test_urls_and_keys_that_cannot_be_sent(home, capsys, monkeypatch):
+    assert main(["connect", "openai", "--url", "http://127.0.0.1:1/a b"]) == 2
+    assert "(InvalidURL): --url has to be" in capsys.readouterr().err
+    assert main(["connect", "openai", "--api-key", "a\nb"]) == 2
+    assert "the API key has a control character" in capsys.readouterr().err
+    sent = []
+    monkeypatch.setattr("deltic.cli.connect.build_opener", lambda proxies: SimpleNamespace(
+        open=lambda request, timeout: (sent.append(request.get_header("Authorization")), io.BytesIO(b"{}"))[1]))
+    assert main(["connect", "openai", "--api-key", "5\u20ac"]) == 2
+    assert sent[0].encode("latin-1").decode() == "Bearer 5\u20ac", "as UTF-8, which the server takes"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match=r"nowhere/x\.json cannot be written: No such file"):
+        replace_file(tmp_path / "nowhere" / "x.json", "{}", 0o600)
 
 
 def test_who_is_no_deltic_server(home, capsys, served):

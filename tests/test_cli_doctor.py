@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from encoder_models import save_encoder
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
@@ -396,6 +397,14 @@ def test_a_model_that_fits(name):
 def test_a_model_without_room(monkeypatch, free, state):
     monkeypatch.setattr(models, "available_memory", lambda: free)
     assert look(models.check_model, model="tiny").state == state
+
+
+@pytest.mark.parametrize(("free", "state"), [(16 * GIB, "ok"), (1 << 10, "warning")])
+def test_an_encoder(monkeypatch, tmp_path, free, state):
+    save_encoder(tmp_path / "bert", "bert")
+    monkeypatch.setattr(models, "available_memory", lambda: free)
+    finding = look(models.check_model, model=str(tmp_path / "bert"))
+    assert finding.state == state and finding.fact.startswith("bert, for vectors or scores (deltic embed, rerank)")
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "nothing", "a--b/c"])

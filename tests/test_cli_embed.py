@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import subprocess
@@ -86,6 +87,30 @@ def test_what_was_begun_in_another_way_begins_anew(place: Path, wanted: Any, tmp
     (tmp_path / "out.npy.part.json").write_text("{}")
     assert main(["embed", str(place / "bert"), str(place / "texts.txt"), "-o", str(tmp_path / "out.npy")]) == 0
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
+
+
+def test_one_writer_at_a_time(place: Path, wanted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["embed", str(place / "bert"), str(place / "texts.txt"), "-o", str(tmp_path / "out.npy")]
+    with (tmp_path / "out.npy.part").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert main(argv) == 2
+        said = capsys.readouterr().err
+        assert "out.npy is being written by another process" in said and not (tmp_path / "out.npy").exists()
+    assert main(argv) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
+
+
+def test_a_part_that_another_program_changes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    encode, part = encoder_module.Encoder.encode, tmp_path / "out.npy.part"
+
+    def meddling(self: Encoder, window: Any, **options: Any) -> Any:
+        part.write_bytes(b"\1" * 160)
+        return encode(self, window, **options)
+
+    monkeypatch.setattr(encoder_module.Encoder, "encode", meddling)
+    assert main(["embed", str(place / "bert"), str(place / "texts.txt"), "-o", str(tmp_path / "out.npy")]) == 2
+    assert f"{part} has" in capsys.readouterr().err and not (tmp_path / "out.npy").exists()
 
 
 def test_rerank(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """GGUF metadata: it says what config.json, generation_config.json and tokenizer.json say."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -245,6 +246,15 @@ def test_tokens_around_a_raw_prompt_and_named_templates(described):
 def test_tokenizers_that_cannot_be_used_are_named(described, change, message):
     with pytest.raises(ModelError, match=message):
         tokenizer_from_gguf({**described, **change})
+
+
+def test_a_word_without_end_is_not_cut_everywhere(described):
+    change = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "a" * 200_000],
+              "tokenizer.ggml.token_type": np.array([1, 1]), "tokenizer.ggml.scores": np.zeros(2, np.float32)}
+    began = time.process_time()
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.tokens has a token of 200,000 characters"):
+        tokenizer_from_gguf({**described, **change})
+    assert time.process_time() - began < 1
 
 
 # Whatever the values are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from deltic.errors import ModelError, RequestError
+from deltic.text import files
+from deltic.text import tokenizer as tokenizer_module
+from deltic.text.files import TokenizerFiles
 from deltic.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[1] / "deltic" / "models" / "tiny"
@@ -93,6 +97,35 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(ModelError, match=rf"tokenizer_config\.json .*{reason}"):
             Tokenizer.from_directory(tmp_path)
+
+
+def test_files_without_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LONGEST", 1 << 20)
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    for name in ("tokenizer_config.json", "chat_template.jinja", "tokenizer.json"):
+        before = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else b"{}"
+        (tmp_path / name).write_bytes(before + b" " * (1 << 20))
+        with pytest.raises(ModelError, match=rf"cannot read .*{name}: it has more than 1 MiB"):
+            Tokenizer.from_directory(tmp_path)
+        (tmp_path / name).write_bytes(before)
+
+
+def test_panics_of_the_backend_are_errors_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As pyo3 makes it: no Exception, and in no module."""
+
+    def raising(error: BaseException) -> SimpleNamespace:
+        def from_str(text: str) -> Backend:
+            raise error
+        return SimpleNamespace(from_str=from_str)
+
+    source, texts = Path("some/tokenizer.json"), TokenizerFiles("{}", {}, {})
+    monkeypatch.setattr(tokenizer_module, "Backend", raising(PanicException("index out of bounds")))
+    with pytest.raises(ModelError, match=r"some/tokenizer\.json is not a valid tokenizer .*index out of bounds"):
+        Tokenizer.from_files(texts, source)
+    monkeypatch.setattr(tokenizer_module, "Backend", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer.from_files(texts, source)
 
 
 def test_where_templates_come_from(tmp_path: Path) -> None:

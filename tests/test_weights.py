@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import time
 import tracemalloc
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from deltic.config import ModelConfig
 from deltic.errors import ModelError
-from deltic.weights.files import find_tensors, read_header
+from deltic.weights.files import find_tensors, read_header, read_json
 from deltic.weights.names import canonical, expected_tensors, packed_parts, split_packed, tensor_dtype
 from deltic.weights.random import random_weights
 from deltic.weights.safetensors import TORCH_DTYPES, load_directory
@@ -396,7 +397,8 @@ def entry(begin, end, shape, dtype="F32"):
     ({"a": entry(0, 4, [1.0])}, 4), ({"a": entry(0, 4, [True])}, 4), ({"a": entry(0, 4, 1)}, 4),
     ({"a": {"dtype": "F32", "shape": [1]}}, 4), ({"a": []}, 4), ({"a": {**entry(0, 4, [1]), "dtype": 3}}, 4),
     ([], 0), (b"nonsense", 0), (b"\xff\xfe", 0), (b'{"a":' * 9999, 0), (b'{"a":{},"a":{}}', 0),
-    ({"a": entry(0, 4, [1 << 4000, 0])}, 4),
+    ({"a": entry(0, 4, [1 << 4000, 0])}, 4), ({"a": entry(0, 4, [1] * 9)}, 4),
+    ({"a": entry(0, 4, [1 << 63, 0])}, 4),
 ])
 def test_header_that_contradicts_its_file(tmp_path, header, size):
     path = raw_file(tmp_path / "m.safetensors", header, b"\0" * size)
@@ -408,6 +410,21 @@ def test_header_that_contradicts_its_file(tmp_path, header, size):
 def test_header_length_that_lies(tmp_path, length):
     with pytest.raises(ModelError, match=r"m\.safetensors"):
         read_header(raw_file(tmp_path / "m.safetensors", {"a": entry(0, 4, [1])}, b"\0" * 4, length))
+
+
+def test_pipes_are_not_waited_for(tmp_path):
+    for name, read in (("config.json", read_json), ("model.safetensors", read_header)):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ModelError, match=f"{name} cannot be read: it is not a plain file"):
+            read(tmp_path / name)
+
+
+def test_endless_shapes_are_not_multiplied(tmp_path):
+    path = raw_file(tmp_path / "m.safetensors", {"a": entry(0, 4, [9999] * 200_000)}, b"\0" * 4)
+    began = time.process_time()
+    with pytest.raises(ModelError, match="malformed"):
+        read_header(path)
+    assert time.process_time() - began < 1
 
 
 def test_giant_header_is_not_even_read(tmp_path):

@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from typing import Any, TextIO, cast
 
 from deltic import __version__
 from deltic.cli.parser import Parser, clipped
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _fill_streams()
     _be_lenient()
     try:
-        with termination():
+        with termination(), _named_output():
             code = _dispatch(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
             return code
@@ -59,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DelticError, OSError) as error:
         with suppress(OSError):
             print(f"deltic: error: {clipped(str(error))}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         return 2
 
 
@@ -114,6 +119,43 @@ def _be_lenient() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+class _Output:
+    """stdout, whose errors say so: the system's name no file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _named():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _named():
+            self._stream.flush()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(f"standard output cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _named_output() -> Iterator[None]:
+    before, sys.stdout = sys.stdout, cast("TextIO", _Output(sys.stdout))
+    try:
+        yield
+    finally:
+        sys.stdout = before
 
 
 def _drop_output() -> None:

@@ -6,6 +6,7 @@ import argparse
 import base64
 import json
 import mimetypes
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -117,7 +118,9 @@ class Conversation:
         elif name in ("/save", "/load", "/image"):
             if not rest:
                 raise UsageError(f"{name} needs the name of a file")
-            path = Path(rest).expanduser()
+            if "\0" in rest:
+                raise UsageError(f"{show(rest)} is no name of a file: it has a NUL character")
+            path = Path(os.path.expanduser(rest))  # unlike Path's, it leaves users alone that are not known
             _note({"/save": self._save, "/load": self._load, "/image": self._show}[name](path))
         else:
             _note("\n".join(f"{command:<6} {about}" for command, about in _COMMANDS.items()) + f"\n{_HINT}")
@@ -161,7 +164,7 @@ class Conversation:
             except UsageError as error:
                 raise UsageError(f"{path} is there, and no conversation: choose another name") from error
         body = {"messages": self.messages}
-        replace_file(path.resolve(), json.dumps(body, indent=1, ensure_ascii=False) + "\n", 0o644)
+        replace_file(Path(os.path.realpath(path)), json.dumps(body, indent=1, ensure_ascii=False) + "\n", 0o644)
         return f"saved {len(self.messages)} messages to {path}"
 
     def _load(self, path: Path) -> str:

@@ -6,7 +6,10 @@ import argparse
 import json
 import os
 import re
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from deltic.artifacts.extras import need
@@ -48,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     from deltic.artifacts.tvm.compiler import compile_model
     from deltic.weights.hub import open_model
 
-    started = time.perf_counter()
-    written = compile_model(open_model(args.source, args.revision), folder, generation=args.generation,
-                            dtype=args.dtype, target=args.target, max_context=args.max_context,
-                            chunk=args.prefill_chunk)
+    started, files = time.perf_counter(), open_model(args.source, args.revision)
+    with _replacing(folder) as made:
+        written = compile_model(files, made, generation=args.generation, dtype=args.dtype, target=args.target,
+                                max_context=args.max_context, chunk=args.prefill_chunk)
     facts = {"path": str(folder), "library_bytes": written.library, "parameter_bytes": written.parameters,
              "seconds": round(time.perf_counter() - started, 2)}
     print(json.dumps(facts, ensure_ascii=False) if args.json else table(facts))
@@ -68,18 +71,41 @@ def cache_folder(model: str, target: str) -> Path:
 
 
 def _folder(args: argparse.Namespace) -> Path:
-    """The directory to write to, empty but for files that are none of a compiled model's."""
+    """The directory to write to: absent, empty or, with --force, that of a compiled model."""
     folder = Path(args.output) if args.output else cache_folder(args.source, args.target)
     if folder.is_file():
         raise UsageError(f"{folder} is a file; name a directory")
-    old = [path for name in (*LIBRARIES, "params_shard_*.bin", "*-cache.json") for path in folder.glob(name)]
+    old = _compiled(folder)
     if folder.is_dir() and os.listdir(folder) and not (args.force and old):
         raise UsageError(f"{folder} is not empty; " + (
             "give --force to replace the compiled model in it" if old else "name another directory"))
-    for path in old:
-        path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _compiled(folder: Path) -> list[Path]:
+    """What a directory holds of a compiled model."""
+    return [path for name in (*LIBRARIES, "params_shard_*.bin", "*-cache.json") for path in folder.glob(name)]
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new directory, whose files take the place of the compiled model in `folder` when all went well. Errors of the
+    system name `folder`."""
+    from deltic.weights.writing import explained
+
+    place = folder.resolve()
+    made = place.with_name(f".{place.name[:200]}.{os.getpid()}.part")
+    try:
+        with explained(folder):
+            made.mkdir(parents=True)
+            yield made
+            for path in _compiled(place):
+                path.unlink()
+            place.mkdir(exist_ok=True)
+            for path in made.iterdir():
+                shutil.move(path, place / path.name)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _format(given: str) -> str:

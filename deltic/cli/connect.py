@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -94,7 +95,7 @@ def _target(url: str, model: str | None, key: str) -> Target:
 def _models(url: str, key: str) -> list[dict[str, Any]]:
     """What /v1/models lists. UsageError if nobody answers, or not as deltic does."""
     proxies = ProxyHandler({}) if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") else ProxyHandler()
-    request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"} if key else {})
+    request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {_in_header(key)}"} if key else {})
     try:
         with build_opener(proxies).open(request, timeout=_SECONDS) as response:
             listed = json.loads(response.read(_MOST_ANSWER))["data"]
@@ -107,6 +108,17 @@ def _models(url: str, key: str) -> list[dict[str, Any]]:
     except OSError as error:
         raise UsageError(f"no server answers at {url} ({getattr(error, 'reason', error)}): start one with deltic "
                          "serve, or say with --url where it is") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except HTTPException as error:
+        raise UsageError(f"what answers at {url} does not speak HTTP as it should ({type(error).__name__}): --url has "
+                         "to be that of a deltic server") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise UsageError(f"what answers at {url} is no deltic server: its /v1/models lists no models")
+
+
+def _in_header(key: str) -> str:
+    """The key as UTF-8, which the server takes, in the characters that http.client writes as these bytes."""
+    if any(character < " " or character == "\x7f" for character in key):
+        raise UsageError("the API key has a control character, such as the end of a line, which no header can carry: "
+                         f"see --api-key and {KEY_VARIABLE}")
+    return key.encode("utf-8", "surrogateescape").decode("latin-1")

@@ -60,9 +60,15 @@ def run(args: argparse.Namespace) -> int:
         else:
             files = open_model(args.source, args.revision)
             tokenizer, name = files.tokenizer() or _tokenizer_of(files.path), args.name or _name(args.source, files)
-            written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp,
-                              vector_keys(files.path, ARCHITECTURES[files.config.architecture]))
+            was_there = _beside(path).exists()
             tower = _write_tower(args, files, name, path)
+            try:
+                written = convert(files, tokenizer, name, path, args.type, bar.update, args.mtp,
+                                  vector_keys(files.path, ARCHITECTURES[files.config.architecture]))
+            except BaseException:  # a tower without its model is of no use
+                if tower and not was_there:
+                    _beside(path).unlink(missing_ok=True)
+                raise
     finally:
         bar.close()
     facts = {**_facts(path, args.type, written, time.perf_counter() - started), **tower}
@@ -71,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_tower(args: argparse.Namespace, files: ModelFiles, name: str, path: Path) -> dict[str, Any]:
-    """Write the vision tower beside the model, if there is one and it is wanted; what is to be said of it."""
+    """Write the vision tower beside the model, if there is one and it is wanted; what is to be said of it.
+
+    It comes first: a model is never there without its tower, and there is room for it beside that.
+    """
     from deltic.weights.gguf.mmproj import TYPES, write_mmproj
 
     kind = args.mmproj or (args.type if args.type in TYPES else "Q8_0")

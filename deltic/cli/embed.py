@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from deltic.cli.parser import text, whole
+from deltic.cli.parser import UsageError, text, whole
 from deltic.cli.terminal import Bar
 from deltic.cli.texts import add_source, is_seekable, open_encoder, open_lines, read_texts
 
@@ -69,20 +71,22 @@ def _to_file(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None
                            "prompt": args.prompt, "jsonl": args.jsonl, "max_length": encoder.max_length})
     else:
         told = ""  # what came through a pipe is gone
-    done = _resume(part, note, told, 4 * width)
-    if done:
-        print(f"{done:,} vectors are there already: going on behind them", file=sys.stderr)
-    bar = Bar("embedding", 1, "texts")
-    try:
-        with part.open("ab") as target:
+    with _claimed(part, output) as target:
+        done = count = _resume(target, note, told, 4 * width)
+        if done:
+            print(f"{done:,} vectors are there already: going on behind them", file=sys.stderr)
+        bar = Bar("embedding", 1, "texts")
+        try:
             for rows in _vectors(encoder, args, islice(read_texts(file, args.jsonl), done, None),
                                  lambda count: bar.update(done + count, max(total, done + count))):
                 target.write(rows.tobytes())
                 target.flush()
-    finally:
-        bar.close()
-    _finish(part, output, width)
-    note.unlink(missing_ok=True)
+                count += len(rows)
+        finally:
+            bar.close()
+        _finish(part, output, (count, width))
+        note.unlink(missing_ok=True)
+        part.unlink()
 
 
 def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], report: Any
@@ -100,27 +104,41 @@ def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], r
                              truncate=args.truncate, progress=step)
 
 
-def _resume(part: Path, note: Path, told: str, row: int) -> int:
+@contextmanager
+def _claimed(part: Path, output: Path) -> Iterator[BinaryIO]:
+    """The part, to be added to by this process alone; UsageError if another one writes it."""
+    with part.open("ab") as target:
+        try:
+            fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(target.fileno()), part.stat())  # else another one has just finished it
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        if not mine:
+            raise UsageError(f"{output} is being written by another process: wait for it, or name another file")
+        yield target
+
+
+def _resume(part: BinaryIO, note: Path, told: str, row: int) -> int:
     """How many vectors the part has, if it was begun in the same way; else it begins anew."""
     try:
-        same = bool(told) and note.read_text(encoding="utf-8") == told and part.is_file()
-    except OSError:
+        same = bool(told) and note.read_text(encoding="utf-8") == told
+    except (OSError, UnicodeDecodeError):
         same = False
+    done = os.fstat(part.fileno()).st_size // row if same else 0
+    part.truncate(done * row)
     if not same:
-        part.write_bytes(b"")
         note.write_text(told, encoding="utf-8")
-        return 0
-    done = part.stat().st_size // row
-    os.truncate(part, done * row)
     return done
 
 
-def _finish(part: Path, output: Path, width: int) -> None:
+def _finish(part: Path, output: Path, shape: tuple[int, int]) -> None:
     import numpy as np
 
-    count = part.stat().st_size // (4 * width)
-    rows = (np.memmap(part, np.float32, "r", shape=(count, width)) if count
-            else np.zeros((0, width), np.float32))
+    size, wanted = part.stat().st_size, 4 * shape[0] * shape[1]
+    if size != wanted:
+        raise UsageError(f"{part} has {size:,} bytes instead of {wanted:,}, as another program has changed it: delete "
+                         "it, and run the command again")
+    rows = np.memmap(part, np.float32, "r", shape=shape) if shape[0] else np.zeros(shape, np.float32)
     fresh = output.with_name(output.name + ".new")
     with fresh.open("wb") as file:
         if output.suffix == ".npz":
@@ -129,7 +147,6 @@ def _finish(part: Path, output: Path, width: int) -> None:
             np.save(file, rows)
     del rows
     fresh.replace(output)
-    part.unlink()
 
 
 def _output(given: str) -> Path:

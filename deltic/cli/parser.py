@@ -42,11 +42,13 @@ class Parser(argparse.ArgumentParser):
         """Unlike argparse's, says when nothing can be written."""
         (file or sys.stderr).write(message)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Types and choices see what was given, without the mark."""
+        return super()._get_value(action, arg_string.removeprefix(_WORD))
+
     def parse_mixed(self, argv: Sequence[str]) -> argparse.Namespace:
         """Options may stand between positional arguments; what follows `--` is positional, whatever it looks like, and
         so is what no option looks like, such as -5+3=.
-
-        The positional arguments must be of the type `text`.
         """
         end = argv.index("--") if "--" in argv else len(argv)
         words = [_WORD + word if _DASHED.match(word) and not _is_number(word) else word for word in argv[:end]]
@@ -113,7 +115,7 @@ def json_file(given: str) -> Any:
 def text(given: str) -> str:
     """An argument type: text; arguments that were not valid UTF-8 are refused."""
     try:
-        return os.fsencode(given).decode().removeprefix(_WORD) if _has_bytes(given) else given.removeprefix(_WORD)
+        return os.fsencode(given).decode() if _has_bytes(given) else given
     except (UnicodeDecodeError, UnicodeEncodeError):
         raise argparse.ArgumentTypeError("is not valid UTF-8") from None
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
@@ -98,15 +99,18 @@ def write(path: Path, text: str) -> Path | None:
 
 
 def replace_file(path: Path, text: str, mode: int) -> None:
-    """What the file says from now on: all of it or, if that fails, what it said before."""
+    """What the file says from now on: all of it or, if that fails, what it said before. UsageError names the file."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
         part.chmod(mode)
         part.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def _backup(path: Path, number: int) -> Path:

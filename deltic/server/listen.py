@@ -72,17 +72,15 @@ def listen_unix(path: Path, mode: int = 0o600) -> socket.socket:
 
 class _UnixListener(socket.socket):
     """A Unix socket that is gone when it is closed. A lock beside it, which ends with the process, tells one that is in
-    use from one that was left behind: until the server runs, neither can be connected to."""
+    use from one that was left behind: until the server runs, neither can be connected to. It is gone then, too, unless
+    the file has something in it, as then it is somebody else's."""
 
     _lock = -1
+    _lock_path: Path | None = None
     _path: Path | None = None
 
     def claim(self, path: Path, mode: int) -> None:
-        self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OSError(error.errno, "another server uses it") from error
+        self._take_lock(Path(f"{path}.lock").absolute())
         if _is_left_behind(path):
             path.unlink()
         os.fchmod(self.fileno(), mode)  # so that it is never open to more, whatever the process's umask
@@ -90,11 +88,23 @@ class _UnixListener(socket.socket):
         self._path = path.absolute()
         path.chmod(mode)
 
+    def _take_lock(self, path: Path) -> None:
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(self._lock)
+            if not os.path.samestat(found, path.stat()):  # its owner has just removed it: another may be there
+                raise FileNotFoundError(errno.ENOENT, "the lock is gone")
+        except OSError as error:
+            raise OSError(error.errno, "another server uses it") from error
+        self._lock_path = path if found.st_size == 0 else None
+
     def close(self) -> None:
-        with suppress(OSError):
-            if self._path:
-                self._path.unlink()
-        self._path = None
+        for path in (self._path, self._lock_path):  # the lock is held until both are gone
+            with suppress(OSError):
+                if path:
+                    path.unlink()
+        self._path = self._lock_path = None
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1

@@ -11,6 +11,8 @@ from typing import Any
 from deltic.errors import ModelError
 
 DEFAULT_TEMPLATE = "default"
+_LONGEST = 256 << 20
+"""Bytes of a file; the largest tokenizers have some dozens of millions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,12 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise ModelError(f"cannot read {path}: it has more than {_LONGEST >> 20} MiB, which no file of its kind "
+                             "has; download the file again")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {path}: {error}; download the file again") from error
 

@@ -100,12 +100,8 @@ class Tokenizer:
     @classmethod
     def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:
         """From the texts themselves; ModelError names `source` if they are no tokenizer."""
-        try:
-            backend = Backend.from_str(files.tokenizer)
-        except Exception as error:  # the backend raises bare Exception
-            raise ModelError(f"{source} is not a valid tokenizer ({show(str(error))}); download the file again"
-                             ) from error
-        return cls(backend, files.special_tokens, files.templates)
+        with _explained(source):
+            return cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
 
     @property
     def chat_template(self) -> str | None:
@@ -253,6 +249,17 @@ def _byte_level(token: str) -> bytes:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:
         return token.encode()
+
+
+@contextmanager
+def _explained(source: Path) -> Iterator[None]:
+    """What the backend raises becomes a ModelError that names the file: bare Exceptions, and panics, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{source} is not a valid tokenizer ({show(str(error))}); download the file again") from error
 
 
 def _byte_fallback(token: str) -> bytes:

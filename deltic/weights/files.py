@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from deltic.errors import ModelError
 from deltic.weights.fp8 import GROUP
@@ -24,6 +27,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 # A header of this family has some kilobytes; far larger ones only serve to exhaust memory.
 _MAX_HEADER: Final = 16 << 20
 _MAX_INDEX: Final = 64 << 20
+_MAX_DIMENSIONS: Final = 8
 _AGAIN: Final = "the file is truncated or corrupt, download it again"
 
 
@@ -125,7 +129,7 @@ def _stack(name: str, parts: Mapping[int, Stored], count: int) -> Stack:
 def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
     """The JSON object in `path`. Raises ModelError naming a file that is absent, too large, or none."""
     try:
-        with path.open("rb") as file:
+        with _open_plain(path) as file:
             text = file.read(limit + 1)
     except FileNotFoundError as error:
         raise ModelError(f"{path} is absent; {path.parent} is not a complete model directory") from error
@@ -134,6 +138,15 @@ def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
     if len(text) > limit:
         raise ModelError(f"{path} is larger than {limit} bytes, which no file of its kind is")
     return parse_json(text, path)
+
+
+def _open_plain(path: Path) -> BinaryIO:
+    """Open for reading; OSError for what is no plain file, such as a pipe that nobody writes to."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
@@ -161,8 +174,8 @@ def read_header(path: Path) -> dict[str, Stored]:
     Raises ModelError naming the file unless the tensors tile its data exactly.
     """
     try:
-        with path.open("rb") as file:
-            return parse_header(path, path.stat().st_size, file.read)
+        with _open_plain(path) as file:
+            return parse_header(path, os.fstat(file.fileno()).st_size, file.read)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -183,7 +196,7 @@ def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[st
 def _entry(path: Path, name: str, entry: object, start: int) -> tuple[str, Stored]:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if (
-                all(type(number) is int and number >= 0 for number in [*shape, begin, end]) and begin <= end):
+                len(shape) <= _MAX_DIMENSIONS and all(map(_is_size, [*shape, begin, end])) and begin <= end):
             stored = Stored(path, dtype, tuple(shape), start + begin, end - begin)
         case _:
             raise ModelError(f"{path}: the header entry of tensor {name[:200]!r} is malformed; {_AGAIN}")
@@ -192,6 +205,10 @@ def _entry(path: Path, name: str, entry: object, start: int) -> tuple[str, Store
         raise ModelError(f"{path}: tensor {name[:200]!r} has {stored.nbytes} bytes, which its shape "
                          f"{str(shape)[:80]} and dtype {dtype} contradict; {_AGAIN}")
     return name, stored
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
 
 
 def _check_tiling(path: Path, tensors: Mapping[str, Stored], start: int, size: int) -> None:

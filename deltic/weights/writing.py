@@ -17,7 +17,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file, which takes the name `path` when all went well. Errors of the system name that file."""
     temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     try:
-        with _explained(path):
+        with explained(path):
             with temporary.open("wb") as file:
                 yield file
                 file.flush()
@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def check_room(path: Path, size: int, advice: str) -> None:
     """Raise DelticError, with `advice` on what to do, where the disk has no room for a file of `size` bytes."""
-    with _explained(path):
+    with explained(path):
         free = shutil.disk_usage(path.parent).free
     if size > free:
         raise DelticError(f"{path} cannot be written: it needs {size_of(size)}, but its disk has {size_of(free)} "
@@ -43,7 +43,8 @@ def size_of(count: int) -> str:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
+    """Errors of the system become DelticErrors that name this path, not a temporary one."""
     try:
         yield
     except OSError as error:

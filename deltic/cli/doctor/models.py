@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,23 +14,28 @@ from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from deltic.encoders.stored import StoredEncoder
     from deltic.weights.hub import ModelFiles
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHORT_CONTEXT = 4096
+_NO_ROOM = "there is no room for it: use a smaller model or more memory"
 
 
 def check_model(args: argparse.Namespace) -> Finding | None:
     """Whether MODEL can be found, read and held, by its config and its files' headers alone."""
     if args.model is None:
         return None
+    from deltic.encoders.open import open_stored
     from deltic.weights.files import find_tensors
-    from deltic.weights.hub import open_model
+    from deltic.weights.hub import open_model, resolve
 
     try:
         place = _local(args.model)
         if place is None:
             return _not_downloaded(args.model)
+        if encoder := open_stored(resolve(place)):
+            return _encoder(encoder)
         found = open_model(place)
         if found.gguf is None:
             find_tensors(found.path)
@@ -64,6 +70,15 @@ def _not_downloaded(name: str) -> Finding:
     return Finding.of("model", f"{name} is no directory here and not downloaded", [fault])
 
 
+def _encoder(encoder: StoredEncoder) -> Finding:
+    """Whether the weights have room in memory as float32; what is quantized may take less."""
+    config, free = encoder.config, available_memory()
+    weights = 4 * sum(prod(source.shape) for source in encoder.sources.values())
+    fact = (f"{config.family}, for vectors or scores (deltic embed, rerank), weights {gib(weights)} as float32, "
+            f"{gib(free)} of memory free, texts up to {config.max_length:,} tokens")
+    return Finding.of("model", fact, [("warning", _NO_ROOM)] if weights > free else [])
+
+
 def _room(config: ModelConfig) -> tuple[str, list[Fault]]:
     """Whether the weights, and a cache beside them, have room in memory."""
     import torch
@@ -80,7 +95,7 @@ def _room(config: ModelConfig) -> tuple[str, list[Fault]]:
     try:
         plan = split_memory(max(free - weights, 0) // 2, needs)
     except ConfigError:
-        return fact, [("problem", "there is no room for it: use a smaller model or more memory")]
+        return fact, [("problem", _NO_ROOM)]
     short = plan.max_context < min(_SHORT_CONTEXT, config.max_position_embeddings)
     return (f"{fact}, context up to {plan.max_context:,} tokens",
             [("warning", "little room for conversations: free memory, or lower --max-batch")] if short else [])

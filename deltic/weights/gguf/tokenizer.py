@@ -32,6 +32,8 @@ _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LONGEST: Final = 1024
+"""Characters of a token that is put together of others: it is cut in every place. Known ones have some dozens."""
 _NFC: Final = {"type": "NFC"}
 _GPT2: Final[dict[str, Any]] = {
     "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -163,6 +165,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[s
 
 def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[list[str]]:
     known = {text: id for id, text in enumerate(tokens) if types[id] == NORMAL}
+    if long := next((text for text in known if len(text) > _LONGEST), None):
+        raise ModelError(f"tokenizer.ggml.tokens has a token of {len(long):,} characters, {show(long)}, more than the "
+                         f"{_LONGEST:,} that can be read; is this a complete model?")
     pairs = [(-scores[id], id, cut) for text, id in known.items() for cut in range(1, len(text))
              if text[:cut] in known and text[cut:] in known]
     return [[tokens[id][:cut], tokens[id][cut:]] for _, id, cut in sorted(pairs)]

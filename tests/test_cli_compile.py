@@ -1,0 +1,84 @@
+"""`deltic compile` and `deltic convert` leave nothing half done."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deltic.artifacts.tvm import compiler
+from deltic.cli import main
+from deltic.errors import ConfigError, DelticError
+from deltic.weights import hub
+from deltic.weights.gguf import convert, mmproj
+from deltic.weights.hub import ModelFiles
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """A compiler that writes its files, but raises what is in the list."""
+    errors: list[BaseException] = []
+
+    def compile_model(files: ModelFiles, folder: Path, **options: Any) -> compiler.Compiled:
+        for name in ("config.json", "rt.so", "params_shard_0.bin"):
+            (folder / name).write_text("new")
+        if errors:
+            raise errors[0]
+        return compiler.Compiled(1, 2)
+
+    monkeypatch.setattr("deltic.cli.compile.need", lambda extra: None)
+    monkeypatch.setattr(compiler, "compile_model", compile_model)
+    return errors
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (ConfigError("target 'foo' is not supported", "target"), "target 'foo'"),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "out cannot be written: No space left on device")])
+def test_what_fails_may_be_tried_again(error: BaseException, said: str, compiling: list[BaseException], tmp_path: Path,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    compiling.append(error)
+    argv = ["compile", "tiny", "-o", str(tmp_path / "out")]
+    assert main(argv) == 2 and said in capsys.readouterr().err and not list(tmp_path.iterdir())
+    compiling.clear()
+    assert main(argv) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_what_is_there_is_replaced_when_all_went_well(compiling: list[BaseException], tmp_path: Path) -> None:
+    for name in ("rt.so", "params_shard_9.bin", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    argv = ["compile", "tiny", "-o", str(tmp_path), "--force"]
+    compiling.append(ConfigError("no", "target"))
+    assert main(argv) == 2 and {path.read_text() for path in tmp_path.iterdir()} == {"old"}
+    compiling.clear()
+    assert main(argv) == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "rt.so": "new", "params_shard_0.bin": "new", "config.json": "new", "notes.txt": "old"}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_no_model_without_its_tower_and_no_tower_alone(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    def full(path: Path, *rest: Any) -> int:
+        raise DelticError(f"{path} cannot be written: its disk is full")
+
+    def written(path: Path, *rest: Any) -> int:
+        return path.write_text("tower")
+
+    model, tower = tmp_path / "m.gguf", tmp_path / "mmproj-m.gguf"
+    seeing = replace(hub.open_model("tiny"), vision=SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(hub, "open_model", lambda source, revision: seeing)
+    monkeypatch.setattr(mmproj, "write_mmproj", full)
+    assert main(["convert", "tiny", str(model)]) == 2 and "mmproj-m.gguf cannot" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    if there:
+        tower.write_text("old")
+    monkeypatch.setattr(mmproj, "write_mmproj", written)
+    monkeypatch.setattr(convert, "convert", lambda files, tokenizer, name, path, *rest: full(path))
+    assert main(["convert", "tiny", str(model), "--force"]) == 2 and "/m.gguf cannot" in capsys.readouterr().err
+    assert not model.exists() and tower.exists() == there
