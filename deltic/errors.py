@@ -118,3 +118,8 @@ def _spell(value: object) -> Iterator[str]:
             yield repr(value)
         except ValueError:  # Python declines to print integers of thousands of digits
             yield "a huge number"
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust has panicked, which is no Exception."""
+    return type(error).__name__ == "PanicException"

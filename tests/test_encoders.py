@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from encoder_models import TEXTS, encoded, padded_hidden, save_encoder, save_m3,
 from deltic import Encoder
 from deltic.encoders.items import Item
 from deltic.encoders.recipe import Recipe
+from deltic.encoders.texts import backend_of
 from deltic.errors import ConfigError, GenerationError, LongPromptError, ModelError, RequestError, UnavailableError
 
 WAYS: dict[str, dict[str, Any]] = {"kernels": {"threads": 2}, "portable": {"cpu_level": "portable"},
@@ -383,6 +385,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "length": ("sentence_bert_config.json", {"max_seq_length": "many"}, "max_seq_length must be an integer"),
     "prompts": ("config_sentence_transformers.json", {"prompts": {"query": 1}}, "prompts must be texts"),
     "default": ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "none of the prompts"),
+    "default's type": ("config_sentence_transformers.json", {"default_prompt_name": [1]}, "none of the prompts"),
     "tokenizer": ("tokenizer.json", {}, "not a valid tokenizer")}
 
 
@@ -399,6 +402,17 @@ def test_what_is_wrong_with_a_directory(plain: dict[str, Any], tmp_path: Path, c
     write(tmp_path / name, [changes] if isinstance(before, list) else {**before, **changes} if changes else {})
     with pytest.raises(ModelError, match=message):
         Encoder(tmp_path)
+
+
+@pytest.mark.parametrize("panics", [False, True])
+def test_a_stored_tokenizer_that_is_none_is_named(panics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the library panics, which is no Exception."""
+    if panics:
+        def panic(stored: str) -> None:
+            raise type("PanicException", (BaseException,), {})("index out of bounds")
+        monkeypatch.setattr("deltic.encoders.texts.Backend", SimpleNamespace(from_str=panic))
+    with pytest.raises(ModelError, match=r"m.gguf has not a valid tokenizer \("):
+        backend_of("x", Path("m.gguf"))
 
 
 def test_columns_of_outliers_keep_their_weights() -> None:

@@ -13,14 +13,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from deltic.config import EngineConfig
 from deltic.encoders.gguf import gives_vectors, read_gguf_recipe
 from deltic.encoders.items import Item, Output, Vectors
 from deltic.encoders.recipe import Recipe, read_recipe
-from deltic.encoders.texts import Texts
+from deltic.encoders.texts import Texts, backend_of
 from deltic.engine.engine import Engine
 from deltic.engine.loading import load
 from deltic.engine.mailbox import Mailbox
@@ -103,7 +102,7 @@ def decoder_texts(decoder: Decoder, max_length: int) -> Texts:
     assert path is not None
     if stored is None:
         return Texts.read(path / "tokenizer.json", max_length)
-    return Texts(Backend.from_str(stored.tokenizer), max_length)
+    return Texts(backend_of(stored.tokenizer, path), max_length)
 
 
 def reranker_pairs(texts: Texts, instruction: str | None) -> Callable[[str, Sequence[str], bool], list[Item]]:
@@ -118,7 +117,7 @@ def reranker_pairs(texts: Texts, instruction: str | None) -> Callable[[str, Sequ
 def _judge(runtime: Runtime, directory: Path) -> Tensor:
     """The head's row of yes less that of no [H]."""
     stored = runtime.tokenizer.tokenizer if runtime.tokenizer else (directory / "tokenizer.json").read_text("utf-8")
-    backend, rows = Backend.from_str(stored), []
+    backend, rows = backend_of(stored, directory), []
     for word in ("yes", "no"):
         id = backend.token_to_id(word)
         if id is None:

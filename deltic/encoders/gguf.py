@@ -10,7 +10,6 @@ from functools import partial
 from typing import Final
 
 import torch
-from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from deltic.config.reading import integer, number
@@ -18,7 +17,7 @@ from deltic.encoders.config import EncoderConfig
 from deltic.encoders.heads import Heads, read_classifier
 from deltic.encoders.recipe import POOLINGS, Recipe
 from deltic.encoders.stored import StoredEncoder
-from deltic.encoders.texts import Texts
+from deltic.encoders.texts import Texts, backend_of
 from deltic.encoders.weights import Form, Source, classifier_names, expected_tensors
 from deltic.errors import ModelError, show
 from deltic.ops.qtensor import Form as PackedForm
@@ -78,7 +77,7 @@ def read_gguf(file: GgufFile) -> StoredEncoder:
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     return StoredEncoder(path, config, sources, recipe, partial(_heads, config, sources),
-                         lambda longest: Texts(Backend.from_str(tokenizer), longest, recipe.lower))
+                         lambda longest: Texts(backend_of(tokenizer, path), longest, recipe.lower))
 
 
 def read_gguf_recipe(file: GgufFile) -> Recipe:

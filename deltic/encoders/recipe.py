@@ -112,7 +112,7 @@ def _prompts(path: Path) -> dict[str, Any]:
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelError(f"{path}: prompts must be texts by their names, not {show(prompts)}")
-    if default is not None and default not in prompts:
+    if default is not None and (not isinstance(default, str) or default not in prompts):
         raise ModelError(f"{path}: default_prompt_name is {show(default)}, which is none of the prompts")
     return {"prompts": prompts, "default": default}
 

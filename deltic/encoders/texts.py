@@ -11,13 +11,23 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from deltic.encoders.items import Item
-from deltic.errors import LongPromptError, ModelError, RequestError, show, valid_text
+from deltic.errors import LongPromptError, ModelError, RequestError, is_panic, show, valid_text
 from deltic.types import common_length
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _CHARACTERS: Final = 32
 """Characters for each token that may be used, of which a text is looked at first: most tokens have four or five."""
+
+
+def backend_of(stored: str, source: Path) -> Backend:
+    """The tokenizer that was stored as this JSON; ModelError names the file that it comes from."""
+    try:
+        return Backend.from_str(stored)
+    except BaseException as error:  # bare Exceptions, and panics, which are none
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise ModelError(f"{source} has not a valid tokenizer ({show(str(error))}); download it again") from error
 
 
 class Texts:
@@ -38,10 +48,10 @@ class Texts:
             raise ModelError(f"{path} is absent: copy it from the model's repository, or name a directory that holds "
                              "the complete model")
         try:
-            backend = Backend.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the backend raises bare Exception
-            raise ModelError(f"{path} is not a valid tokenizer ({show(str(error))}); download it again") from error
-        return cls(backend, max_length, lower)
+            stored = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} cannot be read ({error}); download it again") from error
+        return cls(backend_of(stored, path), max_length, lower)
 
     @property
     def vocab_size(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
-from deltic.errors import BusyError, LongPromptError, ModelError, show, valid_text
+from deltic.errors import BusyError, LongPromptError, ModelError, is_panic, show, valid_text
 from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
 # The cores belong to the engine; and without a word about it the backend warns whoever forks.
@@ -257,7 +257,7 @@ def _explained(source: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(f"{source} is not a valid tokenizer ({show(str(error))}); download the file again") from error
 
