@@ -123,3 +123,10 @@ def _spell(value: object) -> Iterator[str]:
 def is_panic(error: BaseException) -> bool:
     """Whether a library in Rust has panicked, which is no Exception."""
     return type(error).__name__ == "PanicException"
+
+
+def forked_from(process: int) -> UnavailableError:
+    """What a process is told that was forked from the model's."""
+    return UnavailableError(
+        f"the model was loaded by process {process}, and this one was forked from it, without its threads: load the "
+        "model here, or start processes with multiprocessing's \"spawn\" method")

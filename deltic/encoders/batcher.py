@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from deltic.encoders.items import Item, Output, TextModel, Vectors
-from deltic.errors import BusyError, DelticError, UnavailableError
+from deltic.errors import BusyError, DelticError, UnavailableError, forked_from
 
 log = logging.getLogger("deltic")
 
@@ -81,9 +81,7 @@ class Batcher:
         """Have a job done. BusyError if too much waits already; UnavailableError after `close`, and where none of this
         process's threads would do it."""
         if self._forked:
-            raise UnavailableError(
-                f"the model was loaded by process {self._process}, and this one was forked from it, without its "
-                "threads: load the model here, or start processes with multiprocessing's \"spawn\" method")
+            raise forked_from(self._process)
         size = sum(map(len, job.items))
         with self._changed:
             if self._closed:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from deltic.engine.engine import Engine
-from deltic.errors import UnavailableError
+from deltic.errors import UnavailableError, forked_from
 from deltic.types import Event, Request, TokenOut
 
 log = logging.getLogger("deltic")
@@ -100,9 +100,7 @@ class Worker:
     def start(self) -> None:
         """Start the thread, unless it runs; the first request does so, too."""
         if self.forked:
-            raise UnavailableError(
-                f"the model was loaded by process {self._process}, and this one was forked from it, without its "
-                "threads: load the model here, or start processes with multiprocessing's \"spawn\" method")
+            raise forked_from(self._process)
         if self._started:
             return
         with self._starting:
