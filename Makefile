@@ -25,7 +25,7 @@ ON_GPU := --numprocesses $(PROCESSES) -p no:benchmark
 test-gpu:
 	$(PYTHON) -m pytest $(ON_GPU) --dist loadfile $(wildcard tests/test_cuda_*.py)
 	$(PYTHON) -m pytest $(ON_GPU) --device cuda tests/test_same_answer.py
-	$(PYTHON) -m pytest $(ON_GPU) tests/test_sanitizer.py
+	$(PYTHON) -m pytest $(ON_GPU) --card-memory 5 --maxschedchunk 1 tests/test_sanitizer.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check deltic tests examples bench

@@ -24,6 +24,8 @@ settings.load_profile("deltic")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the engines of the tests run")
+    parser.addoption("--card-memory", type=int, default=22, help="GB of the GPU that a test takes at most: with "
+                     "`--numprocesses auto` as many processes run as that leaves room for")
 
 
 FOUND_DEVICE = options.found_device
@@ -36,9 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
-    """With `--numprocesses auto`: as many as the card has memory for; engines of true shapes take up to 22 GB."""
-    return max(1, torch.cuda.mem_get_info()[1] // 22_000_000_000) if torch.cuda.is_available() else None
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """With `--numprocesses auto`: as many as the card has memory for, where there is one."""
+    if not torch.cuda.is_available():
+        return None
+    fit = torch.cuda.mem_get_info()[1] // (config.getoption("--card-memory") * 10**9)
+    return max(1, min(fit, os.cpu_count() or 1))
 
 
 @pytest.fixture(autouse=True)
