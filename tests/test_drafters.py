@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from deltic.cache.tier_index import TierIndex
 from deltic.config import EngineConfig
 from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
-from deltic.engine.drafters import MtpDrafter, NgramDrafter
+from deltic.engine.drafters import MtpDrafter, NgramDrafter, _Ngrams
 from deltic.engine.engine import Engine
 from deltic.engine.loading import RandomModel, load
 from deltic.engine.mtp import MtpRunner
@@ -59,14 +60,38 @@ from deltic.types import MAX_DRAFTS, PAGE, Request, SamplingParams
 def test_a_long_prompt_is_looked_at_over_several_steps() -> None:
     """Everybody's next token waits while it is."""
     class Long:
-        tokens = (*range(9000), 7, 8, 9)
+        tokens = (*range(40000), 7, 8, 9)
 
     sequence: Any = Long()
     drafter, found = NgramDrafter(4), list[list[int]]()
     for step in range(4):
         found += drafter.draft([(sequence, 3)])
-        assert drafter._known[sequence]._read == min(4096 * (step + 1), 9002)
+        assert len(drafter._known[sequence]._earlier) == min(2 + 16384 * (step + 1), 40003)
     assert found == [[], [], [10, 11, 12], [10, 11, 12]]
+
+
+@pytest.mark.parametrize("vocabulary", [2, 5, 20])
+@pytest.mark.parametrize("begin", [1, 2, 3, 50])
+def test_ngrams_find_the_newest_of_the_longest(vocabulary: int, begin: int) -> None:
+    def plain(tokens: list[int]) -> list[int]:
+        for length in (4, 3, 2):
+            for end in range(len(tokens) - 1, length - 1, -1):
+                if tokens[end - length:end] == tokens[-length:]:
+                    return (tokens[end:] * 5)[:5]
+        return []
+
+    for seed in range(20):
+        drawn, ngrams = numbers(seed, begin + 60, vocabulary), _Ngrams(begin)
+        for end in range(begin, len(drawn)):
+            assert ngrams.draft(drawn[:end], 5) == plain(list(drawn[:end]))
+
+
+def test_ngrams_of_a_long_prompt_are_small() -> None:
+    tokens = numbers(1, 100_000, 150_000)
+    ngrams = _Ngrams(len(tokens))
+    while len(ngrams._earlier) < len(tokens):
+        ngrams.draft(tokens, 1)
+    assert sys.getsizeof(ngrams._last) + sys.getsizeof(ngrams._earlier) < 16 * len(tokens)
 
 
 def test_ngrams_draft_what_followed_before() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -47,10 +48,10 @@ class DraftsAhead(Protocol):
         """What a sequence took of the last step is not what the device took for granted."""
 
 
-_LONGEST, _SHORTEST = 4, 2
-"""Tokens at the end of a sequence that are looked for in what came before."""
-_READ = 4096
-"""Tokens of a prompt whose groups are noted in one step, for which all wait: some milliseconds."""
+_READ = 16384
+"""Tokens of a prompt that are noted in one step, for which all wait: some milliseconds."""
+_LOOKED_AT = 128
+"""Places where a sequence's last two tokens may have stood before."""
 
 
 class NgramDrafter:
@@ -61,32 +62,54 @@ class NgramDrafter:
         self._known: dict[Sequence, _Ngrams] = {}
 
     def draft(self, wants: Wants) -> list[list[int]]:
-        return [self._known.setdefault(sequence, _Ngrams()).draft(sequence.tokens, count) for sequence, count in wants]
+        return [self._of(sequence).draft(sequence.tokens, count) for sequence, count in wants]
 
     def forget(self, sequence: Sequence) -> None:
         self._known.pop(sequence, None)
 
+    def _of(self, sequence: Sequence) -> _Ngrams:
+        if sequence not in self._known:
+            self._known[sequence] = _Ngrams(len(sequence.tokens))
+        return self._known[sequence]
+
 
 class _Ngrams:
-    """Where each group of consecutive tokens of a sequence was seen last."""
+    """Where the last two to four tokens of a sequence stood before, in some 12 bytes a token. Pairs of tokens with the
+    same number are a chain: `_last` [a power of two] has the place of the newest, `_earlier` [places] that of the one
+    before, 0 where there is none. A pair's place is the position after it."""
 
-    def __init__(self) -> None:
-        self._read = 0
-        self._after: dict[tuple[int, ...], int] = {}
+    def __init__(self, tokens: int) -> None:
+        """tokens: that there are now."""
+        self._last = array("i", bytes(4 << max(12, tokens.bit_length())))
+        self._earlier = array("i", (0, 0))
 
     def draft(self, tokens: List[int], count: int) -> list[int]:
-        last = min(len(tokens) - 1, self._read + _READ)  # the last token has nothing after it yet
-        for end in range(self._read + 1, last + 1):
-            for length in range(_SHORTEST, min(_LONGEST, end) + 1):
-                self._after[tuple(tokens[end - length:end])] = end
-        self._read = max(last, self._read)
-        if self._read < len(tokens) - 1:
+        self._note(tokens)
+        if not len(self._earlier) == len(tokens) > 2:
             return []
-        for length in range(min(_LONGEST, len(tokens)), _SHORTEST - 1, -1):
-            after = self._after.get(tuple(tokens[-length:]))
-            if after is not None:
-                return _repeated(tokens[after:], count)
-        return []
+        second, first = tokens[-2:]
+        place, found, most = self._last[self._number(second, first)], 0, 1
+        for _ in range(_LOOKED_AT):
+            if not place or most == 4:
+                break
+            if tokens[place - 1] == first and tokens[place - 2] == second:
+                same = 2 + (place > 2 and tokens[place - 3] == tokens[-3])
+                same += same == 3 and place > 3 and tokens[place - 4] == tokens[-4]
+                if same > most:
+                    found, most = place, same
+            place = self._earlier[place]
+        return _repeated(tokens[found:], count) if found else []
+
+    def _note(self, tokens: List[int]) -> None:
+        """The next pairs; the last token has nothing after it yet."""
+        begin = len(self._earlier)
+        for place in range(begin, min(len(tokens), begin + _READ)):
+            number = self._number(tokens[place - 2], tokens[place - 1])
+            self._earlier.append(self._last[number])
+            self._last[number] = place
+
+    def _number(self, first: int, second: int) -> int:
+        return (first * 0x9E3779B1 + second * 0x85EBCA6B >> 7) & len(self._last) - 1
 
 
 def _repeated(tokens: List[int], count: int) -> list[int]:
