@@ -114,14 +114,57 @@ KERNEL(k_arrive) {
             if (n < 7) asm volatile("bar.arrive 2, 256;" ::: "memory");
         }
 }
+// A thread copies what all eight warps have read, which four others prepare: two halves that meet at the same barrier,
+// each in a loop of its own.
+KERNEL(k_turn) {
+    __shared__ __align__(128) float slots[2][256];
+    __shared__ float scales[2][128];
+    __shared__ u64 barriers[2];
+    const u32 filled = shared_address(barriers);
+    const int t = threadIdx.x, helper = t - 256;
+    if (t == 0) {
+        for (int i = 0; i < 2; ++i) init_barrier(filled + 8 * i, 1);
+        publish_barriers();
+    }
+    __syncthreads();
+    if (helper >= 0) {
+        scales[0][helper] = 1;
+        __syncthreads();
+        for (int n = 0; n < 8; ++n) {
+            scales[n + 1 & 1][helper] = 1;
+            __syncthreads();
+        }
+        return;
+    }
+    for (int n = 0; n < 2 && t == 224; ++n) {
+        expect_bytes(filled + 8 * n, 1024);
+        bulk_copy_kept(shared_address(slots[n]), a.x + n * 256, 1024, filled + 8 * n);
+    }
+    __syncthreads();
+    for (int n = 0; n < 8; ++n) {
+        const u32 own = filled + n % 2 * 8;
+        await_barrier(own, n / 2 & 1);
+        __syncwarp();
+        const float v = slots[n % 2][255 - t];
+        end_reads();
+        meet_eight_warps();
+        if (t == 224 && n + 2 < 8) {
+            expect_bytes(own, 1024);
+            bulk_copy_kept(shared_address(slots[n % 2]), a.x + (n + 2) * 256, 1024, own);
+        }
+        __syncwarp();
+        a.y[n * 256 + t] = v * scales[n & 1][t >> 1];
+        __syncthreads();
+    }
+}
 ''')
-for name, width, threads in (("k_ring", 32, 64), ("k_arrive", 128, 256)):
+for name, width, threads in (("k_ring", 32, 64), ("k_arrive", 128, 256), ("k_turn", 256, 384)):
     x, y = torch.randn(8, width).cuda(), torch.zeros(8, width, device="cuda")
     module.launch(name, (200,), threads, Pair(x=x, y=y))
     assert y.equal(x.flip(1))
 """
 ORDERED_BY = {"k_ring": ("product_", "packed_", "k_experts_gate", "k_experts_down", "k_packed_gate", "k_packed_down"),
-              "k_arrive": ("k_delta_scan",)}
+              "k_arrive": ("k_delta_scan",), "k_turn": ("k_gdn_many",)}
 """By the kernel of `SOUND` that shows it: how the names of our kernels begin that keep order in this way."""
 
 
