@@ -197,6 +197,20 @@ def test_files_leave_out_what_follows_from_the_rest(tmp_path: Path) -> None:
         config_from_gguf(replace(file, metadata={**file.metadata, "llama.expert_count": 8}))
 
 
+@pytest.mark.parametrize("said", [{"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}, {
+    "rope.scaling.type": "linear", "rope.scale_linear": 4.0}, {"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}])
+def test_a_factor_without_a_type_scales_linearly(tmp_path: Path, said: dict[str, Any]) -> None:
+    """As llama.cpp reads files of before there were types."""
+    file = GgufFile.open(write_model(tmp_path / "m.gguf", LLAMA, random_weights(LLAMA, "float32")))
+
+    def factors(keys: dict[str, Any]) -> tuple[float, ...]:
+        metadata = {**file.metadata, **{f"llama.{key}": value for key, value in keys.items()}}
+        return config_from_gguf(replace(file, metadata=metadata)).rope.factors
+
+    assert factors(said) == (4.0,) * 5
+    assert factors({**said, "rope.scaling.type": "none"}) == () == factors({"rope.scaling.factor": 0.0})
+
+
 def test_fused_projections_of_a_llama_are_refused(tmp_path: Path) -> None:
     tensors = gguf_tensors(LLAMA, random_weights(LLAMA, "float32"))
     parts = [tensors.pop(f"blk.0.attn_{part}.weight") for part in "qkv"]
