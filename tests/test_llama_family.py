@@ -81,6 +81,7 @@ def test_biases_are_qwen2s() -> None:
 
 @pytest.mark.parametrize(("message", "changes"), [
     ("sliding_window 4096 is not supported", {"model_type": "mistral", "architectures": ..., "sliding_window": 4096}),
+    ("sliding_window is absent", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}),
     ("attention_bias", {"attention_bias": True}), ("mlp_bias", {"mlp_bias": True}),
     ("hidden_act", {"hidden_act": "gelu"}), ("mixtures of experts", {"num_local_experts": 8}),
     ("mixture-of-experts", {"model_type": "mixtral", "architectures": ...}),

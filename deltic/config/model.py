@@ -343,6 +343,9 @@ def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if name not in FAMILIES:
         raise ModelError(f"{names[0]} is a mixture-of-experts model of a kind that is not supported, only "
                          f"{' and '.join(_MIXTURES)}; choose one of these or a dense model")
+    if "sliding_window" not in text and any(each.lower().startswith("mistral") for each in names):
+        raise ModelError("sliding_window is absent, which means 4096 to a Mistral, and is not supported; write null "
+                         "into config.json if the model was made without one")
     if not FAMILIES[name].experts and any(text.get(key) for key in ("num_experts", "num_local_experts")):
         raise ModelError(f"config.json says num_experts, but {names[0]} is a dense model; mixtures of experts are "
                          f"{' and '.join(_MIXTURES)}")
