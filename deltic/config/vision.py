@@ -12,6 +12,9 @@ from deltic.errors import ModelError, show
 
 _SQUARE = (0.5, 0.5, 0.5)
 _EDGES = ("shortest_edge", "longest_edge")
+_CHANNELS = ("image_mean", "image_std")
+_BICUBIC = 3
+"""Pillow's number for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +119,12 @@ class PictureConfig:
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> PictureConfig:
         """Read a preprocessor_config.json and a video_preprocessor_config.json. Raises ModelError naming the key."""
-        size = _size(mapping)
-        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if not flag(mapping, key, True):
-                raise ModelError(f"{key} false is not supported, only true")
-        plain, means, stds = cls(), *(_channels(mapping, key) for key in ("image_mean", "image_std"))
-        size = {"shortest_edge": mapping.get("min_pixels") or plain.min_pixels,
-                "longest_edge": mapping.get("max_pixels") or plain.max_pixels, **size}
+        for said in (mapping, films):
+            _refuse_unsupported(said)
+        plain, means, stds = cls(), *(_channels(mapping, key) for key in _CHANNELS)
+        if tuple(_channels({**mapping, **films}, key) for key in _CHANNELS) != (means, stds):
+            raise ModelError("image_mean and image_std of films must be those of pictures")
+        size = dict(zip(_EDGES, (plain.min_pixels, plain.max_pixels), strict=True)) | _size(mapping)
         film = dict(zip(_EDGES, plain.film_pixels, strict=True)) | _size(films)
         least, most = (integer(size, edge, 1, 1 << 30) for edge in _EDGES)
         shortest, longest = (integer(film, edge, 1, 1 << 31) for edge in _EDGES)
@@ -137,11 +139,24 @@ class Vision:
     pictures: PictureConfig
 
 
+def _refuse_unsupported(mapping: Mapping[str, Any]) -> None:
+    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if not flag(mapping, key, True):
+            raise ModelError(f"{key} false is not supported, only true")
+    if mapping.get("resample", _BICUBIC) != _BICUBIC:
+        raise ModelError(f"resample {show(mapping['resample'])} is not supported, only {_BICUBIC} (bicubic)")
+    if not math.isclose(number({"rescale_factor": 1 / 255, **mapping}, "rescale_factor", 0.0, 1.0), 1 / 255,
+                        rel_tol=1e-6):
+        raise ModelError(f"rescale_factor {mapping['rescale_factor']} is not supported, only 1 / 255")
+
+
 def _size(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Least and most pixels, as far as they are given. Their older keys go before `size`."""
     size = mapping.get("size") or {}
-    if not isinstance(size, Mapping):
-        raise ModelError(f"size must be an object, not {show(size)}")
-    return dict(size)
+    if not isinstance(size, Mapping) or not {*size} <= {*_EDGES}:
+        raise ModelError(f"size must be an object of {' and '.join(_EDGES)}, not {show(size)}")
+    older = zip(_EDGES, (mapping.get("min_pixels"), mapping.get("max_pixels")), strict=True)
+    return {**size, **{edge: pixels for edge, pixels in older if pixels is not None}}
 
 
 def _channels(mapping: Mapping[str, Any], key: str) -> tuple[float, ...]:

@@ -54,8 +54,9 @@ class Film:
 
 def film_size(count: int, height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
     """Height and width that the frames of a film are scaled to (`smart_resize` of transformers' Qwen3VLVideoProcessor):
-    as `target_size`, with the pixels of all frames counted."""
+    as `target_size`, with the pixels of all frames counted. count: of frames that there are, not of those added."""
     unit, together = vision.patch_size * vision.merge_size, vision.temporal_patch_size
+    count = max(count, together)  # transformers takes no fewer
     if height < unit or width < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)

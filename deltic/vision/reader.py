@@ -106,9 +106,7 @@ class PictureReader:
         return frames, times
 
     def _film_size(self, first: Image, count: int) -> tuple[int, int]:
-        together = self._vision.tower.temporal_patch_size
-        return film_size(-(-count // together) * together, first.height, first.width, self._vision.pictures,
-                         self._vision.tower)
+        return film_size(count, first.height, first.width, self._vision.pictures, self._vision.tower)
 
     def _read(self, part: Mapping[str, Any], field: str) -> Image:
         self._most -= 1
