@@ -49,6 +49,8 @@ _IN_BLOCK: Final = re.compile(r"visual\.blocks\.(\d+)\.(.+)\.(weight|bias)")
 _MARK: Final = re.compile(r"mmproj", re.IGNORECASE)
 _KIND: Final = re.compile(r"(?i)(?:^|[-_.])(?:bf16|f16|f32|fp16|fp32|i?q\d\w*|ud|mxfp4|model|vision)(?=[-_.]|$)")
 _EPS: Final = 1e-6
+_FILM_PIXELS: Final = "deltic.film_pixels"
+"""A key of our own: least and most pixels of a film, for which the format has no word."""
 
 
 # Finding
@@ -122,8 +124,19 @@ def _vision(file: GgufFile, text: GgufFile, config: ModelConfig) -> Vision:
     least, most = (size(key, 1 << 30) if f"clip.vision.{key}" in keys else default for key, default in (
         ("image_min_pixels", plain.min_pixels), ("image_max_pixels", plain.max_pixels)))
     _plan(file, tower)
-    return Vision(tower, PictureConfig(least, most, plain.film_pixels, _channels(keys, "image_mean", plain.mean),
+    return Vision(tower, PictureConfig(least, most, _film_pixels(keys) or plain.film_pixels,
+                                       _channels(keys, "image_mean", plain.mean),
                                        _channels(keys, "image_std", plain.std)))
+
+
+def _film_pixels(keys: Mapping[str, Any]) -> tuple[int, int] | None:
+    given = keys.get(_FILM_PIXELS)
+    if given is None:
+        return None
+    pixels = given.tolist() if isinstance(given, np.ndarray) else []
+    if len(pixels) != 2 or any(type(count) is not int or not 1 <= count <= 1 << 31 for count in pixels):
+        raise ModelError(f"{_FILM_PIXELS} must be two numbers of pixels, not {show(given)}")
+    return pixels[0], pixels[1]
 
 
 def _token(text: GgufFile, word: str) -> int:
@@ -274,5 +287,5 @@ def _metadata(vision: Vision, name: str, type: str) -> dict[str, Any]:
         "is_deepstack_layers": [False] * tower.depth}
     return {"general.architecture": "clip", "general.type": "mmproj", "general.name": name,
             "general.file_type": TYPES[type], "general.quantization_version": 2, "clip.has_vision_encoder": True,
-            "clip.projector_type": PROJECTOR, "clip.use_gelu": True,
+            "clip.projector_type": PROJECTOR, "clip.use_gelu": True, _FILM_PIXELS: np.array(pictures.film_pixels),
             **{f"clip.vision.{key}": value for key, value in of_vision.items()}}
