@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from encoder_models import TEXTS, encoded, padded_hidden, save_encoder, save_m3, save_recipe, tokenizer, write
+from tokenizers import processors
 
 from deltic import Encoder
 from deltic.encoders.items import Item
@@ -212,6 +213,22 @@ def test_a_reranker_scores_pairs(tmp_path: Path, family: str, way: str) -> None:
         assert score == pytest.approx(wanted, abs=3e-6)
     order = sorted(range(4), key=lambda index: -found[index])[:2]
     assert [each.index for each in ranked] == order and ranked[0].score == found[order[0]]
+
+
+def test_token_types_are_berts_alone(tmp_path: Path) -> None:
+    """As in transformers, whose tokenizers of RoBERTa give none."""
+    for family in FAMILIES:
+        save_encoder(tmp_path / family, family, labels=1, type_vocab_size=1)
+    typed = tokenizer("xlm-roberta")
+    typed.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> </s> $B:1 </s>:1",
+                                                         [("<s>", 0), ("</s>", 2)])
+    with Encoder(tmp_path / "xlm-roberta") as encoder:
+        wanted = encoder.score("w1", ["w2 w3"])
+    typed.save(str(tmp_path / "xlm-roberta" / "tokenizer.json"))
+    with Encoder(tmp_path / "xlm-roberta") as encoder:
+        assert encoder.score("w1", ["w2 w3"]) == wanted
+    with pytest.raises(ModelError, match="the tokenizer has 2 token types, the model only 1"):
+        Encoder(tmp_path / "bert")
 
 
 @pytest.mark.parametrize("first, second", [(1, 80), (80, 1), (80, 80), (30, 31), (31, 30), (29, 29), (28, 29)])
