@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
 import sys
@@ -24,6 +25,8 @@ from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_f
 
 # The cores belong to the engine; and without a word about it the backend warns whoever forks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+logger = logging.getLogger(__name__)
 
 _LARGE: Final = 1 << 18
 """Characters from which on texts are encoded one at a time: the backend takes hundreds of bytes for each token."""
@@ -99,9 +102,16 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:
-        """From the texts themselves; ModelError names `source` if they are no tokenizer."""
+        """From the texts themselves; ModelError names `source` if they are no tokenizer. Logs a warning where they do
+        not go together."""
         with _explained(source):
-            return cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
+            found = cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
+        missing = [text for text in files.added if found.token_to_id(text) is None]
+        if missing:
+            logger.warning("%s has no tokens for %s, which tokenizer_config.json names: they are read letter by "
+                           "letter; save the tokenizer anew with transformers", source,
+                           ", ".join(map(show, missing[:5])))
+        return found
 
     @property
     def chat_template(self) -> str | None:
