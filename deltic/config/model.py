@@ -322,13 +322,13 @@ def _linear_parameters(config: ModelConfig) -> int:
 
 
 def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The text model's keys over the outer ones, and its architecture."""
+    """The text model's keys over the outer ones, which count where it has none, or null; and its architecture."""
     if not isinstance(mapping, Mapping):
         raise ModelError("config.json must hold one JSON object")
     nested = mapping.get("text_config", {})
     if not isinstance(nested, Mapping):
         raise ModelError("text_config must be an object")
-    text = {**mapping, **nested}
+    text = {**mapping, **{key: value for key, value in nested.items() if value is not None or key not in mapping}}
     classes = mapping.get("architectures") or []
     if not isinstance(classes, list):
         raise ModelError("architectures must be a list of class names")
