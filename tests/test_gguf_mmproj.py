@@ -145,7 +145,8 @@ def test_found_by_its_name(tmp_path: Path, text: str, others: list[str], found: 
     ("clip.vision.block_count", 1, "has no place in the tower"),
     ("clip.vision.feed_forward_length", 99, "asks for"),
     ("clip.vision.image_mean", [0.5, 0.5], "must be three numbers"),
-    ("deltic.film_pixels", [4096], "must be two numbers of pixels"),
+    ("deltic.films", '{"fps": 0}', "deltic.films cannot be used: fps must be"),
+    ("deltic.films", "[]", "deltic.films cannot be used"), ("deltic.films", 5, "deltic.films cannot be used"),
     ("clip.vision.patch_size", 0, "patch_size must be an integer")])
 def test_files_that_cannot_be_used(converted: Path, tmp_path: Path, key: str, value: Any, message: str) -> None:
     """Found by itself: pictures are refused. Asked for: an error names the file."""

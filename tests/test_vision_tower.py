@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from PIL import Image
 from support import transformers_vision_model
 
-from deltic.config.vision import PictureConfig, Vision, VisionConfig
+from deltic.config.vision import FilmConfig, PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, RequestError
 from deltic.model.vision import Tower, build_tower
 from deltic.ops import backends
@@ -161,19 +162,23 @@ def test_patches_are_those_of_transformers() -> None:
         assert np.abs(values - expected["pixel_values"]).max() < 1e-6, (width, height)
 
 
-def test_frames_of_films_have_the_size_that_transformers_gives_them() -> None:
+@pytest.mark.parametrize("said", [{}, {"cap_pixels_per_frame": True, "max_video_tokens": 20},
+                                  {"cap_pixels_per_frame": True}])
+def test_frames_of_films_have_the_size_that_transformers_gives_them(said: dict[str, Any]) -> None:
     """An odd number of frames counts as it is, although the last one is shown twice."""
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-    random, bounds, vision = Random(7), (600, 2400), vision_shape(patch_size=2)
+    random, vision = Random(7), vision_shape(patch_size=2)
+    said = {"size": {"shortest_edge": 600, "longest_edge": 2400}, **said}
+    config, processor = PictureConfig(films=FilmConfig.from_hf(said)), Qwen3VLVideoProcessor(patch_size=2, **said)
     for count in [*range(2, 12)] * 6:
         width, height = random.randint(4, 60), random.randint(4, 60)
-        reader = PictureReader(Vision(vision, PictureConfig(film_pixels=bounds)), lambda text: [1], 99, 10 ** 6)
+        reader = PictureReader(Vision(vision, config), lambda text: [1], 99, 10 ** 6)
         reader({"video": [Image.new("RGB", (width, height))] * count}, "video", "it")
         found, = reader.found
         assert isinstance(found, Film) and len(found.parts) == (count + 1) // 2
-        expected = smart_resize(count, height, width, 2, 4, *bounds)
-        assert {part.frames.shape[1:3] for part in found.parts} == {expected}, (count, width, height)
+        patches = processor.get_num_of_video_patches(count, height, width)
+        assert sum(math.prod(part.grid) for part in found.parts) == patches, (count, width, height)
 
 
 def test_too_long_for_its_width() -> None:
@@ -254,10 +259,10 @@ def test_where_a_model_says_how_pictures_are_prepared(models: dict[str, tuple[An
         return vision.pictures
 
     assert found() == PictureConfig()
-    expected = PictureConfig(4096, 65536, (1024, 2048), (0.5,) * 3, (0.25,) * 3)
+    expected = PictureConfig(4096, 65536, (0.5,) * 3, (0.25,) * 3, FilmConfig((1024, 2048)))
     assert found(preprocessor_config=SAID, video_preprocessor_config=other) == expected
     assert found(processor_config={"processor_class": "Qwen3VLProcessor"}) == expected
-    swapped = replace(expected, min_pixels=1024, max_pixels=2048, film_pixels=(4096, 65536))
+    swapped = replace(expected, min_pixels=1024, max_pixels=2048, films=FilmConfig((4096, 65536)))
     assert found(processor_config={"image_processor": other, "video_processor": SAID}) == swapped
 
 
@@ -278,7 +283,7 @@ def test_older_keys_of_a_pictures_size_go_before_the_newer() -> None:
     ({"size": {"height": 224, "width": 224}}, "size must be an object of shortest_edge and longest_edge")])
 def test_pictures_that_cannot_be_prepared(change: dict[str, Any], message: str) -> None:
     fine = {**SAID, "resample": 3, "rescale_factor": 0.00392156862745098, "do_normalize": True}
-    assert PictureConfig.from_hf(fine, fine).film_pixels == (4096, 65536)
+    assert PictureConfig.from_hf(fine, fine).films == FilmConfig((4096, 65536))
     for pair in ((change, {}), ({}, change)):
         with pytest.raises(ModelError, match=message):
             PictureConfig.from_hf(*pair)

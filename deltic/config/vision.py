@@ -103,18 +103,51 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FilmConfig:
+    """How films become pictures (video_preprocessor_config.json of a checkpoint).
+
+    pixels: least and most of all frames together. frames: least and most that are looked at of a film that has so many.
+    rate: that are looked at of a second. frame_tokens: most tokens of a frame; 0: as many as `pixels` allows.
+    """
+
+    pixels: tuple[int, int] = (128 * 32 * 32, 768 * 32 * 32)
+    frames: tuple[int, int] = (4, 768)
+    rate: float = 2.0
+    frame_tokens: int = 0
+
+    @classmethod
+    def from_hf(cls, mapping: Mapping[str, Any]) -> FilmConfig:
+        """Read a video_preprocessor_config.json. Raises ModelError naming the key."""
+        plain = cls()
+        size = dict(zip(_EDGES, plain.pixels, strict=True)) | _size(mapping)
+        given = {"min_frames": plain.frames[0], "max_frames": plain.frames[1], "fps": plain.rate,
+                 "max_video_tokens": 768, **{key: value for key, value in mapping.items() if value is not None}}
+        least, most = (integer(size, edge, 1, 1 << 31) for edge in _EDGES)
+        few, many = (integer(given, key, 1, 1 << 20) for key in ("min_frames", "max_frames"))
+        tokens = integer(given, "max_video_tokens", 1, 1 << 20)
+        return cls((least, most), (few, many), number(given, "fps", 1e-3, 1e3),
+                   tokens if flag(given, "cap_pixels_per_frame", False) else 0)
+
+    def to_hf(self) -> dict[str, Any]:
+        """What `from_hf` reads."""
+        return {"size": dict(zip(_EDGES, self.pixels, strict=True)), "min_frames": self.frames[0],
+                "max_frames": self.frames[1], "fps": self.rate, "cap_pixels_per_frame": bool(self.frame_tokens),
+                **({"max_video_tokens": self.frame_tokens} if self.frame_tokens else {})}
+
+
+@dataclass(frozen=True, slots=True)
 class PictureConfig:
     """How pictures become patches (preprocessor_config.json of a checkpoint).
 
     min_pixels, max_pixels: a picture is scaled until it has so many. mean, std: each channel's, subtracted and divided
-    by, of values from 0 to 1. film_pixels: least and most of all frames of a film together.
+    by, of values from 0 to 1, also of a film's frames.
     """
 
     min_pixels: int = 256 * 256
     max_pixels: int = 4096 * 4096
-    film_pixels: tuple[int, int] = (128 * 32 * 32, 768 * 32 * 32)
     mean: tuple[float, ...] = _SQUARE
     std: tuple[float, ...] = _SQUARE
+    films: FilmConfig = FilmConfig()
 
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> PictureConfig:
@@ -125,10 +158,8 @@ class PictureConfig:
         if tuple(_channels({**mapping, **films}, key) for key in _CHANNELS) != (means, stds):
             raise ModelError("image_mean and image_std of films must be those of pictures")
         size = dict(zip(_EDGES, (plain.min_pixels, plain.max_pixels), strict=True)) | _size(mapping)
-        film = dict(zip(_EDGES, plain.film_pixels, strict=True)) | _size(films)
         least, most = (integer(size, edge, 1, 1 << 30) for edge in _EDGES)
-        shortest, longest = (integer(film, edge, 1, 1 << 31) for edge in _EDGES)
-        return cls(least, most, (shortest, longest), means, stds)
+        return cls(least, most, means, stds, FilmConfig.from_hf(films))
 
 
 @dataclass(frozen=True, slots=True)
