@@ -180,6 +180,8 @@ def test_factors_of_frequencies_come_and_go_as_a_tensor(tmp_path: Path) -> None:
     convert(ModelFiles(tmp_path / "m.gguf", found, GenerationDefaults(), file), tiny_texts(), "again",
             tmp_path / "again.gguf", "F32")
     assert config_from_gguf(GgufFile.open(tmp_path / "again.gguf")) == found
+    scaled = config_from_gguf(replace(file, metadata={**file.metadata, "llama.rope.scaling.factor": 2.0}))
+    assert scaled.rope.factors == tuple(2 * factor for factor in found.rope.factors), "as llama.cpp has both"
     with pytest.raises(ModelError, match="no place for this scaling"):
         convert(replace(files, config=replace(config, architecture="qwen2")), tiny_texts(), "x", tmp_path / "x.gguf",
                 "F32")

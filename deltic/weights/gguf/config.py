@@ -50,8 +50,9 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     """
     try:
         config = ModelConfig.from_hf(_mapping(file))
-        factors = _rope_factors(file)
-        return replace(config, rope=replace(config.rope, factors=factors)) if factors else config
+        factors, linear = _rope_factors(file), next(iter(config.rope.factors), 1.0)
+        both = tuple(linear * factor for factor in factors)
+        return replace(config, rope=replace(config.rope, factors=both)) if factors else config
     except ModelError as error:
         raise ModelError(f"{file.paths[0]}: {error}") from error
 
