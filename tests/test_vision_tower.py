@@ -266,6 +266,16 @@ def test_where_a_model_says_how_pictures_are_prepared(models: dict[str, tuple[An
     assert found(processor_config={"image_processor": other, "video_processor": SAID}) == swapped
 
 
+@pytest.mark.parametrize("left_out", [*SAID, None])
+def test_what_a_file_leaves_out_is_as_transformers_has_it(left_out: str | None) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    said = {key: value for key, value in SAID.items() if left_out in SAID and key != left_out} | {"patch_size": 16}
+    theirs, ours = Qwen2VLImageProcessorPil(**json.loads(json.dumps(said))), PictureConfig.from_hf(said, {})
+    assert (ours.min_pixels, ours.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
+    assert (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
+
+
 def test_older_keys_of_a_pictures_size_go_before_the_newer() -> None:
     """As in Qwen2VLImageProcessor: files of Qwen2-VL have both."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

@@ -11,6 +11,8 @@ from deltic.config.reading import flag, integer, number
 from deltic.errors import ModelError, show
 
 _SQUARE = (0.5, 0.5, 0.5)
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+"""Means and deviations that Qwen2VLImageProcessor takes where a file does not say them."""
 _EDGES = ("shortest_edge", "longest_edge")
 _CHANNELS = ("image_mean", "image_std")
 _BICUBIC = 3
@@ -151,11 +153,13 @@ class PictureConfig:
 
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> PictureConfig:
-        """Read a preprocessor_config.json and a video_preprocessor_config.json. Raises ModelError naming the key."""
+        """Read a preprocessor_config.json and a video_preprocessor_config.json, each empty if there is none. What one
+        leaves out is as transformers' classes have it. Raises ModelError naming the key."""
         for said in (mapping, films):
             _refuse_unsupported(said)
-        plain, means, stds = cls(), *(_channels(mapping, key) for key in _CHANNELS)
-        if tuple(_channels({**mapping, **films}, key) for key in _CHANNELS) != (means, stds):
+        plain = cls(56 * 56, 28 * 28 * 1280, *_CLIP) if mapping else cls()
+        means, stds = (_channels(mapping, *each) for each in zip(_CHANNELS, (plain.mean, plain.std), strict=True))
+        if films and tuple(_channels(films, key, _SQUARE) for key in _CHANNELS) != (means, stds):
             raise ModelError("image_mean and image_std of films must be those of pictures")
         size = dict(zip(_EDGES, (plain.min_pixels, plain.max_pixels), strict=True)) | _size(mapping)
         least, most = (integer(size, edge, 1, 1 << 30) for edge in _EDGES)
@@ -190,10 +194,10 @@ def _size(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {**size, **{edge: pixels for edge, pixels in older if pixels is not None}}
 
 
-def _channels(mapping: Mapping[str, Any], key: str) -> tuple[float, ...]:
+def _channels(mapping: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     given = mapping.get(key)
     if given is None:
-        return _SQUARE
+        return default
     if not isinstance(given, list) or len(given) != 3:
         raise ModelError(f"{key} must be a list of three numbers, not {show(given)}")
     return tuple(number({key: value}, key, 1e-6 if key == "image_std" else -1e6, 1e6) for value in given)
