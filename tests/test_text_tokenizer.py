@@ -99,6 +99,17 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path) -> None:
             Tokenizer.from_directory(tmp_path)
 
 
+def test_what_training_left_in_the_file_cuts_and_fills_no_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    left = json.loads((TINY / "tokenizer.json").read_text()) | {
+        "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 12}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "<|endoftext|>"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(left))
+    found = Tokenizer.from_directory(tmp_path)
+    for text in ("a", "hello there my friend how are you"):
+        assert found.encode(text) == tokenizer.encode(text) and found.decode(found.encode(text)) == text
+
+
 def test_tokens_that_the_other_file_lacks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copy(TINY / "tokenizer.json", tmp_path)
     config = json.loads((TINY / "tokenizer_config.json").read_text())

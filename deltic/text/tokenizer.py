@@ -79,6 +79,8 @@ class Tokenizer:
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str] | None = None,
                  templates: Mapping[str, str] | None = None) -> None:
+        backend.no_truncation()  # training leaves both in the file, and they are no part of what a text's tokens are
+        backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(templates or {})
         self._backend = backend
