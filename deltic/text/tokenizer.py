@@ -99,21 +99,22 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Load tokenizer.json and its neighbours; ModelError names the file that is missing or corrupt."""
-        return cls.from_files(read_tokenizer_files(Path(path)), Path(path) / "tokenizer.json")
-
-    @classmethod
-    def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:
-        """From the texts themselves; ModelError names `source` if they are no tokenizer. Logs a warning where they do
-        not go together."""
-        with _explained(source):
-            found = cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
+        """Load tokenizer.json and its neighbours; ModelError names the file that is missing or corrupt. Logs a warning
+        where they do not go together."""
+        files, source = read_tokenizer_files(Path(path)), Path(path) / "tokenizer.json"
+        found = cls.from_files(files, source)
         missing = [text for text in files.added if found.token_to_id(text) is None]
         if missing:
             logger.warning("%s has no tokens for %s, which tokenizer_config.json names: they are read letter by "
                            "letter; save the tokenizer anew with transformers", source,
                            ", ".join(map(show, missing[:5])))
         return found
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:
+        """From the texts themselves; ModelError names `source` if they are no tokenizer."""
+        with _explained(source):
+            return cls(Backend.from_str(files.tokenizer), files.special_tokens, files.templates)
 
     @property
     def chat_template(self) -> str | None:
