@@ -274,6 +274,13 @@ def test_dtype(keys, dtype):
     assert ModelConfig.from_hf({"model_type": "qwen3_5", **keys, "text_config": plain()}).dtype == dtype
 
 
+def test_what_the_text_model_leaves_null_is_as_the_whole_says():
+    nested = plain(dtype=None, eos_token_id=None, pad_token_id=3)
+    found = ModelConfig.from_hf({"model_type": "qwen3_5", "dtype": "float16", "eos_token_id": [7, 8], "pad_token_id": 9,
+                                 "text_config": nested})
+    assert (found.dtype, found.eos_token_ids, found.pad_token_id) == ("float16", (7, 8), 3)
+
+
 @pytest.mark.parametrize("key,value", [
     ("attention_bias", True), ("hidden_act", "gelu"), ("quantization_config", {"quant_method": "fp8"}),
     ("rope_type", {"rope_type": "yarn", "rope_theta": 1e4}), ("rope_type", {"type": ["x"], "rope_theta": 1e4}),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from encoder_models import TEXTS, encoded, padded_hidden, save_encoder, save_m3, save_recipe, tokenizer, write
+from tokenizers import processors
 
 from deltic import Encoder
 from deltic.encoders.items import Item
@@ -114,6 +115,56 @@ def test_the_files_say_how_vectors_are_made(plain: dict[str, Any], tmp_path: Pat
     np.testing.assert_allclose(np.concatenate([found, asked]), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize(("said", "order"), [
+    ({"pooling_mode": ["max", "cls"]}, ["max_tokens", "cls_token"]),
+    ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, ["cls_token", "max_tokens"]),
+    ({"pooling_mode": "mean_sqrt_len_tokens", "pooling_mode_cls_token": True}, ["mean_sqrt_len_tokens"])])
+def test_several_poolings_come_in_the_files_order(plain: dict[str, Any], tmp_path: Path, said: dict[str, Any],
+                                                  order: list[str]) -> None:
+    directory, model = plain["bert"]
+    for file in directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    save_recipe(tmp_path, normalize=False)
+    write(tmp_path / "1_Pooling" / "config.json", said)
+    states = padded_hidden(model, encoded("bert", tuple(TEXTS)))
+    wanted = torch.stack([torch.cat([POOLED[name](state) for name in order]) for state in states])
+    with Encoder(tmp_path) as encoder:
+        np.testing.assert_allclose(encoder.encode(TEXTS), wanted.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("files", "length"), [
+    ({"tokenizer_config": 17}, 17), ({"tokenizer_config": 17, "sentence_bert_config": 19}, 19),
+    ({"sentence_roberta_config": 18}, 18), ({"tokenizer_config": int(1e30)}, 61), ({"tokenizer_config": 100}, 61)])
+def test_which_file_says_how_long_texts_may_be(plain: dict[str, Any], tmp_path: Path, files: dict[str, int],
+                                               length: int) -> None:
+    for file in plain["bert"][0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    for name, tokens in files.items():
+        key = "model_max_length" if name == "tokenizer_config" else "max_seq_length"
+        write(tmp_path / f"{name}.json", {key: tokens})
+    with Encoder(tmp_path) as encoder:
+        assert encoder.max_length == length
+
+
+@pytest.mark.parametrize(("modules", "dense", "message"), [
+    (["Normalize", "Dense"], {}, "module 'Dense' is not supported at place 3"),
+    (["Dense"], {"use_residual": True}, "use_residual true is not supported"),
+    (["Dense"], {"module_input_name": "token_embeddings"}, "module_input_name 'token_embeddings' is not supported"),
+    (["Normalize"], {"module_output_name": "other"}, "module_output_name 'other' is not supported")])
+def test_layers_that_would_mean_something_else_are_refused(plain: dict[str, Any], tmp_path: Path, modules: list[str],
+                                                           dense: dict[str, Any], message: str) -> None:
+    for file in plain["bert"][0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    save_recipe(tmp_path)
+    write(tmp_path / "modules.json", [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in (
+        ("Transformer", ""), ("Pooling", "1_Pooling"), *((kind, f"2_{kind}") for kind in modules))])
+    for kind in modules:
+        write(tmp_path / f"2_{kind}" / "config.json", dense)
+    torch.save({"linear.weight": torch.ones(24, 40)}, tmp_path / f"2_{modules[-1]}" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=message):
+        Encoder(tmp_path)
+
+
 def test_layers_behind_the_pooling(plain: dict[str, Any], tmp_path: Path) -> None:
     directory, model = plain["bert"]
     for file in directory.iterdir():
@@ -162,6 +213,22 @@ def test_a_reranker_scores_pairs(tmp_path: Path, family: str, way: str) -> None:
         assert score == pytest.approx(wanted, abs=3e-6)
     order = sorted(range(4), key=lambda index: -found[index])[:2]
     assert [each.index for each in ranked] == order and ranked[0].score == found[order[0]]
+
+
+def test_token_types_are_berts_alone(tmp_path: Path) -> None:
+    """As in transformers, whose tokenizers of RoBERTa give none."""
+    for family in FAMILIES:
+        save_encoder(tmp_path / family, family, labels=1, type_vocab_size=1)
+    typed = tokenizer("xlm-roberta")
+    typed.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> </s> $B:1 </s>:1",
+                                                         [("<s>", 0), ("</s>", 2)])
+    with Encoder(tmp_path / "xlm-roberta") as encoder:
+        wanted = encoder.score("w1", ["w2 w3"])
+    typed.save(str(tmp_path / "xlm-roberta" / "tokenizer.json"))
+    with Encoder(tmp_path / "xlm-roberta") as encoder:
+        assert encoder.score("w1", ["w2 w3"]) == wanted
+    with pytest.raises(ModelError, match="the tokenizer has 2 token types, the model only 1"):
+        Encoder(tmp_path / "bert")
 
 
 @pytest.mark.parametrize("first, second", [(1, 80), (80, 1), (80, 80), (30, 31), (31, 30), (29, 29), (28, 29)])

@@ -114,6 +114,16 @@ def test_a_reranker_says_yes_or_no(saved: tuple[Path, Any, Tokenizer], instructi
         assert score == pytest.approx(logits[[3, 2]].softmax(0)[1].item(), abs=1e-5)
 
 
+def test_a_decoders_texts_are_lower_case_where_its_files_say_so(saved: tuple[Path, Any, Tokenizer], tmp_path: Path
+                                                                ) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(saved[0] / name)
+    save_recipe(tmp_path, "lasttoken", do_lower_case=True)
+    with Encoder(tmp_path, **OPTIONS) as encoder:
+        upper, lower = encoder.encode(["W1 W2", "w1 w2"])
+        assert (upper == lower).all()
+
+
 def test_other_poolings_of_decoders_are_refused(saved: tuple[Path, Any, Tokenizer], tmp_path: Path) -> None:
     files = {file: file.read_bytes() for file in saved[0].iterdir() if file.is_file()}
     for file in files:

@@ -240,9 +240,12 @@ def test_a_file_converts_like_its_directory(tiny_files: dict[str, Path], tmp_pat
 # Shapes
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
+ATTENTION_ALONE = odd_shape(num_hidden_layers=2, layer_types=("full_attention",) * 2, linear=None)
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "attention alone"])
 def test_odd_shapes(name: str, tmp_path: Path) -> None:
-    config = replace(SHAPES[name], vocab_size=3072)
+    config = replace(SHAPES.get(name, ATTENTION_ALONE), vocab_size=3072)
     files, result = written(tmp_path / "m.gguf", config, "F32")
     file = GgufFile.open(tmp_path / "m.gguf")
     assert replace(config_from_gguf(file), eos_token_ids=(), bos_token_id=None, pad_token_id=None) == config
@@ -304,7 +307,8 @@ def test_an_irregular_pattern_has_no_interval() -> None:
     assert "qwen35.full_attention_interval" not in metadata
     assert metadata["qwen35.attention.recurrent_layers"] == [True, False, True, True, False, True]
     assert config_to_gguf(ModelConfig.preset("0.8b"))["qwen35.full_attention_interval"] == 4
-    assert "qwen3.ssm.inner_size" not in config_to_gguf(QWEN3)
+    assert config_to_gguf(ATTENTION_ALONE)["qwen35.full_attention_interval"] == 1
+    assert not {"qwen3.ssm.inner_size", "qwen3.attention.recurrent_layers"} & config_to_gguf(QWEN3).keys()
 
 
 def test_tokenizers_in_words_of_the_format() -> None:

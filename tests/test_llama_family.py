@@ -81,6 +81,7 @@ def test_biases_are_qwen2s() -> None:
 
 @pytest.mark.parametrize(("message", "changes"), [
     ("sliding_window 4096 is not supported", {"model_type": "mistral", "architectures": ..., "sliding_window": 4096}),
+    ("sliding_window is absent", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}),
     ("attention_bias", {"attention_bias": True}), ("mlp_bias", {"mlp_bias": True}),
     ("hidden_act", {"hidden_act": "gelu"}), ("mixtures of experts", {"num_local_experts": 8}),
     ("mixture-of-experts", {"model_type": "mixtral", "architectures": ...}),
@@ -179,6 +180,8 @@ def test_factors_of_frequencies_come_and_go_as_a_tensor(tmp_path: Path) -> None:
     convert(ModelFiles(tmp_path / "m.gguf", found, GenerationDefaults(), file), tiny_texts(), "again",
             tmp_path / "again.gguf", "F32")
     assert config_from_gguf(GgufFile.open(tmp_path / "again.gguf")) == found
+    scaled = config_from_gguf(replace(file, metadata={**file.metadata, "llama.rope.scaling.factor": 2.0}))
+    assert scaled.rope.factors == tuple(2 * factor for factor in found.rope.factors), "as llama.cpp has both"
     with pytest.raises(ModelError, match="no place for this scaling"):
         convert(replace(files, config=replace(config, architecture="qwen2")), tiny_texts(), "x", tmp_path / "x.gguf",
                 "F32")
@@ -195,6 +198,20 @@ def test_files_leave_out_what_follows_from_the_rest(tmp_path: Path) -> None:
         config_from_gguf(replace(file, metadata={**file.metadata, "llama.attention.sliding_window": 64}))
     with pytest.raises(ModelError, match="mixture-of-experts"):
         config_from_gguf(replace(file, metadata={**file.metadata, "llama.expert_count": 8}))
+
+
+@pytest.mark.parametrize("said", [{"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}, {
+    "rope.scaling.type": "linear", "rope.scale_linear": 4.0}, {"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}])
+def test_a_factor_without_a_type_scales_linearly(tmp_path: Path, said: dict[str, Any]) -> None:
+    """As llama.cpp reads files of before there were types."""
+    file = GgufFile.open(write_model(tmp_path / "m.gguf", LLAMA, random_weights(LLAMA, "float32")))
+
+    def factors(keys: dict[str, Any]) -> tuple[float, ...]:
+        metadata = {**file.metadata, **{f"llama.{key}": value for key, value in keys.items()}}
+        return config_from_gguf(replace(file, metadata=metadata)).rope.factors
+
+    assert factors(said) == (4.0,) * 5
+    assert factors({**said, "rope.scaling.type": "none"}) == () == factors({"rope.scaling.factor": 0.0})
 
 
 def test_fused_projections_of_a_llama_are_refused(tmp_path: Path) -> None:

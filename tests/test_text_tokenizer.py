@@ -99,6 +99,32 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path) -> None:
             Tokenizer.from_directory(tmp_path)
 
 
+def test_what_training_left_in_the_file_cuts_and_fills_no_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    left = json.loads((TINY / "tokenizer.json").read_text()) | {
+        "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 12}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "<|endoftext|>"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(left))
+    found = Tokenizer.from_directory(tmp_path)
+    for text in ("a", "hello there my friend how are you"):
+        assert found.encode(text) == tokenizer.encode(text) and found.decode(found.encode(text)) == text
+
+
+def test_tokens_that_the_other_file_lacks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+
+    def warned(**changes: object) -> str:
+        caplog.clear()
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **changes}))
+        Tokenizer.from_directory(tmp_path)
+        return caplog.text
+
+    assert not warned(extra_special_tokens=["<|im_end|>", {"content": "<think>"}, 5], additional_special_tokens={})
+    assert "no tokens for '<|new|>', which" in warned(added_tokens_decoder={"3072": {"content": "<|new|>"}})
+    assert "no tokens for '<|b|>', '<|a|>', which" in warned(additional_special_tokens=["<|b|>", "<|a|>", "<|b|>"])
+
+
 def test_files_without_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_LONGEST", 1 << 20)
     shutil.copy(TINY / "tokenizer.json", tmp_path)

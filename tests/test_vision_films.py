@@ -13,6 +13,7 @@ from test_vision_chat import llm
 from vision_models import GREEDY, directory, drawing
 
 from deltic import LLM
+from deltic.config.vision import FilmConfig
 from deltic.errors import RequestError
 from deltic.types import Prompt
 from deltic.vision.films import frame_numbers, read_film
@@ -43,24 +44,26 @@ def test_numbers_are_those_of_transformers() -> None:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
     from transformers.video_utils import VideoMetadata
 
-    processor, random = Qwen3VLVideoProcessor(), Random(3)
-    for _ in range(200):
-        count, rate = random.randint(1, 3000), random.choice([1.0, 5.0, 23.976, 25.0, 29.97, 60.0])
-        wanted = processor.sample_frames(VideoMetadata(total_num_frames=count, fps=rate), fps=2)
-        assert frame_numbers(count, rate, 2.0, 768, "it") == [*map(int, wanted)], (count, rate)
+    random = Random(3)
+    for said in ({}, {"fps": 0.5, "min_frames": 6, "max_frames": 30}, {"fps": 4, "max_frames": 100}):
+        processor, films = Qwen3VLVideoProcessor(**said), FilmConfig.from_hf(said)
+        for _ in range(100):
+            count, rate = random.randint(1, 3000), random.choice([1.0, 5.0, 23.976, 25.0, 29.97, 60.0])
+            wanted = processor.sample_frames(VideoMetadata(total_num_frames=count, fps=rate))
+            assert frame_numbers(count, rate, films.rate, films.frames, "it") == [*map(int, wanted)], (count, rate)
 
 
 @pytest.mark.parametrize("name", ["it.mp4", "it.avi", "it.mkv"])
 def test_frames_and_times(tmp_path: Path, name: str) -> None:
-    frames, times = read_film(film(tmp_path / name, 20), 2.0, 100, lambda image, count: image, "it")
-    numbers = frame_numbers(20, 5.0, 2.0, 768, "it")
+    frames, times = read_film(film(tmp_path / name, 20), 2.0, (4, 100), lambda image, count: image, "it")
+    numbers = frame_numbers(20, 5.0, 2.0, (4, 768), "it")
     assert len(frames) == 8 and shades(frames) == numbers
     assert times == [number / 5 for number in numbers]
 
 
 def test_like_a_list_of_frames(llm: LLM, tmp_path: Path) -> None:
     path = film(tmp_path / "it.mp4", 6, rate=1)
-    frames, _ = read_film(path, 1.0, 100, lambda image, count: image, "it")
+    frames, _ = read_film(path, 1.0, (4, 100), lambda image, count: image, "it")
     prompts = [llm.chat_processor.chat([{"role": "user", "content": [{"type": "video", "video": given, "fps": 1}]}],
                                        GREEDY).request.prompt for given in (path, frames)]
     assert isinstance(prompts[0], Prompt) and prompts[0].pictures and prompts[0].ids == prompts[1].ids
@@ -83,13 +86,13 @@ def test_what_is_no_film(llm: LLM, tmp_path: Path) -> None:
             bad[random.randrange(len(bad))] = random.randrange(256)
         (tmp_path / "bad.mp4").write_bytes(bad)
         try:
-            read_film(tmp_path / "bad.mp4", 2.0, 100, lambda image, count: image, "it")
+            read_film(tmp_path / "bad.mp4", 2.0, (4, 100), lambda image, count: image, "it")
         except RequestError as error:
             assert error.field == "it"
 
 
 def test_no_more_frames_than_pictures(tmp_path: Path) -> None:
     path = film(tmp_path / "it.mp4", 20)
-    assert len(read_film(path, 5.0, 3, lambda image, count: image, "it")[0]) == 3
+    assert len(read_film(path, 5.0, (4, 3), lambda image, count: image, "it")[0]) == 3
     with pytest.raises(RequestError, match="max_pictures"):
-        read_film(path, 5.0, 0, lambda image, count: image, "it")
+        read_film(path, 5.0, (4, 0), lambda image, count: image, "it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +16,16 @@ import torch
 from PIL import Image
 from support import transformers_vision_model
 
-from deltic.config.vision import PictureConfig, VisionConfig
+from deltic.config.vision import FilmConfig, PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, RequestError
 from deltic.model.vision import Tower, build_tower
 from deltic.ops import backends
 from deltic.ops.qtensor import QTensor
-from deltic.vision.patches import patches_of, picture, target_size
+from deltic.vision.patches import Film, patches_of, picture, target_size
 from deltic.vision.positions import rotary_positions
+from deltic.vision.reader import PictureReader
 from deltic.weights.files import read_json
+from deltic.weights.hub import open_model
 from deltic.weights.quant import quantize_tower
 from deltic.weights.vision import load_tower, plan_tower
 
@@ -158,6 +162,25 @@ def test_patches_are_those_of_transformers() -> None:
         assert np.abs(values - expected["pixel_values"]).max() < 1e-6, (width, height)
 
 
+@pytest.mark.parametrize("said", [{}, {"cap_pixels_per_frame": True, "max_video_tokens": 20},
+                                  {"cap_pixels_per_frame": True}])
+def test_frames_of_films_have_the_size_that_transformers_gives_them(said: dict[str, Any]) -> None:
+    """An odd number of frames counts as it is, although the last one is shown twice."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    random, vision = Random(7), vision_shape(patch_size=2)
+    said = {"size": {"shortest_edge": 600, "longest_edge": 2400}, **said}
+    config, processor = PictureConfig(films=FilmConfig.from_hf(said)), Qwen3VLVideoProcessor(patch_size=2, **said)
+    for count in [*range(2, 12)] * 6:
+        width, height = random.randint(4, 60), random.randint(4, 60)
+        reader = PictureReader(Vision(vision, config), lambda text: [1], 99, 10 ** 6)
+        reader({"video": [Image.new("RGB", (width, height))] * count}, "video", "it")
+        found, = reader.found
+        assert isinstance(found, Film) and len(found.parts) == (count + 1) // 2
+        patches = processor.get_num_of_video_patches(count, height, width)
+        assert sum(math.prod(part.grid) for part in found.parts) == patches, (count, width, height)
+
+
 def test_too_long_for_its_width() -> None:
     with pytest.raises(RequestError, match="1 x 201 pixels is more than 200 times as long as wide"):
         target_size(201, 1, PictureConfig(), vision_shape())
@@ -216,6 +239,66 @@ def test_configs_that_cannot_be(models: dict[str, tuple[Any, Path]], change: dic
     with pytest.raises(ModelError, match=message):
         VisionConfig.from_hf({**mapping, "vision_config": {**mapping["vision_config"], **change}},
                              mapping["text_config"]["hidden_size"])
+
+
+SAID: dict[str, Any] = {"size": {"shortest_edge": 4096, "longest_edge": 65536}, "image_mean": [0.5] * 3,
+                        "image_std": [0.25] * 3}
+
+
+def test_where_a_model_says_how_pictures_are_prepared(models: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    """In a file for pictures and one for films, or in one for both, which goes before them."""
+    for file in models["even"][1].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    other = {**SAID, "size": {"shortest_edge": 1024, "longest_edge": 2048}}
+
+    def found(**files: Any) -> PictureConfig:
+        for name, said in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(said))
+        vision = open_model(str(tmp_path)).vision
+        assert vision
+        return vision.pictures
+
+    assert found() == PictureConfig()
+    expected = PictureConfig(4096, 65536, (0.5,) * 3, (0.25,) * 3, FilmConfig((1024, 2048)))
+    assert found(preprocessor_config=SAID, video_preprocessor_config=other) == expected
+    assert found(processor_config={"processor_class": "Qwen3VLProcessor"}) == expected
+    swapped = replace(expected, min_pixels=1024, max_pixels=2048, films=FilmConfig((4096, 65536)))
+    assert found(processor_config={"image_processor": other, "video_processor": SAID}) == swapped
+
+
+@pytest.mark.parametrize("left_out", [*SAID, None])
+def test_what_a_file_leaves_out_is_as_transformers_has_it(left_out: str | None) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    said = {key: value for key, value in SAID.items() if left_out in SAID and key != left_out} | {"patch_size": 16}
+    theirs, ours = Qwen2VLImageProcessorPil(**json.loads(json.dumps(said))), PictureConfig.from_hf(said, {})
+    assert (ours.min_pixels, ours.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
+    assert (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
+
+
+def test_older_keys_of_a_pictures_size_go_before_the_newer() -> None:
+    """As in Qwen2VLImageProcessor: files of Qwen2-VL have both."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    for older in ({"min_pixels": 3136}, {"max_pixels": 20000}, {"min_pixels": 3136, "max_pixels": 20000}):
+        ours = PictureConfig.from_hf({**SAID, **older}, {})
+        theirs = Qwen2VLImageProcessorPil(size={**SAID["size"]}, **older).size
+        assert (ours.min_pixels, ours.max_pixels) == (theirs["shortest_edge"], theirs["longest_edge"])
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"rescale_factor": 1 / 127.5}, "rescale_factor .* is not supported, only 1 / 255"),
+    ({"resample": 2}, r"resample 2 is not supported, only 3 \(bicubic\)"),
+    ({"do_normalize": False}, "do_normalize false is not supported"),
+    ({"size": {"height": 224, "width": 224}}, "size must be an object of shortest_edge and longest_edge")])
+def test_pictures_that_cannot_be_prepared(change: dict[str, Any], message: str) -> None:
+    fine = {**SAID, "resample": 3, "rescale_factor": 0.00392156862745098, "do_normalize": True}
+    assert PictureConfig.from_hf(fine, fine).films == FilmConfig((4096, 65536))
+    for pair in ((change, {}), ({}, change)):
+        with pytest.raises(ModelError, match=message):
+            PictureConfig.from_hf(*pair)
+    with pytest.raises(ModelError, match="films must be those of pictures"):
+        PictureConfig.from_hf(fine, {**fine, "image_mean": [0.4] * 3})
 
 
 def test_in_8_bits(tmp_path: Path) -> None:

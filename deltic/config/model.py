@@ -322,13 +322,13 @@ def _linear_parameters(config: ModelConfig) -> int:
 
 
 def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The text model's keys over the outer ones, and its architecture."""
+    """The text model's keys over the outer ones, which count where it has none, or null; and its architecture."""
     if not isinstance(mapping, Mapping):
         raise ModelError("config.json must hold one JSON object")
     nested = mapping.get("text_config", {})
     if not isinstance(nested, Mapping):
         raise ModelError("text_config must be an object")
-    text = {**mapping, **nested}
+    text = {**mapping, **{key: value for key, value in nested.items() if value is not None or key not in mapping}}
     classes = mapping.get("architectures") or []
     if not isinstance(classes, list):
         raise ModelError("architectures must be a list of class names")
@@ -343,6 +343,9 @@ def _text_section(mapping: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if name not in FAMILIES:
         raise ModelError(f"{names[0]} is a mixture-of-experts model of a kind that is not supported, only "
                          f"{' and '.join(_MIXTURES)}; choose one of these or a dense model")
+    if "sliding_window" not in text and any(each.lower().startswith("mistral") for each in names):
+        raise ModelError("sliding_window is absent, which means 4096 to a Mistral, and is not supported; write null "
+                         "into config.json if the model was made without one")
     if not FAMILIES[name].experts and any(text.get(key) for key in ("num_experts", "num_local_experts")):
         raise ModelError(f"config.json says num_experts, but {names[0]} is a dense model; mixtures of experts are "
                          f"{' and '.join(_MIXTURES)}")

@@ -11,7 +11,12 @@ from deltic.config.reading import flag, integer, number
 from deltic.errors import ModelError, show
 
 _SQUARE = (0.5, 0.5, 0.5)
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+"""Means and deviations that Qwen2VLImageProcessor takes where a file does not say them."""
 _EDGES = ("shortest_edge", "longest_edge")
+_CHANNELS = ("image_mean", "image_std")
+_BICUBIC = 3
+"""Pillow's number for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +105,65 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FilmConfig:
+    """How films become pictures (video_preprocessor_config.json of a checkpoint).
+
+    pixels: least and most of all frames together. frames: least and most that are looked at of a film that has so many.
+    rate: that are looked at of a second. frame_tokens: most tokens of a frame; 0: as many as `pixels` allows.
+    """
+
+    pixels: tuple[int, int] = (128 * 32 * 32, 768 * 32 * 32)
+    frames: tuple[int, int] = (4, 768)
+    rate: float = 2.0
+    frame_tokens: int = 0
+
+    @classmethod
+    def from_hf(cls, mapping: Mapping[str, Any]) -> FilmConfig:
+        """Read a video_preprocessor_config.json. Raises ModelError naming the key."""
+        plain = cls()
+        size = dict(zip(_EDGES, plain.pixels, strict=True)) | _size(mapping)
+        given = {"min_frames": plain.frames[0], "max_frames": plain.frames[1], "fps": plain.rate,
+                 "max_video_tokens": 768, **{key: value for key, value in mapping.items() if value is not None}}
+        least, most = (integer(size, edge, 1, 1 << 31) for edge in _EDGES)
+        few, many = (integer(given, key, 1, 1 << 20) for key in ("min_frames", "max_frames"))
+        tokens = integer(given, "max_video_tokens", 1, 1 << 20)
+        return cls((least, most), (few, many), number(given, "fps", 1e-3, 1e3),
+                   tokens if flag(given, "cap_pixels_per_frame", False) else 0)
+
+    def to_hf(self) -> dict[str, Any]:
+        """What `from_hf` reads."""
+        return {"size": dict(zip(_EDGES, self.pixels, strict=True)), "min_frames": self.frames[0],
+                "max_frames": self.frames[1], "fps": self.rate, "cap_pixels_per_frame": bool(self.frame_tokens),
+                **({"max_video_tokens": self.frame_tokens} if self.frame_tokens else {})}
+
+
+@dataclass(frozen=True, slots=True)
 class PictureConfig:
     """How pictures become patches (preprocessor_config.json of a checkpoint).
 
     min_pixels, max_pixels: a picture is scaled until it has so many. mean, std: each channel's, subtracted and divided
-    by, of values from 0 to 1. film_pixels: least and most of all frames of a film together.
+    by, of values from 0 to 1, also of a film's frames.
     """
 
     min_pixels: int = 256 * 256
     max_pixels: int = 4096 * 4096
-    film_pixels: tuple[int, int] = (128 * 32 * 32, 768 * 32 * 32)
     mean: tuple[float, ...] = _SQUARE
     std: tuple[float, ...] = _SQUARE
+    films: FilmConfig = FilmConfig()
 
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any], films: Mapping[str, Any]) -> PictureConfig:
-        """Read a preprocessor_config.json and a video_preprocessor_config.json. Raises ModelError naming the key."""
-        size = _size(mapping)
-        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if not flag(mapping, key, True):
-                raise ModelError(f"{key} false is not supported, only true")
-        plain, means, stds = cls(), *(_channels(mapping, key) for key in ("image_mean", "image_std"))
-        size = {"shortest_edge": mapping.get("min_pixels") or plain.min_pixels,
-                "longest_edge": mapping.get("max_pixels") or plain.max_pixels, **size}
-        film = dict(zip(_EDGES, plain.film_pixels, strict=True)) | _size(films)
+        """Read a preprocessor_config.json and a video_preprocessor_config.json, each empty if there is none. What one
+        leaves out is as transformers' classes have it. Raises ModelError naming the key."""
+        for said in (mapping, films):
+            _refuse_unsupported(said)
+        plain = cls(56 * 56, 28 * 28 * 1280, *_CLIP) if mapping else cls()
+        means, stds = (_channels(mapping, *each) for each in zip(_CHANNELS, (plain.mean, plain.std), strict=True))
+        if films and tuple(_channels(films, key, _SQUARE) for key in _CHANNELS) != (means, stds):
+            raise ModelError("image_mean and image_std of films must be those of pictures")
+        size = dict(zip(_EDGES, (plain.min_pixels, plain.max_pixels), strict=True)) | _size(mapping)
         least, most = (integer(size, edge, 1, 1 << 30) for edge in _EDGES)
-        shortest, longest = (integer(film, edge, 1, 1 << 31) for edge in _EDGES)
-        return cls(least, most, (shortest, longest), means, stds)
+        return cls(least, most, means, stds, FilmConfig.from_hf(films))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +174,30 @@ class Vision:
     pictures: PictureConfig
 
 
+def _refuse_unsupported(mapping: Mapping[str, Any]) -> None:
+    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if not flag(mapping, key, True):
+            raise ModelError(f"{key} false is not supported, only true")
+    if mapping.get("resample", _BICUBIC) != _BICUBIC:
+        raise ModelError(f"resample {show(mapping['resample'])} is not supported, only {_BICUBIC} (bicubic)")
+    if not math.isclose(number({"rescale_factor": 1 / 255, **mapping}, "rescale_factor", 0.0, 1.0), 1 / 255,
+                        rel_tol=1e-6):
+        raise ModelError(f"rescale_factor {mapping['rescale_factor']} is not supported, only 1 / 255")
+
+
 def _size(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Least and most pixels, as far as they are given. Their older keys go before `size`."""
     size = mapping.get("size") or {}
-    if not isinstance(size, Mapping):
-        raise ModelError(f"size must be an object, not {show(size)}")
-    return dict(size)
+    if not isinstance(size, Mapping) or not {*size} <= {*_EDGES}:
+        raise ModelError(f"size must be an object of {' and '.join(_EDGES)}, not {show(size)}")
+    older = zip(_EDGES, (mapping.get("min_pixels"), mapping.get("max_pixels")), strict=True)
+    return {**size, **{edge: pixels for edge, pixels in older if pixels is not None}}
 
 
-def _channels(mapping: Mapping[str, Any], key: str) -> tuple[float, ...]:
+def _channels(mapping: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     given = mapping.get(key)
     if given is None:
-        return _SQUARE
+        return default
     if not isinstance(given, list) or len(given) != 3:
         raise ModelError(f"{key} must be a list of three numbers, not {show(given)}")
     return tuple(number({key: value}, key, 1e-6 if key == "image_std" else -1e6, 1e6) for value in given)

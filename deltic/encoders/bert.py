@@ -151,7 +151,7 @@ class Bert:
         lengths, device = [len(item) for item in items], self._machine.device
         ids = torch.from_numpy(np.fromiter(chain.from_iterable(item.ids for item in items), np.int64, sum(lengths)))
         kinds = torch.zeros_like(ids)
-        if any(item.kinds for item in items):
+        if self.config.family == "bert" and any(item.kinds for item in items):  # RoBERTa is never told any
             kinds = torch.tensor([kind for item in items for kind in item.kinds or (0,) * len(item)])
         starts = torch.tensor([0, *accumulate(lengths)])
         places = torch.arange(len(ids)) - starts[:-1].repeat_interleave(starts.diff()) + self.config.first_place

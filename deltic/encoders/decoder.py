@@ -101,8 +101,8 @@ def decoder_texts(decoder: Decoder, max_length: int) -> Texts:
     stored, path = decoder.runtime.tokenizer, decoder.runtime.path
     assert path is not None
     if stored is None:
-        return Texts.read(path / "tokenizer.json", max_length)
-    return Texts(backend_of(stored.tokenizer, path), max_length)
+        return Texts.read(path / "tokenizer.json", max_length, decoder.recipe.lower)
+    return Texts(backend_of(stored.tokenizer, path), max_length, decoder.recipe.lower)
 
 
 def reranker_pairs(texts: Texts, instruction: str | None) -> Callable[[str, Sequence[str], bool], list[Item]]:

@@ -10,9 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from deltic.config.reading import flag
 from deltic.encoders.config import EncoderConfig
 from deltic.encoders.items import Output
-from deltic.encoders.recipe import Recipe
+from deltic.encoders.recipe import Recipe, refuse_other_names
 from deltic.encoders.weights import Form, Source, classifier_names
 from deltic.errors import ModelError, show
 from deltic.ops.encoder import Affine
@@ -100,6 +101,9 @@ def _m3_layer(path: Path, hidden: int, form: Form) -> Affine | None:
 
 def _dense(place: Path, width: int, form: Form) -> tuple[Affine, Activation]:
     config = read_json(place / "config.json")
+    refuse_other_names(place / "config.json", config)
+    if flag(config, "use_residual", False):
+        raise ModelError(f"{place / 'config.json'}: use_residual true is not supported, only false")
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if name not in _ACTIVATIONS:
         raise ModelError(f"{place / 'config.json'}: activation_function {show(name)} is not supported, only "

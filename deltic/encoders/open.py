@@ -87,6 +87,9 @@ def _encoder(name: str, stored: StoredEncoder, task: Task, options: EngineConfig
     if texts.vocab_size > loaded.config.vocab_size:
         raise ModelError(f"{stored.place}: the tokenizer has {texts.vocab_size} tokens, the model only "
                          f"{loaded.config.vocab_size}; take the files of one revision")
+    if "score" in loaded.outputs and loaded.config.family == "bert" and texts.kinds > loaded.config.kinds:
+        raise ModelError(f"{stored.place}: the tokenizer has {texts.kinds} token types, the model only "
+                         f"{loaded.config.kinds}; take the files of one revision")
     return Opened(loaded, texts, texts.pairs)
 
 

@@ -12,11 +12,14 @@ from deltic.errors import ModelError, RequestError, show
 from deltic.weights.files import read_json
 
 POOLINGS: Final = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
-"""What sentence-transformers puts one after another, in this order, where a model has several."""
+"""Where a model has several, their vectors are put one after another."""
 _MODES: Final[Mapping[str, str]] = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken"}
+"""Older files have flags, which count in this order."""
+_LIMITS: Final = tuple(f"sentence_{family}_config.json" for family in ("bert", "roberta", "xlm-roberta"))
+"""What sentence-transformers has called one file."""
 _MOST: Final = 1 << 20
 
 
@@ -55,13 +58,20 @@ def read_recipe(directory: Path, pooling: str = "mean") -> Recipe:
     recipe, path = Recipe((pooling,)), directory / "modules.json"
     if path.is_file():
         recipe = _from_modules(directory, path)
-    limits = _optional(directory / "sentence_bert_config.json")
+    place = next((place for name in _LIMITS if (place := directory / name).is_file()), directory / _LIMITS[0])
+    limits = _optional(place)
     longest = limits.get("max_seq_length")
     if longest is not None and (type(longest) is not int or not 1 <= longest <= _MOST):
-        raise ModelError(f"{directory / 'sentence_bert_config.json'}: max_seq_length must be an integer from 1 to "
-                         f"{_MOST}, not {show(longest)}")
-    return replace(recipe, max_length=longest, lower=flag(limits, "do_lower_case", False),
+        raise ModelError(f"{place}: max_seq_length must be an integer from 1 to {_MOST}, not {show(longest)}")
+    return replace(recipe, max_length=longest or _tokenizer_length(directory),
+                   lower=flag(limits, "do_lower_case", False),
                    **_prompts(directory / "config_sentence_transformers.json"))
+
+
+def _tokenizer_length(directory: Path) -> int | None:
+    """Tokens that the tokenizer's files allow; tokenizers without a bound have a number beyond all bounds."""
+    length = _optional(directory / "tokenizer_config.json").get("model_max_length")
+    return length if type(length) is int and 1 <= length <= _MOST else None
 
 
 def _from_modules(directory: Path, path: Path) -> Recipe:
@@ -71,13 +81,14 @@ def _from_modules(directory: Path, path: Path) -> Recipe:
             continue
         if kind == "Pooling" and number == 1:
             recipe = replace(recipe, **_pooling(place / "config.json"))
-        elif kind == "Dense":
+        elif kind == "Dense" and not recipe.normalize:
             dense.append(place)
         elif kind == "Normalize":
+            refuse_other_names(place / "config.json", _optional(place / "config.json"))
             recipe = replace(recipe, normalize=True)
         else:
-            raise ModelError(f"{path}: the module {show(kind)} is not supported: a model is a Transformer, a Pooling, "
-                             "then Dense and Normalize")
+            raise ModelError(f"{path}: the module {show(kind)} is not supported at place {number}: a model is a "
+                             "Transformer, a Pooling, then Dense and Normalize")
     return replace(recipe, dense=tuple(dense))
 
 
@@ -98,13 +109,19 @@ def _modules(path: Path) -> list[tuple[str, Path]]:
 
 def _pooling(path: Path) -> dict[str, Any]:
     config = read_json(path)
-    modes = {mode for key, mode in _MODES.items() if flag(config, key, False)}
-    named = config.get("pooling_mode")
-    modes |= set(named if isinstance(named, list) else [named] if isinstance(named, str) else [])
-    if not modes or not modes <= set(POOLINGS):
-        raise ModelError(f"{path}: the pooling must be one of {', '.join(POOLINGS)}, not {show(sorted(modes))}")
-    return {"pooling": tuple(mode for mode in POOLINGS if mode in modes),
-            "with_prompt": flag(config, "include_prompt", True)}
+    flags, named = [mode for key, mode in _MODES.items() if flag(config, key, False)], config.get("pooling_mode")
+    given = flags if named is None else named if isinstance(named, list) else [named]
+    modes = tuple("mean_sqrt_len" if mode == "mean_sqrt_len_tokens" else mode for mode in given)
+    if not modes or not all(mode in POOLINGS for mode in modes):
+        raise ModelError(f"{path}: the pooling must be one of {', '.join(POOLINGS)}, not {show(given)}")
+    return {"pooling": modes, "with_prompt": flag(config, "include_prompt", True)}
+
+
+def refuse_other_names(path: Path, config: Mapping[str, Any]) -> None:
+    """ModelError for a module that reads or writes something else than a text's vector."""
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, "sentence_embedding"):
+            raise ModelError(f"{path}: {key} {show(config[key])} is not supported, only 'sentence_embedding'")
 
 
 def _prompts(path: Path) -> dict[str, Any]:

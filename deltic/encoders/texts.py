@@ -58,6 +58,11 @@ class Texts:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
+    def kinds(self) -> int:
+        """Token types that the parts of a pair have."""
+        return max(self._backend.encode("a", "b").type_ids, default=0) + 1
+
+    @property
     def special(self) -> frozenset[int]:
         """Ids of special tokens."""
         return frozenset(self._special)

@@ -19,12 +19,14 @@ _LONGEST = 256 << 20
 class TokenizerFiles:
     """What a model directory says about its tokenizer.
 
-    special_tokens: template variables (`eos_token` ...) and their text. templates: chat templates by name.
+    special_tokens: template variables (`eos_token` ...) and their text. templates: chat templates by name. added: what
+    tokenizer_config.json calls tokens beside those of the vocabulary.
     """
 
     tokenizer: str
     special_tokens: Mapping[str, str]
     templates: Mapping[str, str]
+    added: tuple[str, ...] = ()
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
@@ -37,7 +39,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         raise ModelError(f"{directory} has no tokenizer.json: copy it from the model's repository, "
                          "or name a directory that holds the complete model")
     config = _read_json(directory / "tokenizer_config.json")
-    return TokenizerFiles(_read_text(path), _special_tokens(config), _templates(directory, config))
+    return TokenizerFiles(_read_text(path), _special_tokens(config), _templates(directory, config), _added(config))
 
 
 def _read_text(path: Path) -> str:
@@ -71,6 +73,16 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         named |= extra if isinstance(extra, dict) else {}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _added(config: Mapping[str, Any]) -> tuple[str, ...]:
+    decoder = config.get("added_tokens_decoder")
+    named = [*decoder.values()] if isinstance(decoder, dict) else []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(key)
+        named += more if isinstance(more, list) else []
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    return tuple(dict.fromkeys(text for text in texts if isinstance(text, str)))
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
 import sys
@@ -24,6 +25,8 @@ from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_f
 
 # The cores belong to the engine; and without a word about it the backend warns whoever forks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+logger = logging.getLogger(__name__)
 
 _LARGE: Final = 1 << 18
 """Characters from which on texts are encoded one at a time: the backend takes hundreds of bytes for each token."""
@@ -76,6 +79,8 @@ class Tokenizer:
 
     def __init__(self, backend: Backend, special_tokens: Mapping[str, str] | None = None,
                  templates: Mapping[str, str] | None = None) -> None:
+        backend.no_truncation()  # training leaves both in the file, and they are no part of what a text's tokens are
+        backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(templates or {})
         self._backend = backend
@@ -94,8 +99,16 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Load tokenizer.json and its neighbours; ModelError names the file that is missing or corrupt."""
-        return cls.from_files(read_tokenizer_files(Path(path)), Path(path) / "tokenizer.json")
+        """Load tokenizer.json and its neighbours; ModelError names the file that is missing or corrupt. Logs a warning
+        where they do not go together."""
+        files, source = read_tokenizer_files(Path(path)), Path(path) / "tokenizer.json"
+        found = cls.from_files(files, source)
+        missing = [text for text in files.added if found.token_to_id(text) is None]
+        if missing:
+            logger.warning("%s has no tokens for %s, which tokenizer_config.json names: they are read letter by "
+                           "letter; save the tokenizer anew with transformers", source,
+                           ", ".join(map(show, missing[:5])))
+        return found
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, source: Path) -> Tokenizer:

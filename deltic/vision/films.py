@@ -15,18 +15,16 @@ from deltic.vision.images import MAX_PIXELS
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-LEAST, MOST = 4, 768
-"""Frames of a film that are looked at, as long as it has so many."""
 _OPTIONS = {"protocol_whitelist": "file"}
 """A list of films may name others, but none elsewhere."""
 
 
-def read_film(path: Path, fps: float, most: int, scaled: Callable[[Image, int], Image], field: str
+def read_film(path: Path, fps: float, bounds: tuple[int, int], scaled: Callable[[Image, int], Image], field: str
               ) -> tuple[list[Image], list[float]]:
     """Frames of a film, and the second at which each is shown.
 
-    fps: how many there shall be of a second. most: of all. scaled: makes a frame as small as it shall be, told how many
-    there are; it is called for one after another, so that few are here in full.
+    fps: how many there shall be of a second. bounds: least and most of all. scaled: makes a frame as small as it shall
+    be, told how many there are; it is called for one after another, so that few are here in full.
     RequestError if the file cannot be read, or PyAV is not there.
     """
     try:
@@ -40,7 +38,7 @@ def read_film(path: Path, fps: float, most: int, scaled: Callable[[Image, int], 
                 raise RequestError(f"{field} has no moving pictures", field)
             rate = float(film.streams.video[0].average_rate or 0)
             count = film.streams.video[0].frames or _count(film)
-        wanted = frame_numbers(count, rate, fps, min(most, MOST), field)
+        wanted = frame_numbers(count, rate, fps, bounds, field)
         with av.open(str(path), metadata_errors="ignore", options=_OPTIONS) as film:
             found = _frames(film, wanted, scaled, field)
     except (av.error.FFmpegError, OSError, ValueError) as error:
@@ -55,13 +53,14 @@ def _count(film: Any) -> int:
     return sum(1 for packet in film.demux(video=0) if packet.size)
 
 
-def frame_numbers(count: int, rate: float, fps: float, most: int, field: str) -> list[int]:
+def frame_numbers(count: int, rate: float, fps: float, bounds: tuple[int, int], field: str) -> list[int]:
     """Which of `count` frames, `rate` a second, are looked at: at even distances from the first to the last."""
     if count < 1 or not rate > 0:
         raise RequestError(f"{field} does not say how many frames it has, or how fast they go", field)
+    least, most = bounds
     if most < 1:
         raise RequestError("messages have more pictures than max_pictures allows: send fewer", "messages")
-    number = min(max(int(count / rate * fps), LEAST), most, count)
+    number = min(max(int(count / rate * fps), least), most, count)
     return [int(index) for index in np.linspace(0, count - 1, number).round()]
 
 

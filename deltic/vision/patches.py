@@ -54,14 +54,17 @@ class Film:
 
 def film_size(count: int, height: int, width: int, config: PictureConfig, vision: VisionConfig) -> tuple[int, int]:
     """Height and width that the frames of a film are scaled to (`smart_resize` of transformers' Qwen3VLVideoProcessor):
-    as `target_size`, with the pixels of all frames counted."""
+    as `target_size`, with the pixels of all frames counted. count: of frames that there are, not of those added."""
     unit, together = vision.patch_size * vision.merge_size, vision.temporal_patch_size
+    count = max(count, together)  # transformers takes no fewer
     if height < unit or width < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)
     _check_aspect(height, width)
     tall, wide = round(height / unit) * unit, round(width / unit) * unit
-    pixels, (least, most) = round(count / together) * together * tall * wide, config.film_pixels
+    pixels, (least, most) = round(count / together) * together * tall * wide, config.films.pixels
+    if config.films.frame_tokens:
+        most = count * max(min(config.films.frame_tokens * unit ** 2, most // count), int(least * 1.05))
     if pixels > most:
         scale = math.sqrt(count * height * width / most)
         tall = max(unit, math.floor(height / scale / unit) * unit)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _KEYS = ("image_url", "image", "url", "source")
-_FPS = 2.0
-"""Frames in a second of a film that does not say how many: so many are looked at."""
 
 
 def urls_of(parts: Iterable[tuple[Mapping[str, Any], str]]) -> dict[str, str]:
@@ -70,7 +68,7 @@ class PictureReader:
 
     def _film(self, part: Mapping[str, Any], field: str) -> list[str]:
         """Reads a list of frames, or a file; gives the digests of its parts."""
-        given, fps = part.get("video"), part.get("fps", _FPS)
+        given, fps = part.get("video"), part.get("fps", self._vision.pictures.films.rate)
         if not isinstance(given, Path) and (not isinstance(given, list | tuple) or not given):
             raise RequestError(f'{field} must be of the form {{"type": "video", "video": [frame, ...], "fps": 2}}, '
                                "with pictures as frames", field)
@@ -101,14 +99,13 @@ class PictureReader:
             size = size or self._film_size(frame, count)
             return frame.resize(size[::-1], Resampling.BICUBIC)
 
-        frames, times = read_film(path, fps, self._most, scaled, field)
+        least, most = self._vision.pictures.films.frames
+        frames, times = read_film(path, fps, (least, min(most, self._most)), scaled, field)
         self._most -= len(frames)
         return frames, times
 
     def _film_size(self, first: Image, count: int) -> tuple[int, int]:
-        together = self._vision.tower.temporal_patch_size
-        return film_size(-(-count // together) * together, first.height, first.width, self._vision.pictures,
-                         self._vision.tower)
+        return film_size(count, first.height, first.width, self._vision.pictures, self._vision.tower)
 
     def _read(self, part: Mapping[str, Any], field: str) -> Image:
         self._most -= 1

@@ -220,12 +220,22 @@ def _vision(directory: Path, mapping: Mapping[str, Any], config: ModelConfig) ->
         if tower is None or not plan_tower(directory, tower):
             return None
         path = directory / "preprocessor_config.json"
-        said = [read_json(each, _MAX_CONFIG) if each.is_file() else {} for each in (
-            path, directory / "video_preprocessor_config.json")]
-        return Vision(tower, PictureConfig.from_hf(*said))
+        return Vision(tower, PictureConfig.from_hf(*_preprocessors(directory)))
     except ModelError as error:
         logger.warning("the vision tower cannot be used, so that pictures are refused: %s: %s", path, error)
         return None
+
+
+def _preprocessors(directory: Path) -> list[Mapping[str, Any]]:
+    """What is said of pictures, and of films: in one file, as transformers writes it from version 5 on, or in one for
+    each. Empty where there is nothing."""
+    both, *each = (read_json(path, _MAX_CONFIG) if path.is_file() else {} for path in (
+        directory / "processor_config.json", directory / "preprocessor_config.json",
+        directory / "video_preprocessor_config.json"))
+    found = [both.get(part, alone) for part, alone in zip(("image_processor", "video_processor"), each, strict=True)]
+    if not all(isinstance(said, Mapping) for said in found):
+        raise ModelError("processor_config.json: image_processor and video_processor must be objects")
+    return found
 
 
 def _gguf_vision(gguf: GgufFile, config: ModelConfig, mmproj: str | None

@@ -50,8 +50,9 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     """
     try:
         config = ModelConfig.from_hf(_mapping(file))
-        factors = _rope_factors(file)
-        return replace(config, rope=replace(config.rope, factors=factors)) if factors else config
+        factors, linear = _rope_factors(file), next(iter(config.rope.factors), 1.0)
+        both = tuple(linear * factor for factor in factors)
+        return replace(config, rope=replace(config.rope, factors=both)) if factors else config
     except ModelError as error:
         raise ModelError(f"{file.paths[0]}: {error}") from error
 
@@ -196,10 +197,12 @@ def _head_dim(keys: _Keys) -> int:
 
 
 def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
-    scaling = keys.get("rope.scaling.type")
-    rope: dict[str, Any] = {"rope_type": "default" if scaling in (None, "none") else scaling}
+    """A factor without a type is a linear one, as llama.cpp reads it; `rope.scale_linear` is its old name."""
+    factor = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if keys.get(key)), None)
+    scaling = keys.get("rope.scaling.type") or ("linear" if factor else "none")
+    rope: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
     if scaling == "linear":
-        rope["factor"] = keys.number("rope.scaling.factor", 1.0, 1e6)
+        rope["factor"] = keys.number(factor or "rope.scaling.factor", 1.0, 1e6)
     if not family.sparse or keys.get("rope.freq_base") is not None:
         rope["rope_theta"] = keys.number("rope.freq_base", 1.0, 1e12)
     head_dim = _head_dim(keys)

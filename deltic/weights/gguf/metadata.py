@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from deltic.config import ExpertsConfig, GenerationDefaults, LinearConfig, ModelConfig
+from deltic.config.model import FAMILIES
 from deltic.errors import ModelError
 from deltic.weights.gguf.config import SAMPLING_KEYS
 from deltic.weights.gguf.tokenizer import END_TEXTS, ENDS, SPLITTERS, VARIABLES, TokenizerTexts
@@ -40,7 +41,8 @@ def config_to_gguf(config: ModelConfig) -> dict[str, Any]:
         "rope.dimension_count": config.rope.rotary_dim,
         **({"rope.dimension_sections": [*config.rope.mrope_section, 0]} if config.rope.mrope_section else {}),
         **(_linear_scaling(config.rope.factors[0]) if len({*config.rope.factors}) == 1 else {}),
-        **({} if config.linear is None else _linear(config.linear, config.layer_types, heads)),
+        **(_kinds(config.layer_types, heads) if "linear_attention" in FAMILIES[config.architecture].mixers else {}),
+        **({} if config.linear is None else _linear(config.linear)),
         **({"nextn_predict_layers": heads} if heads else {}),
     }
     return {"general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
@@ -58,17 +60,20 @@ def _linear_scaling(factor: float) -> dict[str, Any]:
     return {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
 
 
-def _linear(linear: LinearConfig, kinds: Sequence[str], heads: int) -> dict[str, Any]:
+def _kinds(kinds: Sequence[str], heads: int) -> dict[str, Any]:
     """The interval is given where the layers have one. The blocks of the `heads` come last and are not recurrent."""
     recurrent = [kind == "linear_attention" for kind in kinds]
     interval = recurrent.index(False) + 1 if False in recurrent else len(kinds) + 1
     regular = recurrent == [(index + 1) % interval != 0 for index in range(len(kinds))]
+    return {"attention.recurrent_layers": recurrent + [False] * heads,
+            **({"full_attention_interval": interval} if regular else {})}
+
+
+def _linear(linear: LinearConfig) -> dict[str, Any]:
     return {
         "ssm.conv_kernel": linear.conv_kernel, "ssm.state_size": linear.key_head_dim,
         "ssm.group_count": linear.num_key_heads, "ssm.time_step_rank": linear.num_value_heads,
-        "ssm.inner_size": linear.value_dim, "attention.recurrent_layers": recurrent + [False] * heads,
-        **({"full_attention_interval": interval} if regular else {}),
-    }
+        "ssm.inner_size": linear.value_dim}
 
 
 def generation_to_gguf(generation: GenerationDefaults) -> dict[str, Any]:

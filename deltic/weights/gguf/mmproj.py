@@ -5,6 +5,7 @@ Names and keys are those of llama.cpp's converter (conversion/qwen3vl.py) and re
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from torch import Tensor
 from deltic.config import DType
 from deltic.config.model import ModelConfig
 from deltic.config.reading import integer, number
-from deltic.config.vision import PictureConfig, Vision, VisionConfig
+from deltic.config.vision import FilmConfig, PictureConfig, Vision, VisionConfig
 from deltic.errors import ModelError, show
 from deltic.ops.qtensor import Form
 from deltic.ops.records import Block
@@ -49,6 +50,8 @@ _IN_BLOCK: Final = re.compile(r"visual\.blocks\.(\d+)\.(.+)\.(weight|bias)")
 _MARK: Final = re.compile(r"mmproj", re.IGNORECASE)
 _KIND: Final = re.compile(r"(?i)(?:^|[-_.])(?:bf16|f16|f32|fp16|fp32|i?q\d\w*|ud|mxfp4|model|vision)(?=[-_.]|$)")
 _EPS: Final = 1e-6
+_FILMS: Final = "deltic.films"
+"""A key of our own: a video_preprocessor_config.json, for which the format has no words."""
 
 
 # Finding
@@ -122,8 +125,16 @@ def _vision(file: GgufFile, text: GgufFile, config: ModelConfig) -> Vision:
     least, most = (size(key, 1 << 30) if f"clip.vision.{key}" in keys else default for key, default in (
         ("image_min_pixels", plain.min_pixels), ("image_max_pixels", plain.max_pixels)))
     _plan(file, tower)
-    return Vision(tower, PictureConfig(least, most, plain.film_pixels, _channels(keys, "image_mean", plain.mean),
-                                       _channels(keys, "image_std", plain.std)))
+    return Vision(tower, PictureConfig(least, most, _channels(keys, "image_mean", plain.mean),
+                                       _channels(keys, "image_std", plain.std), _films(keys)))
+
+
+def _films(keys: Mapping[str, Any]) -> FilmConfig:
+    try:
+        said = json.loads(keys.get(_FILMS, "{}"))
+        return FilmConfig.from_hf(said)
+    except (ValueError, TypeError, AttributeError, RecursionError, ModelError) as error:
+        raise ModelError(f"{_FILMS} cannot be used: {error}") from error
 
 
 def _token(text: GgufFile, word: str) -> int:
@@ -274,5 +285,5 @@ def _metadata(vision: Vision, name: str, type: str) -> dict[str, Any]:
         "is_deepstack_layers": [False] * tower.depth}
     return {"general.architecture": "clip", "general.type": "mmproj", "general.name": name,
             "general.file_type": TYPES[type], "general.quantization_version": 2, "clip.has_vision_encoder": True,
-            "clip.projector_type": PROJECTOR, "clip.use_gelu": True,
+            "clip.projector_type": PROJECTOR, "clip.use_gelu": True, _FILMS: json.dumps(pictures.films.to_hf()),
             **{f"clip.vision.{key}": value for key, value in of_vision.items()}}
