@@ -128,6 +128,10 @@ def test_a_model_that_is_not_there_leaves_no_file(tmp_path: Path, capsys: pytest
     source, target = write(tmp_path / "in.jsonl", *asked(1)), tmp_path / "out.jsonl"
     assert main(["batch", str(source), str(target), "/no/such/model"]) == 2
     assert "/no/such/model" in capsys.readouterr().err and not target.exists()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    assert main(["batch", str(source), str(link), "/no/such/model"]) == 2
+    assert link.is_symlink() and not target.exists()
     target.touch()
     assert main(["batch", str(source), str(target), "/no/such/model"]) == 2 and target.exists(), "it was there before"
 

@@ -201,7 +201,7 @@ class Results:
     def _close(self, failed: bool) -> None:
         """A failure leaves no new file in which nothing is."""
         if failed and self._made and not os.fstat(self._file).st_size:
-            self._path.unlink(missing_ok=True)
+            self._path.resolve().unlink(missing_ok=True)
         os.close(self._file)
 
     def write(self, result: Json) -> None:
