@@ -111,6 +111,7 @@ def test_a_full_disk_is_told_by_name(place: Path, wanted: Any, tmp_path: Path, m
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=40))
     monkeypatch.setattr(encoder_module.Encoder, "encode", None)
     assert main(argv) == 2 and "out.npy cannot be written: it needs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "there is nothing to go on from"
     monkeypatch.undo()
     monkeypatch.setattr(embed, "_WINDOW", 8)
     limit, code = resource.getrlimit(resource.RLIMIT_FSIZE), 0

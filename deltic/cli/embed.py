@@ -74,7 +74,7 @@ def _to_file(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None
                            "prompt": args.prompt, "jsonl": args.jsonl, "max_length": encoder.max_length})
     else:
         told = ""  # what came through a pipe is gone
-    with explained(output), _claimed(part, output) as target:
+    with explained(output), _claimed(part, note, output) as target:
         done = count = _resume(target, note, told, 4 * width)
         check_room(output, 4 * width * (2 * total - done), _ROOM)  # the part stays until all is in the output
         if done:
@@ -109,8 +109,8 @@ def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], r
 
 
 @contextmanager
-def _claimed(part: Path, output: Path) -> Iterator[BinaryIO]:
-    """The part, to be added to by this process alone; UsageError if another one writes it."""
+def _claimed(part: Path, note: Path, output: Path) -> Iterator[BinaryIO]:
+    """The part, to be added to by this process alone; UsageError if another one writes it. note: what it is of."""
     with part.open("ab") as target:
         try:
             fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +119,13 @@ def _claimed(part: Path, output: Path) -> Iterator[BinaryIO]:
             mine = False
         if not mine:
             raise UsageError(f"{output} is being written by another process: wait for it, or name another file")
-        yield target
+        try:
+            yield target
+        except BaseException:  # what has nothing to go on from does not stay
+            if not os.fstat(target.fileno()).st_size:
+                note.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
+            raise
 
 
 def _resume(part: BinaryIO, note: Path, told: str, row: int) -> int:
