@@ -70,6 +70,15 @@ def test_no_directory_stays_of_what_fails(compiling: list[BaseException], tmp_pa
     assert main(argv) == 0 and [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
+def test_what_is_no_directory_is_said_before_the_work(compiling: list[BaseException], tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    compiling.append(AssertionError("it was compiled"))
+    for number, make in enumerate((os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere"))):
+        make(path := tmp_path / str(number))
+        assert main(["compile", "tiny", "-o", str(path)]) == 2
+        assert f"{path} is no directory" in capsys.readouterr().err
+
+
 def test_templates_of_an_older_model_do_not_stay(compiling: list[BaseException], tmp_path: Path,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     write = compiler.compile_model

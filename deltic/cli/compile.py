@@ -74,8 +74,8 @@ def cache_folder(model: str, target: str) -> Path:
 def _folder(args: argparse.Namespace) -> Path:
     """The directory to write to: absent, empty or, with --force, that of a compiled model."""
     folder = Path(args.output) if args.output is not None else cache_folder(args.source, args.target)
-    if folder.is_file():
-        raise UsageError(f"{folder} is a file; name a directory")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UsageError(f"{folder} is no directory; name one")
     old = _compiled(folder)
     if folder.is_dir() and os.listdir(folder) and not (args.force and old):
         raise UsageError(f"{folder} is not empty; " + (
