@@ -266,6 +266,12 @@ def cut(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
+def scrambled(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(2000)
+        file.write(np.random.default_rng(0).bytes(3000))
+
+
 def with_vocabulary(path: Path, size: int) -> None:
     write_json(sidecar_of(path) / "config.json", hf_config(replace(SHAPE, vocab_size=size)))
 
@@ -273,7 +279,7 @@ def with_vocabulary(path: Path, size: int) -> None:
 @pytest.mark.parametrize(("damage", "told"), [
     (cut, "it is cut off"),
     (lambda path: path.write_bytes(b"not a program at all, but long enough to be one"), "is no ExecuTorch program"),
-    (lambda path: path.write_bytes(b""), "is no ExecuTorch program"),
+    (scrambled, "cannot be loaded"), (lambda path: path.write_bytes(b""), "is no ExecuTorch program"),
     (lambda path: shutil.rmtree(sidecar_of(path)), "comes with a directory"),
     (lambda path: with_vocabulary(path, 510), "get_vocab_size 509"),
     (lambda path: (sidecar_of(path) / "config.json").unlink(), "there is no config.json"),
