@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,7 @@ from deltic.weights.random import random_weights
 
 pytest.importorskip("executorch", reason="the extra deltic[executorch] is not installed")
 
+from deltic.artifacts.executorch import export as export_module
 from deltic.artifacts.executorch import library, runtime
 from deltic.artifacts.executorch.calls import Bound, Calls, Native
 from deltic.artifacts.executorch.export import Form, check, export
@@ -262,6 +266,12 @@ def cut(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
+def scrambled(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(2000)
+        file.write(np.random.default_rng(0).bytes(3000))
+
+
 def with_vocabulary(path: Path, size: int) -> None:
     write_json(sidecar_of(path) / "config.json", hf_config(replace(SHAPE, vocab_size=size)))
 
@@ -269,7 +279,7 @@ def with_vocabulary(path: Path, size: int) -> None:
 @pytest.mark.parametrize(("damage", "told"), [
     (cut, "it is cut off"),
     (lambda path: path.write_bytes(b"not a program at all, but long enough to be one"), "is no ExecuTorch program"),
-    (lambda path: path.write_bytes(b""), "is no ExecuTorch program"),
+    (scrambled, "cannot be loaded"), (lambda path: path.write_bytes(b""), "is no ExecuTorch program"),
     (lambda path: shutil.rmtree(sidecar_of(path)), "comes with a directory"),
     (lambda path: with_vocabulary(path, 510), "get_vocab_size 509"),
     (lambda path: (sidecar_of(path) / "config.json").unlink(), "there is no config.json"),
@@ -314,6 +324,45 @@ def test_more_tokens_than_were_exported_are_refused(small: Path) -> None:
 def test_what_cannot_be_exported_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ModelError, match="reads 96 tokens at most"):
         check(SHAPE, Form("fp32", 97))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_export_that_fails_leaves_what_was_there(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*given: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def kept() -> dict[str, str]:
+        return {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+
+    if there:
+        (tmp_path / "m.files").mkdir()
+        for name in ("m.pte", "m.files/config.json", "m.files/chat_template.jinja", "m.files/notes.txt"):
+            (tmp_path / name).write_text("old")
+    before, argv = kept(), ["export", "tiny", "-o", str(tmp_path / "m.pte"), "--force"]
+    monkeypatch.setattr(export_module, "export", full)
+    assert main(argv) == 2 and "cannot be written: No space left" in capsys.readouterr().err
+    assert kept() == before and len([*tmp_path.iterdir()]) == (2 if there else 0)
+    monkeypatch.setattr(export_module, "export", lambda config, defaults, weights, path, *rest: path.write_text("new"))
+    assert main(argv) == 0
+    assert {name for name, text in kept().items() if text == "old"} == ({"m.files/notes.txt"} if there else set())
+
+
+def test_no_room_for_a_program_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(export_module, "export", None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert main(["export", "tiny", "-o", str(tmp_path / "m.pte")]) == 2
+    assert "m.pte cannot be written: it needs 18" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_what_lies_where_the_files_go_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.files").write_text("mine")
+    (tmp_path / "n.files").mkdir()
+    (tmp_path / "n.files" / "config.json").write_text("mine")
+    for name, said in (("m", "m.files is a file"), ("n", "n.files/config.json exists; give --force")):
+        assert main(["export", "tiny", "-o", str(tmp_path / f"{name}.pte")]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_command_names_what_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

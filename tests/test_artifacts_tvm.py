@@ -169,6 +169,17 @@ def without_sums(place: Path) -> None:
     edit(place / "tensor-cache.json", **stored)
 
 
+def to_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def of_parameter(place: Path, said: Any) -> None:
+    stored = json.loads((place / "tensor-cache.json").read_text())
+    stored["records"][0]["records"][0] = said
+    edit(place / "tensor-cache.json", **stored)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no parameters": (lambda place: (place / "tensor-cache.json").unlink(),
                       "neither tensor-cache.json nor ndarray-cache.json"),
@@ -193,6 +204,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another machine": (lambda place: edit(place / "mlc-chat-config.json", machine="m68k"), "m68k"),
     "a later layout": (lambda place: edit(place / "mlc-chat-config.json", version="9"), "version '9'"),
     "no config": (lambda place: (place / "mlc-chat-config.json").unlink(), "no mlc-chat-config.json"),
+    "a cut library": (lambda place: os.truncate(place / "rt.so", 5000), "rt.so has 5,000 bytes instead of .*cut off"),
+    "a library that is a pipe": (lambda place: to_pipe(place / "rt.so"), "rt.so is no file"),
+    "a parameter without a dtype": (lambda place: of_parameter(place, {"shape": [1]}), "name, shape, dtype"),
+    "a parameter that is a number": (lambda place: of_parameter(place, 5), "name, shape, dtype"),
+    "a parameter nowhere": (lambda place: of_parameter(
+        place, {"name": "n", "shape": [1], "dtype": "f", "byteOffset": "x", "nbytes": 4}), "name, shape, dtype"),
     "no library": (lambda place: (place / "rt.so").write_bytes(b"no"), "rt.so cannot be loaded"),
 }
 

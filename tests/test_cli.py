@@ -149,6 +149,12 @@ BAD = [
     (["bench", "--random", "qwen9"], "no preset 'qwen9'"),
     (["bench", "--prompt-tokens", "40", "--max-context", "50"], "--prompt-tokens and --new-tokens are 104 together"),
     (["bench", "--batch", "4", "--max-batch", "2"], "--batch 4"),
+    *((["run", "hi", option, ""], f"{option[2:].replace('-', '_')} is empty") for option in (
+        "--cache-dir", "--aot-dir", "--mmproj", "--expert-profile")),
+    *(([*command, ""], "is empty: name a file or directory") for command in (
+        ["compile", "tiny", "-o"], ["convert", "tiny"], ["export", "tiny", "-o"], ["cache", "ls"], ["embed", "tiny",
+        __file__, "-o"], ["doctor", "--cache-dir"], ["serve", "--unix-socket"], ["serve", "--request-log"],
+        ["batch", __file__])),
     (["inspect", "--random", "qwen3.5-0.8b", "--layers", "99"], "has 24 layers"),
     (["inspect", "--random", "qwen3.5-0.8b", "--memory", "1MiB"], "raise --memory"),
 ]

@@ -124,6 +124,38 @@ def test_what_is_no_file_of_answers_is_left_alone(tmp_path: Path, capsys: pytest
             assert not before or target.read_bytes() == before
 
 
+def test_a_model_that_is_not_there_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = write(tmp_path / "in.jsonl", *asked(1)), tmp_path / "out.jsonl"
+    assert main(["batch", str(source), str(target), "/no/such/model"]) == 2
+    assert "/no/such/model" in capsys.readouterr().err and not target.exists()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    assert main(["batch", str(source), str(link), "/no/such/model"]) == 2
+    assert link.is_symlink() and not target.exists()
+    target.touch()
+    assert main(["batch", str(source), str(target), "/no/such/model"]) == 2 and target.exists(), "it was there before"
+
+
+def test_who_may_not_write_does_not_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the file that another process has just made, nor does it write to one that was just deleted."""
+    source, target = write(tmp_path / "in.jsonl", *asked(1)), tmp_path / "out.jsonl"
+    lock = fcntl.flock
+
+    def later(file: int, flags: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        if deleted:
+            target.unlink()
+        else:
+            raise BlockingIOError
+
+    for deleted in (False, True):
+        target.unlink(missing_ok=True)
+        monkeypatch.setattr(fcntl, "flock", later)
+        with pytest.raises(BatchError, match="another process"):
+            Results(target, source)
+        assert target.exists() != deleted
+
+
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
     lines = asked(6)

@@ -1,4 +1,4 @@
-"""`deltic compile` and `deltic convert` leave nothing half done."""
+"""`deltic compile` and `deltic convert` refuse at once what cannot be, and leave nothing half done."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
     monkeypatch.setattr("deltic.cli.compile.need", lambda extra: None)
     monkeypatch.setattr(compiler, "compile_model", compile_model)
+    monkeypatch.setattr(compiler, "find_target", lambda text: None)
     return errors
 
 
@@ -59,6 +60,59 @@ def test_what_is_there_is_replaced_when_all_went_well(compiling: list[BaseExcept
     assert main(argv) == 0
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "rt.so": "new", "params_shard_0.bin": "new", "config.json": "new", "notes.txt": "old"}
+
+
+def test_no_directory_stays_of_what_fails(compiling: list[BaseException], tmp_path: Path) -> None:
+    compiling.append(ConfigError("no", "target"))
+    argv = ["compile", "tiny", "-o", str(tmp_path / "new" / "newer" / "out")]
+    assert main(argv) == 2 and not list(tmp_path.iterdir())
+    compiling.clear()
+    assert main(argv) == 0 and [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_what_is_no_directory_is_said_before_the_work(compiling: list[BaseException], tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    compiling.append(AssertionError("it was compiled"))
+    for number, make in enumerate((os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere"))):
+        make(path := tmp_path / str(number))
+        assert main(["compile", "tiny", "-o", str(path)]) == 2
+        assert f"{path} is no directory" in capsys.readouterr().err
+
+
+def test_templates_of_an_older_model_do_not_stay(compiling: list[BaseException], tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    write = compiler.compile_model
+
+    def with_templates(files: ModelFiles, folder: Path, **options: Any) -> compiler.Compiled:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "new.jinja").write_text("new")
+        return write(files, folder, **options)
+
+    monkeypatch.setattr(compiler, "compile_model", with_templates)
+    for name in ("rt.so", "chat_template.jinja", "additional_chat_templates/old.jinja"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("old")
+    assert main(["compile", "tiny", "-o", str(tmp_path), "--force"]) == 0
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
+        "config.json", "rt.so", "params_shard_0.bin", "additional_chat_templates/new.jinja"}
+
+
+def test_no_room_is_said_before_the_work(compiling: list[BaseException], tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    compiling.append(AssertionError("it was compiled"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert main(["compile", "tiny", "-o", str(tmp_path / "new" / "out")]) == 2
+    assert "out cannot be written: it needs 18" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("target", "said"), [
+    ("foo", "target 'foo' is not supported"), ("", "only llvm"), ("llvm foo", "'foo' must be of the form -mcpu=NAME"),
+    ("llvm -mcpu=foo", "LLVM knows no processor 'foo'"), ("llvm -foo=1", "is not one that TVM knows")])
+def test_a_target_is_looked_at_before_the_model(target: str, said: str, tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tvm", reason="the extra deltic[tvm] is not installed")
+    assert main(["compile", "no/such/model", "--target", target, "-o", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("there", [False, True])

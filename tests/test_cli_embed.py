@@ -5,12 +5,16 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -31,6 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_encoder(directory / "bert", "bert")
     save_recipe(directory / "bert", "mean_tokens")
     save_encoder(directory / "judge", "bert", labels=1)
+    (directory / "taken.npy").mkdir()
     (directory / "texts.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
     (directory / "texts.jsonl").write_text("".join(
         json.dumps({"text": text} if index % 2 else text) + "\n" for index, text in enumerate(LINES)), encoding="utf-8")
@@ -100,6 +105,29 @@ def test_one_writer_at_a_time(place: Path, wanted: Any, tmp_path: Path, capsys: 
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
 
 
+def test_a_full_disk_is_told_by_name(place: Path, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                     capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["embed", str(place / "bert"), str(place / "texts.txt"), "-o", str(tmp_path / "out.npy")]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=40))
+    monkeypatch.setattr(encoder_module.Encoder, "encode", None)
+    assert main(argv) == 2 and "out.npy cannot be written: it needs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "there is nothing to go on from"
+    monkeypatch.undo()
+    monkeypatch.setattr(embed, "_WINDOW", 8)
+    limit, code = resource.getrlimit(resource.RLIMIT_FSIZE), 0
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))  # some vectors of 160 bytes, not all
+        code = main(argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert code == 2 and "out.npy cannot be written: File too large" in capsys.readouterr().err
+    assert main(argv) == 0 and "are there already" in capsys.readouterr().err
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted[None])
+    assert [path.name for path in tmp_path.iterdir()] == ["out.npy"]
+
+
 def test_a_part_that_another_program_changes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     encode, part = encoder_module.Encoder.encode, tmp_path / "out.npy.part"
@@ -126,7 +154,10 @@ def test_rerank(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 WRONG = {
     "dimensions": (["bert", "texts.txt", "--dimensions", "99"], "dimensions must be an integer from 1 to 40"),
-    "file": (["bert", "none.txt"], "cannot be read"), "output": (["bert", "texts.txt", "-o", "x.csv"], "must end in"),
+    "file": (["bert", "none.txt"], "argument FILE: there is no file 'none.txt'"),
+    "device": (["bert", "/dev/zero", "-o", "x.npy"], "'/dev/zero' is neither a file nor a pipe"),
+    "directory": (["nowhere", "texts.txt", "-o", "taken.npy"], "'taken.npy' is a directory; name a file"),
+    "output": (["bert", "texts.txt", "-o", "x.csv"], "must end in"),
     "json": (["bert", "texts.txt", "--jsonl"], "line 1 is not JSON"),
     "long": (["bert", "texts.txt", "--max-length", "9", "--no-truncate"], "has 37 tokens or more"),
     "scores": (["judge", "texts.txt"], "task=embed"), "place": (["nowhere", "texts.txt"], "there is no directory")}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from deltic.cli import doctor, main
 
 ROOT = Path(__file__).parents[1]
 # A repetition penalty far below 1 repeats the prompt's words for ever.
@@ -28,6 +31,66 @@ def test_a_signal_ends_a_generation(number, code):
         out, err = process.communicate(timeout=30)
     assert process.returncode == code
     assert begun.strip() and (begun + out).endswith(b"\n") and err == b""
+
+
+FRAGILE = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{})
+    sum(range(1000))
+except BaseException:
+    {}
+"""
+
+
+@pytest.mark.parametrize("swallows", [True, False])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_library_is_loaded_to_its_end(name, code, swallows, tmp_path, monkeypatch, capsys):
+    """Stopped on the way it would pass for broken, or nobody would hear of the signal."""
+    def check_fragile(args):
+        import fragile  # noqa: F401
+        ends.append(time.monotonic() + 5)
+        while time.monotonic() < ends[0]:
+            pass
+
+    ends = []
+    (tmp_path / "fragile.py").write_text(FRAGILE.format(name, "pass" if swallows else "raise ImportError('broken')"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "CHECKS", (check_fragile,))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    try:
+        assert main(["doctor"]) == code
+        assert time.monotonic() < ends[0], "the signal was not heard of"
+    finally:
+        sys.modules.pop("fragile", None)
+    assert capsys.readouterr() == ("", "")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)] == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_who_insists_does_not_wait_for_a_library(tmp_path, monkeypatch):
+    def check_slow(args):
+        import fragile  # noqa: F401
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "CHECKS", (check_slow,))
+    twice = "import os, signal, time\nfor _ in range(2):\n    os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n"
+    (tmp_path / "fragile.py").write_text(twice)
+    began = time.monotonic()
+    assert main(["doctor"]) == 130 and time.monotonic() - began < 5
+
+
+def test_what_a_shell_runs_in_the_background_does_not_hear_of_ctrl_c(monkeypatch):
+    def check_something(args):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_something,))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert main(["doctor"]) == 0
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_closed_pipe_ends_quietly():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,48 @@ def test_files_that_cannot_be_used(converted: Path, tmp_path: Path, key: str, va
     text.symlink_to(converted)
     bad.rename(tmp_path / "mmproj-it.gguf")
     assert open_model(str(text)).vision is None
+
+
+def test_pipes_are_not_waited_for(converted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text, beside = tmp_path / "it.gguf", tmp_path / "mmproj-it.gguf"
+    text.symlink_to(converted)
+    os.mkfifo(beside)
+    said = "mmproj-it.gguf cannot be read: it is not a plain file"
+    assert open_model(str(tmp_path)).vision is None and said in caplog.text
+    with pytest.raises(ModelError, match=re.escape(said)):
+        open_model(str(text), mmproj=str(beside))
+    text.unlink()
+    os.mkfifo(text)
+    with pytest.raises(ModelError, match=r"/it\.gguf cannot be read: it is not a plain file"):
+        open_model(str(tmp_path))
+    with pytest.raises(ModelError, match=r"it\.gguf is neither a file nor a directory"):
+        open_model(str(text))
+
+
+def test_a_tower_alone_is_no_model(converted: Path, tmp_path: Path) -> None:
+    tower = tmp_path / "mmproj-it.gguf"
+    tower.touch()
+    with pytest.raises(ModelError, match=r"has a vision tower \(mmproj-it.gguf\) and no model"):
+        open_model(str(tmp_path))
+    with pytest.raises(ModelError, match=r"mmproj-.*: this is a vision tower: name the GGUF file of the text model"):
+        open_model(str(converted.with_name(f"mmproj-{converted.name}")))
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("tower.safetensors", "{} announces a header of 0 bytes"), ("preprocessor_config.json", "{} does not hold valid"),
+    ("video_preprocessor_config.json", "{} does not hold valid")])
+def test_an_empty_file_of_the_tower_is_named_alone(name: str, said: str, directory: Path, tmp_path: Path,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
+    for path in directory.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).touch()
+    if name == "tower.safetensors":
+        (tmp_path / "model.safetensors").rename(tmp_path / "text.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {
+            "lm_head.weight": "text.safetensors", "model.visual.patch_embed.proj.weight": name}}))
+    assert open_model(tmp_path).vision is None
+    assert "pictures are refused: " + said.format(tmp_path / name) in caplog.text
 
 
 def test_not_for_a_directory(directory: Path) -> None:

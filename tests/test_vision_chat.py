@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_ways_to_give_a_picture(llm: LLM, tmp_path: Path) -> None:
     ("data:image/png;base64,\u00e9", "no valid base64"), (5, "must be a picture"),
     ("data:image/png;base64,AAAA", "no picture that can be read"), (b"", "no picture that can be read"),
     (None, "has no picture"), (png(drawing(1))[:-60], "seems damaged"),
-    (Image.new("RGB", (1, 300)), "more than 200 times"), (Path("/nowhere/x.png"), "cannot be read"),
+    (Image.new("RGB", (1, 300)), "more than 200 times"), (Path("/nowhere/x.png"), "there is no file '/nowhere/x.png'"),
+    (Path("/dev/null"), "there is no file '/dev/null'"),
 ])
 def test_pictures_that_cannot_be_read(llm: LLM, image: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
@@ -159,7 +161,7 @@ def test_films_that_cannot_be_read(llm: LLM, film: dict[str, Any], message: str)
 # The command line
 
 
-def test_in_a_conversation_on_the_command_line(llm: LLM, tmp_path: Path) -> None:
+def test_in_a_conversation_on_the_command_line(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """/image shows a picture with the next message alone; what is saved can be sent to a server."""
     drawing(7).save(tmp_path / "it.png")
     chat = Conversation(llm, Namespace(think=None, system=None, thinking_output=True), GREEDY)
@@ -174,8 +176,11 @@ def test_in_a_conversation_on_the_command_line(llm: LLM, tmp_path: Path) -> None
     chat.take("/reset")
     chat.take(f"/load {tmp_path / 'it.json'}")
     assert not chat.failed and len(chat.messages) == 4
-    chat.take(f"/image {tmp_path / 'it.json'}")
-    assert chat.failed, "no picture"
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in (("it.json", "it.json is no picture"), ("pipe", "is a pipe; name a file"), ("none", "no file")):
+        chat.failed = False
+        chat.take(f"/image {tmp_path / name}")
+        assert chat.failed and said in capsys.readouterr().err
 
 
 def test_shown_on_the_command_line(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,4 +191,16 @@ def test_shown_on_the_command_line(directory: Path, tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["usage"]["prompt_tokens"] > 15
     (tmp_path / "it.mp4").write_text("no film")
     assert main(["run", str(directory), "--video", str(tmp_path / "it.mp4"), "What is this?", *options]) != 0
-    assert "cannot be read as a film" in (said := capsys.readouterr().err) or "deltic[video]" in said
+    assert "it.mp4 cannot be read as a film" in (said := capsys.readouterr().err) or "deltic[video]" in said
+
+
+def test_what_is_no_picture_is_named(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing(7).save(tmp_path / "it.png")
+    Image.new("RGB", (1, 300)).save(tmp_path / "long.png")
+    (tmp_path / "empty.png").touch()
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, said in (("empty.png", "empty.png is no picture that can be read"), ("long.png", "long.png"),
+                       ("pipe.png", "pipe.png' is a pipe; name a file")):
+        assert main(["run", str(directory), "--system", "Be brief.", "--image", str(tmp_path / "it.png"), "--image",
+                     str(tmp_path / name), "What is this?", "--dtype", "float32", "--memory", "64MiB"]) == 2
+        assert said in (told := capsys.readouterr().err) and "messages[" not in told

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.json", "chat_template.jinja")
 _TEMPLATES: Final = "additional_chat_templates"
+_CONFIG: Final = "config.json"
+_GENERATION: Final = "generation_config.json"
 
 
 def write_sidecar(files: ModelFiles, folder: Path, config: ModelConfig | None = None) -> None:
@@ -29,8 +31,8 @@ def write_sidecar(files: ModelFiles, folder: Path, config: ModelConfig | None = 
     mapping = hf_config(config)
     if ModelConfig.from_hf(mapping) != config:
         raise ModelError(f"{files.path}: the scaled rotary frequencies of this model cannot be compiled")
-    write_json(folder / "config.json", mapping)
-    write_json(folder / "generation_config.json", generation_config(files.generation))
+    write_json(folder / _CONFIG, mapping)
+    write_json(folder / _GENERATION, generation_config(files.generation))
     texts = files.tokenizer()
     if texts is not None:
         (folder / _FILES[0]).write_text(texts.tokenizer, encoding="utf-8")
@@ -44,12 +46,17 @@ def write_sidecar(files: ModelFiles, folder: Path, config: ModelConfig | None = 
         shutil.copytree(files.path / _TEMPLATES, folder / _TEMPLATES, dirs_exist_ok=True)
 
 
+def sidecar_files(folder: Path) -> list[Path]:
+    """What `write_sidecar` may have left in a directory."""
+    return [path for name in (_CONFIG, _GENERATION, *_FILES, _TEMPLATES) if (path := folder / name).exists()]
+
+
 def read_sidecar(folder: Path) -> tuple[ModelConfig, GenerationDefaults]:
     """The config and the advice for sampling that `write_sidecar` has left; ModelError naming the file and key."""
-    path = folder / "config.json"
+    path = folder / _CONFIG
     try:
         config = ModelConfig.from_hf(load_json(path))
-        path = folder / "generation_config.json"
+        path = folder / _GENERATION
         advice = load_json(path) if path.is_file() else {}
         return config, GenerationDefaults.from_hf(advice, config.eos_token_ids)
     except ModelError as error:
@@ -62,10 +69,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def load_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ModelError if there is none."""
+    if not path.is_file():
+        raise ModelError(f"there is no {path.name}; the artifact is not whole: make or copy it again")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"there is no {path.name}; the artifact is not whole: make or copy it again") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"it cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):

@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 
 from deltic import __version__
 from deltic.cli.parser import Parser, clipped
-from deltic.cli.signals import Terminated, termination
+from deltic.cli.signals import Terminated, orderly_ends
 from deltic.errors import DelticError
 
 __all__ = ["COMMANDS", "command_parser", "main", "top_parser"]
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _fill_streams()
     _be_lenient()
     try:
-        with termination(), _named_output():
+        with orderly_ends(), _named_output():
             code = _dispatch(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
             return code

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import existing_file, text
+from deltic.cli.parser import existing_file, path_name, text
 from deltic.cli.terminal import Bar
 from deltic.errors import DelticError, show
 
@@ -47,7 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="IN.jsonl", type=existing_file,
                         help="the requests, one line each. custom_id is any text that no other line has; url is "
                              f"{', '.join(_URLS)}; body is what the server takes there, but for stream")
-    parser.add_argument("target", metavar="OUT.jsonl", type=Path,
+    parser.add_argument("target", metavar="OUT.jsonl", type=lambda given: Path(path_name(given)),
                         help="where the answers go, in the order in which they are done: custom_id, response with "
                              "status_code and body, and error, which is null or has a code and a message")
     options.add_model(parser)
@@ -174,7 +174,9 @@ class Results:
 
     def __init__(self, path: Path, source: Path) -> None:
         self._path, self.done, self.failed = path, set[bytes](), 0
+        self._made = False  # by us, and nobody else writes it
         try:
+            absent = not path.exists()
             if path.exists() and not path.is_file():
                 raise BatchError(f"{path} is no file: name another one for the answers")
             if path.exists() and path.samefile(source):
@@ -184,15 +186,22 @@ class Results:
             raise BatchError(f"{path} cannot be written: {error.strerror}") from error
         try:
             self._claim()
+            self._made = absent
             self._read()
         except BaseException:
-            os.close(self._file)
+            self._close(failed=True)
             raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(failed=kind is not None)
+
+    def _close(self, failed: bool) -> None:
+        """A failure leaves no new file in which nothing is."""
+        if failed and self._made and not os.fstat(self._file).st_size:
+            self._path.resolve().unlink(missing_ok=True)
         os.close(self._file)
 
     def write(self, result: Json) -> None:
@@ -210,9 +219,11 @@ class Results:
     def _claim(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise BatchError(f"{self._path} is being written by another process: wait for it, or name another file"
-                             ) from error
+            mine = os.path.samestat(os.fstat(self._file), self._path.stat())  # else another one has just deleted it
+        except OSError:
+            mine = False
+        if not mine:
+            raise BatchError(f"{self._path} is being written by another process: wait for it, or name another file")
 
     def _read(self) -> None:
         whole = 0

@@ -23,7 +23,7 @@ from deltic.cache.folder import (
     root_of,
     split_folder,
 )
-from deltic.cli.parser import UsageError, text, whole
+from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import date, grid, table
 from deltic.cli.terminal import confirmed
 
@@ -52,7 +52,7 @@ class _Model:
 def add(parser: argparse.ArgumentParser) -> None:
     actions = "; ".join(f"{name}: {line}" for name, line in _ACTIONS.items())
     parser.add_argument("action", metavar="ACTION", choices=tuple(_ACTIONS), type=text, help=actions)
-    parser.add_argument("directory", metavar="DIR", type=text, help="the directory, as given to --cache-dir")
+    parser.add_argument("directory", metavar="DIR", type=path_name, help="the directory, as given to --cache-dir")
     parser.add_argument("--json", action="store_true", help="ls, stats: print one JSON object instead of a table")
     parser.add_argument("--yes", action="store_true", help="clear: do not ask")
     parser.add_argument("--older-than", type=whole(0, 36500), metavar="DAYS",

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from deltic.cli import options
 from deltic.cli.answer import Screen, read_answer, statistics_line
 from deltic.cli.models import open_llm
-from deltic.cli.parser import MOST_BYTES, UsageError, read_text
+from deltic.cli.parser import MOST_BYTES, UsageError, plain_file, read_bytes, read_text
+from deltic.cli.pictures import naming
 from deltic.cli.settings import replace_file
 from deltic.cli.signals import Interruption
 from deltic.errors import RequestError, show
@@ -179,9 +180,14 @@ class Conversation:
     def _show(self, path: Path) -> str:
         """Keep a picture, in the form that requests have, for the next message."""
         kind = mimetypes.guess_type(path.name)[0] or "image/png"
-        url = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        try:
+            content = read_bytes(plain_file(str(path)))
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read: {error}") from error
+        url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
         part = {"type": "image_url", "image_url": {"url": url}}
-        self._llm.chat_processor.chat([{"role": "user", "content": [part, {"type": "text", "text": "?"}]}])
+        with naming([path]):
+            self._llm.chat_processor.chat([{"role": "user", "content": [part, {"type": "text", "text": "?"}]}])
         self._shown.append(part)
         return f"{path.name} goes with the next message"
 

@@ -6,15 +6,12 @@ import argparse
 import json
 import os
 import re
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from deltic.artifacts.extras import need
 from deltic.artifacts.opening import LIBRARIES
-from deltic.cli.parser import UsageError, text, whole
+from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import table
 from deltic.config.aliases import FORMATS, GENERATIONS, canonical, find
 from deltic.errors import ModelError
@@ -26,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="MODEL", type=text,
                         help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny: dense "
                              "Qwen3.5 or Qwen3")
-    parser.add_argument("-o", "--output", metavar="DIR", type=text,
+    parser.add_argument("-o", "--output", metavar="DIR", type=path_name,
                         help="the directory to make (default: ~/.cache/deltic/compiled/MODEL--TARGET--cpu)")
     parser.add_argument("--target", default="llvm", metavar="TARGET", type=text,
                         help='for which processor: llvm, this one (default), or another, such as "llvm '
@@ -48,11 +45,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     need("tvm")
     folder = _folder(args)
-    from deltic.artifacts.tvm.compiler import compile_model
+    from deltic.artifacts.sidecar import sidecar_files
+    from deltic.artifacts.tvm.compiler import compile_model, find_target, parameter_bytes
     from deltic.weights.hub import open_model
+    from deltic.weights.writing import check_room, replacing_files
 
+    find_target(args.target)  # before anything is downloaded
     started, files = time.perf_counter(), open_model(args.source, args.revision)
-    with _replacing(folder) as made:
+    check_room(folder, parameter_bytes(files.config, args.dtype), "make room, or choose another place")
+    with replacing_files(folder, lambda place: [*_compiled(place), *sidecar_files(place)]) as made:
         written = compile_model(files, made, generation=args.generation, dtype=args.dtype, target=args.target,
                                 max_context=args.max_context, chunk=args.prefill_chunk)
     facts = {"path": str(folder), "library_bytes": written.library, "parameter_bytes": written.parameters,
@@ -72,9 +73,9 @@ def cache_folder(model: str, target: str) -> Path:
 
 def _folder(args: argparse.Namespace) -> Path:
     """The directory to write to: absent, empty or, with --force, that of a compiled model."""
-    folder = Path(args.output) if args.output else cache_folder(args.source, args.target)
-    if folder.is_file():
-        raise UsageError(f"{folder} is a file; name a directory")
+    folder = Path(args.output) if args.output is not None else cache_folder(args.source, args.target)
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UsageError(f"{folder} is no directory; name one")
     old = _compiled(folder)
     if folder.is_dir() and os.listdir(folder) and not (args.force and old):
         raise UsageError(f"{folder} is not empty; " + (
@@ -85,27 +86,6 @@ def _folder(args: argparse.Namespace) -> Path:
 def _compiled(folder: Path) -> list[Path]:
     """What a directory holds of a compiled model."""
     return [path for name in (*LIBRARIES, "params_shard_*.bin", "*-cache.json") for path in folder.glob(name)]
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A new directory, whose files take the place of the compiled model in `folder` when all went well. Errors of the
-    system name `folder`."""
-    from deltic.weights.writing import explained
-
-    place = folder.resolve()
-    made = place.with_name(f".{place.name[:200]}.{os.getpid()}.part")
-    try:
-        with explained(folder):
-            made.mkdir(parents=True)
-            yield made
-            for path in _compiled(place):
-                path.unlink()
-            place.mkdir(exist_ok=True)
-            for path in made.iterdir():
-                shutil.move(path, place / path.name)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _format(given: str) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltic.cli.parser import UsageError, text
+from deltic.cli.parser import UsageError, path_name, text
 from deltic.cli.table import table
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=text,
                         help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B or "
                              "BAAI/bge-m3, or tiny")
-    parser.add_argument("target", metavar="DST.gguf", type=text, help="the file to write")
+    parser.add_argument("target", metavar="DST.gguf", type=path_name, help="the file to write")
     parser.add_argument("--type", choices=_TYPES, type=str.upper, default="Q8_0",
                         help="how weights are stored; norms and other small tensors stay F32, and the head of a "
                              "four- or five-bit file has six bits (default: Q8_0, about half of a BF16 checkpoint)")

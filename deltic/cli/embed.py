@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from deltic.cli.parser import UsageError, text, whole
+from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.terminal import Bar
 from deltic.cli.texts import add_source, is_seekable, open_encoder, open_lines, read_texts
+from deltic.errors import show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 HELP = "Vectors of the texts in a file. What was interrupted goes on where it was, if it is started again."
 
 _WINDOW = 1024
+_ROOM = "make room, and run the same command again, which goes on from what is there"
 _KINDS = (".npy", ".npz")
 
 
@@ -58,6 +60,7 @@ def _to_file(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None
     output: Path = args.output
     part, note = output.with_name(output.name + ".part"), output.with_name(output.name + ".part.json")
     from deltic.encoders.encoder import check_dimensions
+    from deltic.weights.writing import check_room, explained
 
     check_dimensions(args.dimensions, encoder.dimension)
     width, total = args.dimensions or encoder.dimension, 0
@@ -71,8 +74,9 @@ def _to_file(encoder: Encoder, args: argparse.Namespace, file: BinaryIO) -> None
                            "prompt": args.prompt, "jsonl": args.jsonl, "max_length": encoder.max_length})
     else:
         told = ""  # what came through a pipe is gone
-    with _claimed(part, output) as target:
+    with explained(output), _claimed(part, note, output) as target:
         done = count = _resume(target, note, told, 4 * width)
+        check_room(output, 4 * width * (2 * total - done), _ROOM)  # the part stays until all is in the output
         if done:
             print(f"{done:,} vectors are there already: going on behind them", file=sys.stderr)
         bar = Bar("embedding", 1, "texts")
@@ -105,8 +109,8 @@ def _vectors(encoder: Encoder, args: argparse.Namespace, texts: Iterator[str], r
 
 
 @contextmanager
-def _claimed(part: Path, output: Path) -> Iterator[BinaryIO]:
-    """The part, to be added to by this process alone; UsageError if another one writes it."""
+def _claimed(part: Path, note: Path, output: Path) -> Iterator[BinaryIO]:
+    """The part, to be added to by this process alone; UsageError if another one writes it. note: what it is of."""
     with part.open("ab") as target:
         try:
             fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,7 +119,13 @@ def _claimed(part: Path, output: Path) -> Iterator[BinaryIO]:
             mine = False
         if not mine:
             raise UsageError(f"{output} is being written by another process: wait for it, or name another file")
-        yield target
+        try:
+            yield target
+        except BaseException:  # what has nothing to go on from does not stay
+            if not os.fstat(target.fileno()).st_size:
+                note.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
+            raise
 
 
 def _resume(part: BinaryIO, note: Path, told: str, row: int) -> int:
@@ -134,25 +144,28 @@ def _resume(part: BinaryIO, note: Path, told: str, row: int) -> int:
 def _finish(part: Path, output: Path, shape: tuple[int, int]) -> None:
     import numpy as np
 
+    from deltic.weights.writing import check_room, replacing
+
     size, wanted = part.stat().st_size, 4 * shape[0] * shape[1]
     if size != wanted:
         raise UsageError(f"{part} has {size:,} bytes instead of {wanted:,}, as another program has changed it: delete "
                          "it, and run the command again")
     rows = np.memmap(part, np.float32, "r", shape=shape) if shape[0] else np.zeros(shape, np.float32)
-    fresh = output.with_name(output.name + ".new")
-    with fresh.open("wb") as file:
+    check_room(output, wanted, _ROOM)
+    with replacing(output) as file:
         if output.suffix == ".npz":
             np.savez(file, vectors=rows)
         else:
             np.save(file, rows)
-    del rows
-    fresh.replace(output)
 
 
 def _output(given: str) -> Path:
-    path = Path(text(given))
+    path = Path(path_name(given))
     if path.suffix not in _KINDS:
         raise argparse.ArgumentTypeError(f"must end in {' or '.join(_KINDS)}, not {given[:80]!r}")
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"the directory {str(path.parent)!r} does not exist")
+    if path.exists() and not path.is_file():
+        kind = "directory" if path.is_dir() else "pipe or device"
+        raise argparse.ArgumentTypeError(f"{show(given)} is a {kind}; name a file")
     return path

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltic.cli.parser import UsageError, text, whole
+from deltic.cli.parser import UsageError, path_name, text, whole
 from deltic.cli.table import table
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _OPERATORS = ("executorch", "deltic")
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="MODEL", type=text,
                         help="a directory, a GGUF file, a Hugging Face name such as Qwen/Qwen3.5-0.8B, or tiny")
-    parser.add_argument("-o", "--output", metavar="FILE.pte", type=text, required=True,
+    parser.add_argument("-o", "--output", metavar="FILE.pte", type=path_name, required=True,
                         help="the program to write; its config and tokenizer go to the directory FILE.files beside it")
     parser.add_argument("--format", choices=_FORMATS, default="pte",
                         help="pte: an ExecuTorch program on XNNPACK (default)")
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", metavar="TOKENS", type=whole(2), default=2048,
                         help="tokens that a sequence may have; their K/V is planned into the program (default: 2048, "
                              "or the model's own limit)")
-    parser.add_argument("--force", action="store_true", help="replace FILE.pte if it exists")
+    parser.add_argument("--force", action="store_true", help="replace FILE.pte and FILE.files if they exist")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -93,6 +93,9 @@ class Steps:
 
 
 def _target(args: argparse.Namespace) -> Path:
+    from deltic.artifacts.executorch.names import sidecar_of
+    from deltic.artifacts.sidecar import sidecar_files
+
     path = Path(args.output)
     if path.suffix.lower() != ".pte":
         raise UsageError(f"{args.output} must end in .pte, so that it is known as a program")
@@ -100,8 +103,13 @@ def _target(args: argparse.Namespace) -> Path:
         raise UsageError(f"there is no directory {str(path.parent)!r}")
     if path.is_dir():
         raise UsageError(f"{args.output} is a directory; name a file")
-    if path.exists() and not args.force:
-        raise UsageError(f"{args.output} exists; give --force to replace it, or another name")
+    beside = sidecar_of(path)
+    if beside.is_file():
+        raise UsageError(f"{beside} is a file, and the config and tokenizer go to a directory of that name; give "
+                         "another name")
+    for each in (path, *sidecar_files(beside)):
+        if each.exists() and not args.force:
+            raise UsageError(f"{each} exists; give --force to replace it, or another name")
     return path
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deltic.cli.parser import UsageError, text
+from deltic.cli.parser import UsageError, path_name, text
 from deltic.cli.table import table
 
 HELP = ("Take the multi-token-prediction head out of a model. Put beside a copy of the model that lacks it, fine-tuned "
@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", metavar="ACTION", choices=tuple(_ACTIONS), type=text, help=actions)
     parser.add_argument("source", metavar="SRC", type=text,
                         help="a directory, or a Hugging Face name such as Qwen/Qwen3.5-0.8B")
-    parser.add_argument("target", metavar="DST", type=text,
+    parser.add_argument("target", metavar="DST", type=path_name,
                         help=f"the file to write, ending in .safetensors, or a directory to write {_FILE} into")
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
@@ -47,8 +47,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> Path:
-    if not args.target:
-        raise UsageError(f"DST is empty: name a file that ends in .safetensors, or a directory to write {_FILE} into")
     path = Path(args.target)
     if path.is_dir():
         path /= _FILE

@@ -95,13 +95,26 @@ def existing_file(given: str) -> Path:
     return Path(given)
 
 
-def read_text(path: Path) -> str:
-    """The UTF-8 text of a file or pipe; ValueError or OSError says why not."""
+def plain_file(given: str) -> Path:
+    """An argument type: a file that is there, and no pipe, as it is read more than once."""
+    path = existing_file(given)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{show(given)} is a pipe; name a file")
+    return path
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file or pipe; ValueError or OSError says why not."""
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
-    return content.decode("utf-8-sig")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file or pipe; ValueError or OSError says why not."""
+    return read_bytes(path).decode("utf-8-sig")
 
 
 def json_file(given: str) -> Any:
@@ -118,6 +131,13 @@ def text(given: str) -> str:
         return os.fsencode(given).decode() if _has_bytes(given) else given
     except (UnicodeDecodeError, UnicodeEncodeError):
         raise argparse.ArgumentTypeError("is not valid UTF-8") from None
+
+
+def path_name(given: str) -> str:
+    """An argument type: the name of a file or directory, which need not be there."""
+    if not given:
+        raise argparse.ArgumentTypeError("is empty: name a file or directory")
+    return text(given)
 
 
 def _has_bytes(given: str) -> bool:

@@ -17,7 +17,8 @@ from deltic.artifacts.opening import kind_of
 from deltic.cli import options
 from deltic.cli.answer import Meter, Screen, call_json, read_answer, statistics_line
 from deltic.cli.models import timed_llm
-from deltic.cli.parser import MOST_BYTES, UsageError, existing_file, json_file, text
+from deltic.cli.parser import MOST_BYTES, UsageError, json_file, plain_file, text
+from deltic.cli.pictures import naming
 from deltic.cli.signals import Terminated
 from deltic.errors import show
 
@@ -38,9 +39,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", type=text,
                         help="the prompt; - or none reads it from stdin, if that is no terminal")
     options.add_conversation(parser)
-    parser.add_argument("--image", action="append", type=existing_file, default=[], metavar="FILE",
+    parser.add_argument("--image", action="append", type=plain_file, default=[], metavar="FILE",
                         help="a picture to show beside the prompt, for models that see; may be repeated")
-    parser.add_argument("--video", action="append", type=existing_file, default=[], metavar="FILE",
+    parser.add_argument("--video", action="append", type=plain_file, default=[], metavar="FILE",
                         help="a film to show before the prompt, two frames of each second (needs deltic[video]); may "
                              "be repeated")
     parser.add_argument("--tools", type=json_file, metavar="FILE",
@@ -168,8 +169,9 @@ def _ask(llm: LLM, args: argparse.Namespace, prompt: str, sampling: SamplingPara
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     pictures = [{"type": kind, kind: path} for kind in ("image", "video") for path in getattr(args, kind)]
     content = [*pictures, {"type": "text", "text": prompt}] if pictures else prompt
-    return llm.stream([*system, {"role": "user", "content": content}], sampling, tools=args.tools, thinking=args.think,
-                      **form)
+    with naming([*args.image, *args.video]):
+        return llm.stream([*system, {"role": "user", "content": content}], sampling, tools=args.tools,
+                          thinking=args.think, **form)
 
 
 def _finish_text(screen: Screen, choice: Choice, meter: Meter) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.cli import model_set, options
 from deltic.cli.models import check_source, open_llm
-from deltic.cli.parser import UsageError, existing_file, json_file, read_text, text, whole
+from deltic.cli.parser import UsageError, existing_file, json_file, path_name, read_text, text, whole
 from deltic.cli.terminal import loading_bar
 from deltic.errors import DelticError
 
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help=f"address to listen on (default: {_HOST})")
     parser.add_argument("--port", type=whole(0, 65535), metavar="N",
                         help=f"port to listen on; 0 takes a free one (default: {_PORT})")
-    parser.add_argument("--unix-socket", type=text, metavar="PATH",
+    parser.add_argument("--unix-socket", type=path_name, metavar="PATH",
                         help="listen on a Unix socket instead; one that was left behind there is replaced")
     parser.add_argument("--unix-socket-mode", type=_mode, default=0o600, metavar="MODE",
                         help="who may connect to it: those who may write to a file of this mode (default: 600)")
@@ -59,7 +59,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help=f"what clients must send; may be repeated (default: ${_KEY_VARIABLE}, else nothing)")
     parser.add_argument("--api-key-file", type=existing_file, metavar="FILE",
                         help="more keys: a line for each, the key and then perhaps a name for the log")
-    parser.add_argument("--request-log", type=text, metavar="FILE",
+    parser.add_argument("--request-log", type=path_name, metavar="FILE",
                         help="append a line of JSON for each request, without its text; - is standard output")
     parser.add_argument("--log-text", action="store_true",
                         help="with --request-log: also what was asked and answered, as the model reads and writes it")

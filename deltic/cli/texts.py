@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from deltic.cli import options
-from deltic.cli.parser import UsageError, text, whole
+from deltic.cli.parser import UsageError, existing_file, text, whole
 from deltic.cli.terminal import loading_bar
 from deltic.errors import show
 
@@ -26,7 +26,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     """MODEL, FILE, and how both are read."""
     parser.add_argument("model", metavar="MODEL", type=text, help="a directory or a Hugging Face name such as "
                         "BAAI/bge-m3")
-    parser.add_argument("file", metavar="FILE", type=text, help="texts, one a line; - reads standard input")
+    parser.add_argument("file", metavar="FILE", type=_source, help="texts, one a line; - reads standard input")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
     parser.add_argument("--jsonl", action="store_true",
                         help="each line is JSON: a text, or an object with one as `text`")
@@ -63,7 +63,7 @@ def open_lines(name: str) -> BinaryIO:
 def read_texts(file: BinaryIO, jsonl: bool) -> Iterator[str]:
     """Line by line. UsageError names the line that is no UTF-8, too long, or not of the form."""
     number = 0
-    while line := file.readline(_LONGEST + 1):
+    while line := _line(file, number + 1):
         number += 1
         if len(line) > _LONGEST:
             raise UsageError(f"line {number} has more than {_LONGEST >> 20} MiB")
@@ -72,6 +72,18 @@ def read_texts(file: BinaryIO, jsonl: bool) -> Iterator[str]:
         except UnicodeDecodeError:
             raise UsageError(f"line {number} is not valid UTF-8") from None
         yield _text_of(words, number) if jsonl else words
+
+
+def _line(file: BinaryIO, number: int) -> bytes:
+    try:
+        return file.readline(_LONGEST + 1)
+    except OSError as error:
+        raise UsageError(f"line {number} cannot be read: {error.strerror}") from error
+
+
+def _source(given: str) -> str:
+    """An argument type: a file that is there, a pipe, or - for standard input."""
+    return given if given == "-" else str(existing_file(text(given)))
 
 
 def _text_of(line: str, number: int) -> str:

@@ -22,6 +22,7 @@ _RANGES: Final = {
     "expert_cap": (1, 4096),
     "expert_refresh": (1, 1 << 31),
 }
+_PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile")
 AUTO: Final = "auto"
 """The device that a machine has; `engine.options.settled` says which one. Until then nobody knows how many tokens a
 step aims at, or whether all options suit the device."""
@@ -204,6 +205,9 @@ class EngineConfig:
                               "the model's files; write a quantized file once (deltic convert), and run that", "quant")
 
     def _check_types(self) -> None:
+        for name in _PATHS:
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} is empty: name a file or directory, or leave it out", name)
         for name in _RANGES:
             value = getattr(self, name)
             optional = name in ("threads", "max_context", "max_stall_ms", "expert_cap") or (

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from deltic.config.reading import flag
 from deltic.errors import ModelError, RequestError, show
-from deltic.weights.files import read_json
+from deltic.weights.files import open_plain, read_json
 
 POOLINGS: Final = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
 """Where a model has several, their vectors are put one after another."""
@@ -97,7 +97,8 @@ def _modules(path: Path) -> list[tuple[str, Path]]:
     import json
 
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        with open_plain(path) as file:
+            entries = json.load(file)
         found = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelError(f"{path} is no list of modules with type and path ({error}); download it again") from error

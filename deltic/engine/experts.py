@@ -28,6 +28,7 @@ from deltic.ops.cuda.packed_experts import scratch_bytes
 from deltic.ops.cuda.tile_store import TileStore, take_stacks
 from deltic.ops.records import Weight
 from deltic.ops.stored import ExpertStatistics
+from deltic.weights.files import open_plain
 from deltic.weights.hub import ModelFiles
 
 log = logging.getLogger("deltic")
@@ -211,9 +212,11 @@ def _left(options: EngineConfig, budget: int | None) -> str:
 def _read_profile(path: Path, counts: Sequence[int]) -> list[list[float]]:
     """Scores by layer. counts: of a layer's experts. ConfigError if the file is none of this model."""
     try:
-        if path.stat().st_size > _MOST_PROFILE:
+        with open_plain(path) as file:
+            text = file.read(_MOST_PROFILE + 1)
+        if len(text) > _MOST_PROFILE:
             raise ValueError("it is too large")
-        found = json.loads(path.read_text())["layers"]
+        found = json.loads(text)["layers"]
         shape = [len(layer) for layer in found]
         if shape != list(counts):
             raise ValueError("it is of a model with another number of layers or experts")

@@ -33,6 +33,8 @@ def read_image(source: bytes | str | Path | Image, name: str = "image") -> Image
         return _plain(ImageOps.exif_transpose(source), name)
     if not isinstance(source, bytes | str | Path):
         raise RequestError(f"{name} must be a picture, its bytes or its path, not {show(source)}", name)
+    if not isinstance(source, bytes) and not Path(source).is_file():
+        raise RequestError(f"{name} cannot be read: there is no file {show(str(source))}", name)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
             width, height = image.size

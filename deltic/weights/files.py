@@ -129,7 +129,7 @@ def _stack(name: str, parts: Mapping[int, Stored], count: int) -> Stack:
 def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
     """The JSON object in `path`. Raises ModelError naming a file that is absent, too large, or none."""
     try:
-        with _open_plain(path) as file:
+        with open_plain(path) as file:
             text = file.read(limit + 1)
     except FileNotFoundError as error:
         raise ModelError(f"{path} is absent; {path.parent} is not a complete model directory") from error
@@ -140,7 +140,7 @@ def read_json(path: Path, limit: int = _MAX_INDEX) -> dict[str, Any]:
     return parse_json(text, path)
 
 
-def _open_plain(path: Path) -> BinaryIO:
+def open_plain(path: Path) -> BinaryIO:
     """Open for reading; OSError for what is no plain file, such as a pipe that nobody writes to."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -174,7 +174,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     Raises ModelError naming the file unless the tensors tile its data exactly.
     """
     try:
-        with _open_plain(path) as file:
+        with open_plain(path) as file:
             return parse_header(path, os.fstat(file.fileno()).st_size, file.read)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error

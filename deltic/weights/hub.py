@@ -158,10 +158,8 @@ class ModelFiles:
         """The tokenizer, where it is no file of the directory. ModelError if it cannot be used."""
         if self.gguf is None:
             return None
-        try:
+        with _of_file(self.path):
             return tokenizer_from_gguf(self.gguf.metadata)
-        except ModelError as error:
-            raise ModelError(f"{self.path}: {error}") from error
 
 
 def open_model(
@@ -184,11 +182,12 @@ def open_model(
         raise ModelError(f"{mmproj} cannot be used: {directory} is no GGUF file, and has its vision tower itself if it "
                          "sees")
     path = directory / "config.json"
+    if not path.exists() and (tower := next(directory.glob("*mmproj*.gguf"), None)):
+        raise ModelError(f"{directory} has a vision tower ({tower.name}) and no model: put the model's own GGUF file "
+                         "beside it")
     mapping = read_json(path, _MAX_CONFIG)
-    try:
+    with _of_file(path):
         config = ModelConfig.from_hf(mapping)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
     if not config.tie_word_embeddings and _head_is_implied(directory, mapping):
         config = replace(config, tie_word_embeddings=True)
     return ModelFiles(directory, config, _generation(directory, config), None, _vision(directory, mapping, config))
@@ -214,15 +213,17 @@ def _head_is_implied(directory: Path, mapping: Mapping[str, Any]) -> bool:
 
 def _vision(directory: Path, mapping: Mapping[str, Any], config: ModelConfig) -> Vision | None:
     """The tower that the config announces, if its tensors are there."""
-    path = directory / "config.json"
     try:
-        tower = VisionConfig.from_hf(mapping, config.hidden_size)
+        with _of_file(directory / "config.json"):
+            tower = VisionConfig.from_hf(mapping, config.hidden_size)
         if tower is None or not plan_tower(directory, tower):
             return None
-        path = directory / "preprocessor_config.json"
-        return Vision(tower, PictureConfig.from_hf(*_preprocessors(directory)))
+        said = _preprocessors(directory)
+        both = directory / "processor_config.json"
+        with _of_file(both if both.is_file() else directory / "preprocessor_config.json"):
+            return Vision(tower, PictureConfig.from_hf(*said))
     except ModelError as error:
-        logger.warning("the vision tower cannot be used, so that pictures are refused: %s: %s", path, error)
+        logger.warning("the vision tower cannot be used, so that pictures are refused: %s", error)
         return None
 
 
@@ -236,6 +237,15 @@ def _preprocessors(directory: Path) -> list[Mapping[str, Any]]:
     if not all(isinstance(said, Mapping) for said in found):
         raise ModelError("processor_config.json: image_processor and video_processor must be objects")
     return found
+
+
+@contextmanager
+def _of_file(path: Path) -> Iterator[None]:
+    """Errors about a key name the file that has it."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
 
 
 def _gguf_vision(gguf: GgufFile, config: ModelConfig, mmproj: str | None
@@ -257,10 +267,8 @@ def _gguf_vision(gguf: GgufFile, config: ModelConfig, mmproj: str | None
 def _generation(directory: Path, config: ModelConfig) -> GenerationDefaults:
     path = directory / "generation_config.json"
     mapping = read_json(path, _MAX_CONFIG) if path.exists() else {}
-    try:
+    with _of_file(path):
         return GenerationDefaults.from_hf(mapping, config.eos_token_ids)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
 
 
 def resolve(
@@ -293,7 +301,8 @@ def _on_disk(name: str) -> Path | None:
         if path.is_dir() or (path.is_file() and path.suffix.lower() in _FILES):
             return path
         if path.exists():
-            raise ModelError(f"{name} is a file; a model is {ACCEPTED}")
+            kind = "a file" if path.is_file() else "neither a file nor a directory"
+            raise ModelError(f"{name} is {kind}; a model is {ACCEPTED}")
     return None
 
 

@@ -17,14 +17,14 @@ from deltic.artifacts.executorch.mixers import Operators
 from deltic.artifacts.executorch.names import sidecar_of
 from deltic.artifacts.executorch.network import Build, Network
 from deltic.artifacts.executorch.parts import Embedding
-from deltic.artifacts.sidecar import write_sidecar
+from deltic.artifacts.sidecar import sidecar_files, write_sidecar
 from deltic.config import GenerationDefaults, ModelConfig
 from deltic.errors import ModelError
 from deltic.model.decoder import build
 from deltic.ops import ref
 from deltic.ops.records import Weight
 from deltic.weights.hub import ModelFiles
-from deltic.weights.writing import replacing
+from deltic.weights.writing import check_room, replacing, replacing_files
 
 Kind = Literal["fp32", "bf16", "8da4w"]
 Stage = Literal["building", "quantizing", "tracing", "lowering", "writing"]
@@ -32,6 +32,8 @@ KINDS: Final[tuple[Kind, ...]] = ("fp32", "bf16", "8da4w")
 STAGES: Final[tuple[Stage, ...]] = ("building", "quantizing", "tracing", "lowering", "writing")
 GROUP: Final = 32
 """Weights that share a scale in 8da4w."""
+_LEAST_BITS: Final[dict[Kind, int]] = {"fp32": 32, "bf16": 16, "8da4w": 4}
+"""Of a parameter in the program."""
 CHUNK: Final = 128
 """Tokens that a program takes in one call: memory is planned for so many."""
 
@@ -83,11 +85,12 @@ def export_files(files: ModelFiles, path: Path, form: Form, tell: Callable[[Stag
     """Write the program of a model, and beside it the directory with its config and tokenizer; returns the program's
     bytes. The draft head and the vision tower are left out. ModelError for what cannot be exported."""
     check(files.config, form)
+    check_room(path, files.config.parameter_count * _LEAST_BITS[form.kind] // 8,
+               "make room, or choose a smaller type or another place")
     config = replace(files.config, num_mtp_layers=0, max_position_embeddings=form.max_context)
-    sidecar = sidecar_of(path)
-    sidecar.mkdir(exist_ok=True)
-    write_sidecar(files, sidecar, config)
-    return export(config, files.generation, files.load("float32", "cpu", None), path, form, tell)
+    with replacing_files(sidecar_of(path), sidecar_files) as folder:
+        write_sidecar(files, folder, config)
+        return export(config, files.generation, files.load("float32", "cpu", None), path, form, tell)
 
 
 def check(config: ModelConfig, form: Form) -> None:

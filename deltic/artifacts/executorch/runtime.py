@@ -180,7 +180,8 @@ def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
     portable = import_module("executorch.extension.pybindings._C")
     portable._unsafe_reset_threadpool(threads)
     try:
-        program = portable._load_program(str(path))
+        whole = portable.Verification.InternalConsistency  # else what is damaged ends the process
+        program = portable._load_program(str(path), program_verification=whole)
         names = [program.get_method_name(index) for index in range(program.num_methods())]
         said = {name: program.load_method(name)([]) for name in names if name != "forward"}
     except RuntimeError as error:

@@ -46,15 +46,20 @@ def compile_model(files: ModelFiles, folder: Path, *, generation: Generation | N
     sequence (default: the model's). chunk: most tokens of a prompt that are read at once.
     """
     need("tvm")
-    config = replace(files.config, num_mtp_layers=0)
+    goal, config = find_target(target), replace(files.config, num_mtp_layers=0)
     kept = _generation(config, generation)
     tensors = files.load("float32", "cpu", None)
     stated = replace(config, dtype=dtype, max_position_embeddings=max_context or config.max_position_embeddings)
     write_sidecar(files, folder, stated)
-    library, taken = _build(config, kept, dtype, target, stated.max_position_embeddings, chunk, folder / LIBRARY)
+    library, taken = _build(config, kept, dtype, goal, stated.max_position_embeddings, chunk, folder / LIBRARY)
     size = parameters.write(folder, kept, _in_order(config, tensors, taken.parameters))
     write_config(folder, taken, stated, hf_config(stated))
     return Compiled(library, size)
+
+
+def parameter_bytes(config: ModelConfig, dtype: Stored) -> int:
+    """What the parameters take on disk, at least."""
+    return config.parameter_count * (2 if dtype == "float16" else 4)
 
 
 def _generation(config: ModelConfig, asked: Generation | None) -> Generation:
@@ -69,7 +74,7 @@ def _generation(config: ModelConfig, asked: Generation | None) -> Generation:
     return asked or ("v2" if config.linear_layers else "v1")
 
 
-def _build(config: ModelConfig, generation: Generation, dtype: str, target: str, context: int, chunk: int,
+def _build(config: ModelConfig, generation: Generation, dtype: str, goal: Any, context: int, chunk: int,
            path: Path) -> tuple[int, Metadata]:
     """Write the library; returns its bytes, and what it says of itself."""
     import tvm
@@ -77,7 +82,6 @@ def _build(config: ModelConfig, generation: Generation, dtype: str, target: str,
 
     from deltic.artifacts.tvm.network import AttentionNetwork, HybridNetwork, specification
 
-    goal = _target(target)
     network = (HybridNetwork if config.linear_layers else AttentionNetwork)(config, dtype, goal)
     module, named = network.export_tvm(spec=specification(network))
     metadata = Metadata(
@@ -87,28 +91,33 @@ def _build(config: ModelConfig, generation: Generation, dtype: str, target: str,
     builder = relax.BlockBuilder(module)
     with builder.function("_metadata", params=[]):
         builder.emit_func_output(tvm.ir.StringImm(metadata.to_json()))
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        raise ModelError("linking a compiled model needs g++ or clang++: install one")
     built = tvm.relax.build(builder.get(), target=goal, relax_pipeline=relax.get_default_pipeline(goal))
     built.export_library(str(path))
     return path.stat().st_size, metadata
 
 
-def _target(text: str) -> Any:
+def find_target(text: str) -> Any:
+    """The target that a text names, which this machine can compile for; ConfigError or ModelError if there is none."""
     import tvm
 
-    found = text.strip().split()
-    if not found or found[0] != "llvm":
+    first, *options = text.split() or [""]
+    if first != "llvm":
         raise ConfigError(f"target {text!r} is not supported, only llvm, perhaps with -mcpu=...", "target")
-    host = text.strip() == "llvm"
+    if wrong := [option for option in options if not (option.startswith("-") and "=" in option)]:
+        raise ConfigError(f"target {text!r}: {wrong[0]!r} must be of the form -mcpu=NAME", "target")
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        raise ModelError("linking a compiled model needs g++ or clang++: install one")
+    system = tvm.target.codegen
+    said = dict(option.lstrip("-").split("=", 1) for option in options) or {"mcpu": system.llvm_get_system_cpu()}
     try:
-        if host:
-            return tvm.target.Target({"kind": "llvm", "mcpu": tvm.target.codegen.llvm_get_system_cpu()})
-        options = dict(option.lstrip("-").split("=", 1) for option in found[1:])
-        return tvm.target.Target({"kind": "llvm", **options})
+        found = tvm.target.Target({"kind": "llvm", **said})
     except Exception as error:
         reason = str(error).strip().rsplit("\n", 1)[-1]
         raise ConfigError(f"target {text!r} is not one that TVM knows: {reason}", "target") from error
+    cpu, triple = said.get("mcpu"), said.get("mtriple") or system.llvm_get_system_triple()
+    if options and cpu and not system.llvm_is_valid_cpu(cpu, triple):
+        raise ConfigError(f"target {text!r}: LLVM knows no processor {cpu!r} of {triple}", "target")
+    return found
 
 
 def _machine(target: Any) -> str:

@@ -92,9 +92,13 @@ def read_descriptor(folder: Path, mapping: Mapping[str, Any]) -> dict[str, Param
         raise ModelError("records must be a list of objects")
     with ThreadPoolExecutor(max(available_cores(), 1)) as pool:
         contents = [*pool.map(lambda record: _checked(folder, record), records)]
-    return {str(item["name"]): Parameter(content, tuple(item["shape"]), str(item["dtype"]), int(item["byteOffset"]),
-                                         int(item["nbytes"]))
-            for content, record in zip(contents, records, strict=True) for item in record["records"]}
+    try:
+        return {str(item["name"]): Parameter(content, tuple(item["shape"]), str(item["dtype"]), int(item["byteOffset"]),
+                                             int(item["nbytes"]))
+                for content, record in zip(contents, records, strict=True) for item in record["records"]}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"a record of a parameter must have name, shape, dtype, byteOffset and nbytes: "
+                         f"{type(error).__name__} {show(str(error))}") from error
 
 
 def _checked(folder: Path, record: Mapping[str, Any]) -> NDArray[np.uint8]:

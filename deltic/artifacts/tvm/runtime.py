@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
+from struct import Struct
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _CPU, _POOLED = 1, 2
+_ELF: Final = Struct("<4s36xQ10xHH")
+"""Of a library's header: its mark, where the table of sections begins, bytes of an entry, entries."""
 _BIG: Final = 1
 """The mode of TVM's threads in which their number is ours to say."""
 
@@ -154,6 +157,7 @@ class TvmProgram:
 
     def _load(self, folder: Path) -> Any:
         path = next(path for name in LIBRARIES for path in sorted(folder.glob(name)))
+        _check_whole(path)
         try:
             machine = self._ffi.load_module(str(path))["vm_load_executable"]()
             machine["vm_initialization"](_CPU, 0, _POOLED)
@@ -180,6 +184,17 @@ class TvmProgram:
             raise ModelError(f"{folder}: config.json has a vocabulary of {config.vocab_size}, the library of "
                              f"{found.vocabulary}: they are not of one model")
         return found
+
+
+def _check_whole(path: Path) -> None:
+    """A library is mapped, and one that is cut would end the process; of ELF files the table of sections comes last."""
+    if not path.is_file():
+        raise ModelError(f"{path} is no file: compile the model anew")
+    with path.open("rb") as file:
+        mark, start, size, count = _ELF.unpack(file.read(_ELF.size).ljust(_ELF.size, b"\0"))
+    wanted, found = start + size * count, path.stat().st_size
+    if mark == b"\x7fELF" and found < wanted:
+        raise ModelError(f"{path} has {found:,} bytes instead of {wanted:,}: it is cut off; copy it again")
 
 
 def _info(folder: Path, config: ModelConfig, defaults: GenerationDefaults, metadata: Metadata) -> ProgramInfo:

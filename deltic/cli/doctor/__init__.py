@@ -18,7 +18,7 @@ from deltic.cli.doctor.installation import (
 from deltic.cli.doctor.machine import check_load, check_memory, check_processor, check_threads
 from deltic.cli.doctor.models import check_model
 from deltic.cli.doctor.places import check_cache_dir, check_hub
-from deltic.cli.parser import text
+from deltic.cli.parser import path_name, text
 
 HELP = "Check the installation, and say what to do where a model is slow or does not start."
 CHECKS: tuple[Check, ...] = (
@@ -29,7 +29,8 @@ CHECKS: tuple[Check, ...] = (
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", type=text,
                         help="also check that this model can be found and fits; it is neither loaded nor downloaded")
-    parser.add_argument("--cache-dir", type=text, metavar="DIR", help="also check this directory for conversations")
+    parser.add_argument("--cache-dir", type=path_name, metavar="DIR",
+                        help="also check this directory for conversations")
     parser.add_argument("--no-run", dest="run_model", action="store_false",
                         help="do not let the embedded model answer a question")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")

@@ -87,6 +87,8 @@ def _mapping(file: GgufFile) -> dict[str, Any]:
     metadata, name = file.metadata, file.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise ModelError(f"general.architecture must be a string, not {show(name)}")
+    if name == "clip":
+        raise ModelError("this is a vision tower: name the GGUF file of the text model, and this one as mmproj")
     family = FAMILIES.get(kind := architecture(name))
     keys = _Keys(metadata, name)
     if family is None or (keys.get("expert_count") and not family.experts):

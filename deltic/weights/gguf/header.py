@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from deltic.errors import ModelError
+from deltic.weights.files import open_plain
 from deltic.weights.gguf.blocks import TYPES, BlockType, Bytes
 
 _AGAIN: Final = "the file is truncated or corrupt, download it again"
@@ -79,7 +80,7 @@ def read_header(path: Path) -> Header:
     booleans lists. Raises ModelError naming the file, and the key or tensor that is wrong.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             cursor = _Cursor(file, path, path.stat().st_size)
             tensors, keys = _counts(cursor)
             metadata = dict(_pairs(cursor, keys))
