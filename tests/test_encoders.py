@@ -343,6 +343,8 @@ WRONG: dict[str, tuple[Callable[[Encoder], Any], str]] = {
     "no documents": (lambda encoder: encoder.rank("w1", None), "documents"),
     "document": (lambda encoder: encoder.rank("w1", ["w2", 5]), "documents[1]"),
     "top": (lambda encoder: encoder.rank("w1", ["w2"], top_n=-1), "top_n"),
+    "cut": (lambda encoder: encoder.encode("w1", truncate="no"), "truncate"),
+    "cut documents": (lambda encoder: encoder.score("w1", ["w2"], truncate=None), "truncate"),
     "no top": (lambda encoder: encoder.rank("w1", ["w2"], top_n="1"), "top_n")}
 
 
@@ -353,6 +355,14 @@ def test_l8_a_wrong_argument_is_named(plain: dict[str, Any], case: str) -> None:
         with pytest.raises(RequestError, match=re.escape(f"{field} must be ")) as error:
             call(encoder)
         assert error.value.field == field
+
+
+@pytest.mark.parametrize("option", ["task", "max_length", "instruction", "progress", "threads"])
+def test_l8_an_option_of_a_wrong_type_is_named(plain: dict[str, Any], option: str) -> None:
+    for odd in (5.5, ["a"], b"x"):
+        with pytest.raises(ConfigError, match=f"{option} must be ") as caught:
+            Encoder(plain["bert"][0], **{option: odd})
+        assert caught.value.option == option
 
 
 def test_l8_unknown_kinds_are_told_those_that_exist() -> None:

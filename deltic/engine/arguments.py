@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
-from deltic.errors import RequestError, show
+from deltic.errors import ConfigError, RequestError, show
 from deltic.types import SamplingParams
 
 _BYTES = (bytes, bytearray, memoryview)
@@ -102,9 +102,15 @@ def check_tools(tools: Any) -> None:
         raise RequestError(f"tools must be a list of tools, not {show(tools)}", "tools")
 
 
-def check_callback(callback: Any, name: str = "on_token", arguments: str = "(row, token id)") -> None:
+def check_callback(callback: Any, name: str = "on_token", arguments: str = "(row, token id)",
+                   error: type[RequestError] | type[ConfigError] = RequestError) -> None:
     if callback is not None and not callable(callback):
-        raise RequestError(f"{name} must be a function of {arguments}, not {show(callback)}", name)
+        raise error(f"{name} must be a function of {arguments}, not {show(callback)}", name)
+
+
+def check_flag(flag: Any, name: str) -> None:
+    if not isinstance(flag, bool):
+        raise RequestError(f"{name} must be True or False, not {show(flag)}", name)
 
 
 def _listed(value: Any) -> Any:

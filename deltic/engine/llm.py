@@ -263,6 +263,7 @@ class LLM:
         ChatConfig(**chat)
         if not isinstance(chat_template, str | Path | None):
             raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
+        check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
         config = engine_config(options, ["revision", "chat_template", *names])
         runtime = load_any(model, config, revision, progress)
         self._chat_processor = _chat_processor(runtime, chat_template, **chat)

@@ -76,7 +76,10 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         _check(self.history, self.thinking_budget, ConfigError)
-        if self.tool_call_parser not in PARSERS:
+        if not isinstance(self.strip_billing_header, bool):
+            raise ConfigError(f"strip_billing_header must be True or False, not {show(self.strip_billing_header)}",
+                              "strip_billing_header")
+        if not isinstance(self.tool_call_parser, str) or self.tool_call_parser not in PARSERS:
             raise ConfigError(f"tool_call_parser must be one of {', '.join(PARSERS)}, not "
                               f"{show(self.tool_call_parser)}", "tool_call_parser")
 
