@@ -318,7 +318,7 @@ def test_a_bad_row_is_refused_and_leaves_nothing_running(random_llm: LLM) -> Non
 
 @pytest.mark.parametrize(("prompts", "sampling", "words"), [
     ("text", SamplingParams(), "list of prompts"), ([1, 2], SamplingParams(), "list of prompts"),
-    ([[1], [2]], [SamplingParams()], "2 prompts need as many"), ([[1], []], SamplingParams(), r"prompts\[1\] is empty"),
+    ([[1], [2]], [SamplingParams()], "2 prompts need as many"), ([[1], []], SamplingParams(), r"prompts\[1\]: the prompt is empty"),
 ])
 def test_l8_misuse_of_generate_is_explained(random_llm: LLM, prompts: Any, sampling: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):

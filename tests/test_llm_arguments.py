@@ -15,7 +15,7 @@ import torch
 from support import odd_runtime, session_over
 
 from deltic import LLM, Encoder, RandomModel, SamplingParams, Session
-from deltic.errors import ConfigError, DelticError, ModelError, RequestError
+from deltic.errors import ConfigError, DelticError, LongPromptError, ModelError, RequestError
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
 HI = [{"role": "user", "content": "Hi"}]
@@ -120,11 +120,19 @@ def test_l8_what_is_no_prompt(llm: LLM, prompt: Any, words: str) -> None:
             ask()
 
 
-def test_l8_an_empty_prompt_is_named(llm: LLM) -> None:
-    for empty in ("", []):
-        with pytest.raises(RequestError, match=r"prompts\[1\] is empty") as caught:
-            llm.generate(["Hi", empty], ONE)  # type: ignore[arg-type,list-item]
-        assert caught.value.field == "prompts[1]"
+@pytest.mark.parametrize(("prompt", "sampling", "words"), [
+    ("", ONE, "the prompt is empty: give at least one token"), ([], ONE, "the prompt is empty"),
+    ([1] * 300, ONE, "the prompt has 300 tokens and the context holds 256"), ("a\n1" * 400, ONE, "the prompt has more"),
+    ("\ud800", ONE, "prompt has a lone surrogate"), ([1 << 20], ONE, "the prompt has token ids outside of 0"),
+    ([1], SamplingParams(stop_token_ids=(1 << 20,)), "token id 1048576 is outside of the vocabulary"),
+])
+def test_l8_which_of_several_prompts_is_refused(llm: LLM, prompt: Any, sampling: SamplingParams, words: str) -> None:
+    prompts, params = ["Hi", [1, 2], prompt], [ONE, ONE, sampling]
+    for ask in (lambda: llm.generate(prompts, params), lambda: asyncio.run(llm.agenerate(prompts, params))):
+        with pytest.raises(RequestError, match=rf"^prompts\[2\]: {words}") as caught:
+            ask()
+        assert caught.value.field == ("prompts[2]" if sampling is ONE else "stop_token_ids")
+        assert isinstance(caught.value, LongPromptError) == ("holds" in str(caught.value))
 
 
 @pytest.mark.parametrize("call", ["chat", "achat", "stream", "generate", "agenerate", "generate_stream"])
@@ -141,6 +149,9 @@ def test_an_unknown_keyword_is_named_with_those_that_exist(llm: LLM, call: str) 
 def test_l8_sampling_is_no_dictionary(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"sampling must be SamplingParams, not \{'temperature': 0\}: write"):
         llm.chat("Hi", {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"sampling\[1\] must be SamplingParams, not 5") as caught:
+        llm.generate(["Hi", "Ho"], [ONE, 5])  # type: ignore[list-item]
+    assert caught.value.field == "sampling[1]"
 
 
 # Sessions

@@ -67,16 +67,18 @@ def as_texts(texts: Any, name: str) -> Sequence[Any]:
 
 def as_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams for each of so many prompts."""
-    given = [as_params(params) for params in (sampling if _is_list(sampling) else [sampling] * count)]
+    if not _is_list(sampling):
+        return [as_params(sampling)] * count
+    given = [as_params(params, f"sampling[{place}]") for place, params in enumerate(sampling)]
     if len(given) != count:
         raise RequestError(f"{count} prompts need as many SamplingParams, not {len(given)}", "sampling")
     return given
 
 
-def as_params(sampling: Any) -> SamplingParams:
+def as_params(sampling: Any, name: str = "sampling") -> SamplingParams:
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling must be SamplingParams, not {show(sampling)}: write "
-                           "SamplingParams(temperature=0.7, ...), or leave it out", "sampling")
+        raise RequestError(f"{name} must be SamplingParams, not {show(sampling)}: write "
+                           "SamplingParams(temperature=0.7, ...), or leave it out", name)
     return sampling
 
 

@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
@@ -404,16 +404,26 @@ class LLM:
         rows = as_prompts(prompts)
         params = as_sampling(sampling, len(rows))
         wanted = as_format(**form)
-        jobs = [self._job(prompt, each, wanted) for prompt, each in zip(rows, params, strict=True)]
-        for place, job in enumerate(jobs):
-            if not job.request.ids:
-                raise RequestError(f"prompts[{place}] is empty: give at least one token", f"prompts[{place}]")
+        jobs = list[Job]()
+        for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
+            with _named(f"prompts[{place}]"):
+                jobs.append(self._job(prompt, each, wanted))
+                self.engine.keys_of(jobs[-1].request)
         return jobs
 
     def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None = None) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
         return self.chat_processor.complete(prompt, sampling, wanted)
+
+
+@contextmanager
+def _named(prompt: str) -> Iterator[None]:
+    """What is wrong with one of several prompts says with which."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"{prompt}: {error}", prompt if error.field == "prompt" else error.field) from error
 
 
 def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:
