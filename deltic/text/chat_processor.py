@@ -24,7 +24,7 @@ from deltic.text.markers import THINK, closes_thinking
 from deltic.text.messages import parts_shown
 from deltic.text.notes import NoteStore
 from deltic.text.output_format import OutputFormat
-from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
+from deltic.text.stream import AnswerText, AnswerTexts, Router, TokenRouter, chat_router, text_router
 from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
@@ -249,11 +249,11 @@ def _opens(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Opens]:
 
 
 def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bound: Bound = UNBOUNDED) -> Job:
-    """A job for a model without tokenizer: token ids in, no text out."""
+    """A job for a model without tokenizer: token ids in, token ids out."""
     bound.check(len(ids))
     if sampling.stop:
         raise RequestError("stop strings need a tokenizer: use stop_token_ids", "stop")
-    return _job(tuple(ids), sampling, Router(lambda token: b""))
+    return _job(tuple(ids), sampling, TokenRouter())
 
 
 def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundaries: tuple[int, ...] = (),
