@@ -403,7 +403,7 @@ def test_little_memory_is_clamped_told_and_enough(caplog: pytest.LogCaptureFixtu
     roomy = LLM(RandomModel(shape=shape, initializer_range=0.1), memory="4MiB", max_batch=3, threads=1)
     caplog.clear()
     tight = LLM(RandomModel(shape=shape, initializer_range=0.1), memory="180KiB", max_batch=3, threads=1)
-    assert any("--memory" in record.message for record in caplog.records)
+    assert any("`memory`" in record.message for record in caplog.records)
     assert tight.runtime.cache.pages.size * 16 < 3 * 160
     prompts = [numbers(i, 20, 509) for i in range(3)]
     wanted = roomy.generate(prompts, greedy(100))
@@ -413,7 +413,7 @@ def test_little_memory_is_clamped_told_and_enough(caplog: pytest.LogCaptureFixtu
 
 
 def test_memory_that_holds_nothing_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"memory.*raise --memory"):
+    with pytest.raises(ConfigError, match=r"memory.*raise `memory`"):
         LLM(RandomModel(shape=odd_shape()), memory="4KiB")
 
 

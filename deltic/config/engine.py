@@ -147,7 +147,7 @@ class EngineConfig:
         self._check_utilization()
         parse_speculation(self.speculate)
         if self.mmproj is not None and not self.vision:
-            raise ConfigError("mmproj is the file of a vision tower: leave out --no-vision", "mmproj")
+            raise ConfigError("mmproj is the file of a vision tower: leave out `vision=False`", "mmproj")
         self._check_tiers()
         self._check_experts()
         self._check_ops()
@@ -188,7 +188,7 @@ class EngineConfig:
             raise ConfigError(f"cache_disk_gb must be a number above 0 and at most 1,000,000, not {size!r}",
                               "cache_disk_gb")
         if self.cache_dir is not None and not self.prefix_cache:
-            raise ConfigError("cache_dir needs the prefix cache: leave out --no-prefix-cache", "cache_dir")
+            raise ConfigError("cache_dir needs the prefix cache: leave out `prefix_cache=False`", "cache_dir")
 
     def _check_experts(self) -> None:
         if self.expert_memory not in (None, "auto"):

@@ -50,7 +50,7 @@ from deltic.types import (
 log = logging.getLogger("deltic")
 
 _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
-         "--debug-layers to find the first bad layer, or with --ops ref")
+         "`debug_layers` to find the first bad layer, or with the reference ops (`ops=['ref']`)")
 _NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one that a grammar allows, or all but "
               "those that min_tokens forbids too; allow at least one more")
 

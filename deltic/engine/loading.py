@@ -198,9 +198,9 @@ def _unpacks(loaded: _Loaded) -> bool:
 
 def _memory_for_weights(model: str | RandomModel | None, device: str) -> AbstractContextManager[None]:
     name = f"random-{model.preset}" if isinstance(model, RandomModel) else model or "tiny"
-    elsewhere = "" if device == "cpu" else ", run it on the CPU (--device cpu)"
+    elsewhere = "" if device == "cpu" else ", run it on the CPU (`device='cpu'`)"
     return memory_for(f"the weights of {name}", "take a smaller model or one with fewer bits a weight (a quantized "
-                                                f"GGUF file with --packed-weights on, or --quant q4_k){elsewhere}")
+                                                f"GGUF file with `packed_weights='on'`, or `quant='q4_k'`){elsewhere}")
 
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
@@ -398,5 +398,5 @@ def _keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> boo
 
 def _check_device(device: str) -> None:
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device}: torch finds no CUDA device here; use --device cpu, or install a CUDA "
+        raise ConfigError(f"device {device}: torch finds no CUDA device here; use `device='cpu'`, or install a CUDA "
                           "build of torch", "device")

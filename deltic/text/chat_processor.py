@@ -232,7 +232,7 @@ class ChatProcessor:
         if not self._warned:
             self._warned = True
             log.warning("the system message begins with a billing header, which changes from request to request and "
-                        "keeps prompts from being reused: --strip-billing-header removes it")
+                        "keeps prompts from being reused: `strip_billing_header` removes it")
         return messages
 
 
@@ -278,7 +278,7 @@ def prompt_bound(longest: int | None, limits: Limits) -> Bound:
         return Bound(limit, f"and may have at most {limit} (max_prompt_tokens): shorten it")
     if longest is None:
         return UNBOUNDED
-    return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise --max-context")
+    return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise `max_context`")
 
 
 def _check(mode: object, budget: object, error: type[ConfigError] | type[RequestError]) -> None:

@@ -145,7 +145,7 @@ def data_of(url: str, field: str) -> bytes:
     """The bytes of a data URL (RFC 2397) in base64. RequestError names the field."""
     head, comma, text = url.partition(",")
     if not head.startswith("data:") or not comma:
-        hint = ": URLs are fetched with --allow-image-urls alone" if url.startswith(("http://", "https://")) else ""
+        hint = ": URLs are fetched with `allow_image_urls` alone" if url.startswith(("http://", "https://")) else ""
         raise RequestError(f"{field} must have its picture as a data URL (data:image/png;base64,...), or {IN_PYTHON}, "
                            f"not as {url[:40]!r}{hint}", field)
     if not head.endswith(";base64"):
