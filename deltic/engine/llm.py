@@ -145,14 +145,15 @@ class Stream:
 
     Of several choices (n) they come as they are made, and `Delta.index` says whose each is.
     Nothing runs before the first is asked for. `close`, leaving the loop and dropping the stream abort the request. A
-    stream is for one thread or task at a time. GenerationError at the end if the engine gave up on the answer.
+    stream is for one thread or task at a time, RequestError for others; `close` is for any. GenerationError at the end
+    if the engine gave up on the answer.
     """
 
     def __init__(self, llm: LLM, job: Job) -> None:
         self._llm = llm  # which must not be collected as long as somebody reads its answer
         self._call = _Call(llm.worker, [job], patience=1)
         self._deltas: deque[Delta] = deque()
-        self._closed = False
+        self._closed, self._turn = False, threading.Lock()
 
     @property
     def output(self) -> Output | None:
@@ -172,8 +173,9 @@ class Stream:
         there, and says what went wrong, if anything."""
         if self._closed or self.output:
             return []
-        self._call.start()
-        return self._call.take(self._call.mailbox.get(timeout))
+        with self._reading():
+            self._call.start()
+            return self._call.take(self._call.mailbox.get(timeout))
 
     def close(self) -> None:
         """Abort what is still running."""
@@ -199,11 +201,23 @@ class Stream:
 
     async def __anext__(self) -> Delta:
         while not self._deltas and not self._over():
-            self._call.start()
-            self._deltas.extend(self._call.take(await self._call.mailbox.aget()))
+            with self._reading():
+                self._call.start()
+                self._deltas.extend(self._call.take(await self._call.mailbox.aget()))
         if not self._deltas:
             raise StopAsyncIteration
         return self._deltas.popleft()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What comes goes to one reader; another would wait forever."""
+        if not self._turn.acquire(blocking=False):
+            raise RequestError("this stream is being read by another thread or task: give each a stream of its own",
+                               "stream")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def _all(self) -> AsyncIterator[Delta]:
         try:
