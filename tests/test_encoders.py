@@ -279,6 +279,29 @@ def test_what_progress_raises_reaches_its_caller_alone(plain: dict[str, Any]) ->
         assert len(other.future.result(20)) == 50 and len(encoder.encode(TEXTS)) == len(TEXTS)
 
 
+def test_l8_progress_cannot_wait_for_the_thread_that_it_is_called_in(plain: dict[str, Any]) -> None:
+    with Encoder(plain["bert"][0]) as encoder:
+        found: list[Any] = []
+
+        def call() -> None:
+            for ask in (lambda: encoder.encode("w1", progress=lambda _: encoder.encode("w2")),  # type: ignore[arg-type]
+                        lambda: encoder.encode("w1", progress=lambda _: encoder.close())):
+                try:
+                    found.append(ask())
+                except RequestError as error:
+                    found.append(error)
+
+        caller = threading.Thread(target=call, daemon=True)
+        caller.start()
+        caller.join(20)
+        assert not caller.is_alive(), "the encoder waits for itself"
+        refused, last = found
+        assert isinstance(refused, RequestError) and refused.field == "progress"
+        assert last.shape == (encoder.dimension,), "what was running when it was closed"
+        with pytest.raises(UnavailableError, match="has been closed"):
+            encoder.encode("w1")
+
+
 def test_l8_whatever_ends_the_thread_leaves_nobody_waiting(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
                                                            ) -> None:
     with Encoder(plain["bert"][0], token_budget=32) as encoder:

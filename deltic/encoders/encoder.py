@@ -88,7 +88,8 @@ class Encoder:
 
         kind: "query", "passage" or another name of a prompt that the model has. prompt: what is put before each text
         instead. dimensions: keep the first so many, made length 1 again (Matryoshka). truncate: cut what is too long,
-        else RequestError. progress(n): called as texts are done, in another thread; what it raises, this raises.
+        else RequestError. progress(n): called as texts are done, in the thread that runs the model, so it must
+        not call the encoder (RequestError); what it raises, this raises.
         """
         single = isinstance(texts, str)
         check_callback(progress, "progress", "the texts that are done")
