@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, Protocol
 
 from deltic.errors import RequestError, show
@@ -122,7 +123,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
-            _check_number(name, getattr(self, name), low, high)
+            object.__setattr__(self, name, _number(name, getattr(self, name), low, high))
         if self.max_tokens == 0 and self.n > 1:
             raise RequestError("n needs max_tokens of at least 1", "n")
         if self.max_repeat == 1:
@@ -130,17 +131,16 @@ class SamplingParams:
         if type(self.ignore_eos) is not bool:
             raise RequestError(f"ignore_eos must be True or False, not {show(self.ignore_eos)}", "ignore_eos")
         object.__setattr__(self, "stop", _listed("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
-        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         _check_stops(self.stop)
-        for token in self.stop_token_ids:
-            _check_number("stop_token_ids", token, 0, 1 << 31, integer=True)
+        object.__setattr__(self, "stop_token_ids", tuple(_number("stop_token_ids", token, 0, 1 << 31, integer=True)
+                                                         for token in _listed("stop_token_ids", self.stop_token_ids)))
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias must map token ids to numbers, not {show(self.logit_bias)}", "logit_bias")
-        for token, bias in self.logit_bias.items():
-            _check_number("logit_bias", token, 0, 1 << 31, integer=True)
-            _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        object.__setattr__(self, "logit_bias", {
+            _number("logit_bias", token, 0, 1 << 31, integer=True):
+            _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS) for token, bias in self.logit_bias.items()})
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Fill every `None` that `defaults` has a value for."""
@@ -149,16 +149,19 @@ class SamplingParams:
         return replace(self, **missing) if missing else self
 
 
-def _check_number(name: str, value: Any, low: float, high: float, integer: bool = False) -> None:
+def _number(name: str, value: Any, low: float, high: float, integer: bool = False) -> Any:
+    """The value, of whatever kind of number it is (numpy's, too), as Python's own; None where that is allowed."""
     if value is None and name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
                                   "max_tokens", "logprobs", "prompt_logprobs", "max_repeat"):
-        return
+        return None
     whole = integer or name in _INTEGERS
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+    kind: Any = Integral if whole else Real
+    if isinstance(value, bool) or not isinstance(value, kind):
         expected = "an integer" if whole else "a number"
         raise RequestError(f"{name} must be {expected}, not {show(value)}", name)
     if not low <= value <= high:  # integers are compared as such, however large
         raise RequestError(f"{name} must be between {low:,} and {high:,}, not {show(value)}", name)
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:

@@ -228,7 +228,7 @@ def test_a_shortage_of_memory_for_copies_keeps_nothing_and_harms_nothing(caplog:
         raise MemoryError("can't allocate memory")
     tier.offer(replace(source_of((1, 2, 3)), run=refuse))
     tier.check()
-    assert tier.find((1, 2, 3, 4)) is None and "--host-memory" in caplog.text
+    assert tier.find((1, 2, 3, 4)) is None and "`host_memory`" in caplog.text
 
 
 def test_a_shortage_while_pools_are_copied_harms_nobody(monkeypatch: pytest.MonkeyPatch,
@@ -242,7 +242,7 @@ def test_a_shortage_while_pools_are_copied_harms_nobody(monkeypatch: pytest.Monk
     engine = Engine(runtime_of(odd_runtime(), batch=2, tiers=[TierIndex(Recording(1 << 20), threads=False)]))
     request = request_of(20)
     same_tokens(reference(odd_runtime(), request.prompt, 3), serve(engine, request)[("a", 0)].tokens)
-    assert not engine.runtime.cache.tiers[0].prefixes and "--host-memory" in caplog.text
+    assert not engine.runtime.cache.tiers[0].prefixes and "`host_memory`" in caplog.text
     engine.close()
 
 

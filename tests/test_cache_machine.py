@@ -685,7 +685,7 @@ def test_l4_memory_split_never_exceeds_the_budget_and_uses_it() -> None:
         assert plan.slots > own * plan.max_batch
         assert 1 <= plan.max_context <= asked and plan.max_context <= plan.pages * PAGE
         clamped = (plan.max_batch < needs.max_batch) + (plan.max_context < asked)
-        assert sum("--memory" in warning for warning in plan.warnings) == clamped
+        assert sum("`memory`" in warning for warning in plan.warnings) == clamped
         assert len(plan.warnings) == clamped + (asked > needs.model_context)
         # One sequence more would take more than half of the budget, a page more would not fit or not be used.
         more = own * (plan.max_batch + 1) + 1

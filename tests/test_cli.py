@@ -16,8 +16,9 @@ import pytest
 
 from deltic.cli import COMMANDS, command_parser, docs, main, run
 from deltic.cli.log import logging_to_stderr
-from deltic.cli.parser import text
+from deltic.cli.parser import as_typed, text
 from deltic.config import EngineConfig, Limits
+from deltic.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
@@ -246,6 +247,26 @@ def test_long_arguments_are_quoted_briefly(argv, capsys):
 
 def test_a_long_prompt_is_no_path(capsys):
     assert "raise --max-context" in fails(["run", "word " * 3000, "--max-context", "64"], capsys)
+
+
+@pytest.mark.parametrize("said, typed", [
+    ("raise `max_context`", "raise --max-context"), ("(`memory`), or `ops`", "(--memory), or --ops"),
+    ("use `device='cpu'`", "use --device cpu"), ("leave out `vision=False`", "leave out --no-vision"),
+    ("with `allow_image_urls=True`", "with --allow-image-urls"), ("tensors `mtp.*`, `a b`", "tensors `mtp.*`, `a b`")])
+def test_options_that_the_library_names_are_shown_as_they_are_typed(said, typed):
+    assert as_typed(said) == typed
+
+
+def test_options_in_the_log_are_shown_as_they_are_typed(capsys):
+    with logging_to_stderr(False):
+        logging.getLogger("deltic").warning("%d MiB are too few (raise `host_memory`)", 5)
+        try:
+            raise ConfigError("lower `token_budget`", "token_budget")
+        except ConfigError:
+            logging.getLogger("deltic").exception("a step failed")
+    assert capsys.readouterr().err == ("deltic: warning: 5 MiB are too few (raise --host-memory)\n"
+                                       "deltic: error: a step failed (ConfigError: lower --token-budget; -v shows "
+                                       "where)\n")
 
 
 def test_text_keeps_everything_else():

@@ -373,11 +373,19 @@ def test_engine_options_document_themselves():
     ("max_stall_ms", 0), ("max_stall_ms", 1.5),
     ("token_budget", 1 << 30), pytest.param("max_context", 10**5000, id="huge"),
     ("ops", "mlp=ref"), ("ops", ("mlp=",)),
-    ("ops", ("mlp=ref", "mlp=torch")), ("ops", (3,)), ("debug_layers", "yes")])
+    ("ops", ("mlp=ref", "mlp=torch")), ("ops", (3,)), ("ops", 5), ("ops", None), ("ops", {"mlp": "ref"}),
+    ("debug_layers", "yes"), ("vision", "no"), ("allow_image_urls", 1), ("dtype", torch.float32), ("quant", []),
+    ("speculate", None), ("mmproj", b"x")])
 def test_engine_option_out_of_range_is_refused_by_name(option, value):
     with pytest.raises(ConfigError, match=option) as caught:
         EngineConfig(**{option: value})
     assert caught.value.option == option
+
+
+def test_options_that_name_files_may_be_paths():
+    for name in ("cache_dir", "aot_dir", "mmproj", "expert_profile"):
+        options = {name: Path("/some/where"), "expert_memory": "1GiB"}
+        assert getattr(EngineConfig(**options), name) == "/some/where"
 
 
 @pytest.mark.parametrize("text,size", [("4GiB", 4 << 30), ("512M", 512 << 20), ("1.5g", 3 << 29), ("10", 10),

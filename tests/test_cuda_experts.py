@@ -324,7 +324,7 @@ def test_a_budget_without_room_for_experts_is_refused() -> None:
     options = EngineConfig(device="cuda", dtype="bfloat16", memory="256MiB", max_batch=4, max_context=256)
     for change, message in (({"expert_memory": "100KiB"}, "no room for one expert of each layer"),
                             ({"expert_cap": 1, "dtype": "float32"}, "only with dtype bfloat16"),
-                            ({"expert_cap": 1, "debug_layers": True}, "leave out --ops and --debug-layers")):
+                            ({"expert_cap": 1, "debug_layers": True}, "leave out `ops` and `debug_layers`")):
         with pytest.raises(ConfigError, match=message):
             load(RandomModel(shape=config), replace(options, **change))
     for shape, message in ((replace(config, hidden_size=200), "do not know experts of these sizes"),

@@ -434,7 +434,7 @@ def test_what_cannot_be_is_refused(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"quant=q4_k is not possible.*experts of these sizes"):
         load(RandomModel(shape=replace(SMALL, experts=ExpertsConfig(24, 4, 320, 320))),
              options(quant="q4_k", expert_cap=3))
-    with pytest.raises(ConfigError, match="leave out --ops and --debug-layers"):
+    with pytest.raises(ConfigError, match="leave out `ops` and `debug_layers`"):
         load(str(file), options(expert_cap=3, debug_layers=True))
 
 

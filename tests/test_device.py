@@ -37,7 +37,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, caplog:
     machine(monkeypatch, (7, 5))
     with caplog.at_level(logging.WARNING, "deltic"):
         settled(EngineConfig())
-    assert "NVIDIA T4 has compute capability 7.5, less than 8.0: the model runs on the CPU (--device" in caplog.text
+    assert "T4 has compute capability 7.5, less than 8.0: the model runs on the CPU (`device='cuda'`" in caplog.text
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])

@@ -346,6 +346,29 @@ def test_what_progress_raises_reaches_its_caller_alone(plain: dict[str, Any]) ->
         assert len(other.future.result(20)) == 50 and len(encoder.encode(TEXTS)) == len(TEXTS)
 
 
+def test_l8_progress_cannot_wait_for_the_thread_that_it_is_called_in(plain: dict[str, Any]) -> None:
+    with Encoder(plain["bert"][0]) as encoder:
+        found: list[Any] = []
+
+        def call() -> None:
+            for ask in (lambda: encoder.encode("w1", progress=lambda _: encoder.encode("w2")),  # type: ignore[arg-type]
+                        lambda: encoder.encode("w1", progress=lambda _: encoder.close())):
+                try:
+                    found.append(ask())
+                except RequestError as error:
+                    found.append(error)
+
+        caller = threading.Thread(target=call, daemon=True)
+        caller.start()
+        caller.join(20)
+        assert not caller.is_alive(), "the encoder waits for itself"
+        refused, last = found
+        assert isinstance(refused, RequestError) and refused.field == "progress"
+        assert last.shape == (encoder.dimension,), "what was running when it was closed"
+        with pytest.raises(UnavailableError, match="has been closed"):
+            encoder.encode("w1")
+
+
 def test_l8_whatever_ends_the_thread_leaves_nobody_waiting(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
                                                            ) -> None:
     with Encoder(plain["bert"][0], token_budget=32) as encoder:
@@ -410,6 +433,8 @@ WRONG: dict[str, tuple[Callable[[Encoder], Any], str]] = {
     "no documents": (lambda encoder: encoder.rank("w1", None), "documents"),
     "document": (lambda encoder: encoder.rank("w1", ["w2", 5]), "documents[1]"),
     "top": (lambda encoder: encoder.rank("w1", ["w2"], top_n=-1), "top_n"),
+    "cut": (lambda encoder: encoder.encode("w1", truncate="no"), "truncate"),
+    "cut documents": (lambda encoder: encoder.score("w1", ["w2"], truncate=None), "truncate"),
     "no top": (lambda encoder: encoder.rank("w1", ["w2"], top_n="1"), "top_n")}
 
 
@@ -420,6 +445,14 @@ def test_l8_a_wrong_argument_is_named(plain: dict[str, Any], case: str) -> None:
         with pytest.raises(RequestError, match=re.escape(f"{field} must be ")) as error:
             call(encoder)
         assert error.value.field == field
+
+
+@pytest.mark.parametrize("option", ["task", "max_length", "instruction", "progress", "threads"])
+def test_l8_an_option_of_a_wrong_type_is_named(plain: dict[str, Any], option: str) -> None:
+    for odd in (5.5, ["a"], b"x"):
+        with pytest.raises(ConfigError, match=f"{option} must be ") as caught:
+            Encoder(plain["bert"][0], **{option: odd})
+        assert caught.value.option == option
 
 
 def test_l8_unknown_kinds_are_told_those_that_exist() -> None:

@@ -456,7 +456,7 @@ def test_l8_a_prompt_that_fails_ends_all_its_choices() -> None:
     (ask("x", ()), "prompt", "empty"),
     (ask("x", (1, VOCABULARY)), "prompt", "outside"),
     (ask("x", (-1, 2)), "prompt", "outside"),
-    (ask("x", (1,) * 600), "prompt", "max-context"),
+    (ask("x", (1,) * 600), "prompt", "raise `max_context`"),
     (ask("a"), "id", "already running"),
     (ask("x", logit_bias={VOCABULARY: 1.0}), "logit_bias", "vocabulary"),
     (ask("x", stop_token_ids=(VOCABULARY + 5,)), "stop_token_ids", "vocabulary"),

@@ -123,7 +123,7 @@ def test_left_out(converted: Path) -> None:
         assert llm.runtime.encode is None and llm.runtime.vision is None and llm.engine.pictures is None
         with pytest.raises(RequestError, match="reads text only"):
             llm.chat([shows(drawing(1))], GREEDY)
-    with pytest.raises(ConfigError, match="leave out --no-vision"):
+    with pytest.raises(ConfigError, match="leave out `vision=False`"):
         LLM(str(converted), vision=False, mmproj="x.gguf")
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import deltic
+from deltic.config import EngineConfig, Limits
 from deltic.ops import Ops, backends, explain
+from deltic.text.chat_processor import ChatConfig
 
 ROOT = Path(deltic.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -228,6 +230,24 @@ def test_no_unfinished_business() -> None:
     pattern = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|breakpoint\(|pdb")
     found = [f"{shown(path)}:{number}" for path in FILES
              for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if pattern.search(line)]
+    assert not found
+
+
+def test_messages_name_options_as_python_has_them() -> None:
+    """In backquotes; the command line shows them as they are typed there (`cli.parser.as_typed`)."""
+    options = [*fields(EngineConfig), *fields(Limits), *fields(ChatConfig)]
+    names = [option.name.replace("_", "-") for option in options] + ["chat-template"]
+    typed = re.compile(rf"--(no-)?({'|'.join(names)})\b")
+    found = []
+    for path, tree in TREES.items():
+        if room(path) in ("cli", "server", "artifacts"):  # who reads these has typed a command
+            continue
+        docs = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+        helps = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                 and node.func.id in ("_option", "_limit")]
+        silent = {id(part) for node in (*docs, *helps) for part in ast.walk(node)}
+        found += [f"{shown(path)}:{node.lineno}" for node in ast.walk(tree) if id(node) not in silent
+                  and isinstance(node, ast.Constant) and isinstance(node.value, str) and typed.search(node.value)]
     assert not found
 
 

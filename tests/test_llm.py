@@ -227,6 +227,25 @@ def test_generate_continues_texts_and_ids(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_without_a_tokenizer_a_stream_gives_token_ids(random_llm: LLM) -> None:
+    whole, = random_llm.generate([[1, 2, 3]], greedy(12))
+    stream = random_llm.generate_stream([1, 2, 3], greedy(12))
+    deltas = list(stream)
+    assert sum((delta.tokens for delta in deltas), ()) == whole.choices[0].tokens and len(deltas) > 1
+    assert stream.output and stream.output.choices[0].tokens == whole.choices[0].tokens
+    assert all(delta.tokens and not delta.text for delta in deltas)
+    stop = whole.choices[0].tokens[4]
+    assert stop not in whole.choices[0].tokens[:4]
+    found = [*random_llm.generate_stream([1, 2, 3], greedy(12, stop_token_ids=[stop]))]
+    assert sum((delta.tokens for delta in found), ()) == whole.choices[0].tokens[:4], "as of text, what ends it is none"
+    stream = random_llm.generate_stream([1, 2, 3], SamplingParams(seed=1, n=3, max_tokens=9))
+    deltas = list(stream)
+    assert stream.output
+    for choice in stream.output.choices:
+        assert sum((delta.tokens for delta in deltas if delta.index == choice.index), ()) == choice.tokens
+    at_rest(random_llm)
+
+
 def test_generate_answers_rows_as_if_alone(random_llm: LLM) -> None:
     """More rows than the batch holds, of different lengths."""
     prompts = [numbers(i, 4 + 7 * i, 509) for i in range(7)]
@@ -318,7 +337,8 @@ def test_a_bad_row_is_refused_and_leaves_nothing_running(random_llm: LLM) -> Non
 
 @pytest.mark.parametrize(("prompts", "sampling", "words"), [
     ("text", SamplingParams(), "list of prompts"), ([1, 2], SamplingParams(), "list of prompts"),
-    ([[1], [2]], [SamplingParams()], "2 prompts need as many"), ([[1], []], SamplingParams(), r"prompts\[1\] is empty"),
+    ([[1], [2]], [SamplingParams()], "2 prompts need as many"),
+    ([[1], []], SamplingParams(), r"prompts\[1\]: the prompt is empty"),
 ])
 def test_l8_misuse_of_generate_is_explained(random_llm: LLM, prompts: Any, sampling: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
@@ -383,7 +403,7 @@ def test_little_memory_is_clamped_told_and_enough(caplog: pytest.LogCaptureFixtu
     roomy = LLM(RandomModel(shape=shape, initializer_range=0.1), memory="4MiB", max_batch=3, threads=1)
     caplog.clear()
     tight = LLM(RandomModel(shape=shape, initializer_range=0.1), memory="180KiB", max_batch=3, threads=1)
-    assert any("--memory" in record.message for record in caplog.records)
+    assert any("`memory`" in record.message for record in caplog.records)
     assert tight.runtime.cache.pages.size * 16 < 3 * 160
     prompts = [numbers(i, 20, 509) for i in range(3)]
     wanted = roomy.generate(prompts, greedy(100))
@@ -393,7 +413,7 @@ def test_little_memory_is_clamped_told_and_enough(caplog: pytest.LogCaptureFixtu
 
 
 def test_memory_that_holds_nothing_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"memory.*raise --memory"):
+    with pytest.raises(ConfigError, match=r"memory.*raise `memory`"):
         LLM(RandomModel(shape=odd_shape()), memory="4KiB")
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from support import odd_runtime, session_over
 
-from deltic import LLM, SamplingParams, Session
-from deltic.errors import DelticError, RequestError
+from deltic import LLM, Encoder, RandomModel, SamplingParams, Session
+from deltic.errors import ConfigError, DelticError, LongPromptError, ModelError, RequestError
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
 HI = [{"role": "user", "content": "Hi"}]
@@ -120,11 +120,19 @@ def test_l8_what_is_no_prompt(llm: LLM, prompt: Any, words: str) -> None:
             ask()
 
 
-def test_l8_an_empty_prompt_is_named(llm: LLM) -> None:
-    for empty in ("", []):
-        with pytest.raises(RequestError, match=r"prompts\[1\] is empty") as caught:
-            llm.generate(["Hi", empty], ONE)  # type: ignore[arg-type,list-item]
-        assert caught.value.field == "prompts[1]"
+@pytest.mark.parametrize(("prompt", "sampling", "words"), [
+    ("", ONE, "the prompt is empty: give at least one token"), ([], ONE, "the prompt is empty"),
+    ([1] * 300, ONE, "the prompt has 300 tokens and the context holds 256"), ("a\n1" * 400, ONE, "the prompt has more"),
+    ("\ud800", ONE, "prompt has a lone surrogate"), ([1 << 20], ONE, "the prompt has token ids outside of 0"),
+    ([1], SamplingParams(stop_token_ids=(1 << 20,)), "token id 1048576 is outside of the vocabulary"),
+])
+def test_l8_which_of_several_prompts_is_refused(llm: LLM, prompt: Any, sampling: SamplingParams, words: str) -> None:
+    prompts, params = ["Hi", [1, 2], prompt], [ONE, ONE, sampling]
+    for ask in (lambda: llm.generate(prompts, params), lambda: asyncio.run(llm.agenerate(prompts, params))):
+        with pytest.raises(RequestError, match=rf"^prompts\[2\]: {words}") as caught:
+            ask()
+        assert caught.value.field == ("prompts[2]" if sampling is ONE else "stop_token_ids")
+        assert isinstance(caught.value, LongPromptError) == ("holds" in str(caught.value))
 
 
 @pytest.mark.parametrize("call", ["chat", "achat", "stream", "generate", "agenerate", "generate_stream"])
@@ -141,6 +149,9 @@ def test_an_unknown_keyword_is_named_with_those_that_exist(llm: LLM, call: str) 
 def test_l8_sampling_is_no_dictionary(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"sampling must be SamplingParams, not \{'temperature': 0\}: write"):
         llm.chat("Hi", {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"sampling\[1\] must be SamplingParams, not 5") as caught:
+        llm.generate(["Hi", "Ho"], [ONE, 5])  # type: ignore[list-item]
+    assert caught.value.field == "sampling[1]"
 
 
 # Sessions
@@ -167,3 +178,56 @@ def test_l8_odd_arguments_of_a_session() -> None:
     session.runtime.cache.check()
     with pytest.raises(RequestError, match="5 is no snapshot: give what snapshot"):
         session.restore(5)  # type: ignore[arg-type]
+
+
+def test_l8_what_stands_for_tokens_of_a_session_is_a_tensor_of_numbers() -> None:
+    session = session_over(odd_runtime(), batch=4, context=64)
+    width = session.runtime.config.hidden_size
+    good = torch.randn(2, width, generator=torch.Generator().manual_seed(1))
+    places = torch.arange(2).repeat(3, 1)
+    rows: list[Any] = [*ODD, torch.zeros(2, width, dtype=torch.int64), good.to_sparse(), good.bool(), good.cfloat(),
+                       good / 0, good * float("nan"), good.numpy(), good.tolist()]
+    for odd in rows:
+        with pytest.raises(RequestError, match="embeddings must be") as caught:
+            session.prefill_assembled(odd)
+        assert caught.value.field == "embeddings" and session.position == 0
+    axes: list[Any] = [*(odd for odd in ODD if odd is not None), places.float(), places.bool(), places - 1,
+                       places.numpy(), places.tolist(), places + (1 << 30), places.T]
+    for odd in axes:
+        with pytest.raises(RequestError, match="positions must be") as caught:
+            session.prefill_assembled(good, odd)
+        assert caught.value.field == "positions" and session.position == 0
+    found = session.prefill_assembled(good, places)
+    session.reset()
+    assert torch.equal(session.prefill_assembled(good), found) and session.position == 2
+
+
+# What a model is made of
+
+
+@pytest.mark.parametrize("make", [LLM, Session, Encoder])
+def test_l8_a_model_that_is_no_name_is_told_what_one_is(make: Any) -> None:
+    for odd in (5, b"org/name", ["org/name"], object()):
+        with pytest.raises(ModelError, match=r"a model is a GGUF file, a directory with .*, not "):
+            make(odd)
+    with pytest.raises(ConfigError, match="revision must be text, not 5") as caught:
+        make("org/name", revision=5)
+    assert caught.value.option == "revision"
+
+
+def test_l8_random_weights_of_no_shape() -> None:
+    shape: Any = {"hidden_size": 5}
+    for fields, words in (({"layers": "2"}, "layers must be"), ({"layers": 0}, "layers must be"),
+                          ({"layers": True}, "layers must be"), ({"shape": shape}, "shape must be a ModelConfig"),
+                          ({"seed": "x"}, "seed must be"), ({"preset": 5}, "preset must be"),
+                          ({"initializer_range": "x"}, "initializer_range must be")):
+        with pytest.raises(ModelError, match=words):
+            LLM(RandomModel(**fields))  # type: ignore[arg-type]
+
+
+def test_l8_options_of_conversations_are_named() -> None:
+    for option, odd in (("tool_call_parser", []), ("history", []), ("strip_billing_header", "no"),
+                        ("thinking_budget", "3"), ("chat_template", 5), ("progress", 5)):
+        with pytest.raises(ConfigError, match=option) as caught:
+            LLM(**{option: odd})
+        assert caught.value.option == option

@@ -260,6 +260,37 @@ def test_one_step_of_an_async_stream(llm: LLM) -> None:
     asyncio.run(main())
 
 
+def test_l8_a_stream_has_one_reader_at_a_time(llm: LLM) -> None:
+    """The others would wait for what is given once."""
+    stream = llm.generate_stream("Hello", endless())
+    found: list[str] = []
+
+    def read() -> None:
+        try:
+            for _ in stream:
+                pass
+            found.append("ended")
+        except RequestError as error:
+            found.append(str(error))
+            stream.close()
+
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+    assert sorted(found)[0] == "ended" and "read by another thread or task" in sorted(found)[1]
+
+    async def both() -> list[Any]:
+        stream = llm.generate_stream("Hello", wild(0, max_tokens=3))
+        found = await asyncio.wait_for(asyncio.gather(anext(stream), anext(stream), return_exceptions=True), 30)
+        return [*found, [delta async for delta in stream], stream.output]
+
+    first, second, rest, output = asyncio.run(both())
+    assert first.text and isinstance(second, RequestError) and second.field == "stream"
+    assert first.text + "".join(delta.text for delta in rest) == output.text
+
+
 def test_the_event_loop_goes_on_while_the_model_runs(llm: LLM) -> None:
     async def main() -> int:
         task, turns = asyncio.ensure_future(llm.achat("Hello", wild(0, max_tokens=60))), 0

@@ -42,9 +42,9 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not memory.large_pages(), reason="nothing is mapped here")
 def test_the_pools_say_what_they_are_for(refused: None) -> None:
     with pytest.raises(ConfigError, match=r"no memory for the cache, [0-9,]+ MiB in 1,000 pages and 80,000 states"
-                                          r" \(the last [0-9.]+ MiB of it were refused\).* --memory") as caught:
+                                          r" \(the last [0-9.]+ MiB of it were refused\).* smaller `memory`") as caught:
         allocate(odd_shape(), 1000, 80_000, torch.float32, backends()["torch"])
-    assert caught.value.option == "memory" and "--max-context" in str(caught.value)
+    assert caught.value.option == "memory" and "`max_context`" in str(caught.value)
 
 
 @pytest.mark.skipif(not memory.large_pages(), reason="nothing is mapped here")
@@ -61,7 +61,7 @@ def test_the_weights_too(error: Exception, monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
     monkeypatch.setattr("deltic.engine.loading.random_tensors", refuse)
-    with pytest.raises(ConfigError, match=r"weights of random-qwen3.5-0.8b \(the last 45.0 MiB.*--quant q4_k"):
+    with pytest.raises(ConfigError, match=r"weights of random-qwen3.5-0.8b \(the last 45.0 MiB.*`quant=.q4_k.`"):
         LLM(RandomModel(), memory="64MiB", threads=1)
 
 
@@ -118,7 +118,7 @@ def test_a_step_without_memory_costs_one_request(ahead: bool, monkeypatch: pytes
     engine.add(short[2])
     drain(engine, answers)
     error = answers.pop(("long", 0)).last.error
-    assert failed and error and "there is no memory for a step with" in error and "--token-budget" in error
+    assert failed and error and "there is no memory for a step with" in error and "`token_budget`" in error
     assert {key: answer.tokens for key, answer in answers.items()} == alone and len(failed) == 1
     engine.check()
 

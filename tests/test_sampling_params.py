@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deltic.errors import RequestError
@@ -44,6 +45,24 @@ def test_l8_what_is_no_list_map_or_flag(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{name} must ") as caught:
         SamplingParams(**{name: value})
     assert caught.value.field == name
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(seed=np.int64(3), n=np.int32(2), temperature=np.float32(0.5), top_p=np.float64(1),
+                            stop_token_ids=np.array([4, 5]), logit_bias={np.int64(6): np.float32(2)})
+    assert params == SamplingParams(seed=3, n=2, temperature=0.5, top_p=1.0, stop_token_ids=(4, 5), logit_bias={6: 2.0})
+    numbers = (params.seed, params.n, params.temperature, *params.stop_token_ids, *params.logit_bias.items())
+    assert "np." not in repr(numbers) and hash(params)
+    for wrong in ({"seed": np.float64(3)}, {"temperature": np.bool_(True)}, {"stop_token_ids": np.array([0.5])}):
+        with pytest.raises(RequestError, match="must be"):
+            SamplingParams(**wrong)
+
+
+def test_a_map_that_changes_later_changes_nothing() -> None:
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias["x"] = None  # type: ignore[index,assignment]
+    assert params.logit_bias == {1: 2.0}
 
 
 def test_none_is_none_of_them() -> None:

@@ -50,7 +50,7 @@ def test_a_header_that_is_kept_is_warned_about_once(caplog: Any) -> None:
         for _ in range(3):
             job = processor.chat([{"role": "system", "content": HEADER + "\nBe brief."},
                                   {"role": "user", "content": "Hi"}])
-    assert [("--strip-billing-header" in record.message) for record in caplog.records] == [True]
+    assert [("`strip_billing_header`" in record.message) for record in caplog.records] == [True]
     assert "billing" in TOKENIZER.decode(job.request.prompt)
 
 

@@ -55,7 +55,7 @@ def counted(**options: Any) -> tuple[ChatProcessor, Counted]:
 @pytest.mark.parametrize("chat", [True, False])
 def test_no_more_is_encoded_than_it_takes_to_refuse(text: str, chat: bool) -> None:
     processor, backend = counted(longest=LONGEST)
-    with pytest.raises(LongPromptError, match=r"more than 999 tokens and the context holds 1000, .* raise --") as found:
+    with pytest.raises(LongPromptError, match=r"more than 999 tokens and the context holds 1000, .* raise `") as found:
         processor.chat([{"role": "user", "content": text}]) if chat else processor.complete(text)
     assert found.value.field == ("messages" if chat else "prompt")
     assert backend.characters < len(text) / 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 from argparse import Namespace
@@ -71,16 +72,28 @@ def test_ways_to_give_a_picture(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("image", "message"), [
     ("it.png", "as a data URL .*not as 'it.png'"), ("http://127.0.0.1/x.png", "not as 'http://"),
     ("data:image/png;base64,?", "no valid base64"), ("data:image/png,x", "not in base64"),
-    ("data:image/png;base64,\u00e9", "no valid base64"), (5, "must be a picture"),
+    ("data:image/png;base64,\u00e9", "no valid base64"),
+    ("it.png", "or in Python a pathlib.Path, the bytes of a file or a picture of Pillow's, not as 'it.png'"),
+    (5, "must be a data URL, or in Python a pathlib.Path, .* Pillow's, not 5"),
     ("data:image/png;base64,AAAA", "no picture that can be read"), (b"", "no picture that can be read"),
-    (None, "has no picture"), (png(drawing(1))[:-60], "seems damaged"),
-    (Image.new("RGB", (1, 300)), "more than 200 times"), (Path("/nowhere/x.png"), "there is no file '/nowhere/x.png'"),
-    (Path("/dev/null"), "there is no file '/dev/null'"),
+    (None, "has no picture.* or in Python a pathlib.Path"), (png(drawing(1))[:-60], "seems damaged"),
+    (Image.open(io.BytesIO(png(drawing(1))[:-60])), "seems damaged"),
+    (Image.new("RGB", (1, 300)), "more than 200 times"),
+    (Path("/nowhere/x.png"), r"\('/nowhere/x.png'\) cannot be read: there is no such file"),
+    (Path("/dev/null"), r"\('/dev/null'\) cannot be read: there is no such file"),
+    (Path(__file__), r"\(.*\) is no picture that can be read"),
 ])
 def test_pictures_that_cannot_be_read(llm: LLM, image: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         llm.chat([shows(image)], GREEDY)
     assert str(caught.value.field).startswith("messages[0].content[0]")
+
+
+def test_what_is_no_film_is_shown(llm: LLM) -> None:
+    for odd in ("film.mp4", 5, []):
+        with pytest.raises(RequestError, match=r"or in Python a pathlib.Path as video, not ") as caught:
+            llm.chat([{"role": "user", "content": [{"type": "video", "video": odd}]}], GREEDY)
+        assert str(caught.value).endswith(repr(odd)) and caught.value.field == "messages[0].content[0]"
 
 
 def test_words_that_look_like_pictures(llm: LLM) -> None:
@@ -151,7 +164,7 @@ def test_films(llm: LLM) -> None:
 
 @pytest.mark.parametrize(("film", "message"), [
     ({"video": "film.mp4"}, "of the form"), ({"video": []}, "of the form"),
-    ({"video": [5]}, r"video\[0\] must be a pic"),
+    ({"video": [5]}, r"video\[0\] must be a data URL"),
     ({"video": [Image.new("RGB", (9, 9))], "fps": 0}, "fps must be"), ({"video_url": {"url": "data:"}}, "of the form")])
 def test_films_that_cannot_be_read(llm: LLM, film: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):

@@ -63,7 +63,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     smallest = needs.page_bytes + (own + 1) * needs.slot_bytes + needs.row_bytes
     if budget < smallest:
         raise ConfigError(f"memory: {_mib(budget)} cannot hold one sequence, which takes at least {_mib(smallest)}; "
-                          "raise --memory", "memory")
+                          "raise `memory`", "memory")
     rows = _MAX_KEPT
     if needs.row_bytes:
         rows = 1 + min(rows - 1, budget // _ROWS // needs.row_bytes, (budget - smallest) // needs.row_bytes)
@@ -75,7 +75,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
         warnings.append(f"max_context {context} is more than the {needs.model_context} that the model is made for")
     if batch < needs.max_batch:
         warnings.append(f"max_batch is {batch} instead of {needs.max_batch}: a state slot takes "
-                        f"{_mib(needs.slot_bytes)} and the cache has {_mib(budget)} (raise --memory)")
+                        f"{_mib(needs.slot_bytes)} and the cache has {_mib(budget)} (raise `memory`)")
     slots = own * batch + 1
     kept = _kept_slots(budget, needs, slots, context)
     slots += kept
@@ -84,7 +84,7 @@ def split_memory(budget: int, needs: MemoryNeeds) -> MemoryPlan:
     if pages < wanted:
         context = pages * PAGE
         warnings.append(f"max_context is {context} instead of {needs.max_context or needs.model_context}: that is "
-                        f"what {_mib(budget)} of cache hold (raise --memory)")
+                        f"what {_mib(budget)} of cache hold (raise `memory`)")
     most = batch * wanted + kept * _pages_of_a_state(needs)
     return MemoryPlan(min(pages, most), slots, batch, context, tuple(warnings), min(rows, slots))
 

@@ -232,7 +232,7 @@ def allocate(config: ModelConfig, pages: int, slots: int, dtype: torch.dtype, op
     size = (pages * page_bytes(config, extras.kv or dtype, extras.head)
             + slots * slot_bytes(config, dtype, extras.head, extras.state) + extras.rings * ring_bytes(config, dtype))
     with memory_for(f"the cache, {size / (1 << 20):,.0f} MiB in {pages:,} pages and {slots:,} states",
-                    "choose a smaller --memory, which --max-context and --max-batch must then fit", "memory"):
+                    "choose a smaller `memory`, which `max_context` and `max_batch` must then fit", "memory"):
         return _allocate(config, pages, slots, dtype, ops, device, extras)
 
 

@@ -211,8 +211,8 @@ class TierIndex:
         except (MemoryError, RuntimeError) as error:
             if not is_shortage(error):
                 raise
-            self._complain(f"there is no memory for a copy of {done:,} tokens; choose a smaller --memory or "
-                           "--host-memory")
+            self._complain(f"there is no memory for a copy of {done:,} tokens; choose a smaller `memory` or "
+                           "`host_memory`")
             return
         size = size_of(run) + size_of(state)
         if parent.done == done:

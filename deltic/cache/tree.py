@@ -241,7 +241,7 @@ class PrefixTree:
         if victim is None:
             return False
         if victim.pinned:
-            log.warning("the pinned prompt of %d tokens gives way to a running request: raise --memory", victim.done)
+            log.warning("the pinned prompt of %d tokens gives way to a running request: raise `memory`", victim.done)
         self._age = max(self._age, self._worth(victim))
         self.evictions += 1
         self._remove(victim)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, TextIO, cast
 
 from deltic import __version__
-from deltic.cli.parser import Parser, clipped
+from deltic.cli.parser import Parser, as_typed, clipped
 from deltic.cli.signals import Terminated, orderly_ends
 from deltic.errors import DelticError
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
     except (DelticError, OSError) as error:
         with suppress(OSError):
-            print(f"deltic: error: {clipped(str(error))}", file=sys.stderr)
+            print(f"deltic: error: {clipped(as_typed(str(error)))}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:

@@ -7,10 +7,11 @@ import asyncio
 import fcntl
 import json
 import os
+import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
 from deltic.cli.parser import existing_file, path_name, text
+from deltic.cli.signals import Terminated
 from deltic.cli.terminal import Bar
 from deltic.errors import DelticError, show
 
@@ -79,7 +81,7 @@ def _answer_all(llm: LLM, args: argparse.Namespace, results: Results, missing: s
     began, before = time.monotonic(), llm.engine.stats.generated_tokens
     wanted = (line for _, line in _lines(args.source) if _key(line["custom_id"]) in missing)
     try:
-        asyncio.run(batch.answer(wanted, _AHEAD * llm.runtime.memory.max_batch))
+        _run_until_signal(batch.answer(wanted, _AHEAD * llm.runtime.memory.max_batch))
     except BaseExceptionGroup as group:  # what ends one request's task ends all
         raise group.exceptions[0] from None
     finally:
@@ -89,6 +91,37 @@ def _answer_all(llm: LLM, args: argparse.Namespace, results: Results, missing: s
               f"({tokens / seconds:,.0f} tokens/s)", file=sys.stderr)
         if batch.count < len(missing):
             print("the same command goes on from here", file=sys.stderr)
+
+
+def _run_until_signal(work: Coroutine[Any, Any, None]) -> None:
+    """As asyncio.run, where SIGINT and SIGTERM cancel the work instead of raising somewhere within the loop; then they
+    raise as elsewhere."""
+    came: list[int] = []
+
+    async def cancellable() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def end(number: int) -> None:
+            came.append(number)
+            task.cancel()
+
+        for number in before:
+            loop.add_signal_handler(number, end, number)
+        await work
+
+    before = {number: handler for number in (signal.SIGINT, signal.SIGTERM)
+              if (handler := signal.getsignal(number)) != signal.SIG_IGN}
+    try:
+        asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        if not came:
+            raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise Terminated if came[0] == signal.SIGTERM else KeyboardInterrupt
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from deltic.cli import options
 from deltic.cli.answer import Screen, read_answer, statistics_line
 from deltic.cli.models import open_llm
-from deltic.cli.parser import MOST_BYTES, UsageError, plain_file, read_bytes, read_text
+from deltic.cli.parser import MOST_BYTES, UsageError, as_typed, plain_file, read_bytes, read_text
 from deltic.cli.pictures import naming
 from deltic.cli.settings import replace_file
 from deltic.cli.signals import Interruption
@@ -226,7 +226,7 @@ class Conversation:
 
     def _fail(self, message: str) -> None:
         self.failed = True
-        _note(f"deltic: error: {message}")
+        _note(f"deltic: error: {as_typed(message)}")
 
 
 def _as_message(deltas: list[Delta]) -> Message:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from deltic.cli import options
 from deltic.cli.models import check_source, open_llm
+from deltic.cli.parser import as_typed
 from deltic.cli.table import table
 from deltic.config import DType, EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
@@ -104,7 +105,7 @@ def _head_fact(path: Path) -> str | None:
     try:
         kinds = open_model(path).head_kinds()
     except ModelError as error:
-        return f"unusable: {error}"
+        return as_typed(f"unusable: {error}")
     return ", ".join(f"{kind} {_mib(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1])) or None
 
 
@@ -209,7 +210,8 @@ def _memory_facts(config: ModelConfig, engine: EngineConfig, plan: MemoryPlan, e
                              "state_dtype": str(extras.state).removeprefix("torch.")}
     for unit, (count, size) in units.items():
         facts |= {f"{unit}s": count, f"{unit}_bytes": size, f"{unit}s_mib": _mib(count * size)}
-    return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context, "warnings": list(plan.warnings)}
+    return {**facts, "max_batch": plan.max_batch, "max_context": plan.max_context,
+            "warnings": list(map(as_typed, plan.warnings))}
 
 
 def _text_facts(processor: ChatProcessor, eos: tuple[int, ...]) -> dict[str, Any]:

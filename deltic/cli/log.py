@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 
+from deltic.cli.parser import as_typed
+
 
 class _PlainLines(logging.Formatter):
     """`deltic: warning: MESSAGE`; of an exception its kind and message, and where it was raised for those who asked."""
@@ -18,12 +20,13 @@ class _PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record = copy(record)
         record.lowered = record.levelname.lower()
+        record.msg, record.args = as_typed(record.getMessage()), None
         if self._verbose or not record.exc_info:
             return super().format(record)
         kind, error, _ = record.exc_info
         record.exc_info = record.exc_text = None
         name = kind.__name__ if kind else "unknown"
-        return f"{super().format(record)} ({name}: {error}; -v shows where)"
+        return f"{super().format(record)} ({name}: {as_typed(str(error))}; -v shows where)"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
-from deltic.cli.parser import UsageError, existing_file, text, whole
+from deltic.cli.parser import UsageError, existing_file, flag, text, whole
 from deltic.config import PRESETS, EngineConfig, Limits
 from deltic.types import SamplingParams
 
@@ -64,7 +64,7 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "Where not given, the model's generation_config.json decides.")
     for name, (kind, metavar, line) in SAMPLING.items():
-        group.add_argument(_flag(name), type=kind, metavar=metavar, help=line, default=argparse.SUPPRESS)
+        group.add_argument(flag(name), type=kind, metavar=metavar, help=line, default=argparse.SUPPRESS)
     group.add_argument("--stop", action="append", type=text, metavar="TEXT", default=[],
                        help="end the answer before this text; may be repeated")
 
@@ -106,7 +106,7 @@ def _add_fields(group: argparse._ArgumentGroup, record: type) -> None:
     kinds = get_type_hints(record)
     for field in fields(record):
         if kinds[field.name] is not Limits:
-            group.add_argument(_flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS, help=_help(field),
+            group.add_argument(flag(field.name), dest=_dest(field.name), default=argparse.SUPPRESS, help=_help(field),
                                **_form(kinds[field.name], field))
 
 
@@ -125,10 +125,6 @@ def refuse_random(args: argparse.Namespace) -> None:
     """For commands that need a tokenizer."""
     if args.random or args.layers:
         raise UsageError("random weights have no tokenizer, so they cannot talk: use deltic bench or deltic inspect")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _dest(name: str) -> str:

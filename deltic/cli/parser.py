@@ -24,6 +24,7 @@ class UsageError(DelticError):
 _WORD = "\0"
 MOST_BYTES = 64 << 20  # of what is read from files and pipes
 _MOST = 1200  # characters of a message
+_OPTION = re.compile(r"`([a-z_]+)(?:='?(\w+)'?)?`")
 _DASHED = re.compile(r"-(?![A-Za-z]|-[A-Za-z]|-?\Z)", re.DOTALL)
 
 
@@ -53,6 +54,23 @@ class Parser(argparse.ArgumentParser):
         end = argv.index("--") if "--" in argv else len(argv)
         words = [_WORD + word if _DASHED.match(word) and not _is_number(word) else word for word in argv[:end]]
         return self.parse_intermixed_args([*words, *(_WORD + word for word in argv[end + 1:])])
+
+
+def flag(name: str) -> str:
+    """The option that a keyword of the library is on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def as_typed(message: str) -> str:
+    """A message of the library with the options that it names as they are typed here: `max_context` is --max-context,
+    `vision=False` --no-vision, `device='cpu'` --device cpu."""
+    return _OPTION.sub(lambda found: _typed(*found.groups()), message)
+
+
+def _typed(name: str, value: str | None) -> str:
+    if value == "False":
+        return flag("no_" + name)
+    return flag(name) if value in (None, "True") else f"{flag(name)} {value}"
 
 
 def clipped(message: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from deltic.errors import RequestError
+from deltic.errors import RequestError, show
 
 _PART = re.compile(r"messages\[\d+\]\.content\[(\d+)\]")
 
@@ -21,6 +21,7 @@ def naming(files: Sequence[Path]) -> Iterator[None]:
         part = _PART.match(error.field or "")
         if part is None or int(part[1]) >= len(files):
             raise
-        file, said = str(files[int(part[1])]), str(error)
+        file = str(files[int(part[1])])
+        said = str(error).replace(f" ({show(file)})", "")
         raise RequestError(said.replace(part[0], file) if part[0] in said else f"{file}: {said}", error.field
                            ) from error

@@ -17,7 +17,7 @@ from deltic.artifacts.opening import kind_of
 from deltic.cli import options
 from deltic.cli.answer import Meter, Screen, call_json, read_answer, statistics_line
 from deltic.cli.models import timed_llm
-from deltic.cli.parser import MOST_BYTES, UsageError, json_file, plain_file, text
+from deltic.cli.parser import MOST_BYTES, UsageError, as_typed, json_file, plain_file, text
 from deltic.cli.pictures import naming
 from deltic.cli.signals import Terminated
 from deltic.errors import show
@@ -195,5 +195,5 @@ def _as_json(model: str, choice: Choice, timings: dict[str, float | None]) -> di
 def _exit_code(choice: Choice) -> int:
     if choice.finish != "error":
         return 0
-    print(f"deltic: error: {choice.error}", file=sys.stderr)
+    print(f"deltic: error: {as_typed(str(choice.error))}", file=sys.stderr)
     return 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import PurePath
+from typing import Any, Final, get_type_hints
 
 from deltic.config.limits import Limits
 from deltic.config.machine import available_cores, parse_bytes
@@ -22,7 +24,6 @@ _RANGES: Final = {
     "expert_cap": (1, 4096),
     "expert_refresh": (1, 1 << 31),
 }
-_PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile")
 AUTO: Final = "auto"
 """The device that a machine has; `engine.options.settled` says which one. Until then nobody knows how many tokens a
 step aims at, or whether all options suit the device."""
@@ -35,7 +36,12 @@ _CPU_LEVELS: Final = ("auto", "portable", "avx2", "avx512", "vnni", "bf16")
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES: Final = ("auto", "fp8")
 _STATE_DTYPES: Final = ("float32", "bfloat16")
+_PATHS: Final = ("cache_dir", "aot_dir", "mmproj", "expert_profile")
+"""Options that callers from Python may give as a `Path`, too."""
 _COMPUTES: Final = ("auto", "card", "host")
+_KINDS: Final[Mapping[Any, str]] = {str: "text", str | None: "text or None", bool: "True or False",
+                                    Limits: "Limits(...)"}
+"""Types of options, and what values of them are called. Numbers have checks of their own."""
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -119,6 +125,9 @@ class EngineConfig:
             mine = 768 if self.offloads_experts else 512  # a chunk reads all experts that are not in memory
             mine = mine if self.device == "cpu" else 8192
             object.__setattr__(self, "token_budget", _ALONE if self.batch_invariant else mine)
+        for name in _PATHS:
+            if isinstance(path := getattr(self, name), PurePath):
+                object.__setattr__(self, name, str(path))
         self._check_types()
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -128,12 +137,6 @@ class EngineConfig:
             raise ConfigError("max_repeat must be at least 2, or 0 for off: everything is there once", "max_repeat")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}", "device")
-        if self.dtype not in _DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}", "dtype")
-        for name, choices in {"kv_dtype": _KV_DTYPES, "state_dtype": _STATE_DTYPES, "packed_weights": _PACKED,
-                              "quant": _QUANTS, "expert_compute": _COMPUTES, "cpu_level": _CPU_LEVELS}.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {show(getattr(self, name))}", name)
         if self.kv_dtype == "fp8" and self.device == "cpu":
             raise ConfigError("kv_dtype=fp8 is for NVIDIA GPUs: leave it out, or give device cuda", "kv_dtype")
         if self.quant == "fp8" and self.device == "cpu":
@@ -144,7 +147,7 @@ class EngineConfig:
         self._check_utilization()
         parse_speculation(self.speculate)
         if self.mmproj is not None and not self.vision:
-            raise ConfigError("mmproj is the file of a vision tower: leave out --no-vision", "mmproj")
+            raise ConfigError("mmproj is the file of a vision tower: leave out `vision=False`", "mmproj")
         self._check_tiers()
         self._check_experts()
         self._check_ops()
@@ -185,7 +188,7 @@ class EngineConfig:
             raise ConfigError(f"cache_disk_gb must be a number above 0 and at most 1,000,000, not {size!r}",
                               "cache_disk_gb")
         if self.cache_dir is not None and not self.prefix_cache:
-            raise ConfigError("cache_dir needs the prefix cache: leave out --no-prefix-cache", "cache_dir")
+            raise ConfigError("cache_dir needs the prefix cache: leave out `prefix_cache=False`", "cache_dir")
 
     def _check_experts(self) -> None:
         if self.expert_memory not in (None, "auto"):
@@ -214,18 +217,17 @@ class EngineConfig:
                 name == "token_budget" and self.device == AUTO)
             if type(value) is not int and not (optional and value is None):
                 raise ConfigError(f"{name} must be an integer, not {show(value)}", name)
-        for name, kinds in {"device": str, "dtype": str, "memory": str | None, "prefix_cache": bool,
-                            "host_memory": str | None, "cache_dir": str | None, "aot_dir": str | None,
-                            "mmproj": str | None, "expert_memory": str | None, "expert_reserve": str,
-                            "expert_compute": str,
-                            "batch_invariant": bool, "expert_predict": bool, "expert_profile": str | None,
-                            "debug_layers": bool, "limits": Limits}.items():
-            if not isinstance(getattr(self, name), kinds):
-                raise ConfigError(f"{name} has the value {getattr(self, name)!r} of a wrong type", name)
+        for option in fields(self):
+            value, choices = getattr(self, option.name), option.metadata.get("choices")
+            if choices and not (isinstance(value, str) and value in choices):
+                raise ConfigError(f"{option.name} must be one of {', '.join(choices)}, not {show(value)}", option.name)
+        for name, kind in get_type_hints(type(self)).items():
+            if kind in _KINDS and not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be {_KINDS[kind]}, not {show(getattr(self, name))}", name)
 
     def _check_ops(self) -> None:
-        if isinstance(self.ops, str) or not all(isinstance(item, str) for item in self.ops):
-            raise ConfigError(f"ops must be a list of name=backend, not {self.ops!r}", "ops")
+        if not isinstance(self.ops, list | tuple) or not all(isinstance(item, str) for item in self.ops):
+            raise ConfigError(f"ops must be a list of name=backend, not {show(self.ops)}", "ops")
         object.__setattr__(self, "ops", tuple(self.ops))
         for item in self.ops:
             if not re.fullmatch(r"([a-z_]+=)?[a-z_0-9]+", item):

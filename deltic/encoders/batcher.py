@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from deltic.encoders.items import Item, Output, TextModel, Vectors
-from deltic.errors import BusyError, DelticError, UnavailableError, forked_from
+from deltic.errors import BusyError, DelticError, RequestError, UnavailableError, forked_from
 
 log = logging.getLogger("deltic")
 
@@ -79,9 +79,12 @@ class Batcher:
 
     def submit(self, job: Job) -> Job:
         """Have a job done. BusyError if too much waits already; UnavailableError after `close`, and where none of this
-        process's threads would do it."""
+        process's threads would do it; RequestError in the thread that would do it itself."""
         if self._forked:
             raise forked_from(self._process)
+        if threading.current_thread() is self._thread:
+            raise RequestError("progress is called in the thread that runs the model, which cannot wait for itself: "
+                               "call the encoder in another thread", "progress")
         size = sum(map(len, job.items))
         with self._changed:
             if self._closed:
@@ -102,9 +105,9 @@ class Batcher:
         return job
 
     def close(self) -> None:
-        """End the thread after the batch that is running; what waits fails."""
+        """End the thread after the batch that is running; what waits fails. The thread itself does not wait."""
         self.end()
-        if self._thread is not None and not self._forked:
+        if self._thread is not None and self._thread is not threading.current_thread() and not self._forked:
             self._thread.join()
 
     def end(self) -> None:

@@ -221,7 +221,7 @@ def _dtype(options: EngineConfig) -> DType:
 def _machine(options: EngineConfig, config: EncoderConfig) -> Machine:
     """The compiled kernels, unless they are absent, or the device or an option (ops=torch) leaves the work to torch."""
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {options.device}: torch finds no CUDA device here; use --device cpu", "device")
+        raise ConfigError(f"device {options.device}: torch finds no CUDA device here; use `device='cpu'`", "device")
     plain = options.ops in (("torch",), ("ref",))
     if options.device != "cpu" or missing() or plain:
         return Machine(torch.device(options.device), TORCH_DTYPES[_dtype(options)], None,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deltic.encoders.batcher import Batcher, Job
 from deltic.encoders.items import Item, Output, Vectors
 from deltic.encoders.open import Opened, Task, open_texts
-from deltic.engine.arguments import as_texts, check_callback
+from deltic.engine.arguments import as_texts, check_callback, check_flag
 from deltic.engine.options import engine_config
 from deltic.errors import ConfigError, GenerationError, RequestError, show, valid_text
 from deltic.weights.safetensors import Progress
@@ -55,6 +55,9 @@ class Encoder:
                  **options: Any) -> None:
         if task not in get_args(Task):
             raise ConfigError(f"task must be one of {', '.join(get_args(Task))}, not {show(task)}", "task")
+        if instruction is not None and not isinstance(instruction, str):
+            raise ConfigError(f"instruction must be text or None, not {show(instruction)}", "instruction")
+        check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
         config = engine_config(options, ["task", "revision", "max_length", "instruction"])
         opened: Opened = open_texts(model, task, config, revision, progress, max_length, instruction)
         self.model, self.texts, self._pairs = opened.model, opened.texts, opened.pairs
@@ -85,7 +88,8 @@ class Encoder:
 
         kind: "query", "passage" or another name of a prompt that the model has. prompt: what is put before each text
         instead. dimensions: keep the first so many, made length 1 again (Matryoshka). truncate: cut what is too long,
-        else RequestError. progress(n): called as texts are done, in another thread; what it raises, this raises.
+        else RequestError. progress(n): called as texts are done, in the thread that runs the model, so it must
+        not call the encoder (RequestError); what it raises, this raises.
         """
         single = isinstance(texts, str)
         check_callback(progress, "progress", "the texts that are done")
@@ -125,6 +129,7 @@ class Encoder:
     def pair_items(self, query: str, documents: Sequence[str], truncate: bool = True) -> list[Item]:
         """What has to be run to score the documents: pairs, or the query and the documents one by one."""
         query, documents = valid_text(query, "query"), as_texts(documents, "documents")
+        check_flag(truncate, "truncate")
         if self.scores:
             return self._pairs(query, documents, truncate)
         asked = self.texts.items([query], self.model.recipe.prompt("query"), truncate, "query")
@@ -171,6 +176,7 @@ class Encoder:
                  progress: Callable[[int], None] | None, wanted: frozenset[Output]) -> Iterator[Vectors]:
         """Window by window, the next of which is made tokens of while the model runs one."""
         texts = as_texts(texts, "texts")
+        check_flag(truncate, "truncate")
         waiting: list[tuple[Job, list[int], int]] = []
         start, (size, most) = 0, _WINDOWS
         try:

@@ -17,7 +17,7 @@ def keys_of(request: Request, vocabulary: int, max_context: int, pictures: bool)
         raise RequestError("the prompt is empty: give at least one token", "prompt")
     if len(request.prompt) >= max_context:
         raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {max_context}, "
-                           "answer included: shorten it, or raise --max-context", "prompt")
+                           "answer included: shorten it, or raise `max_context`", "prompt")
     ids = _array(request.ids)
     if ids is None or not all(0 <= int(bound) < vocabulary for bound in torch.frombuffer(ids, dtype=torch.int64
                                                                                       ).aminmax()):

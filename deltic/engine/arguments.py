@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
-from deltic.errors import RequestError, show
+from deltic.errors import ConfigError, RequestError, show
 from deltic.types import SamplingParams
 
 _BYTES = (bytes, bytearray, memoryview)
@@ -67,16 +67,18 @@ def as_texts(texts: Any, name: str) -> Sequence[Any]:
 
 def as_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams for each of so many prompts."""
-    given = [as_params(params) for params in (sampling if _is_list(sampling) else [sampling] * count)]
+    if not _is_list(sampling):
+        return [as_params(sampling)] * count
+    given = [as_params(params, f"sampling[{place}]") for place, params in enumerate(sampling)]
     if len(given) != count:
         raise RequestError(f"{count} prompts need as many SamplingParams, not {len(given)}", "sampling")
     return given
 
 
-def as_params(sampling: Any) -> SamplingParams:
+def as_params(sampling: Any, name: str = "sampling") -> SamplingParams:
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling must be SamplingParams, not {show(sampling)}: write "
-                           "SamplingParams(temperature=0.7, ...), or leave it out", "sampling")
+        raise RequestError(f"{name} must be SamplingParams, not {show(sampling)}: write "
+                           "SamplingParams(temperature=0.7, ...), or leave it out", name)
     return sampling
 
 
@@ -102,9 +104,15 @@ def check_tools(tools: Any) -> None:
         raise RequestError(f"tools must be a list of tools, not {show(tools)}", "tools")
 
 
-def check_callback(callback: Any, name: str = "on_token", arguments: str = "(row, token id)") -> None:
+def check_callback(callback: Any, name: str = "on_token", arguments: str = "(row, token id)",
+                   error: type[RequestError] | type[ConfigError] = RequestError) -> None:
     if callback is not None and not callable(callback):
-        raise RequestError(f"{name} must be a function of {arguments}, not {show(callback)}", name)
+        raise error(f"{name} must be a function of {arguments}, not {show(callback)}", name)
+
+
+def check_flag(flag: Any, name: str) -> None:
+    if not isinstance(flag, bool):
+        raise RequestError(f"{name} must be True or False, not {show(flag)}", name)
 
 
 def _listed(value: Any) -> Any:

@@ -50,7 +50,7 @@ from deltic.types import (
 log = logging.getLogger("deltic")
 
 _SICK = ("the model's logits are NaN, infinite or all equal: weights, dtype or a kernel are broken; run with "
-         "--debug-layers to find the first bad layer, or with --ops ref")
+         "`debug_layers` to find the first bad layer, or with the reference ops (`ops=['ref']`)")
 _NONE_LEFT = ("no token is left to choose from: logit_bias forbids every one that a grammar allows, or all but "
               "those that min_tokens forbids too; allow at least one more")
 
@@ -119,16 +119,20 @@ class Engine:
         """Queue a request; raises RequestError if it cannot be served as asked."""
         if request.id in self._sequences:
             raise RequestError(f"a request with id {request.id!r} is already running", "id")
-        keys = keys_of(request, self.runtime.config.vocab_size, self.max_context, self.pictures is not None)
-        if isinstance(request.output, Embed) and self.runtime.options.batch_invariant:
-            raise RequestError("this model was loaded with batch_invariant, which is for answers: load it without for "
-                               "vectors", "output")
+        keys = self.keys_of(request)
         if isinstance(request.output, SamplingParams):
             request = replace(request, output=request.output.with_defaults(self._defaults()))
         first = self._sequence(request, 0, None)
         first.prompt_keys = keys
         self._sequences[request.id] = [first]
         self.scheduler.add(first)
+
+    def keys_of(self, request: Request) -> array[int]:
+        """The keys of its prompt; RequestError if it cannot be served as asked. For any thread."""
+        if isinstance(request.output, Embed) and self.runtime.options.batch_invariant:
+            raise RequestError("this model was loaded with batch_invariant, which is for answers: load it without for "
+                               "vectors", "output")
+        return keys_of(request, self.runtime.config.vocab_size, self.max_context, self.pictures is not None)
 
     def abort(self, request: str) -> None:
         """End a request now, in whatever state it is; its choices finish with reason "abort"."""

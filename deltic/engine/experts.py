@@ -94,9 +94,9 @@ def check_experts(files: ModelFiles | None, config: ModelConfig, options: Engine
     elif files is None:
         reason = "random weights lie in no file; leave it out, or write them to one"
     elif (absent := missing().get("moe")) or options.ops:
-        reason = absent or "only the compiled kernels know such experts; leave out --ops"
+        reason = absent or "only the compiled kernels know such experts; leave out `ops`"
     elif files.gguf is not None and not packed:
-        reason = "the experts of a GGUF file are used as they are in it: add --packed-weights on"
+        reason = "the experts of a GGUF file are used as they are in it: add `packed_weights='on'`"
     if reason:
         raise ConfigError(f"{asked}={getattr(options, asked)} is not possible: {reason}", asked)
 
@@ -106,7 +106,7 @@ def _not_beside_the_card(config: ModelConfig, experts: ExpertsConfig, options: E
     if dtype != "bfloat16":
         return f"on a GPU only with dtype bfloat16, not {dtype}"
     if options.ops or options.debug_layers:
-        return "on a GPU only deltic's own kernels know such experts; leave out --ops and --debug-layers"
+        return "on a GPU only deltic's own kernels know such experts; leave out `ops` and `debug_layers`"
     if torch.cuda.get_device_capability(options.device) != (9, 0):
         return "it needs a GPU of compute capability 9.0"
     shape = ExpertsShape(config.hidden_size, experts.size, experts.count, experts.per_token, bool(experts.shared_size),

@@ -35,7 +35,7 @@ class Failures:
             largest = max(live, key=lambda share: share.tokens)
             lost, message = {largest.sequence.request.id}, (
                 f"there is no memory for a step with {largest.tokens} tokens of this request: let the server have a "
-                "smaller --token-budget, --memory or --gpu-memory-utilization")
+                "smaller `token_budget`, `memory` or `gpu_memory_utilization`")
         else:
             log.error("a step failed; its requests end with an error", exc_info=error)
             lost, message = {share.sequence.request.id for share in live}, f"internal error: {error}"

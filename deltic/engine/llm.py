@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
@@ -145,14 +145,15 @@ class Stream:
 
     Of several choices (n) they come as they are made, and `Delta.index` says whose each is.
     Nothing runs before the first is asked for. `close`, leaving the loop and dropping the stream abort the request. A
-    stream is for one thread or task at a time. GenerationError at the end if the engine gave up on the answer.
+    stream is for one thread or task at a time, RequestError for others; `close` is for any. GenerationError at the end
+    if the engine gave up on the answer.
     """
 
     def __init__(self, llm: LLM, job: Job) -> None:
         self._llm = llm  # which must not be collected as long as somebody reads its answer
         self._call = _Call(llm.worker, [job], patience=1)
         self._deltas: deque[Delta] = deque()
-        self._closed = False
+        self._closed, self._turn = False, threading.Lock()
 
     @property
     def output(self) -> Output | None:
@@ -172,8 +173,9 @@ class Stream:
         there, and says what went wrong, if anything."""
         if self._closed or self.output:
             return []
-        self._call.start()
-        return self._call.take(self._call.mailbox.get(timeout))
+        with self._reading():
+            self._call.start()
+            return self._call.take(self._call.mailbox.get(timeout))
 
     def close(self) -> None:
         """Abort what is still running."""
@@ -199,11 +201,23 @@ class Stream:
 
     async def __anext__(self) -> Delta:
         while not self._deltas and not self._over():
-            self._call.start()
-            self._deltas.extend(self._call.take(await self._call.mailbox.aget()))
+            with self._reading():
+                self._call.start()
+                self._deltas.extend(self._call.take(await self._call.mailbox.aget()))
         if not self._deltas:
             raise StopAsyncIteration
         return self._deltas.popleft()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What comes goes to one reader; another would wait forever."""
+        if not self._turn.acquire(blocking=False):
+            raise RequestError("this stream is being read by another thread or task: give each a stream of its own",
+                               "stream")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def _all(self) -> AsyncIterator[Delta]:
         try:
@@ -263,6 +277,7 @@ class LLM:
         ChatConfig(**chat)
         if not isinstance(chat_template, str | Path | None):
             raise ConfigError(f"chat_template must be the path of a file, not {show(chat_template)}", "chat_template")
+        check_callback(progress, "progress", "(bytes read, bytes in all)", ConfigError)
         config = engine_config(options, ["revision", "chat_template", *names])
         runtime = load_any(model, config, revision, progress)
         self._chat_processor = _chat_processor(runtime, chat_template, **chat)
@@ -403,16 +418,26 @@ class LLM:
         rows = as_prompts(prompts)
         params = as_sampling(sampling, len(rows))
         wanted = as_format(**form)
-        jobs = [self._job(prompt, each, wanted) for prompt, each in zip(rows, params, strict=True)]
-        for place, job in enumerate(jobs):
-            if not job.request.ids:
-                raise RequestError(f"prompts[{place}] is empty: give at least one token", f"prompts[{place}]")
+        jobs = list[Job]()
+        for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
+            with _named(f"prompts[{place}]"):
+                jobs.append(self._job(prompt, each, wanted))
+                self.engine.keys_of(jobs[-1].request)
         return jobs
 
     def _job(self, prompt: str | list[int], sampling: SamplingParams, wanted: OutputFormat | None = None) -> Job:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
         return self.chat_processor.complete(prompt, sampling, wanted)
+
+
+@contextmanager
+def _named(prompt: str) -> Iterator[None]:
+    """What is wrong with one of several prompts says with which."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"{prompt}: {error}", prompt if error.field == "prompt" else error.field) from error
 
 
 def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:

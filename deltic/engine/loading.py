@@ -35,7 +35,7 @@ from deltic.engine.options import settled
 from deltic.engine.pictures import Encode
 from deltic.engine.runtime import Runtime
 from deltic.engine.tiers import open_tiers
-from deltic.errors import ConfigError, ModelError
+from deltic.errors import ConfigError, ModelError, show
 from deltic.model.decoder import Decoder, build
 from deltic.model.mtp import Mtp as MtpHead
 from deltic.model.mtp import build_head
@@ -72,6 +72,7 @@ class RandomModel:
     preset: a name of `config.PRESETS`.
     layers: keep only the first so many.
     shape: use this instead of a preset.
+    ModelError for what cannot be such a model.
     """
 
     preset: str = "qwen3.5-0.8b"
@@ -80,6 +81,18 @@ class RandomModel:
     initializer_range: float | None = None
     shape: ModelConfig | None = None
     head: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.preset, str):
+            raise ModelError(f"preset must be text, not {show(self.preset)}")
+        if not isinstance(self.shape, ModelConfig | None):
+            raise ModelError(f"shape must be a ModelConfig, not {show(self.shape)}")
+        if self.layers is not None and (type(self.layers) is not int or self.layers < 1):
+            raise ModelError(f"layers must be an integer from 1 on, or None, not {show(self.layers)}")
+        if type(self.seed) is not int:
+            raise ModelError(f"seed must be an integer, not {show(self.seed)}")
+        if not isinstance(self.initializer_range, int | float | None):
+            raise ModelError(f"initializer_range must be a number or None, not {show(self.initializer_range)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +198,9 @@ def _unpacks(loaded: _Loaded) -> bool:
 
 def _memory_for_weights(model: str | RandomModel | None, device: str) -> AbstractContextManager[None]:
     name = f"random-{model.preset}" if isinstance(model, RandomModel) else model or "tiny"
-    elsewhere = "" if device == "cpu" else ", run it on the CPU (--device cpu)"
+    elsewhere = "" if device == "cpu" else ", run it on the CPU (`device='cpu'`)"
     return memory_for(f"the weights of {name}", "take a smaller model or one with fewer bits a weight (a quantized "
-                                                f"GGUF file with --packed-weights on, or --quant q4_k){elsewhere}")
+                                                f"GGUF file with `packed_weights='on'`, or `quant='q4_k'`){elsewhere}")
 
 
 def _load(model: str | RandomModel | None, options: EngineConfig, revision: str | None,
@@ -385,5 +398,5 @@ def _keeps_packed(files: ModelFiles, options: EngineConfig, dtype: DType) -> boo
 
 def _check_device(device: str) -> None:
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device}: torch finds no CUDA device here; use --device cpu, or install a CUDA "
+        raise ConfigError(f"device {device}: torch finds no CUDA device here; use `device='cpu'`, or install a CUDA "
                           "build of torch", "device")

@@ -40,6 +40,6 @@ def found_device() -> str:
     capability = torch.cuda.get_device_capability()
     if capability >= _CAPABILITY:
         return "cuda"
-    log.warning("%s has compute capability %d.%d, less than %d.%d: the model runs on the CPU (--device cuda tries the "
-                "GPU all the same)", torch.cuda.get_device_name(), *capability, *_CAPABILITY)
+    log.warning("%s has compute capability %d.%d, less than %d.%d: the model runs on the CPU (`device='cuda'` tries "
+                "the GPU all the same)", torch.cuda.get_device_name(), *capability, *_CAPABILITY)
     return "cpu"

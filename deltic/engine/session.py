@@ -25,6 +25,10 @@ from deltic.ops.records import Batch
 from deltic.types import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
 
 _FLAT = 1e-6
+_DENSE = torch.strided
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LAST = (1 << 30) - 1
+"""The largest rotary position: with what follows the positions stay within 32 bits."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -110,15 +114,12 @@ class Session:
         """Append tokens that have no ids, only embeddings [n, hidden_size]; returns logits as `prefill` does.
 
         positions [3, n] integers: their rotary positions by time, height and width, from 0 where the session is; what
-        follows goes on behind the largest. None: one after another.
+        follows goes on behind the largest. None: one after another. RequestError for anything else, and for numbers
+        that are not finite.
         """
-        count, width = len(embeddings), self.runtime.config.hidden_size
-        if embeddings.dim() != 2 or not count or embeddings.shape[1] != width:
-            raise RequestError(f"embeddings must be [n, {width}], not {[*embeddings.shape]}", "embeddings")
-        rows = embeddings.detach().float().cpu().contiguous()
-        axes = None if positions is None else tuple(tuple(map(int, axis)) for axis in positions.tolist())
-        if axes is not None and (len(axes) != 3 or any(len(axis) != count or min(axis) < 0 for axis in axes)):
-            raise RequestError(f"positions must be [3, {count}], from 0 on", "positions")
+        rows = self._checked_rows(embeddings)
+        count = len(rows)
+        axes = None if positions is None else _axes(positions, count)
         digest = blake2b(rows.numpy().tobytes() + repr(axes).encode(), digest_size=16).hexdigest()
         offset = 0 if axes is None else max(map(max, axes)) + 1 - count
         prompt = Prompt((0,) * count, content_keys(digest.encode(), count), axes, offset,
@@ -270,6 +271,19 @@ class Session:
                 found: Tensor = done.value
                 return found
 
+    def _checked_rows(self, embeddings: Tensor) -> Tensor:
+        """As float32 in the host's memory."""
+        width = self.runtime.config.hidden_size
+        if not isinstance(embeddings, Tensor) or not embeddings.dtype.is_floating_point or embeddings.layout != _DENSE:
+            raise RequestError(f"embeddings must be a dense tensor of floating-point numbers [n, {width}], not "
+                               f"{_kind(embeddings)}", "embeddings")
+        if embeddings.dim() != 2 or not len(embeddings) or embeddings.shape[1] != width:
+            raise RequestError(f"embeddings must be [n, {width}], not {[*embeddings.shape]}", "embeddings")
+        rows = embeddings.detach().float().cpu().contiguous()
+        if not rows.isfinite().all():
+            raise RequestError("embeddings must be finite: some are NaN or infinite", "embeddings")
+        return rows
+
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         if not isinstance(snapshot, Snapshot):
             raise RequestError(f"{show(snapshot)} is no snapshot: give what snapshot() returned", "snapshot")
@@ -301,6 +315,21 @@ def _seen(prompt: Prompt | None, start: int, end: int) -> tuple[Seen, ...]:
         if first < last:
             found.append(Seen(first - start, last - first, picture.digest, first - picture.start))
     return tuple(found)
+
+
+def _axes(positions: Tensor, count: int) -> Positions:
+    """Rotary positions of so many tokens."""
+    if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS or positions.layout != _DENSE:
+        raise RequestError(f"positions must be a tensor of integers [3, {count}], not {_kind(positions)}", "positions")
+    if positions.shape != (3, count) or not 0 <= int(positions.min()) <= int(positions.max()) <= _LAST:
+        raise RequestError(f"positions must be [3, {count}], each from 0 to {_LAST:,}", "positions")
+    one, two, three = map(tuple, positions.tolist())
+    return one, two, three
+
+
+def _kind(value: object) -> str:
+    """What a value is that is no tensor, or not the right one."""
+    return f"a tensor of {value.dtype}, {value.layout}" if isinstance(value, Tensor) else show(value)
 
 
 def _checked_count(count: int, low: int, high: int) -> int:

@@ -114,7 +114,7 @@ def load_template(tokenizer: Tokenizer, tools: object = None,
     """The tokenizer's own chat template, which takes so many seconds at most; TemplateError if it has none."""
     source = tokenizer.template_for(tools)
     if source is None:
-        raise TemplateError("this model has no chat template: pass one with --chat-template FILE, "
+        raise TemplateError("this model has no chat template: give a file with one (`chat_template`), "
                             "or use raw completions")
     return ChatTemplate(source, tokenizer.special_tokens, seconds)
 

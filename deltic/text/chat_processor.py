@@ -24,7 +24,7 @@ from deltic.text.markers import THINK, closes_thinking
 from deltic.text.messages import parts_shown
 from deltic.text.notes import NoteStore
 from deltic.text.output_format import OutputFormat
-from deltic.text.stream import AnswerText, AnswerTexts, Router, chat_router, text_router
+from deltic.text.stream import AnswerText, AnswerTexts, Router, TokenRouter, chat_router, text_router
 from deltic.text.template import ChatTemplate
 from deltic.text.thinking import Closing, ThinkingBudget
 from deltic.text.tokenizer import UNBOUNDED, Bound, Tokenizer
@@ -76,7 +76,10 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         _check(self.history, self.thinking_budget, ConfigError)
-        if self.tool_call_parser not in PARSERS:
+        if not isinstance(self.strip_billing_header, bool):
+            raise ConfigError(f"strip_billing_header must be True or False, not {show(self.strip_billing_header)}",
+                              "strip_billing_header")
+        if not isinstance(self.tool_call_parser, str) or self.tool_call_parser not in PARSERS:
             raise ConfigError(f"tool_call_parser must be one of {', '.join(PARSERS)}, not "
                               f"{show(self.tool_call_parser)}", "tool_call_parser")
 
@@ -229,7 +232,7 @@ class ChatProcessor:
         if not self._warned:
             self._warned = True
             log.warning("the system message begins with a billing header, which changes from request to request and "
-                        "keeps prompts from being reused: --strip-billing-header removes it")
+                        "keeps prompts from being reused: `strip_billing_header` removes it")
         return messages
 
 
@@ -246,11 +249,11 @@ def _opens(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Opens]:
 
 
 def bare_job(ids: Sequence[int], sampling: SamplingParams = SamplingParams(), bound: Bound = UNBOUNDED) -> Job:
-    """A job for a model without tokenizer: token ids in, no text out."""
+    """A job for a model without tokenizer: token ids in, token ids out."""
     bound.check(len(ids))
     if sampling.stop:
         raise RequestError("stop strings need a tokenizer: use stop_token_ids", "stop")
-    return _job(tuple(ids), sampling, Router(lambda token: b""))
+    return _job(tuple(ids), sampling, TokenRouter())
 
 
 def _job(ids: tuple[int, ...], sampling: SamplingParams, router: Router, boundaries: tuple[int, ...] = (),
@@ -275,7 +278,7 @@ def prompt_bound(longest: int | None, limits: Limits) -> Bound:
         return Bound(limit, f"and may have at most {limit} (max_prompt_tokens): shorten it")
     if longest is None:
         return UNBOUNDED
-    return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise --max-context")
+    return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise `max_context`")
 
 
 def _check(mode: object, budget: object, error: type[ConfigError] | type[RequestError]) -> None:

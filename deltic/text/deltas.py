@@ -27,12 +27,13 @@ class ToolDelta:
 
 class Delta(NamedTuple):
     """A piece of an answer: text, or `call` if kind is "tool". index: of the choice that it belongs to, in a stream of
-    several."""
+    several. tokens: the ids, of a model without a tokenizer, which has no text for them."""
 
     kind: Region
     text: str = ""
     call: ToolDelta | None = None
     index: int = 0  # type: ignore[assignment]  # a tuple's method, which nobody needs here
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,13 @@ def join(deltas: Iterable[Delta]) -> Answer:
 
 
 def merge(deltas: list[Delta]) -> list[Delta]:
-    """The same pieces, with neighbouring ones of one kind or call as one and empty texts left out."""
+    """The same pieces, with neighbouring ones of one kind or call as one and empty ones left out."""
     merged: list[Delta] = []
     for delta in deltas:
         before = merged[-1] if merged else None
         if before and before.kind == delta.kind and (joined := _joined(before, delta)):
             merged[-1] = joined
-        elif delta.call is not None or delta.text:
+        elif delta.call is not None or delta.text or delta.tokens:
             merged.append(delta)
     return merged
 
@@ -83,7 +84,7 @@ def _joined(before: Delta, delta: Delta) -> Delta | None:
     """One of two; a name comes alone."""
     first, second = before.call, delta.call
     if first is None or second is None:
-        return Delta(delta.kind, before.text + delta.text)
+        return Delta(delta.kind, before.text + delta.text, tokens=before.tokens + delta.tokens)
     if first.name is not None or second.name is not None:
         return None
     return Delta("tool", call=ToolDelta(first.index, first.id, None, first.arguments + second.arguments,

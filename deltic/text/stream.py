@@ -276,6 +276,16 @@ class Router:
                                                               written)))
 
 
+class TokenRouter(Router):
+    """Of a model without a tokenizer: the ids themselves, as content."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda token: b"")
+
+    def feed(self, token: int) -> list[Delta]:
+        return [Delta("content", tokens=(token,))]
+
+
 @lru_cache(maxsize=16)
 def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))

@@ -70,7 +70,7 @@ class ChatTemplate:
             raise RequestError(_short(error), "messages") from error
         except SecurityError as error:
             raise TemplateError(f"the chat template is not safe to run ({_short(error)}): "
-                                "pass another one with --chat-template FILE") from error
+                                "give a file with another (`chat_template`)") from error
         except RequestError:
             raise
         except Exception as error:  # templates can fail in any way that Python can

@@ -18,6 +18,8 @@ MAX_PIXELS = 89_478_485
 """Pixels of a picture as it comes: decoding takes some bytes for each. Pillow warns of files that have more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """What is decoded: formats whose decoders are Pillow's own or its wheels'."""
+IN_PYTHON = "in Python a pathlib.Path, the bytes of a file or a picture of Pillow's"
+"""What a picture may be besides a data URL; messages that clients of a server see say so, too."""
 _DEEP = {"I;16": 1 / 257, "I;16L": 1 / 257, "I;16B": 1 / 257, "I": 1 / 257, "F": 1.0}
 
 
@@ -29,33 +31,35 @@ def read_image(source: bytes | str | Path | Image, name: str = "image") -> Image
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    if isinstance(source, Image.Image):
-        return _plain(ImageOps.exif_transpose(source), name)
-    if not isinstance(source, bytes | str | Path):
-        raise RequestError(f"{name} must be a picture, its bytes or its path, not {show(source)}", name)
-    if not isinstance(source, bytes) and not Path(source).is_file():
-        raise RequestError(f"{name} cannot be read: there is no file {show(str(source))}", name)
+    if not isinstance(source, bytes | str | Path | Image.Image):
+        raise RequestError(f"{name} must be a data URL, or {IN_PYTHON}, not {show(source)}", name)
+    said = f"{name} ({show(str(source))})" if isinstance(source, str | Path) else name
+    if isinstance(source, str | Path) and not Path(source).is_file():
+        raise RequestError(f"{said} cannot be read: there is no such file", name)
     try:
+        if isinstance(source, Image.Image):
+            return _plain(ImageOps.exif_transpose(source), name)
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
-                raise RequestError(f"{name} has {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are read: "
+                raise RequestError(f"{said} has {width:,} x {height:,} pixels, and at most {MAX_PIXELS:,} are read: "
                                    "scale it down", name)
             image.load()
             return _plain(ImageOps.exif_transpose(image), name)
     except UnidentifiedImageError as error:
-        raise RequestError(f"{name} is no picture that can be read: use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
+        raise RequestError(f"{said} is no picture that can be read: use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
                            name) from error
     except Image.DecompressionBombError as error:
-        raise RequestError(f"{name} has far more than {MAX_PIXELS:,} pixels: scale it down", name) from error
+        raise RequestError(f"{said} has far more than {MAX_PIXELS:,} pixels: scale it down", name) from error
     except MemoryError as error:
-        raise RequestError(f"{name} needs more memory than there is: scale it down, or it is damaged", name) from error
+        raise RequestError(f"{said} needs more memory than there is: scale it down, or it is damaged", name) from error
     except RequestError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-        # all that Pillow's decoders raise of damaged files
-        raise RequestError(f"{name} cannot be read, it seems damaged: {str(error)[:200] or type(error).__name__}",
-                           name) from error
+        # all that Pillow's decoders raise of damaged files; what the system says of a path is more than that
+        why = (f": {error.strerror}" if isinstance(error, OSError) and error.strerror else
+               f", it seems damaged: {str(error)[:200] or type(error).__name__}")
+        raise RequestError(f"{said} cannot be read{why}", name) from error
 
 
 def _plain(image: Image, name: str) -> Image:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from deltic.config.vision import Vision
 from deltic.errors import RequestError, show
 from deltic.vision.films import read_film
-from deltic.vision.images import read_image
+from deltic.vision.images import IN_PYTHON, read_image
 from deltic.vision.patches import Film, Pixels, film_size, picture
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class PictureReader:
         given, fps = part.get("video"), part.get("fps", self._vision.pictures.films.rate)
         if not isinstance(given, Path) and (not isinstance(given, list | tuple) or not given):
             raise RequestError(f'{field} must be of the form {{"type": "video", "video": [frame, ...], "fps": 2}}, '
-                               "with pictures as frames", field)
+                               f"with pictures as frames, or in Python a pathlib.Path as video, not {show(given)}",
+                               field)
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0.001 <= fps <= 1000:
             raise RequestError(f"{field}.fps must be a number from 0.001 to 1000, not {show(fps)}", f"{field}.fps")
         frames, times = self._file(given, fps, field) if isinstance(given, Path) else (
@@ -132,8 +133,8 @@ def _source(part: Mapping[str, Any], field: str) -> Any:
     if isinstance(given, Mapping):
         given = given.get("url")
     if given is None:
-        raise RequestError(f'{field} has no picture: give {{"type": "image_url", "image_url": {{"url": "data:..."}}}}',
-                           field)
+        raise RequestError(f'{field} has no picture: give {{"type": "image_url", "image_url": {{"url": "data:..."}}}}, '
+                           f'or {{"type": "image", "image": ...}} with a data URL, or {IN_PYTHON}', field)
     return given
 
 
@@ -141,9 +142,9 @@ def data_of(url: str, field: str) -> bytes:
     """The bytes of a data URL (RFC 2397) in base64. RequestError names the field."""
     head, comma, text = url.partition(",")
     if not head.startswith("data:") or not comma:
-        hint = ": URLs are fetched with --allow-image-urls alone" if url.startswith(("http://", "https://")) else ""
-        raise RequestError(f"{field} must have its picture as a data URL (data:image/png;base64,...), not as "
-                           f"{url[:40]!r}{hint}", field)
+        hint = ": URLs are fetched with `allow_image_urls` alone" if url.startswith(("http://", "https://")) else ""
+        raise RequestError(f"{field} must have its picture as a data URL (data:image/png;base64,...), or {IN_PYTHON}, "
+                           f"not as {url[:40]!r}{hint}", field)
     if not head.endswith(";base64"):
         raise RequestError(f"{field} has a data URL that is not in base64", field)
     try:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltic.config import DType, GenerationDefaults, ModelConfig
 from deltic.config.vision import PictureConfig, Vision, VisionConfig
-from deltic.errors import ModelError, show
+from deltic.errors import ConfigError, ModelError, show
 from deltic.ops.qtensor import Form
 from deltic.ops.records import Block, Weight
 from deltic.ops.stored import StoredExpert
@@ -279,6 +279,10 @@ def resolve(
     Downloads resume, use HF_TOKEN unless `token` is given, start only if the disk has room, and are hashed once.
     Raises ModelError saying what to do: nothing there, gated, unauthorised, offline, no room, damaged.
     """
+    if not isinstance(model, str | Path | None):
+        raise ModelError(f"a model is {ACCEPTED}, not {show(model)}")
+    if not isinstance(revision, str | None):
+        raise ConfigError(f"revision must be text, not {show(revision)}", "revision")
     name = EMBEDDED if model is None else str(model)
     path = _embedded() if name == EMBEDDED else _on_disk(name)
     if path is not None:

@@ -36,7 +36,7 @@ def experts_in_directory(directory: Path, config: ModelConfig, dtype: DType) -> 
         kept, type = _TYPES[source.dtype]
         if kept != dtype:
             raise ConfigError(f"dtype {dtype}: experts that stay in their files are used as they are stored, which is "
-                              f"{kept}: take --dtype {kept}", "dtype")
+                              f"{kept}: take `dtype='{kept}'`", "dtype")
         parts = packed_parts(name) or (name,)
         rows, columns = source.shape[-2] // len(parts), source.shape[-1]
         for expert in _experts(source):

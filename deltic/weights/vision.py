@@ -58,7 +58,8 @@ def plan_tower(directory: Path, config: VisionConfig) -> dict[str, Stored]:
             continue
         if name not in expected:
             raise ModelError(f"tensor {stored_name[:200]!r} has no place in the vision tower of config.json; "
-                             "take the config.json that belongs to the weights, or --no-vision")
+                             "take the config.json that belongs to the weights, or leave out the tower "
+                             "(`vision=False`)")
         if name in found:
             raise ModelError(f"tensor {name!r} is given twice; keep the files of one revision")
         check_stored(stored_name, stored, expected[name])
@@ -66,7 +67,7 @@ def plan_tower(directory: Path, config: VisionConfig) -> dict[str, Stored]:
     missing = [name for name in expected if name not in found]
     if found and missing:
         raise ModelError(f"{len(missing)} tensors of the vision tower are missing in {directory}, such as "
-                         f"{missing[0]!r}; download all shards, or use the text model alone (--no-vision)")
+                         f"{missing[0]!r}; download all shards, or use the text model alone (`vision=False`)")
     return found
 
 

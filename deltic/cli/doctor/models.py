@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltic.cli.doctor.findings import Fault, Finding, gib
+from deltic.cli.parser import as_typed
 from deltic.config import EngineConfig, ModelConfig, available_memory
 from deltic.errors import ConfigError, ModelError
 
@@ -40,8 +41,8 @@ def check_model(args: argparse.Namespace) -> Finding | None:
         if found.gguf is None:
             find_tensors(found.path)
     except ModelError as error:
-        return Finding.of("model", str(error), [("problem", "mend it as said, or name another; deltic run completes "
-                                                 "an interrupted download")])
+        return Finding.of("model", as_typed(str(error)), [
+            ("problem", "mend it as said, or name another; deltic run completes an interrupted download")])
     room, faults = _room(found.config)
     head, unusable = _head(found)
     return Finding.of("model", f"{room}{head}", faults + unusable)
@@ -106,6 +107,6 @@ def _head(model: ModelFiles) -> tuple[str, list[Fault]]:
     try:
         kinds = model.head_kinds()
     except ModelError as error:
-        return "", [("warning", f"the draft head cannot be used, so that nothing is drafted: {error}; mend it as said, "
-                                "or take it anew with deltic mtp extract")]
+        return "", [("warning", f"the draft head cannot be used, so that nothing is drafted: {as_typed(str(error))}; "
+                                "mend it as said, or take it anew with deltic mtp extract")]
     return f", draft head {max(kinds, key=kinds.__getitem__)}" if kinds else "", []

@@ -313,7 +313,7 @@ class Pool:
 
 def _error(status: int) -> Exception:
     if status == _NO_MEMORY:
-        return MemoryError("the CPU kernels found no memory for their intermediate results: lower --token-budget")
+        return MemoryError("the CPU kernels found no memory for their intermediate results: lower `token_budget`")
     return ValueError("a batch points outside of the cache or contradicts itself: one model was stepped from two "
                       "places that do not know of each other, or the scheduler is broken")
 
