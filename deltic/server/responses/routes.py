@@ -35,7 +35,7 @@ from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.jobs import chat_job
 from deltic.server.openai.shapes import error_fields, error_response
 from deltic.server.responses.output import Json, Output, usage_fields
-from deltic.server.responses.schema import ResponsesRequest
+from deltic.server.responses.schema import Names, ResponsesRequest
 from deltic.server.responses.store import Record, ResponseStore
 from deltic.server.served_model import ServedModel
 from deltic.text.answers import Choice
@@ -99,9 +99,9 @@ class _Endpoints:
     making: dict[str, _Making] = field(default_factory=dict)
 
     async def create(self, request: Request) -> Response:
-        served, body, (job, making) = await self.models.read(request, ResponsesRequest, self._prepared)
+        served, body, (job, names, making) = await self.models.read(request, ResponsesRequest, self._prepared)
         run = await served.start(request, [job], "input", not body.stream)
-        making.run = run
+        making.run, run.names = run, names
         self.making[making.id] = making
         if body.stream:
             return EventStream(self._stream(making, run), partial(self._failure, making), partial(self._end, making))
@@ -158,7 +158,7 @@ class _Endpoints:
                          "first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""})
         return _json(await asyncio.to_thread(listed))
 
-    def _prepared(self, served: ServedModel, body: ResponsesRequest) -> tuple[Job, _Making]:
+    def _prepared(self, served: ServedModel, body: ResponsesRequest) -> tuple[Job, Names, _Making]:
         items, most = body.items(), served.limits.max_messages
         before = self.store.items(body.previous_response_id, most)
         if before is None:
@@ -174,7 +174,7 @@ class _Endpoints:
         id = "resp_" + uuid.uuid4().hex
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(body.custom_tools(), body.seals)
-        return job, _Making(id, output, dump(head | body.echo()), dump(items), body.store is not False)
+        return job, names, _Making(id, output, dump(head | body.echo()), dump(items), body.store is not False)
 
     async def _stream(self, making: _Making, run: Run) -> AsyncIterator[bytes]:
         begun = await dumped(partial(spliced, making.head, making.now()), len(making.head))
