@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from deltic.errors import RequestError, show, valid_text
@@ -77,11 +77,23 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
         raise RequestError(f'{field} must be of the form {{"type": "function", "function": {{"name": ...}}}}',
                            field)
     copied: dict[str, Any] = plain(tool, field)
+    place = f"{field}.function" if "function" in tool else field
     if not CALLABLE.fullmatch(function["name"]):
-        place = f"{field}.function.name" if "function" in tool else f"{field}.name"
-        raise RequestError(f"{place} must be a name without <, > and line breaks and of at most {LONGEST_NAME} "
-                           f"characters, as calls could not be told from text, not {show(function['name'])}", place)
+        raise RequestError(f"{place}.name must be a name without <, > and line breaks and of at most {LONGEST_NAME} "
+                           f"characters, as calls could not be told from text, not {show(function['name'])}",
+                           f"{place}.name")
+    _check_types(function, place, (("description", str, "text"), ("strict", bool, "true or false"),
+                                   ("parameters", Mapping, "a JSON schema, an object")))
+    _check_types(function.get("parameters") or {}, f"{place}.parameters", (
+        ("properties", Mapping, "an object"), ("required", list | tuple, "a list of names")))
     return copied
+
+
+def _check_types(given: Mapping[str, Any], field: str, types: Iterable[tuple[str, Any, str]]) -> None:
+    """RequestError names the first of these that is there and is something else."""
+    for name, kind, said in types:
+        if given.get(name) is not None and not isinstance(given[name], kind):
+            raise RequestError(f"{field}.{name} must be {said}, not {show(given[name])}", f"{field}.{name}")
 
 
 def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:

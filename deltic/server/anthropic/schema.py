@@ -118,7 +118,11 @@ def _tools(tools: list[Any] | None, choice: Mapping[str, Any] | None) -> dict[st
     elif not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestError(f"tool_choice.type must be one of {', '.join((*_CHOICES, 'tool'))}, not {show(kind)}",
                            "tool_choice.type")
-    parallel = False if choice.get("disable_parallel_tool_use") is True and kind != "none" else None
+    alone = choice.get("disable_parallel_tool_use")
+    if not isinstance(alone, bool | None):
+        raise RequestError(f"tool_choice.disable_parallel_tool_use must be true or false, not {show(alone)}",
+                           "tool_choice.disable_parallel_tool_use")
+    parallel = False if alone and kind != "none" else None
     return {"tools": functions, "tool_choice": wanted or _CHOICES[kind], "parallel_tool_calls": parallel}
 
 
@@ -188,7 +192,10 @@ def _user(blocks: list[Any], path: str) -> Iterator[tuple[Message, list[str]]]:
             yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
             parts = {}
         result, places = _separate(block.get("content") or "", f"{place}.content")
-        failed = "error" if block.get("is_error") is True and not result else result
+        wrong = block.get("is_error")
+        if not isinstance(wrong, bool | None):
+            raise RequestError(f"{place}.is_error must be true or false, not {show(wrong)}", f"{place}.is_error")
+        failed = "error" if wrong and not result else result
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed}, places
     if parts or not blocks:
         yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]

@@ -13,6 +13,7 @@ from deltic.server.body import Fields
 from deltic.server.openai.schema import ChatRequest
 
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 _HOSTED = frozenset((
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search", "mcp",
     "code_interpreter", "image_generation", "local_shell", "shell", "computer", "computer_use_preview", "apply_patch",
@@ -187,7 +188,8 @@ def new_id(kind: str) -> str:
 
 
 def _function(tool: Mapping[str, Any]) -> Json:
-    parameters = _CUSTOM if tool["type"] == "custom" else tool.get("parameters") or {"type": "object", "properties": {}}
+    given = tool.get("parameters")
+    parameters = _CUSTOM if tool["type"] == "custom" else _NOTHING if given is None else given
     function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters,
                 "strict": tool.get("strict")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
