@@ -9,6 +9,7 @@ from deltic.errors import RequestError, show
 from deltic.server.body import Fields
 from deltic.server.http import Problem, ProblemError
 from deltic.server.openai.schema import ChatRequest
+from deltic.server.parts import ANTHROPIC, check_within
 
 NO_THREADS = "thread_unsupported_request"
 """What tells Anthropic's clients to go on without a thread."""
@@ -45,6 +46,7 @@ class CountRequest(Fields):
                   "response_format.json_schema": "output_config.format",
                   "reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens",
                   "enable_thinking": "thinking"}
+        check_within(self, ANTHROPIC)
         return ChatRequest(**fields), names
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 from deltic.errors import RequestError, show
 from deltic.server.body import Fields
 from deltic.server.openai.schema import ChatRequest
+from deltic.server.parts import RESPONSES, check_within
 
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -96,6 +97,7 @@ class ResponsesRequest(Fields):
         same = ("model", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "enable_thinking", "history",
                 "thinking_budget", "speculate", "parallel_tool_calls", "service_tier")
         tools, choice = self._tools(names)
+        check_within(self, RESPONSES)
         return ChatRequest(messages=[*first, *messages], tools=tools, tool_choice=choice,
                            max_tokens=self.max_output_tokens, **self._format(), **self._effort(),
                            **{name: getattr(self, name) for name in same}), names
