@@ -193,8 +193,11 @@ def _limits() -> LLParserLimits:
 
 
 def _first_line(message: str) -> str:
-    """What is wrong, without the state of the parser."""
-    return message.partition("\n")[0].strip()[:300]
+    """What is wrong, without the state of the parser; of an expression, which is shown with marks below, that is said
+    last."""
+    first, _, rest = message.partition("\n")
+    said = re.search(r"^error: (.*)", rest, re.MULTILINE) if first.endswith("regex parse error:") else None
+    return (first + (f" {said[1]}" if said else "")).strip()[:300]
 
 
 def part_of(wanted: OutputFormat) -> Part:

@@ -105,6 +105,7 @@ def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
     result |= {key: plain(value, f"{field}.{key}") for key, value in present.items() if key not in special}
     name = "contents" if "content" not in present and "contents" in present else "content"
     result["content"] = result["contents"] = _content(present.get(name, ""), f"{field}.{name}", see)
+    _check_types(result, field, ((name, str, "text") for name in ("name", "tool_call_id", *REASONING)))
     reasoning = next((result[key] for key in REASONING if key in result), None)
     if reasoning is not None:
         result |= dict.fromkeys(REASONING, reasoning)
@@ -157,13 +158,14 @@ def _call(call: Any, field: str) -> dict[str, Any]:
     arguments = _arguments(function.get("arguments"), f"{field}.function.arguments")
     result = {key: plain(value, f"{field}.{key}") for key, value in call.items()
               if key not in ("function", "name", "arguments")}
+    _check_types(result, field, (("id", str, "text"),))
     return {"type": "function", **result, "function": {
         "name": valid_text(function["name"], f"{field}.function.name"), "arguments": arguments}}
 
 
 def _arguments(arguments: Any, field: str) -> dict[str, Any]:
     if arguments is None or isinstance(arguments, str):
-        arguments = _read_arguments(arguments or "")
+        arguments = _read_arguments(valid_text(arguments or "", field))
     if not isinstance(arguments, Mapping):
         raise RequestError(f"{field} must be a JSON object, not {type(arguments).__name__}", field)
     copied: dict[str, Any] = plain(arguments, field)

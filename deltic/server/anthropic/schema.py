@@ -146,7 +146,7 @@ def _chat_messages(system: Any, messages: list[Any]) -> tuple[list[Message], Nam
     chat: list[Message] = []
     names: Names = {}
     if system:
-        names["messages[0]"] = "system"
+        names |= {"messages[0]": "system", "messages[0].content": "system"}
         content, places = _separate(system, "system")
         names |= {f"messages[0].content[{index}]": place for index, place in enumerate(places)}
         chat.append({"role": "system", "content": content})
@@ -194,11 +194,13 @@ def _user(blocks: list[Any], path: str) -> Iterator[tuple[Message, list[str]]]:
             yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
             parts = {}
         result, places = _separate(block.get("content") or "", f"{place}.content")
-        wrong = block.get("is_error")
+        wrong, id = block.get("is_error"), block.get("tool_use_id")
         if not isinstance(wrong, bool | None):
             raise RequestError(f"{place}.is_error must be true or false, not {show(wrong)}", f"{place}.is_error")
+        if not isinstance(id, str | None):
+            raise RequestError(f"{place}.tool_use_id must be text, not {show(id)}", f"{place}.tool_use_id")
         failed = "error" if wrong and not result else result
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed}, places
+        yield {"role": "tool", "tool_call_id": id, "content": failed}, places
     if parts or not blocks:
         yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deltic.errors import RequestError, show
+from deltic.errors import RequestError, show, valid_text
 from deltic.server.body import Fields
 from deltic.server.openai.schema import ChatRequest
 from deltic.server.parts import RESPONSES, check_within
@@ -231,10 +231,11 @@ def _messages(items: Sequence[Json], places: Sequence[str], start: int, names: N
         names.setdefault(own, place)
         if calls:
             call = f"{own}.tool_calls[{len(messages[-1]['tool_calls']) - 1}]"
-            names |= {call: place, f"{call}.function": place}
+            names |= {call: place, f"{call}.function": place, f"{call}.id": f"{place}.call_id"}
         elif item["type"] == "reasoning":
             names.setdefault(f"{own}.reasoning_content", f"{place}.content")
         else:
+            names.setdefault(f"{own}.tool_call_id", f"{place}.call_id")
             names.setdefault(f"{own}.content", f"{place}.{'output' if message['role'] == 'tool' else 'content'}")
     return messages
 
@@ -255,7 +256,10 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
         name = item.get("name")
         if not isinstance(name, str):
             raise RequestError(f"{path}.name must be the name of a function, not {show(name)}", f"{path}.name")
-        arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
+        if kind == "custom_tool_call":
+            arguments: Any = {"input": valid_text(item.get("input"), f"{path}.input")}
+        else:
+            arguments = item.get("arguments")
         return {"role": "assistant", "content": "", "tool_calls": [
             {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}]}
     if kind in ("function_call_output", "custom_tool_call_output"):
