@@ -30,6 +30,9 @@ _IGNORED: Mapping[str, str] = {
         "reasoning_details reasoning_items reasoning_text reasoning_signature thinking_blocks provider_specific_fields "
         "extra_content extra_fields thought thought_signature thoughtSignature provider native_finish_reason "
         "matched_stop token_ids tool_name reasoning_opaque encrypted",
+    "Qwen-VL":
+        "min_pixels max_pixels total_pixels nframes min_frames max_frames resized_height resized_width video_start "
+        "video_end",
     "LangChain, Vercel, Mastra":
         "additional_kwargs response_metadata usage_metadata invalid_tool_calls tool_call_chunks artifact example "
         "lc_kwargs providerMetadata provider_metadata providerOptions provider_options experimental_providerMetadata "
