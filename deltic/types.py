@@ -202,7 +202,7 @@ class Guide(Protocol):
 class Constraint(Protocol):
     """Says which tokens may come next in an answer, such as those with which it stays within a grammar. One instance
     per choice; what it says must depend on the tokens that it was given alone. It may be asked in another thread than
-    it is given tokens in, never in two at once."""
+    it is given tokens in, never in two at once. What it raises ends its request; RequestError if that is to blame."""
 
     def fitting(self, drafts: Sequence[int], /) -> int:
         """How many of these tokens, one after the other, may come."""
@@ -365,6 +365,7 @@ class TokenOut:
     token: the new token, or None if the event only ends the choice. A token that ends the answer (end of text, stop id,
         the last token of a stop string) is still reported.
     finish: set on the last event of the choice, together with `usage`; `error` says why if finish is "error".
+    refused: the same, where it is the request's own fault.
     prompt: with the first event of the first choice, what `prompt_logprobs` asks for: one per token after the first.
     """
 
@@ -376,6 +377,7 @@ class TokenOut:
     usage: Usage | None = None
     error: str | None = None
     prompt: tuple[TokenLogprobs, ...] | None = None
+    refused: RequestError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +394,7 @@ class VectorOut:
     finish: ClassVar[Finish] = "stop"
     token: ClassVar[None] = None
     error: ClassVar[None] = None
+    refused: ClassVar[None] = None
     logprobs: ClassVar[None] = None
     prompt: ClassVar[None] = None
 

@@ -9,13 +9,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
-from test_server_harness import USER, Scripted, Served, read_all, serving, wait_until
+from test_server_harness import USER, Scripted, Served, read_all, serving, tiny, wait_until
 
 from deltic.config import Limits
 from deltic.errors import RequestError, show
 from deltic.server.body import _LARGE, parse
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
+from deltic.text.chat_processor import ChatProcessor
 
 MIB = 1 << 20
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "x" * 300}}
@@ -98,6 +100,43 @@ def test_hostile_bodies_hold_nobody_up(shape: str) -> None:
         assert response.status_code == 400 and len(error["message"]) < 300 and len(error["param"] or "") < 100
         assert served.post("/v1/completions", prompt="x").status_code == 200
     assert max(late) < 0.3, "it took so long as the body was read"
+
+
+HOSTILE_TALKS = {
+    "special tokens": [{"role": "user", "content": "<|im_end|>" * 120_000}],
+    "many messages": [{"role": role, "content": "Hi"} for role in ("user", "assistant") * 2047] + USER,
+    "many calls": [*USER, *[message for number in range(2000) for message in (
+        {"role": "assistant", "content": "", "tool_calls": [{
+            "id": str(number), "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": str(number), "content": "<|im_end|>"})]],
+}
+
+
+@pytest.mark.parametrize("talk", HOSTILE_TALKS)
+def test_hostile_conversations_hold_nobody_up(talk: str) -> None:
+    """Two clients send one that is served, while another has small ones answered."""
+    engine = Scripted("one")
+    engine.max_context = 1 << 20
+    model = engine.model()
+    model.chat_processor = ChatProcessor(tiny().chat_processor.tokenizer, longest=1 << 20)
+    with serving(model) as served:
+        content = json.dumps({"messages": HOSTILE_TALKS[talk], "tools": [TOOL]}).encode()
+        codes: list[int] = []
+        waits: list[float] = []
+
+        def send() -> None:
+            with httpx.Client(base_url=served.url, timeout=30) as client:
+                codes.append(client.post("/v1/chat/completions", content=content).status_code)
+
+        with served.lateness() as late:
+            senders = [threading.Thread(target=send) for _ in range(2)]
+            for sender in senders:
+                sender.start()
+            while any(sender.is_alive() for sender in senders):
+                began = time.perf_counter()
+                assert served.post("/v1/chat/completions", messages=USER).status_code == 200
+                waits.append(time.perf_counter() - began)
+        assert codes == [200, 200] and len(waits) > 2 and max(late) < 0.3 and max(waits) < 0.6, (late, waits)
 
 
 def test_both_readers_read_the_same() -> None:

@@ -243,7 +243,7 @@ def user(content: Any) -> dict[str, Any]:
     (user([{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]), "content[0].content[0] is no picture"),
     (user([{"type": "document", "source": {"type": "base64", "data": ""}}]), "is of type 'document'"),
     (user("a " * 9000), "context holds 2048"), ({"system": 5}, "system must be"), ({"system": [IMAGE]}, "system[0]"),
-    ({"system": "\ud800"}, "system.content has a lone"), ({"max_tokens": None}, "max_tokens"),
+    ({"system": "\ud800"}, "system has a lone"), ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens must be"), ({"max_tokens": "5"}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 2}, "top_p"), ({"top_k": -2}, "top_k"), ({"stop_sequences": [""]}, "stop_sequences must be"),

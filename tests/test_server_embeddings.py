@@ -144,7 +144,10 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "document": ("rerank", {"query": "w1", "documents": ["w1", 3]}, 400, "documents[1] must be text"),
     "top_n": ("rerank", {"query": "w1", "documents": ["w1"], "top_n": 0}, 400, "top_n must be at least 1"),
     "long document": ("rerank", {"query": "w1", "documents": [LONG], "truncate": False}, 400, "documents[0] has"),
-    "pairs": ("score", {"text_1": ["a", "b"], "text_2": ["a"]}, 400, "equally many")}
+    "pairs": ("score", {"text_1": ["a", "b"], "text_2": ["a"]}, 400, "equally many"),
+    "no texts": ("score", {"text_1": "a", "text_2": []}, 400, "text_2 must be text or a list with at least one"),
+    "no text": ("score", {"text_1": 5, "text_2": "a"}, 400, "text_1 must be text or a list with at least one, not 5"),
+    "one no text": ("score", {"text_1": "a", "text_2": ["a", 5]}, 400, "text_2 must be text or a list")}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from anthropic import Anthropic
+from test_server_harness import CALL as WEATHER_CALL
 from test_server_harness import THOUGHT, USER, Scripted, scripted, serving, tiny
 
 from deltic import __version__
@@ -131,6 +132,111 @@ def test_unknown_fields_are_refused_unless_the_server_is_lenient() -> None:
             assert response.status_code == 200 and "%3F" in response.headers[IGNORED_HEADER], response.text
         many = lenient.post(MESSAGES, messages=USER, max_tokens=5, **{f"field_{index}": 1 for index in range(5000)})
         assert many.status_code == 200 and len(many.headers[IGNORED_HEADER]) < 1000
+
+
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "x"}
+RESPONSES = "/v1/responses"
+ASKED: dict[str, dict[str, Any]] = {CHAT: {}, RESPONSES: {}, MESSAGES: {"max_tokens": 5}}
+WITHIN: list[tuple[str, str, Any]] = [  # path, place of the object that gets another field, and what stands there
+    (CHAT, "messages[0]", [{"role": "user", "content": "x"}]),
+    (CHAT, "messages[0].content[0]", [{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
+    (CHAT, "messages[1].tool_calls[0]", [*USER, {**ASSISTANT, "tool_calls": [CALL]}, *USER]),
+    (CHAT, "messages[1].tool_calls[0].function", [*USER, {**ASSISTANT, "tool_calls": [CALL]}, *USER]),
+    (RESPONSES, "input[0]", [{"role": "user", "content": "x"}]),
+    (RESPONSES, "input[0].content[0]", [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]),
+    (RESPONSES, "input[1]", [*USER, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]),
+    (RESPONSES, "input[1]", [*USER, {"type": "function_call_output", "call_id": "a", "output": "x"}]),
+    (RESPONSES, "tools[0]", [{"type": "function", "name": "f"}]), (RESPONSES, "reasoning", {"effort": None}),
+    (RESPONSES, "text", {}),
+    (MESSAGES, "messages[0]", [{"role": "user", "content": "x"}]), (MESSAGES, "thinking", {"type": "disabled"}),
+    (MESSAGES, "messages[0].content[0]", [{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
+    (MESSAGES, "messages[1].content[0].content[0]", [*USER, {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "x"}]}]}]),
+    (MESSAGES, "system[0]", [{"type": "text", "text": "x"}]),
+    (MESSAGES, "tools[0]", [{"name": "f", "input_schema": {}}]),
+    (MESSAGES, "tool_choice", {"type": "auto"}), (MESSAGES, "output_config", {}),
+]
+
+
+@pytest.mark.parametrize(("path", "place", "given"), WITHIN)
+def test_fields_within_messages_and_tools(path: str, place: str, given: Any) -> None:
+    """As those of a body: refused if nobody knows them, else named if they have no effect, whatever they hold."""
+    name, *steps = place.replace("]", "").replace(".", "[").split("[")
+    given = json.loads(json.dumps(given))
+    target = given
+    for step in steps:
+        target = target[int(step) if step.isdigit() else step]
+    body = {("input" if path == RESPONSES else "messages"): USER, **ASKED[path], name: given}
+    plain = ".".join([name, *(step for step in steps if not step.isdigit())])
+    with scripted("x") as (served, _):
+        for empty in (None, "", [], {}, False):
+            target["foo"] = empty
+            response = served.post(path, **body)
+            assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
+        target["foo"] = 5
+        refused = served.post(path, **body)
+        assert refused.status_code == 400 and f"unknown field '{place}.foo'" in refused.text, refused.text
+        del target["foo"]
+        target["provider_options"] = {"a": 1}
+        response = served.post(path, **body)
+        assert response.headers[IGNORED_HEADER] == f"{plain}.provider_options"
+    target["foo"] = 5
+    with serving(Scripted("x").model(), lenient=True) as lenient:
+        response = lenient.post(path, **body)
+    assert {*response.headers[IGNORED_HEADER].split(", ")} == {f"{plain}.foo", f"{plain}.provider_options"}
+
+
+@pytest.mark.parametrize(("message", "hint"), [
+    ({**ASSISTANT, "function_call": {"name": "f", "arguments": "{}"}}, "tool_calls"),
+    ({**ASSISTANT, "prefix": True}, "continue_final_message"), ({**USER[0], "images": ["AA=="]}, "image_url"),
+    ({**ASSISTANT, "tool_call": []}, None),
+    ({**ASSISTANT, "tool_call": [CALL]}, "do you mean 'messages[1].tool_calls'"),
+])
+def test_what_a_message_cannot_say_is_refused(message: dict[str, Any], hint: str | None) -> None:
+    with scripted("x") as (served, _):
+        response = served.post(CHAT, messages=[*USER, message, *USER])
+    assert response.status_code == (400 if hint else 200), response.text
+    assert hint is None or hint in response.json()["error"]["message"]
+
+
+def test_what_a_template_reads_is_no_unknown_field() -> None:
+    from deltic.text.chat_processor import ChatProcessor
+    template = "{% for m in messages %}{{ m.mood }}{{ m['tone'] }}: {{ m.content }}{% endfor %}"
+    model = Scripted("x").model()
+    model.chat_processor = ChatProcessor(tiny().chat_processor.tokenizer, template)
+    with serving(model) as served:
+        response = served.post(CHAT, messages=[{**USER[0], "mood": "good", "tone": "low"}])
+        assert response.status_code == 200 and IGNORED_HEADER not in response.headers
+        assert served.post(CHAT, messages=[{**USER[0], "moo": "good"}]).status_code == 400
+
+
+def test_answers_are_taken_back_as_libraries_spell_them() -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "weather"}}]
+    with scripted(THOUGHT + "I look.\n" + WEATHER_CALL) as (served, _):
+        said = served.client.chat.completions.create(model="tiny", messages=USER, tools=tools)  # type: ignore[arg-type]
+        back = {**said.choices[0].message.model_dump(), "annotations": [], "audio": None}
+        result = {"role": "tool", "tool_call_id": back["tool_calls"][0]["id"], "name": "weather", "content": "dry"}
+        response = served.post(CHAT, messages=[*USER, back, result], tools=tools)
+        assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
+
+        flat: list[Any] = [{"type": "function", "name": "weather"}]
+        made = served.client.responses.create(model="tiny", input="Hi", tools=flat)
+        items = [item.model_dump() for item in made.output]
+        response = served.post(RESPONSES, input=[*USER, *items, {
+            "type": "function_call_output", "call_id": items[-1]["call_id"], "output": "dry"}], tools=flat)
+        assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
+
+        with Anthropic(base_url=served.url, api_key="x", max_retries=0) as client:
+            tool: Any = {"name": "weather", "input_schema": {}, "cache_control": {"type": "ephemeral"}}
+            message = client.messages.create(model="tiny", max_tokens=99, messages=USER, tools=[tool],  # type: ignore[arg-type]
+                                             thinking={"type": "enabled", "budget_tokens": 1024})
+        blocks = [block.model_dump() for block in message.content]
+        response = served.post(MESSAGES, max_tokens=5, tools=[tool], messages=[
+            *USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": [{
+                "type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": "dry", "is_error": False,
+                "cache_control": {"type": "ephemeral"}}]}])
+        assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
 
 
 def test_an_effort_that_the_template_does_not_know() -> None:

@@ -43,7 +43,7 @@ def test_there_are_rows_for_all_paths() -> None:
 
 @pytest.mark.parametrize(("path", "fields", "status", "said"), ROWS)
 def test_a_row(served: Served, path: str, fields: str, status: str, said: str) -> None:
-    response = served.post(path, **ASKED[path] | json.loads(fields))
+    response = served.http.post(path, content=json.dumps(ASKED[path] | json.loads(fields)))
     assert (response.status_code, response.json()["error"]["message"].replace("|", "/")) == (int(status), said)
 
 

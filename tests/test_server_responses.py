@@ -183,6 +183,35 @@ def test_kept_responses_can_be_asked_for_and_deleted() -> None:
             client.retrieve(unkept.id)
 
 
+def test_a_response_is_of_the_owner_of_its_key_alone() -> None:
+    keys = {"first": "ann", "second": "ann", "third": "bob"}
+    engine = Scripted("Hello.")
+    with serving(engine.model(), api_keys=keys) as served:
+        clients = {key: openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) for key in keys}
+        id = clients["first"].responses.create(model="tiny", input="Hi").id
+        other = clients["third"].responses
+        for asked in (other.retrieve, other.input_items.list, other.cancel, other.delete):
+            with pytest.raises(openai.NotFoundError):
+                asked(id)
+        with pytest.raises(openai.BadRequestError, match="is not kept"):
+            other.create(model="tiny", input="Go on", previous_response_id=id)
+        same = clients["second"].responses
+        assert same.retrieve(id).id == id and same.input_items.list(id).data
+        assert same.create(model="tiny", input="Go on", previous_response_id=id).previous_response_id == id
+        engine.play(None)
+        running = threading.Thread(target=lambda: clients["first"].responses.create(model="tiny", input="Hi"))
+        running.start()
+        making = wait_for_id(served)
+        for asked in (other.retrieve, other.cancel):
+            with pytest.raises(openai.NotFoundError):
+                asked(making)
+        assert same.cancel(making).status == "cancelled"
+        running.join()
+        same.delete(id)
+        for client in clients.values():
+            client.close()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancel(stream: bool) -> None:
     with scripted(None, pause=0.005) as (served, engine):
@@ -208,7 +237,7 @@ def wait_for_id(served: Served) -> str:
     """Of the response that is being made."""
     making = next(route for route in served.app.routes if getattr(route, "path", "") == PATH)
     cells = [cell.cell_contents for cell in making.endpoint.__closure__]  # type: ignore[attr-defined]
-    endpoints = next(cell.__self__ for cell in cells if hasattr(cell, "__self__"))
+    endpoints = next(cell.__self__ for cell in cells if hasattr(getattr(cell, "__self__", None), "making"))
     wait_until(lambda: bool(endpoints.making))
     return str(next(iter(endpoints.making)))
 

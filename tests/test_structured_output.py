@@ -386,10 +386,10 @@ def test_compiled_grammars_are_kept_and_bounded() -> None:
 
     grammars = Grammars(model().chat_processor.tokenizer)
     first = grammars.grammar(lambda _: [part_of(Regex("a+"))], "x")
-    assert grammars.grammar(lambda _: [part_of(Regex("a+"))], "x") is first
+    assert grammars.grammar(lambda _: [part_of(Regex("a+"))], "y").prototype is first.prototype
     for index in range(70):
         grammars.grammar(lambda _, index=index: [part_of(Choice((f"text {index}",)))], "x")  # type: ignore[misc]
-    assert grammars.grammar(lambda _: [part_of(Regex("a+"))], "x") is not first
+    assert grammars.grammar(lambda _: [part_of(Regex("a+"))], "x").prototype is not first.prototype
 
 
 @pytest.mark.parametrize(("seconds", "fails"), [
@@ -410,7 +410,7 @@ def test_slow_tokens_are_borne_unless_they_are_many(seconds: list[float], fails:
 
     monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: clock[0]))
     monkeypatch.setattr(constraint, "_mask", mask)
-    with pytest.raises(ValueError, match="less ambiguous") if fails else nullcontext():
+    with pytest.raises(RequestError, match=r"^x takes too long .* less ambiguous") if fails else nullcontext():
         for _ in seconds:
             constraint.allowed(())
 
@@ -486,9 +486,37 @@ def test_an_ambiguous_grammar_ends_its_own_answer(served: Served, monkeypatch: p
 
     monkeypatch.setattr(module, "_TOKEN_SECONDS", 0.0002)
     monkeypatch.setattr(module, "_SPARE_SECONDS", 0.01)
-    ended = ask(served, guided_grammar='start: s\ns: s s | "a" | "b" | s s s')
-    assert ended.status_code == 500 and "less ambiguous" in ended.json()["error"]["message"]
+    grammar = 'start: s\ns: s s | "a" | "b" | s s s'
+    ended = ask(served, guided_grammar=grammar)
+    error = ended.json()["error"]
+    assert (ended.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "guided_grammar")
+    assert error["message"].startswith("guided_grammar takes too long to follow")
+    streamed = ask(served, guided_grammar=grammar, stream=True).text.strip().splitlines()[-1]
+    assert json.loads(streamed.removeprefix("data: "))["error"] == error
     assert ask(served).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "param", "fields"), [
+    ("/v1/chat/completions", "response_format.json_schema.schema", {
+        "messages": QUESTION, "response_format": schema_format(closed(a=SHORT))}),
+    ("/v1/chat/completions", "tools", {"messages": QUESTION, "tools": [WEATHER], "tool_choice": "required"}),
+    ("/v1/completions", "guided_regex", {"prompt": "x", "guided_regex": "a+"}),
+    ("/v1/responses", "text.format.schema", {"input": "x", "text": {"format": {
+        "type": "json_schema", "name": "x", "schema": closed(a=SHORT)}}}),
+    ("/v1/messages", "output_config.format.schema", {"messages": QUESTION, "max_tokens": 20, "output_config": {
+        "format": {"type": "json_schema", "schema": closed(a=SHORT)}}}),
+])
+def test_a_form_that_cannot_be_followed_is_named_by_every_wire(
+        served: Served, path: str, param: str, fields: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltic.text import grammar as module
+
+    monkeypatch.setattr(module, "_SPARE_SECONDS", -1.0)
+    ended = served.post(path, **fields)
+    assert ended.status_code == 400, ended.text
+    message = ended.json()["error"]["message"]
+    assert message.startswith(f"{param} takes too long to follow") and "internal error" not in message
+    streamed = served.post(path, **fields, stream=True).text
+    assert message in streamed and "invalid_request_error" in streamed and "internal error" not in streamed
 
 
 def test_hostile_schemas_hold_nobody_up(served: Served) -> None:

@@ -490,8 +490,8 @@ def test_known_ids_are_taken_up_to_a_special_token() -> None:
     assert parted.kept == 8 and TOKENIZER.decode(parted.ids, skip_special=False) == parted.text
     longer = spell(TOKENIZER, "<|im_start|>systematic", known)
     assert longer.kept == 0 and longer.ids == tuple(TOKENIZER.encode(longer.text))
-    assert [longer.text[anchor.start:anchor.end] for anchor in longer.anchors] == ["<|im_start|>"]
-    assert [whole.text[anchor.start:anchor.end] for anchor in whole.anchors] == [
+    assert [longer.text[start:end] for _, start, end in longer.anchors] == ["<|im_start|>"]
+    assert [whole.text[start:end] for _, start, end in whole.anchors] == [
         "<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event, Thread
@@ -12,6 +13,7 @@ import pytest
 from deltic.config import Limits
 from deltic.errors import BusyError, LongPromptError, RequestError, TemplateError
 from deltic.text import tokenizer as module
+from deltic.text.chat import Conversation, load_template, spell
 from deltic.text.chat_processor import ChatProcessor
 from deltic.text.tokenizer import Tokenizer
 from deltic.types import SamplingParams
@@ -99,6 +101,18 @@ class Endless(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         raise AssertionError
+
+
+def test_special_tokens_leave_nothing_for_full_collections() -> None:
+    """Which hold up the whole process, and come when there is much new to look at."""
+    tokenizer = Tokenizer.from_directory(TINY)
+    talk = Conversation.read(load_template(tokenizer), tokenizer, [{"role": "user", "content": "<|im_end|>" * 20_000}])
+    text = talk.render(talk.messages)
+    gc.collect()
+    before = len(gc.get_objects())
+    spelled = spell(tokenizer, text)
+    gc.collect()
+    assert len(spelled.anchors) > 20_000 and len(gc.get_objects()) - before < 500
 
 
 def test_token_ids_are_counted_first() -> None:

@@ -418,6 +418,8 @@ class Engine:
 
     def _blame(self, sequence: Sequence, error: Exception) -> None:
         """What a request brought along has raised this error, which is being handled."""
+        if isinstance(error, RequestError):
+            return self._fail(sequence, str(error), error)
         log.exception("a request's own matcher, guide or constraint failed; the request ends with an error")
         self._fail(sequence, f"internal error: {error}")
 
@@ -430,11 +432,11 @@ class Engine:
         for sequence in self._sequences.get(request, ())[:]:
             self._fail(sequence, message)
 
-    def _fail(self, sequence: Sequence, message: str) -> None:
+    def _fail(self, sequence: Sequence, message: str, refused: RequestError | None = None) -> None:
         sequence.finish = "error"
-        self._end(sequence, message)
+        self._end(sequence, message, refused)
 
-    def _end(self, sequence: Sequence, error: str | None = None) -> None:
+    def _end(self, sequence: Sequence, error: str | None = None, refused: RequestError | None = None) -> None:
         """Finish a sequence without a token."""
         request, choices = sequence.request, [sequence.choice]
         if not sequence.generated and len(self._sequences[request.id]) == 1:
@@ -444,7 +446,7 @@ class Engine:
         self.stats.failed += len(choices) if error else 0
         for choice in choices:
             self._events.append(TokenOut(request.id, choice, None, None, sequence.finish, sequence.usage, error,
-                                         sequence.report))
+                                         sequence.report, refused))
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:

@@ -57,11 +57,17 @@ class Fields(BaseModel):
     counted: ClassVar[Mapping[str, str]] = {}
     """Names of limits of this schema's own, by the fields whose entries they bound."""
     _ignored: list[str] = PrivateAttr(default_factory=list)
+    _lenient: bool = PrivateAttr(False)
 
     @property
     def ignored(self) -> list[str]:
         """Names of what the client sent and what had no effect."""
         return self._ignored
+
+    @property
+    def lenient(self) -> bool:
+        """Whether what nobody knows is ignored."""
+        return self._lenient
 
 
 Body = TypeVar("Body", bound=Fields)
@@ -200,6 +206,7 @@ def parse(raw: bytes, schema: type[Body], limits: Limits, lenient: bool = False)
         body = schema.model_validate(data)
     except ValidationError as error:
         raise _explain(error) from None
+    body._lenient = lenient
     body.ignored.extend(ignored)
     return body
 
@@ -256,7 +263,7 @@ def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str],
         if name not in fields:
             meant = known(name, value) if not path else None
             if meant is None and not lenient:
-                raise _unknown(path, name, schema)
+                raise unknown_field(path, name, schema.model_fields)
             strange[name] = {} if meant is None else meant
     own = {name: data[name] for name in fields if name in data}
     for name, meant in strange.items():
@@ -346,9 +353,10 @@ def _explain(error: ValidationError) -> RequestError:
     return RequestError(f"{field} must be {expected}, not {show(first['input'])}", field)
 
 
-def _unknown(path: str, name: str, schema: type[BaseModel]) -> RequestError:
+def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
+    """There is no field of this name, and perhaps one of those that are known is meant. path: what stands before it."""
     shown = path + (name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
-    near = difflib.get_close_matches(name[:_LONGEST_NAME], schema.model_fields, 1)
+    near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1)
     return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + near[0]!r}?" if near else ""), shown)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from deltic.errors import GenerationError, RequestError
+from deltic.server.body import renamed
 from deltic.server.bridge import Bridge
 from deltic.server.request_handle import RequestHandle
 from deltic.text.answers import Answers, Piece, Score
@@ -20,13 +21,14 @@ from deltic.types import Event, Usage
 class Run:
     """Some jobs as one answer, with their choices numbered through: those of the first job, of the second ...
 
-    `usage` is complete when `pieces` is exhausted. size: tokens that have come, and probabilities of tokens. Close it
-    when it is not wanted any more.
+    `usage` is complete when `pieces` is exhausted. size: tokens that have come, and probabilities of tokens. names:
+    what the client calls the fields of its request, see `renamed`. Close it when it is not wanted any more.
     """
 
     def __init__(self, bridge: Bridge, handle: RequestHandle, jobs: Sequence[Job], memory: Executor,
                  whole: bool) -> None:
         """memory: where answers are remembered, one after another: that takes its time. whole: as in Answers."""
+        self.names: Mapping[str, str] = {}
         self._bridge, self._handle, self._answers, self._memory = bridge, handle, Answers(jobs, whole), memory
         self.usage, self.size = Usage(0, 0, 0), 0
         self._finishes: list[str] = []
@@ -41,7 +43,7 @@ class Run:
         """What comes, at most one piece per choice at a time. The last piece of a choice comes when the choice is
         remembered, so that the next prompt may build on it.
 
-        GenerationError if the engine gives up.
+        GenerationError if the engine gives up, RequestError where what was asked for is to blame.
         """
         async for events in self._handle:
             for event in events:
@@ -116,6 +118,9 @@ class Run:
                 self._memory.submit(remember)
 
     def _count(self, event: Event) -> None:
+        if event.refused:
+            with renamed(self.names):
+                raise event.refused
         if event.finish in ("error", "abort"):
             raise GenerationError(event.error or "the request was aborted")
         if self._tokens is not None and event.token is not None:

@@ -48,6 +48,7 @@ _SHAPES: Final[Mapping[type[Fields], Mapping[str, Json]]] = {
     MessagesRequest: {"messages": _TURNS}, CountRequest: {"messages": _TURNS},
     EmbeddingsRequest: {"input": {"type": ["string", "array"]}},
     RerankRequest: {"documents": {"type": "array", "items": {"type": ["string", "object"]}}},
+    ScoreRequest: {name: {"type": ["string", "array"], "items": {"type": "string"}} for name in ("text_1", "text_2")},
     ResponsesRequest: {"input": {"type": ["string", "array"], "items": {"type": "object"}}}}
 """What fields look like that endpoints read themselves."""
 _ERROR: Final[Json] = {"type": "object", "required": ["error"], "properties": {"error": {

@@ -38,6 +38,9 @@ class ToolChoice:
         given = value.get("allowed_tools", value) if kind == "allowed_tools" else None
         if isinstance(given, Mapping) and isinstance(given.get("tools"), list) and given["tools"]:
             names = (_name(tool, f"tool_choice.tools[{place}]") for place, tool in enumerate(given["tools"]))
+            if given.get("mode") not in (None, "auto", "required"):
+                raise RequestError(f"tool_choice.mode must be auto or required, not {show(given.get('mode'))}",
+                                   "tool_choice.mode")
             return cls(tuple(names), given.get("mode") == "required", parallel)
         raise RequestError(f"tool_choice must be none, auto, required, or name a function, not {show(value)}",
                            "tool_choice")

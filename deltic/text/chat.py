@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
+from operator import itemgetter
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from deltic.config import Limits
 from deltic.errors import DelticError, RequestError, TemplateError
@@ -36,6 +37,9 @@ _LONG, _AROUND = 64, 2
 _MOST_OPENINGS = 256
 
 Messages = Sequence[Mapping[str, Any]]
+Anchor = tuple[int, int, int]
+"""A special token: where it is among the ids, and where what it stands for begins and ends in the text. A bare tuple,
+as a prompt may have 100,000: objects of classes would bring about full garbage collections, which hold up everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +95,6 @@ def _aside(source: str, given: str, add_generation_prompt: bool) -> str:
     return ""
 
 
-class Anchor(NamedTuple):
-    """A special token: where it is among the ids, and the characters of the text that it stands for."""
-
-    at: int
-    start: int
-    end: int
-
-
 @dataclass(frozen=True, slots=True)
 class Spelled:
     """A text and ids that spell it, of which the first `kept` were given. anchors: special tokens of it, ascending."""
@@ -131,7 +127,7 @@ def spell(tokenizer: Tokenizer, text: str, known: Sequence[int] = (), bound: Bou
     special = [index for index, id in enumerate(ids) if id in tokenizer.special]
     spelled = list(tokenizer.special_in(rest))
     if [ids[index] for index in special] == [id for id, _, _ in spelled]:
-        anchors += [Anchor(kept + index, offset + start, offset + end)
+        anchors += [(kept + index, offset + start, offset + end)
                     for index, (_, start, end) in zip(special, spelled, strict=True)]
     return Spelled(text, (*known[:kept], *ids), tuple(anchors), kept)
 
@@ -273,10 +269,10 @@ def _agreement(tokenizer: Tokenizer, text: str, known: Sequence[int]) -> tuple[i
         mark = tokenizer.decode(known[start:start + 1], skip_special=False)
         if not text.startswith(piece, offset):
             if start and not text.startswith(mark, offset):
-                start, offset, _ = anchors.pop() if anchors else Anchor(0, 0, 0)
+                start, offset, _ = anchors.pop() if anchors else (0, 0, 0)
             return start, offset, anchors
         if start < end and known[start] in tokenizer.special:
-            anchors.append(Anchor(start, offset, offset + len(mark)))
+            anchors.append((start, offset, offset + len(mark)))
         offset += len(piece)
     return len(known), offset, anchors
 
@@ -368,7 +364,7 @@ def _shared_by(prompt: Spelled, view: _View, text: str) -> int:
         return 0
     parted = common_length(view.text, text)
     place = view.place(parted)
-    before = bisect_right(prompt.anchors, place, key=lambda anchor: anchor.end)
-    index, start, _ = prompt.anchors[before - 1] if before else Anchor(0, 0, 0)
+    before = bisect_right(prompt.anchors, place, key=itemgetter(2))
+    index, start, _ = prompt.anchors[before - 1] if before else (0, 0, 0)
     tail = tuple(view.conversation.tokenizer.encode(prompt.text[start:place] + text[parted:parted + _SLACK]))
     return index + common_length(prompt.ids[index:index + len(tail)], tail)

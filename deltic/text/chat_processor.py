@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,6 +175,11 @@ class ChatProcessor:
     def knows(self, variable: str, tools: Any = None) -> bool:
         """Whether the chat template says anything about a variable."""
         return variable in self._template(tools).source
+
+    def reads(self, field: str, tools: Any = None) -> bool:
+        """Whether the chat template looks for a field of this name in something."""
+        named = rf"(?:\.|\[\s*['\"]|get\(\s*['\"]){re.escape(field)}\b"
+        return re.search(named, self._template(tools).source) is not None
 
     def opening(self, messages: Any, *, tools: Any = None,
                 variables: Mapping[str, Any] | None = None) -> tuple[int, ...]:

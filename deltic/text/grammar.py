@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -49,10 +49,11 @@ Part = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that was compiled, and the tokens that it is about."""
+    """A grammar that was compiled, and the tokens that it is about. field: of the request that asks for it."""
 
     vocabulary: Vocabulary
     prototype: LLMatcher
+    field: str = ""
 
     def matcher(self) -> LLMatcher:
         return self.prototype.deep_copy()
@@ -143,7 +144,7 @@ class Grammars:
             raise RequestError(f"{field} is larger than {_MOST_TEXT >> 20} MiB as a grammar: make it smaller", field)
         key = blake2b(text.encode(), digest_size=16).digest()
         try:
-            return self._future(key, text).result(self._seconds)
+            return replace(self._future(key, text).result(self._seconds), field=field)
         except TookTooLong:
             raise RequestError(f"{field} takes longer than {self._seconds:g} seconds to compile (schema_seconds): "
                                "simplify it", field) from None
@@ -192,8 +193,11 @@ def _limits() -> LLParserLimits:
 
 
 def _first_line(message: str) -> str:
-    """What is wrong, without the state of the parser."""
-    return message.partition("\n")[0].strip()[:300]
+    """What is wrong, without the state of the parser; of an expression, which is shown with marks below, that is said
+    last."""
+    first, _, rest = message.partition("\n")
+    said = re.search(r"^error: (.*)", rest, re.MULTILINE) if first.endswith("regex parse error:") else None
+    return (first + (f" {said[1]}" if said else "")).strip()[:300]
 
 
 def part_of(wanted: OutputFormat) -> Part:
@@ -229,11 +233,12 @@ class GrammarConstraint:
 
     text: that of the answer, which gets every token before the constraint does. gap: the tokens that stand between a
     think block and the answer. opens: whether the answer may begin with a think block. Thinking is free, but the answer
-    cannot end in it, nor call a tool.
+    cannot end in it, nor call a tool. RequestError names the grammar's field if it cannot be followed any further.
     """
 
     def __init__(self, grammar: Grammar, text: AnswerText, gap: Sequence[int] = (), opens: bool = False) -> None:
         self._matcher, self._vocabulary, self._text = grammar.matcher(), grammar.vocabulary, text
+        self._field = grammar.field
         self._thinking, self._gap, self._rest = text.region == "reasoning", tuple(gap), tuple[int, ...]()
         self._opens = self._vocabulary.think if opens and not self._thinking else None
         self._owed = 0.0  # seconds of a processor, beyond what its tokens may take
@@ -265,8 +270,8 @@ class GrammarConstraint:
                 masks.append(self._mask(tried))
         self._owed = max(0.0, self._owed - len(masks) * _TOKEN_SECONDS)
         if self._owed > _SPARE_SECONDS:
-            raise ValueError("the grammar takes too long to follow, as what it describes can be read in too many ways: "
-                             "make it less ambiguous")
+            raise RequestError(f"{self._field} takes too long to follow, as what it describes can be read in too many "
+                               "ways: make it less ambiguous", self._field)
         return masks
 
     def push(self, token: int, /) -> None:
@@ -280,7 +285,7 @@ class GrammarConstraint:
         elif token not in self._vocabulary.ends:
             with self._timed():
                 self._matcher.consume_token(token)
-            _check(self._matcher)
+            self._check(self._matcher)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -292,13 +297,13 @@ class GrammarConstraint:
 
     def _mask(self, matcher: LLMatcher) -> bytes:
         mask = matcher.compute_bitmask()
-        _check(matcher)
+        self._check(matcher)
         return mask if self._opens is None else with_token(mask, self._opens)
 
-
-def _check(matcher: LLMatcher) -> None:
-    if matcher.is_error():
-        raise ValueError("the grammar cannot be followed any further: " + _first_line(matcher.get_error()))
+    def _check(self, matcher: LLMatcher) -> None:
+        if matcher.is_error():
+            raise RequestError(f"{self._field} cannot be followed any further, simplify it: "
+                               + _first_line(matcher.get_error()), self._field)
 
 
 def _before(tokens: Sequence[int], barred: Set[int]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from deltic.errors import RequestError, show, valid_text
@@ -77,11 +77,23 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
         raise RequestError(f'{field} must be of the form {{"type": "function", "function": {{"name": ...}}}}',
                            field)
     copied: dict[str, Any] = plain(tool, field)
+    place = f"{field}.function" if "function" in tool else field
     if not CALLABLE.fullmatch(function["name"]):
-        place = f"{field}.function.name" if "function" in tool else f"{field}.name"
-        raise RequestError(f"{place} must be a name without <, > and line breaks and of at most {LONGEST_NAME} "
-                           f"characters, as calls could not be told from text, not {show(function['name'])}", place)
+        raise RequestError(f"{place}.name must be a name without <, > and line breaks and of at most {LONGEST_NAME} "
+                           f"characters, as calls could not be told from text, not {show(function['name'])}",
+                           f"{place}.name")
+    _check_types(function, place, (("description", str, "text"), ("strict", bool, "true or false"),
+                                   ("parameters", Mapping, "a JSON schema, an object")))
+    _check_types(function.get("parameters") or {}, f"{place}.parameters", (
+        ("properties", Mapping, "an object"), ("required", list | tuple, "a list of names")))
     return copied
+
+
+def _check_types(given: Mapping[str, Any], field: str, types: Iterable[tuple[str, Any, str]]) -> None:
+    """RequestError names the first of these that is there and is something else."""
+    for name, kind, said in types:
+        if given.get(name) is not None and not isinstance(given[name], kind):
+            raise RequestError(f"{field}.{name} must be {said}, not {show(given[name])}", f"{field}.{name}")
 
 
 def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
@@ -93,6 +105,7 @@ def _message(message: Any, field: str, see: See | None) -> dict[str, Any]:
     result |= {key: plain(value, f"{field}.{key}") for key, value in present.items() if key not in special}
     name = "contents" if "content" not in present and "contents" in present else "content"
     result["content"] = result["contents"] = _content(present.get(name, ""), f"{field}.{name}", see)
+    _check_types(result, field, ((name, str, "text") for name in ("name", "tool_call_id", *REASONING)))
     reasoning = next((result[key] for key in REASONING if key in result), None)
     if reasoning is not None:
         result |= dict.fromkeys(REASONING, reasoning)
@@ -145,13 +158,14 @@ def _call(call: Any, field: str) -> dict[str, Any]:
     arguments = _arguments(function.get("arguments"), f"{field}.function.arguments")
     result = {key: plain(value, f"{field}.{key}") for key, value in call.items()
               if key not in ("function", "name", "arguments")}
+    _check_types(result, field, (("id", str, "text"),))
     return {"type": "function", **result, "function": {
         "name": valid_text(function["name"], f"{field}.function.name"), "arguments": arguments}}
 
 
 def _arguments(arguments: Any, field: str) -> dict[str, Any]:
     if arguments is None or isinstance(arguments, str):
-        arguments = _read_arguments(arguments or "")
+        arguments = _read_arguments(valid_text(arguments or "", field))
     if not isinstance(arguments, Mapping):
         raise RequestError(f"{field} must be a JSON object, not {type(arguments).__name__}", field)
     copied: dict[str, Any] = plain(arguments, field)

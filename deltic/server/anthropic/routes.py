@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from deltic.server.anthropic.schema import CountRequest, MessagesRequest
+from deltic.server.anthropic.schema import CountRequest, MessagesRequest, Names
 from deltic.server.anthropic.shapes import (
     PING,
     Blocks,
@@ -43,8 +43,9 @@ class _Endpoints:
     models: ModelRegistry
 
     async def create(self, request: Request) -> Response:
-        served, body, job = await self.models.read(request, MessagesRequest, _job)
+        served, body, (job, names) = await self.models.read(request, MessagesRequest, _job)
         run = await served.start(request, [job], "messages", not body.stream)
+        run.names = names
         if body.stream:
             started = Usage(len(job.request.ids), 0, 0)
             events = _stream(run, message(served.name, started), Blocks(body.shows_thinking))
@@ -55,16 +56,16 @@ class _Endpoints:
         return await written(message(served.name, run.usage, content, done.done), run.size)
 
     async def count(self, request: Request) -> Response:
-        _, _, job = await self.models.read(request, CountRequest, _job)
+        _, _, (job, _) = await self.models.read(request, CountRequest, _job)
         return json_response({"input_tokens": len(job.request.ids)})
 
 
-def _job(served: ServedModel, body: CountRequest) -> Job:
+def _job(served: ServedModel, body: CountRequest) -> tuple[Job, Names]:
     chat, names = body.chat()
     with renamed(names):
         job = chat_job(served, chat)
     body.ignored.extend(names.get(name, name) for name in chat.ignored)
-    return job
+    return job, names
 
 
 async def _stream(run: Run, first: dict[str, Any], content: Blocks) -> AsyncIterator[bytes]:

@@ -9,6 +9,7 @@ from deltic.errors import RequestError, show
 from deltic.server.body import Fields
 from deltic.server.http import Problem, ProblemError
 from deltic.server.openai.schema import ChatRequest
+from deltic.server.parts import ANTHROPIC, check_within
 
 NO_THREADS = "thread_unsupported_request"
 """What tells Anthropic's clients to go on without a thread."""
@@ -45,6 +46,7 @@ class CountRequest(Fields):
                   "response_format.json_schema": "output_config.format",
                   "reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens",
                   "enable_thinking": "thinking"}
+        check_within(self, ANTHROPIC)
         return ChatRequest(**fields), names
 
     @property
@@ -118,7 +120,11 @@ def _tools(tools: list[Any] | None, choice: Mapping[str, Any] | None) -> dict[st
     elif not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestError(f"tool_choice.type must be one of {', '.join((*_CHOICES, 'tool'))}, not {show(kind)}",
                            "tool_choice.type")
-    parallel = False if choice.get("disable_parallel_tool_use") is True and kind != "none" else None
+    alone = choice.get("disable_parallel_tool_use")
+    if not isinstance(alone, bool | None):
+        raise RequestError(f"tool_choice.disable_parallel_tool_use must be true or false, not {show(alone)}",
+                           "tool_choice.disable_parallel_tool_use")
+    parallel = False if alone and kind != "none" else None
     return {"tools": functions, "tool_choice": wanted or _CHOICES[kind], "parallel_tool_calls": parallel}
 
 
@@ -140,7 +146,7 @@ def _chat_messages(system: Any, messages: list[Any]) -> tuple[list[Message], Nam
     chat: list[Message] = []
     names: Names = {}
     if system:
-        names["messages[0]"] = "system"
+        names |= {"messages[0]": "system", "messages[0].content": "system"}
         content, places = _separate(system, "system")
         names |= {f"messages[0].content[{index}]": place for index, place in enumerate(places)}
         chat.append({"role": "system", "content": content})
@@ -188,8 +194,13 @@ def _user(blocks: list[Any], path: str) -> Iterator[tuple[Message, list[str]]]:
             yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
             parts = {}
         result, places = _separate(block.get("content") or "", f"{place}.content")
-        failed = "error" if block.get("is_error") is True and not result else result
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed}, places
+        wrong, id = block.get("is_error"), block.get("tool_use_id")
+        if not isinstance(wrong, bool | None):
+            raise RequestError(f"{place}.is_error must be true or false, not {show(wrong)}", f"{place}.is_error")
+        if not isinstance(id, str | None):
+            raise RequestError(f"{place}.tool_use_id must be text, not {show(id)}", f"{place}.tool_use_id")
+        failed = "error" if wrong and not result else result
+        yield {"role": "tool", "tool_call_id": id, "content": failed}, places
     if parts or not blocks:
         yield {"role": "user", "content": _joined([*parts.values()])}, [*parts]
 

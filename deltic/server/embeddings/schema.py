@@ -84,17 +84,23 @@ class ScoreRequest(Fields):
     counted: ClassVar[Mapping[str, str]] = {"text_1": "max_texts", "text_2": "max_texts"}
 
     model: str | None = None
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: Any
+    text_2: Any
     truncate: bool | None = None
 
     def pairs(self) -> list[tuple[str, list[str]]]:
         """Queries, each with its documents."""
-        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
-        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        first, second = _texts(self.text_1, "text_1"), _texts(self.text_2, "text_2")
         if len(first) == 1:
             return [(first[0], second)]
         if len(first) != len(second):
             raise RequestError(f"text_1 has {len(first)} texts and text_2 has {len(second)}: give one, or equally many",
                                "text_1")
         return [(query, [document]) for query, document in zip(first, second, strict=True)]
+
+
+def _texts(given: Any, field: str) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{field} must be text or a list with at least one, not {show(given)}", field)
+    return texts

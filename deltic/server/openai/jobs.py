@@ -10,6 +10,7 @@ from typing import Any
 from deltic.errors import RequestError
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.server.openai.shapes import Echo
+from deltic.server.parts import CHAT, check_within
 from deltic.server.served_model import ServedModel
 from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import Job
@@ -27,6 +28,7 @@ def chat_job(served: ServedModel, body: ChatRequest) -> Job:
                              ToolChoice.read(body.tool_choice, body.parallel_tool_calls is not False),
                              body.output_format()))
     _check_scores(served, [job])
+    check_within(body, CHAT, partial(processor.reads, tools=tools))
     return _speculating(job, body.speculate)
 
 

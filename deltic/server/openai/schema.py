@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from deltic.config import Limits
-from deltic.errors import RequestError, show
+from deltic.errors import RequestError, show, valid_text
 from deltic.server.body import Fields, renamed
 from deltic.text.output_format import GUIDED, OutputFormat, only_format, response_format, structured_outputs
 from deltic.types import SamplingParams
@@ -251,9 +251,10 @@ def _are_ids(prompt: Any) -> bool:
 
 
 def _stops(stop: Any) -> tuple[Any, ...] | None:
-    if stop is None or isinstance(stop, list):
-        return None if stop is None else tuple(stop)
-    return (stop,)
+    if stop is None:
+        return None
+    stops = tuple(stop) if isinstance(stop, list) else (stop,)
+    return tuple(valid_text(text, "stop") if isinstance(text, str) else text for text in stops)
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -34,8 +35,9 @@ from deltic.server.http import (
 from deltic.server.model_registry import ModelRegistry
 from deltic.server.openai.jobs import chat_job
 from deltic.server.openai.shapes import error_fields, error_response
+from deltic.server.records import record_of
 from deltic.server.responses.output import Json, Output, usage_fields
-from deltic.server.responses.schema import ResponsesRequest
+from deltic.server.responses.schema import Names, ResponsesRequest
 from deltic.server.responses.store import Record, ResponseStore
 from deltic.server.served_model import ServedModel
 from deltic.text.answers import Choice
@@ -56,10 +58,11 @@ def routes(models: ModelRegistry, store: ResponseStore, check: Check) -> list[Ro
 
 @dataclass(slots=True)
 class _Making:
-    """A response that is being made. head: what stays of it as JSON, input: its items; both may be large and are
-    written once."""
+    """A response that is being made. owner: of the key that it was asked for with. head: what stays of it as JSON,
+    input: its items; both may be large and are written once."""
 
     id: str
+    owner: str | None
     output: Output
     head: bytes
     input: bytes
@@ -99,9 +102,10 @@ class _Endpoints:
     making: dict[str, _Making] = field(default_factory=dict)
 
     async def create(self, request: Request) -> Response:
-        served, body, (job, making) = await self.models.read(request, ResponsesRequest, self._prepared)
+        prepared = partial(self._prepared, record_of(request).key)
+        served, body, (job, names, making) = await self.models.read(request, ResponsesRequest, prepared)
         run = await served.start(request, [job], "input", not body.stream)
-        making.run = run
+        making.run, run.names = run, names
         self.making[making.id] = making
         if body.stream:
             return EventStream(self._stream(making, run), partial(self._failure, making), partial(self._end, making))
@@ -119,30 +123,29 @@ class _Endpoints:
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":
             raise RequestError("stream is not supported here: responses are streamed when they are made", "stream")
-        id = request.path_params["id"]
-        if making := self.making.get(id):
+        if making := self._being_made(request):
             return _json(await dumped(partial(spliced, making.head, making.now()), len(making.head)))
-        return _json(await asyncio.to_thread(lambda: dump(self._found(id)["response"])))
+        return _json(await asyncio.to_thread(lambda: dump(self._found(request)["response"])))
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        if not await asyncio.to_thread(self.store.delete, id):
+        if not await asyncio.to_thread(self.store.delete, id, record_of(request).key):
             raise _missing(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        id = request.path_params["id"]
-        making = self.making.get(id)
+        making = self._being_made(request)
         if making is None or making.run is None:
-            record = await asyncio.to_thread(self._found, id)
-            raise RequestError(f"the response {id} is {record['response']['status']}: only one that is being made can "
-                               "be cancelled", "response_id")
+            record = await asyncio.to_thread(self._found, request)
+            said = record["response"]
+            raise RequestError(f"the response {said['id']} is {said['status']}: only one that is being made can be "
+                               "cancelled", "response_id")
         making.cancelled = True
         making.run.cancel("the response was cancelled")
         return _json(spliced(making.head, making.now(error="cancelled")))
 
     async def input_items(self, request: Request) -> Response:
-        asked, id = request.query_params, request.path_params["id"]
+        asked = request.query_params
         limit = asked.get("limit", str(_LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MOST_LISTED):
             raise RequestError(f"limit must be from 1 to {_MOST_LISTED}, not {show(limit)}", "limit")
@@ -150,7 +153,7 @@ class _Endpoints:
             raise RequestError(f"order must be asc or desc, not {show(asked['order'])}", "order")
 
         def listed() -> bytes:
-            items = self._found(id)["input"]
+            items = self._found(request)["input"]
             items = items if asked.get("order") == "asc" else items[::-1]
             start = next((place for place, item in enumerate(items, 1) if item["id"] == asked.get("after")), 0)
             shown = items[start:start + int(limit)]
@@ -158,9 +161,10 @@ class _Endpoints:
                          "first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""})
         return _json(await asyncio.to_thread(listed))
 
-    def _prepared(self, served: ServedModel, body: ResponsesRequest) -> tuple[Job, _Making]:
+    def _prepared(self, owner: str | None, served: ServedModel, body: ResponsesRequest
+                  ) -> tuple[Job, Names, _Making]:
         items, most = body.items(), served.limits.max_messages
-        before = self.store.items(body.previous_response_id, most)
+        before = self.store.items(body.previous_response_id, most, owner)
         if before is None:
             raise ProblemError(Problem(400, f"the response {show(body.previous_response_id)} is not kept: send its "
                                        "items", "previous_response_id", "previous_response_not_found"))
@@ -174,7 +178,7 @@ class _Endpoints:
         id = "resp_" + uuid.uuid4().hex
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
         output = Output(body.custom_tools(), body.seals)
-        return job, _Making(id, output, dump(head | body.echo()), dump(items), body.store is not False)
+        return job, names, _Making(id, owner, output, dump(head | body.echo()), dump(items), body.store is not False)
 
     async def _stream(self, making: _Making, run: Run) -> AsyncIterator[bytes]:
         begun = await dumped(partial(spliced, making.head, making.now()), len(making.head))
@@ -199,7 +203,8 @@ class _Endpoints:
                     pass
             response = spliced(making.head, making.now(choice, error))
             if making.keeps:
-                self.store.put(making.id, b'{"response":' + response + b',"input":' + making.input + b"}")
+                kept = b'{"response":%b,"input":%b,"owner":%b}'
+                self.store.put(making.id, kept % (response, making.input, json.dumps(making.owner).encode()))
             return response
         return await asyncio.to_thread(work)
 
@@ -216,8 +221,13 @@ class _Endpoints:
         if making.run:
             making.run.close()
 
-    def _found(self, id: str) -> Record:
-        record = self.store.get(id)
+    def _being_made(self, request: Request) -> _Making | None:
+        making = self.making.get(request.path_params["id"])
+        return making if making and making.owner == record_of(request).key else None
+
+    def _found(self, request: Request) -> Record:
+        id = request.path_params["id"]
+        record = self.store.get(id, record_of(request).key)
         if record is None:
             raise _missing(id)
         return record

@@ -8,11 +8,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deltic.errors import RequestError, show
+from deltic.errors import RequestError, show, valid_text
 from deltic.server.body import Fields
 from deltic.server.openai.schema import ChatRequest
+from deltic.server.parts import RESPONSES, check_within
 
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 _HOSTED = frozenset((
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search", "mcp",
     "code_interpreter", "image_generation", "local_shell", "shell", "computer", "computer_use_preview", "apply_patch",
@@ -95,6 +97,7 @@ class ResponsesRequest(Fields):
         same = ("model", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "enable_thinking", "history",
                 "thinking_budget", "speculate", "parallel_tool_calls", "service_tier")
         tools, choice = self._tools(names)
+        check_within(self, RESPONSES)
         return ChatRequest(messages=[*first, *messages], tools=tools, tool_choice=choice,
                            max_tokens=self.max_output_tokens, **self._format(), **self._effort(),
                            **{name: getattr(self, name) for name in same}), names
@@ -187,7 +190,8 @@ def new_id(kind: str) -> str:
 
 
 def _function(tool: Mapping[str, Any]) -> Json:
-    parameters = _CUSTOM if tool["type"] == "custom" else tool.get("parameters") or {"type": "object", "properties": {}}
+    given = tool.get("parameters")
+    parameters = _CUSTOM if tool["type"] == "custom" else _NOTHING if given is None else given
     function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters,
                 "strict": tool.get("strict")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
@@ -227,10 +231,11 @@ def _messages(items: Sequence[Json], places: Sequence[str], start: int, names: N
         names.setdefault(own, place)
         if calls:
             call = f"{own}.tool_calls[{len(messages[-1]['tool_calls']) - 1}]"
-            names |= {call: place, f"{call}.function": place}
+            names |= {call: place, f"{call}.function": place, f"{call}.id": f"{place}.call_id"}
         elif item["type"] == "reasoning":
             names.setdefault(f"{own}.reasoning_content", f"{place}.content")
         else:
+            names.setdefault(f"{own}.tool_call_id", f"{place}.call_id")
             names.setdefault(f"{own}.content", f"{place}.{'output' if message['role'] == 'tool' else 'content'}")
     return messages
 
@@ -251,7 +256,10 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
         name = item.get("name")
         if not isinstance(name, str):
             raise RequestError(f"{path}.name must be the name of a function, not {show(name)}", f"{path}.name")
-        arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
+        if kind == "custom_tool_call":
+            arguments: Any = {"input": valid_text(item.get("input"), f"{path}.input")}
+        else:
+            arguments = item.get("arguments")
         return {"role": "assistant", "content": "", "tool_calls": [
             {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}]}
     if kind in ("function_call_output", "custom_tool_call_output"):

@@ -16,12 +16,12 @@ from deltic.text.notes import NoteStore
 _MOST_WAITING = 64 << 20  # bytes for a slow disk; beyond that they are not written
 
 Record = dict[str, Any]
-"""A `response`, and the items of its `input`."""
+"""A `response`, the items of its `input`, and the `owner` of the key that it was asked for with."""
 
 
 class ResponseStore:
-    """The responses used last, within the limits of their count and bytes. Its methods may read and write files: for
-    threads, which may share it.
+    """The responses used last, within the limits of their count and bytes, each for its owner alone; without keys
+    everybody is None. Its methods may read and write files: for threads, which may share it.
 
     notes: keeps them beyond the process, within its own budget.
     """
@@ -39,20 +39,20 @@ class ResponseStore:
         self._keep(id, data)
         self._write_later(id, data)
 
-    def get(self, id: str) -> Record | None:
-        """A record; None if it is gone, or is damaged."""
+    def get(self, id: str, owner: str | None = None) -> Record | None:
+        """A record; None if it is gone, is damaged, or is somebody else's."""
         with self._lock:
             data, deleted = self._kept.get(id, self._unwritten.get(id)), self._deleted
         if data is None and self._notes is not None:
             data = self._notes.get(_key(id))
-        record = _read(id, data) if data else None
+        record = _read(id, owner, data) if data else None
         if record and data:
             self._keep(id, data, deleted)
         return record
 
-    def delete(self, id: str) -> bool:
+    def delete(self, id: str, owner: str | None = None) -> bool:
         """Forget a record; False if there is none."""
-        if self.get(id) is None:
+        if self.get(id, owner) is None:
             return False
         with self._lock:
             self._size -= len(self._kept.pop(id, b""))
@@ -62,13 +62,13 @@ class ResponseStore:
         self._write_later(id, b"")
         return True
 
-    def items(self, id: str | None, most: int) -> list[Any] | None:
+    def items(self, id: str | None, most: int, owner: str | None = None) -> list[Any] | None:
         """What was said up to a response and by it, at most so many items and more by one response; None if a part of
         that is gone."""
         chain: list[Record] = []
         count = 0
         while id is not None and count <= most:
-            record = self.get(id)
+            record = self.get(id, owner)
             if record is None:
                 return None
             chain.append(record)
@@ -116,9 +116,10 @@ def _key(id: str) -> str:
     return blake2b(b"response " + id.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
-def _read(id: str, data: bytes) -> Record | None:
+def _read(id: str, owner: str | None, data: bytes) -> Record | None:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(data)
         sound = record["response"]["id"] == id and isinstance(record["response"]["output"], list)
-        return record if sound and isinstance(record["input"], list) else None
+        own = record.get("owner") == owner
+        return record if sound and own and isinstance(record["input"], list) else None
     return None

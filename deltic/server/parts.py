@@ -1,0 +1,120 @@
+"""Fields within messages, items, blocks and tools: those that mean something here, and those that clients send besides.
+
+As with the fields of a body nothing is ignored in silence, and what nobody knows is refused. What has no value asks for
+nothing: clients send answers back as their libraries spell them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deltic.errors import RequestError
+from deltic.server.body import Fields, unknown_field
+
+_REFUSED: Mapping[str, str] = {
+    "function_call": "use tool_calls", "prefix": "use continue_final_message", "partial": "use continue_final_message",
+    "images": "use parts of type image_url"}
+"""What would change the answer, and what to do instead."""
+
+_IGNORED: Mapping[str, str] = {
+    "OpenAI":
+        "refusal annotations audio parsed parsed_arguments logprobs detail status phase async async_ caller namespace "
+        "created_by weight end_turn recipient channel author format defer_loading allowed_callers output_schema "
+        "prompt_cache_breakpoint",
+    "Anthropic":
+        "cache_control citations title context signature caller input_examples eager_input_streaming model usage "
+        "stop_reason stop_sequence stop_details container context_management task_budget diagnostics",
+    "OpenRouter, litellm, Gemini, DeepSeek":
+        "reasoning_details reasoning_items reasoning_text reasoning_signature thinking_blocks provider_specific_fields "
+        "extra_content extra_fields thought thought_signature thoughtSignature provider native_finish_reason "
+        "matched_stop token_ids tool_name reasoning_opaque encrypted",
+    "Qwen-VL":
+        "min_pixels max_pixels total_pixels nframes min_frames max_frames resized_height resized_width video_start "
+        "video_end",
+    "LangChain, Vercel, Mastra":
+        "additional_kwargs response_metadata usage_metadata invalid_tool_calls tool_call_chunks artifact example "
+        "lc_kwargs providerMetadata provider_metadata providerOptions provider_options experimental_providerMetadata "
+        "experimental_attachments toolInvocations parts createdAt updatedAt resourceId threadId",
+    "pages and agents":
+        "id uuid index type kind created created_at updated_at update_time create_time date time timestamp ts files "
+        "attachments metadata meta info tags sources models finish_reason error done unfinished sender "
+        "conversationId messageId message_id parentId parentMessageId parent_id childrenIds isCreatedByUser "
+        "statusHistory userContext user userId session_id cost tokens token_count summary display hidden version",
+}
+_NAMES = frozenset(name for names in _IGNORED.values() for name in names.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What means something in an object. within: what does in the objects, or lists of them, that its fields hold.
+    kinds: the types that are looked at; none: all."""
+
+    names: frozenset[str]
+    within: Mapping[str, Known] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, names: str, **within: Known) -> Known:
+        return cls(frozenset([*names.split(), *within]), within)
+
+
+_FUNCTION = Known.of("name arguments")
+_PART = Known.of("type text refusal image video video_url url source fps", image_url=Known.of("url"))
+CHAT: Mapping[str, Known] = {
+    "messages": Known.of("role contents name tool_call_id reasoning_content reasoning thinking", content=_PART,
+                         tool_calls=Known.of("id type index name arguments", function=_FUNCTION))}
+
+_TEXT = Known.of("type text refusal image_url")
+RESPONSES: Mapping[str, Known] = {
+    "input": Known.of("type id role status name arguments call_id input summary encrypted_content", content=_TEXT,
+                      output=_TEXT),
+    "reasoning": Known.of("effort summary generate_summary"), "text": Known.of("format verbosity"),
+    "stream_options": Known.of("include_obfuscation"),
+    "tools": replace(Known.of("type name description parameters strict"), kinds=("function", "custom"))}
+
+_SOURCE = Known.of("type media_type data url")
+_RESULT = Known.of("type text cache_control", source=_SOURCE)
+_BLOCK = Known.of("type text id name input tool_use_id is_error thinking signature data cache_control", source=_SOURCE,
+                  content=_RESULT)
+ANTHROPIC: Mapping[str, Known] = {
+    "messages": Known.of("role", content=_BLOCK), "system": _BLOCK,
+    "tools": Known.of("type name description input_schema strict cache_control"),
+    "tool_choice": Known.of("type name disable_parallel_tool_use"),
+    "thinking": Known.of("type budget_tokens display"), "output_config": Known.of("effort format")}
+
+
+def check_within(body: Fields, table: Mapping[str, Known], also: Callable[[str], bool] = lambda name: False) -> None:
+    """Note what has no effect in these fields of a body; RequestError names what nobody knows, unless the server is
+    lenient. also: whether a name means something besides."""
+    ignored: dict[str, None] = {}
+    for place, known in table.items():
+        for path, inner, name, value in _others(getattr(body, place), known, place):
+            if value in (None, "", False, [], {}) or also(name):
+                continue
+            if name in _REFUSED and not body.lenient:
+                raise RequestError(f"{path}.{name} is not supported: {_REFUSED[name]}", f"{path}.{name}")
+            if name not in _NAMES and not body.lenient:
+                raise unknown_field(f"{path}.", name, inner.names)
+            ignored[f"{_plain(path)}.{name}"] = None
+    body.ignored.extend(ignored)
+
+
+def _others(value: Any, known: Known, path: str) -> Iterator[tuple[str, Known, str, Any]]:
+    """Where there are fields that mean nothing: the path of the object, what is known there, name and value."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, dict):
+                yield from _others(item, known, f"{path}[{index}]")
+    elif isinstance(value, dict) and (not known.kinds or value.get("type") in known.kinds):
+        for name, inner in value.items():
+            if name in known.within:
+                yield from _others(inner, known.within[name], f"{path}.{name}")
+            elif name not in known.names:
+                yield path, known, name, inner
+
+
+def _plain(path: str) -> str:
+    """Without the places in lists: the same for all messages."""
+    return "".join(piece.partition("]")[2] or ("" if "]" in piece else piece) for piece in path.split("["))
