@@ -1,11 +1,12 @@
-"""Fields within messages, items, blocks and tools: those that mean something here, and those that clients send besides.
+"""Fields within messages, items, blocks and tools: those that mean something here.
 
-As with the fields of a body nothing is ignored in silence, and what nobody knows is refused. What has no value asks for
-nothing: clients send answers back as their libraries spell them.
+Clients send back what they were told, with what their libraries and pages keep beside it. So what means nothing here is
+not refused, but named, and what has no value is not even that. A name that seems to be misspelt is refused.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,33 +18,9 @@ _REFUSED: Mapping[str, str] = {
     "function_call": "use tool_calls", "prefix": "use continue_final_message", "partial": "use continue_final_message",
     "images": "use parts of type image_url"}
 """What would change the answer, and what to do instead."""
-
-_IGNORED: Mapping[str, str] = {
-    "OpenAI":
-        "refusal annotations audio parsed parsed_arguments logprobs detail status phase async async_ caller namespace "
-        "created_by weight end_turn recipient channel author format defer_loading allowed_callers output_schema "
-        "prompt_cache_breakpoint",
-    "Anthropic":
-        "cache_control citations title context signature caller input_examples eager_input_streaming model usage "
-        "stop_reason stop_sequence stop_details container context_management task_budget diagnostics",
-    "OpenRouter, litellm, Gemini, DeepSeek":
-        "reasoning_details reasoning_items reasoning_text reasoning_signature thinking_blocks provider_specific_fields "
-        "extra_content extra_fields thought thought_signature thoughtSignature provider native_finish_reason "
-        "matched_stop token_ids tool_name reasoning_opaque encrypted",
-    "Qwen-VL":
-        "min_pixels max_pixels total_pixels nframes min_frames max_frames resized_height resized_width video_start "
-        "video_end",
-    "LangChain, Vercel, Mastra":
-        "additional_kwargs response_metadata usage_metadata invalid_tool_calls tool_call_chunks artifact example "
-        "lc_kwargs providerMetadata provider_metadata providerOptions provider_options experimental_providerMetadata "
-        "experimental_attachments toolInvocations parts createdAt updatedAt resourceId threadId",
-    "pages and agents":
-        "id uuid index type kind created created_at updated_at update_time create_time date time timestamp ts files "
-        "attachments metadata meta info tags sources models finish_reason error done unfinished sender "
-        "conversationId messageId message_id parentId parentMessageId parent_id childrenIds isCreatedByUser "
-        "statusHistory userContext user userId session_id cost tokens token_count summary display hidden version",
-}
-_NAMES = frozenset(name for names in _IGNORED.values() for name in names.split())
+_MISSPELT, _LONGEST_NAME, _MOST_NAMES = 0.88, 64, 1000
+"""How near to a name that is known (difflib) another one is that must be meant as it, characters of such a one, and
+names of a request that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +63,8 @@ ANTHROPIC: Mapping[str, Known] = {
 
 
 def check_within(body: Fields, table: Mapping[str, Known], also: Callable[[str], bool] = lambda name: False) -> None:
-    """Note what has no effect in these fields of a body; RequestError names what nobody knows, unless the server is
-    lenient. also: whether a name means something besides."""
+    """Note what has no effect in these fields of a body; RequestError names what is misspelt or would change the
+    answer, unless the server is lenient. also: whether a name means something besides."""
     ignored: dict[str, None] = {}
     for place, known in table.items():
         for path, inner, name, value in _others(getattr(body, place), known, place):
@@ -95,10 +72,17 @@ def check_within(body: Fields, table: Mapping[str, Known], also: Callable[[str],
                 continue
             if name in _REFUSED and not body.lenient:
                 raise RequestError(f"{path}.{name} is not supported: {_REFUSED[name]}", f"{path}.{name}")
-            if name not in _NAMES and not body.lenient:
+            noted = f"{_plain(path)}.{name}"
+            if noted in ignored or len(ignored) >= _MOST_NAMES:
+                continue
+            if not body.lenient and _is_misspelt(name, inner.names):
                 raise unknown_field(f"{path}.", name, inner.names)
-            ignored[f"{_plain(path)}.{name}"] = None
+            ignored[noted] = None
     body.ignored.extend(ignored)
+
+
+def _is_misspelt(name: str, known: frozenset[str]) -> bool:
+    return len(name) <= _LONGEST_NAME and bool(difflib.get_close_matches(name, known, 1, _MISSPELT))
 
 
 def _others(value: Any, known: Known, path: str) -> Iterator[tuple[str, Known, str, Any]]:
