@@ -213,7 +213,7 @@ def test_what_is_no_picture_is_named(directory: Path, tmp_path: Path, capsys: py
     (tmp_path / "empty.png").touch()
     os.mkfifo(tmp_path / "pipe.png")
     for name, said in (("empty.png", "empty.png is no picture that can be read"), ("long.png", "long.png"),
-                       ("pipe.png", "pipe.png' is a pipe; name a file")):
+                       ("pipe.png", "is a pipe; name a file")):
         assert main(["run", str(directory), "--system", "Be brief.", "--image", str(tmp_path / "it.png"), "--image",
                      str(tmp_path / name), "What is this?", "--dtype", "float32", "--memory", "64MiB"]) == 2
         assert said in (told := capsys.readouterr().err) and "messages[" not in told
