@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 _SHOWN: Final = 80
@@ -41,6 +42,15 @@ class RequestError(DelticError):
 
 class LongPromptError(RequestError):
     """The prompt has more tokens than the context, or a limit, allows."""
+
+
+@contextmanager
+def of_prompt(field: str) -> Iterator[None]:
+    """What is wrong with one of several prompts says with which."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"{field}: {error}", field if error.field == "prompt" else error.field) from error
 
 
 class BusyError(DelticError):

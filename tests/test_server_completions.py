@@ -108,8 +108,8 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
     ({"echo": True, "logprobs": 1, "stream": True}, "echo"), ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"),
     ({"prompt": [[1], []]}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [True]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [99999999]}, "prompt"), ({"prompt": [-1]}, "prompt"),
-    ({"logprobs": 50}, "logprobs"), ({"max_tokens": 0, "n": 2}, "n"), ({"prompt": ["ok", [5], [99999999]]}, "prompt"),
-    ({"prompt": [[1]] * 3000}, "prompt"),
+    ({"logprobs": 50}, "logprobs"), ({"max_tokens": 0, "n": 2}, "n"), ({"prompt": [[1]] * 3000}, "prompt"),
+    ({"prompt": ["ok", [5], [99999999]]}, "prompt[2]"), ({"prompt": ["ok", "word " * 3000]}, "prompt[1]"),
 ])
 def test_refusals_name_the_field(served: Served, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:

@@ -78,9 +78,13 @@ class Scripted:
     def has_work(self) -> bool:
         return bool(self.running.keys() - self.paused or self.events)
 
-    def add(self, request: Request) -> None:
+    def keys_of(self, request: Request) -> tuple[int, ...]:
         if len(request.prompt) >= self.max_context:
             raise RequestError("the prompt is too long", "prompt")
+        return request.ids
+
+    def add(self, request: Request) -> None:
+        self.keys_of(request)
         self.seen.append(request)
         matchers = [request.matcher() if request.matcher else None for _ in range(request.output.n)]
         self.running[request.id] = [[choice, 0, matcher] for choice, matcher in enumerate(matchers)]

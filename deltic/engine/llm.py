@@ -32,7 +32,7 @@ from deltic.engine.mailbox import Mailbox
 from deltic.engine.options import engine_config
 from deltic.engine.runtime import Runtime
 from deltic.engine.worker import Worker
-from deltic.errors import ConfigError, ModelError, RequestError, show
+from deltic.errors import ConfigError, ModelError, RequestError, of_prompt, show
 from deltic.text.answers import Answers, Choice, Output
 from deltic.text.call_grammar import AnswerForm, ToolChoice
 from deltic.text.chat_processor import ChatConfig, ChatProcessor, Job, bare_job, prompt_bound, read_template
@@ -420,7 +420,7 @@ class LLM:
         wanted = as_format(**form)
         jobs = list[Job]()
         for place, (prompt, each) in enumerate(zip(rows, params, strict=True)):
-            with _named(f"prompts[{place}]"):
+            with of_prompt(f"prompts[{place}]"):
                 jobs.append(self._job(prompt, each, wanted))
                 self.engine.keys_of(jobs[-1].request)
         return jobs
@@ -429,15 +429,6 @@ class LLM:
         if not isinstance(prompt, str) and self._chat_processor is None and wanted is None:
             return bare_job(prompt, sampling, prompt_bound(self.engine.max_context, self.runtime.options.limits))
         return self.chat_processor.complete(prompt, sampling, wanted)
-
-
-@contextmanager
-def _named(prompt: str) -> Iterator[None]:
-    """What is wrong with one of several prompts says with which."""
-    try:
-        yield
-    except RequestError as error:
-        raise type(error)(f"{prompt}: {error}", prompt if error.field == "prompt" else error.field) from error
 
 
 def as_format(response_format: Any = None, structured_outputs: Any = None) -> OutputFormat | None:

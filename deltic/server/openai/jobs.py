@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deltic.errors import RequestError
+from deltic.errors import RequestError, of_prompt
 from deltic.server.openai.schema import ChatRequest, CompletionRequest
 from deltic.server.openai.shapes import Echo
 from deltic.server.parts import CHAT, check_within
@@ -52,7 +53,12 @@ def text_jobs(served: ServedModel, body: CompletionRequest) -> tuple[list[Job], 
     body.refuse_unsupported()
     sampling, prompts = body.sampling(served.limits), body.prompts()
     wanted = body.output_format()
-    jobs = [_speculating(served.complete(prompt, sampling, wanted), body.speculate) for prompt in prompts]
+    jobs = list[Job]()
+    for place, prompt in enumerate(prompts):
+        with of_prompt(f"prompt[{place}]") if len(prompts) > 1 else nullcontext():
+            jobs.append(_speculating(served.complete(prompt, sampling, wanted), body.speculate))
+            if len(prompts) > 1:  # else the engine itself says what is wrong
+                served.llm.engine.keys_of(jobs[-1].request)
     _check_scores(served, jobs)
     if not body.echo:
         return jobs, Echo([job.request.ids for job in jobs])
