@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import Answers, greedy, numbers, take
 
-from deltic.config import EngineConfig
+from deltic.config import EngineConfig, ModelConfig
 from deltic.engine import mtp
 from deltic.engine.depth import FixedDepth
 from deltic.engine.engine import Engine
@@ -21,7 +21,8 @@ LENGTHS = {"a": 60, "b": 35, "c": 5, "d": 21, "e": 44}
 
 
 def headed() -> Runtime:
-    return load(RandomModel(layers=4, initializer_range=0.1, head=True), EngineConfig(
+    shape = replace(ModelConfig.preset("qwen3.5-0.8b", 4), vocab_size=5003)
+    return load(RandomModel(shape=shape, initializer_range=0.1, head=True), EngineConfig(
         dtype="float32", memory="96MiB", max_batch=3, max_context=256, threads=1, speculate="mtp:2"))
 
 

@@ -421,8 +421,11 @@ def test_stored_head_drafts_what_the_model_says(trunk):
     for weight in head.parameters():
         weight.fill_(torch.nan)
     model.load_head(head, MODEL)
-    parts = [train_head.hits(trunk, head, batch) for batch in train_head.heldout_batches(MODEL, 1)]
-    room, right = (torch.stack([counts.sum((1, 2)) for counts in both]).sum(0) for both in zip(*parts, strict=True))
+    whole, = train_head.heldout_batches(MODEL, 1)
+    some = whole.said < 6 * whole.ids.shape[1]
+    part = batches.Batch(whole.ids[:6], whole.place[:6], whole.said[some], whole.labels[some])
+    parts = train_head.hits(trunk, head, part)
+    room, right = (counts.sum((1, 2)) for counts in parts)
     assert (room > 300).all()
     assert (right / room > 0.97).all()
 
