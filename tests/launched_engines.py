@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +14,11 @@ import torch.nn.functional as F
 from support import numbers, serve
 from torch import Tensor
 
+from deltic.cache.accounts import Accounts
+from deltic.cache.hybrid import HybridCache
+from deltic.cache.lease import Lease
+from deltic.cache.pools import CachePools
+from deltic.cache.tree import Checkpoint
 from deltic.config import EngineConfig, ExpertsConfig, ModelConfig
 from deltic.engine import graphs
 from deltic.engine.loading import RandomModel, load
@@ -22,12 +27,12 @@ from deltic.ops.cuda.driver import Arguments, Module, fields
 from deltic.ops.cuda.long_attention import GRAIN, Attend, Attended, Context
 from deltic.ops.cuda.nvrtc import headers
 from deltic.ops.cuda.step import Step
-from deltic.ops.kv import take
+from deltic.ops.kv import as_bytes, take
 from deltic.ops.records import Batch, KvView
-from deltic.types import Request, SamplingParams
+from deltic.types import PAGE, Request, SamplingParams
 
 VOCABULARY = 5003
-DENSE, MIXTURE = "qwen3.5-4b", "qwen3.5-35b-a3b"
+DENSE, MIXTURE, NARROW = "qwen3.5-4b", "qwen3.5-35b-a3b", {"intermediate_size": 2560}
 
 
 def model(name: str, head: bool = False, **changes: Any) -> RandomModel:
@@ -40,9 +45,9 @@ ENGINES: dict[str, tuple[RandomModel | None, dict[str, Any]]] = {
     "tiny": (None, {"speculate": "mtp:3"}),
     "0.8b": (model("qwen3.5-0.8b", head=True), {"speculate": "mtp:3"}),
     "0.8b q4_k": (model("qwen3.5-0.8b", head=True), {"speculate": "mtp:2", "quant": "q4_k"}),
-    "4b": (model(DENSE), {"kv_dtype": "fp8"}),
-    "4b small states": (model(DENSE, head=True), {"speculate": "mtp:3", "state_dtype": "bfloat16"}),
-    "4b fp8": (model(DENSE), {"quant": "fp8"}),
+    "4b": (model(DENSE, **NARROW), {"kv_dtype": "fp8"}),
+    "4b small states": (model(DENSE, head=True, **NARROW), {"speculate": "mtp:3", "state_dtype": "bfloat16"}),
+    "4b fp8": (model(DENSE, **NARROW), {"quant": "fp8"}),
     "experts": (model(MIXTURE, hidden_size=512, experts=ExpertsConfig(60, 9, 40, 40)), {}),
     "experts q4_k": (model(MIXTURE, hidden_size=512, experts=ExpertsConfig(16, 4, 256, 256)), {"quant": "q4_k"}),
 }
@@ -121,9 +126,31 @@ def attend(self: Attend, query: Tensor, kv: KvView, context: Context) -> Attende
 
 def launch_everything() -> None:
     """Record no graph. What products read of rows that only fill a bucket up, whose sums nobody reads, is written; as
-    are the inputs before a sequence's first that convolutions read and do not use. What libraries compute is computed
-    by a plain kernel: initcheck does not see what theirs write, and racecheck makes them fail."""
+    are the inputs before a sequence's first that convolutions read and do not use. Of a page that is copied only the
+    tokens are that are in it. What libraries compute is computed by a plain kernel: initcheck does not see what theirs
+    write, and racecheck makes them fail."""
     begin, enter, of_torch = Step.work, draft.Head._enter, F.linear
+    share, keep, copy = Accounts.share_pages, HybridCache._keep, CachePools._copy
+    written: dict[int, int] = {}  # tokens of pages that are copies of such as are not full
+
+    def share_pages(accounts: Accounts, pages: Sequence[int], done: int) -> list[int] | None:
+        found = share(accounts, pages, done)
+        if found and done % PAGE:
+            written[found[-1]] = done % PAGE
+        return found
+
+    def keep_here(cache: HybridCache, lease: Lease, done: int, slot: int, page: int | None, *rest: Any,
+                  **options: Any) -> Checkpoint:
+        if page is not None:
+            written[page] = done % PAGE
+        return keep(cache, lease, done, slot, page, *rest, **options)
+
+    def copy_some(pools: CachePools, by: Callable[..., None], tensors: tuple[Tensor, ...], source: int,
+                  target: int) -> None:
+        if tensors[0] is not pools.page_tensors[0]:
+            return copy(pools, by, tensors, source, target)
+        for tensor in map(as_bytes, tensors):
+            tensor[:, target, :written[target]].copy_(tensor[:, source, :written[target]])
 
     def work(step: Step, *args: Any, **options: Any) -> Any:
         found = begin(step, *args, **options)
@@ -142,6 +169,8 @@ def launch_everything() -> None:
         return product(x, y.t(), out_dtype)
 
     Step.work, draft.Head._enter = work, enter_head  # type: ignore[method-assign]
+    Accounts.share_pages, HybridCache._keep = share_pages, keep_here  # type: ignore[method-assign]
+    CachePools._copy = copy_some  # type: ignore[method-assign]
     F.linear, torch.mm, Attend.__call__ = linear, mm, attend  # type: ignore[assignment, method-assign]
     graphs.Graphs.capture = lambda self, padded: None  # type: ignore[method-assign]
     draft.record = lambda launch, pool=None: (Launched(launch), launch())  # type: ignore[assignment]
@@ -150,12 +179,12 @@ def launch_everything() -> None:
 def run(name: str) -> None:
     """Prompts of one token, of some and of many; rows that decode, some and many; what is kept is used again."""
     weights, options = ENGINES[name]
-    runtime = load(weights, EngineConfig(device="cuda", dtype="bfloat16", max_batch=40, max_context=512,
+    runtime = load(weights, EngineConfig(device="cuda", dtype="bfloat16", max_batch=24, max_context=512,
                                          host_memory="0", **{"memory": "1GiB", "speculate": "off", **options}))
     assert runtime.step is not None, "the kernels do not serve this model"
     for states in runtime.views.states:
         states.conv.zero_()
-    few, many = [(1, 5), (40, 6), (300, 6)], [(1 + index % 5, 3) for index in range(36)]
+    few, many = [(1, 4), (40, 5), (150, 5)], [(1 + index % 5, 3) for index in range(20)]
     vocabulary = min(VOCABULARY, runtime.config.vocab_size)
     for again, requests in enumerate((few, many, few)):
         answers = serve(runtime, [Request(f"{again}-{index}", numbers(index, length, vocabulary), SamplingParams(

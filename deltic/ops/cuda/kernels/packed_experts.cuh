@@ -342,7 +342,7 @@ template <int H, int I, int E, int BEST, bool SHARED, bool NORMALISED, int KINDS
     DEVICE void run(int real) {
         const int token = tid >> 4, n = tid & 15, pairs = a.tokens * (BEST + SHARED);
         uint4 next = make_uint4(0, 0, 0, 0);
-        if (warp / TILES < min(PER, who.count)) next = input(who.first[warp / TILES]);
+        if (real && warp / TILES < min(PER, who.count)) next = input(who.first[warp / TILES]);
         for (int unit = blockIdx.x, turn = 0; unit < UNITS; unit += gridDim.x, turn ^= 1) {
             float *const y = a.y + i64(token) * H + unit * 16 + n, *to = partial + turn * pairs * TILES * 16;
             const float old = token < real ? load(y) : 0.f;
