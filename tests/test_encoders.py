@@ -455,6 +455,24 @@ def test_l8_an_option_of_a_wrong_type_is_named(plain: dict[str, Any], option: st
         assert caught.value.option == option
 
 
+@pytest.mark.parametrize("model", [None, 3])
+def test_l8_what_is_no_model_is_told_what_is(model: Any) -> None:
+    with pytest.raises(ModelError, match=f"a model is a GGUF file.*, not {model}"):
+        Encoder(model)
+
+
+def test_l8_a_long_query_is_named(plain: dict[str, Any]) -> None:
+    with Encoder(plain["bert"][0]) as encoder, pytest.raises(LongPromptError, match="query has 10") as error:
+        encoder.score("w1 " * 100, ["w2"], truncate=False)
+    assert error.value.field == "query"
+
+
+def test_l8_an_instruction_that_nobody_reads_is_refused(plain: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"instruction: .*bert takes none") as error:
+        Encoder(plain["bert"][0], instruction="w1")
+    assert error.value.option == "instruction"
+
+
 def test_l8_unknown_kinds_are_told_those_that_exist() -> None:
     recipe = Recipe(prompts={"query": "q: ", "code": "c: "})
     assert [recipe.prompt(kind) for kind in ("query", "document", "code", None)] == ["q: ", "", "c: ", ""]

@@ -23,7 +23,7 @@ from deltic.config import EngineConfig, ModelConfig
 from deltic.encoders.decoder import _AFTER, _BEFORE, _INSTRUCTION
 from deltic.encoders.open import is_encoder
 from deltic.engine.memory import plan_memory
-from deltic.errors import ModelError
+from deltic.errors import ConfigError, ModelError, RequestError
 
 TEXTS = ["w1", "w2 w3 w4 w5 w6", " ".join(WORDS[:60]), "w7 w8"]
 
@@ -95,6 +95,18 @@ def test_closing_in_a_fork_leaves_the_engine_alone(saved: tuple[Path, Any, Token
             patch.setattr(os, "getpid", lambda: 1)
             encoder.close()
         assert not closed and encoder.encode("w1").shape
+
+
+def test_l8_what_a_model_of_vectors_cannot_do_is_named(saved: tuple[Path, Any, Tokenizer]) -> None:
+    directory, _, _ = saved
+    with pytest.raises(ConfigError, match=r"instruction: .* takes none"):
+        Encoder(directory, task="embed", instruction="w1", **OPTIONS)
+    with Encoder("tiny") as encoder:  # whose tokenizer puts nothing around a text
+        with pytest.raises(RequestError, match="query is empty") as error:
+            encoder.rank("", ["w1"])
+        assert error.value.field == "query"
+        with pytest.raises(RequestError, match=r"texts\[1\] is empty"):
+            encoder.encode(["w1", ""])
 
 
 @torch.no_grad()

@@ -396,6 +396,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["convert", "tiny", str(path), "--force", "--type", "F16", "--mtp", "none"]) == 0
     assert "tensors          63 F16, 45 F32" in capsys.readouterr().out
     assert open_model(path).config.dtype == "float16"
+    before = path.read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert main(["convert", str(path), str(tmp_path / "link" / path.name), "--force", "--type", "Q4_0"]) == 2
+    assert "is a file of SRC, which would be gone" in capsys.readouterr().err and path.read_bytes() == before
 
 
 @pytest.mark.parametrize(("argv", "message"), [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from support import (
 from torch import Tensor
 
 from deltic import DelticError, RandomModel, Session
-from deltic.errors import ConfigError, DegenerateError, ModelError, RequestError
+from deltic.errors import ConfigError, DegenerateError, ModelError, RequestError, UnavailableError
 from deltic.ops.records import Batch
 
 TOKENS = numbers(0, 90, 509)
@@ -208,6 +210,23 @@ def test_l8_unknown_options_and_models_are_named() -> None:
         Session(max_seq=5)
     with pytest.raises(ModelError, match="no-such-model"):
         Session("./no-such-model")
+
+
+def test_a_fork_is_told() -> None:
+    """Over torch's ops it would wait for threads that are not there."""
+    one = Session(ops=("torch",))
+    one.prefill([1] * 40)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        code = 1
+        try:
+            one.prefill([1] * 40)
+        except UnavailableError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize(("batch", "count"), [(1, 17), (1, 128), (2, 128)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,16 +50,18 @@ def run(args: argparse.Namespace) -> int:
     from deltic.encoders.open import open_stored
     from deltic.weights.gguf.convert import convert
     from deltic.weights.gguf.metadata import ARCHITECTURES
-    from deltic.weights.hub import open_model, resolve
+    from deltic.weights.hub import only_gguf, open_model, resolve
 
     started, bar = time.perf_counter(), _bar()
     tower = dict[str, Any]()
     try:
-        if encoder := open_stored(resolve(args.source, args.revision)):
+        if encoder := open_stored(place := resolve(args.source, args.revision)):
+            _keep_source(path, [only_gguf(place) or place if place.is_dir() else place])
             written = convert_encoder(encoder, args.name or Path(args.source).resolve().name, path, args.type,
                                       bar.update)
         else:
             files = open_model(args.source, args.revision)
+            _keep_source(path, files.weight_files(True))
             tokenizer, name = files.tokenizer() or _tokenizer_of(files.path), args.name or _name(args.source, files)
             was_there = _beside(path).exists()
             tower = _write_tower(args, files, name, path)
@@ -107,6 +110,13 @@ def _target(args: argparse.Namespace) -> Path:
         if each.exists() and not args.force and not (each != path and args.mmproj == "NONE"):
             raise UsageError(f"{each} exists; give --force to replace it, or another name")
     return path
+
+
+def _keep_source(path: Path, sources: Iterable[Path]) -> None:
+    """Refuse to write over what is read: the weights would be gone with their precision."""
+    for target in (path, _beside(path)):
+        if target.exists() and any(source.samefile(target) for source in sources):
+            raise UsageError(f"{target} is a file of SRC, which would be gone: give another name")
 
 
 def _tokenizer_of(directory: Path) -> TokenizerTexts:

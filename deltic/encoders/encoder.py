@@ -46,8 +46,8 @@ class Encoder:
 
     All calls may come from any thread: one thread runs the model, and what is asked for at the same time is batched.
     task: "embed" or "rerank", "auto": as the model's files say. max_length: tokens of a text, at most the model's.
-    instruction: what a reranker that is a decoder is told to look for. Unknown options raise ConfigError, unusable
-    models ModelError, requests that cannot be served RequestError.
+    instruction: what a reranker that is a decoder is told to look for; others take none. Unknown options raise
+    ConfigError, unusable models ModelError, requests that cannot be served RequestError.
     """
 
     def __init__(self, model: str | Path, *, task: Task = "auto", revision: str | None = None,
@@ -132,7 +132,7 @@ class Encoder:
         check_flag(truncate, "truncate")
         if self.scores:
             return self._pairs(query, documents, truncate)
-        asked = self.texts.items([query], self.model.recipe.prompt("query"), truncate, "query")
+        asked = self.texts.items([query], self.model.recipe.prompt("query"), truncate, "query", None)
         return [*asked, *self.texts.items(documents, self.model.recipe.prompt("passage"), truncate, "documents")]
 
     def scores_of(self, found: Sequence[Vectors]) -> list[float]:
@@ -144,7 +144,7 @@ class Encoder:
                 for document in documents]
 
     def text_items(self, texts: Sequence[str], kind: str | None = None, prompt: str | None = None,
-                   truncate: bool = True, field: str = "input", start: int = 0) -> list[Item]:
+                   truncate: bool = True, field: str = "input", start: int | None = 0) -> list[Item]:
         """What has to be run for these texts; arguments as in `encode`, and as in `Texts.items`."""
         before = self.model.recipe.prompt(kind)
         if prompt is not None:

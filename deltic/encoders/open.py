@@ -19,7 +19,7 @@ from deltic.engine.options import settled
 from deltic.errors import ConfigError, ModelError, show
 from deltic.weights.files import read_json
 from deltic.weights.gguf.file import GgufFile
-from deltic.weights.hub import only_gguf, resolve
+from deltic.weights.hub import ACCEPTED, only_gguf, resolve
 from deltic.weights.safetensors import Progress
 
 Task = Literal["auto", "embed", "rerank"]
@@ -67,11 +67,18 @@ def open_texts(model: str | Path, task: Task, options: EngineConfig, revision: s
                ) -> Opened:
     """Load a model of vectors or scores. ModelError names the file that cannot be used; ConfigError the option."""
     options = settled(options)
+    if not isinstance(model, str | Path):
+        raise ModelError(f"a model is {ACCEPTED}, not {show(model)}")
     place = resolve(model, revision, progress=progress is not None)
     stored = open_stored(place)
     if stored is not None:
+        if instruction is not None:
+            raise _not_instructed(model)
         return _encoder(str(model), stored, task, options, progress, max_length)
     decoder = load_decoder(str(model), place, task, options, revision, progress)
+    if instruction is not None and "score" not in decoder.outputs:
+        decoder.close()
+        raise _not_instructed(model)
     longest = _longest(max_length, decoder.max_length)
     texts = decoder_texts(decoder, longest)
     return Opened(decoder, texts, reranker_pairs(texts, instruction))
@@ -91,6 +98,10 @@ def _encoder(name: str, stored: StoredEncoder, task: Task, options: EngineConfig
         raise ModelError(f"{stored.place}: the tokenizer has {texts.kinds} token types, the model only "
                          f"{loaded.config.kinds}; take the files of one revision")
     return Opened(loaded, texts, texts.pairs)
+
+
+def _not_instructed(model: str | Path) -> ConfigError:
+    return ConfigError(f"instruction: {model} takes none, only rerankers that are decoders do", "instruction")
 
 
 def _longest(wanted: int | None, most: int) -> int:

@@ -72,22 +72,27 @@ class Texts:
         return self._backend.id_to_token(id) or ""
 
     def items(self, texts: Sequence[str], prompt: str = "", truncate: bool = True, field: str = "input",
-              start: int = 0) -> list[Item]:
+              start: int | None = 0) -> list[Item]:
         """An item for each text behind the prompt. What is too long is cut at its end, or LongPromptError says so;
-        RequestError names a text that is no valid Unicode. field: where the texts stand in a request, from the place
-        `start` on."""
-        for index, text in enumerate(texts, start):
-            valid_text(text, f"{field}[{index}]")
+        RequestError names a text that is no valid Unicode, or has no tokens. field: where the texts stand in a request,
+        from the place `start` on; None: it is the only one."""
+        names = [field if start is None else f"{field}[{start + index}]" for index in range(len(texts))]
+        for name, text in zip(names, texts, strict=True):
+            valid_text(text, name)
         room = self.max_length - self._backend.num_special_tokens_to_add(is_pair=False)
         encoded = self._encode([prompt + text for text in texts], room)
         read = self._prompt_tokens(prompt) if prompt else 0
         found = []
-        for index, encoding in enumerate(encoded, start):
+        for name, encoding in zip(names, encoded, strict=True):
             cut = len(encoding) > room
             if cut and not truncate:
-                raise self._too_long(len(encoding), f"{field}[{index}]")
+                raise self._too_long(len(encoding), name)
             encoding.truncate(room)
-            found.append(self._item(self._backend.post_process(encoding), read, cut))
+            item = self._item(self._backend.post_process(encoding), read, cut)
+            if not len(item):
+                raise RequestError(f"{name} is empty, and this model has no special tokens to put around it: leave it "
+                                   "out", name)
+            found.append(item)
         return found
 
     def pairs(self, query: str, documents: Sequence[str], truncate: bool = True, field: str = "documents"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from deltic.engine.batch import build
 from deltic.engine.loading import RandomModel, load_any
 from deltic.engine.options import engine_config
 from deltic.engine.plan import Plan, Row, Seen, base_after
-from deltic.errors import ConfigError, DegenerateError, RequestError, show
+from deltic.errors import ConfigError, DegenerateError, RequestError, forked_from, show
 from deltic.ops.records import Batch
 from deltic.types import MAX_DRAFTS, Draft, Picture, Positions, Prompt, content_keys
 
@@ -35,9 +36,11 @@ Result = TypeVar("Result")
 
 
 def _alone(method: Callable[Concatenate[Session, Given], Result]) -> Callable[Concatenate[Session, Given], Result]:
-    """The method, for one thread at a time."""
+    """The method, for one thread at a time of the process that loaded the model."""
     @wraps(method)
     def locked(self: Session, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if os.getpid() != self._process:
+            raise forked_from(self._process)
         with self._lock:
             return method(self, *args, **kwargs)
     return locked
@@ -60,7 +63,8 @@ class Session:
         session.accept(2)                        # 7 and the first draft are in the state now, the second never was
 
     A session has a model, a cache and a state of its own. Any thread may call it, and calls wait for each other; whose
-    tokens come first is for the callers to say. dtype: float32 if it is not given, of a compiled model its own.
+    tokens come first is for the callers to say; in a process that was forked from the one that loaded the model they
+    get UnavailableError. dtype: float32 if it is not given, of a compiled model its own.
     """
 
     def __init__(self, model: str | Path | RandomModel | None = None, dtype: str | None = None, *,
@@ -82,7 +86,7 @@ class Session:
         self._verified: Row | None = None
         # by how much the next rotary position differs from the cursor; and at snapshots that are kept, by their slots
         self._shift, self._shifts = 0, dict[int, int]()
-        self._lock = threading.RLock()
+        self._lock, self._process = threading.RLock(), os.getpid()
 
     @property
     def position(self) -> int:

@@ -86,9 +86,10 @@ def _to_embed(service: EmbeddingService, body: EmbeddingsRequest) -> list[Item]:
     inputs = body.inputs()
     texts = [row for row in inputs if isinstance(row, str)]
     if texts:
-        return encoder.text_items(texts, body.kind, truncate=bool(body.truncate))
+        return encoder.text_items(texts, body.kind, truncate=bool(body.truncate), start=None if body.single else 0)
     lists = [row for row in inputs if isinstance(row, list)]
-    return [_from_ids(service, row, f"input[{index}]", bool(body.truncate)) for index, row in enumerate(lists)]
+    return [_from_ids(service, row, "input" if body.single else f"input[{index}]", bool(body.truncate))
+            for index, row in enumerate(lists)]
 
 
 def _from_ids(service: EmbeddingService, ids: list[int], field: str, truncate: bool) -> Item:

@@ -34,14 +34,22 @@ class EmbeddingsRequest(Fields):
             raise RequestError(f"input_type must be query or passage, not {show(self.input_type)}", "input_type")
         return _KINDS[self.input_type]
 
+    @property
+    def single(self) -> bool:
+        """Whether the input is no list of inputs, but one by itself."""
+        given = self.input
+        return not isinstance(given, list) or (bool(given) and type(given[0]) is int)
+
     def inputs(self) -> list[str] | list[list[int]]:
         """Texts, or lists of token ids."""
         given = self.input
         if given == []:
             raise RequestError("input is empty: give at least one text", "input")
-        rows = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
+        rows = [given] if self.single else given
         if all(isinstance(row, str) for row in rows):
             empty = next((index for index, row in enumerate(rows) if not row), None)
+            if empty is not None and self.single:
+                raise RequestError("input is empty: give at least one text", "input")
             if empty is not None:
                 raise RequestError(f"input[{empty}] is empty: leave it out", f"input[{empty}]")
             return [str(row) for row in rows]
