@@ -116,7 +116,7 @@ BAD = [
     (["run", "hi", "--dtype", "int3"], "--dtype"),
     (["run", "hi", "--device", "tpu"], "device must be"),
     (["run", "hi", "--memory", "lots"], "memory must be a size"),
-    (["run", "hi", "--max-batch", "0"], "max_batch"),
+    (["run", "hi", "--max-batch", "0"], "--max-batch"),
     (["run", "hi", "--ops", "mlp"], "ops"),
     (["run", "hi", "--ops", "fly=ref"], "fly=ref"),
     (["run", "hi", "--chat-template", "/nowhere.jinja"], "--chat-template: there is no file '/nowhere.jinja'"),
@@ -142,7 +142,7 @@ BAD = [
     (["serve", "--api-key-file", "/dev/null"], "is neither a file nor a pipe"),
     (["serve", "--port", "0", "--request-log", "/nowhere/log"], "the request log /nowhere/log cannot be opened"),
     (["serve", "--port", "0", "--max-running-per-key", "2"], "--max-running-per-key needs API keys"),
-    (["serve", "--max-running-per-key", "0"], "max_running_per_key must be from 1"),
+    (["serve", "--max-running-per-key", "0"], "--max-running-per-key must be from 1"),
     (["bench", "--prompt-tokens", "0"], "--prompt-tokens"),
     (["bench", "--repeat", "many"], "--repeat"),
     (["bench", "--layers", "2"], "--layers needs --random"),
@@ -150,7 +150,7 @@ BAD = [
     (["bench", "--random", "qwen9"], "no preset 'qwen9'"),
     (["bench", "--prompt-tokens", "40", "--max-context", "50"], "--prompt-tokens and --new-tokens are 104 together"),
     (["bench", "--batch", "4", "--max-batch", "2"], "--batch 4"),
-    *((["run", "hi", option, ""], f"{option[2:].replace('-', '_')} is empty") for option in (
+    *((["run", "hi", option, ""], f"{option} is empty") for option in (
         "--cache-dir", "--aot-dir", "--mmproj", "--expert-profile")),
     *(([*command, ""], "is empty: name a file or directory") for command in (
         ["compile", "tiny", "-o"], ["convert", "tiny"], ["export", "tiny", "-o"], ["cache", "ls"], ["embed", "tiny",
@@ -255,6 +255,13 @@ def test_a_long_prompt_is_no_path(capsys):
     ("with `allow_image_urls=True`", "with --allow-image-urls"), ("tensors `mtp.*`, `a b`", "tensors `mtp.*`, `a b`")])
 def test_options_that_the_library_names_are_shown_as_they_are_typed(said, typed):
     assert as_typed(said) == typed
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--max-context", "0"], "--max-context must be from 1"), (["--quant", "fp8"], "--quant fp8 is for NVIDIA GPUs"),
+    (["--speculate", "foo"], "--speculate must be auto"), (["--aot-dir", ""], "--aot-dir is empty")])
+def test_what_an_option_cannot_be_is_said_of_the_option(argv, said, capsys):
+    assert f"error: {said}" in fails(["run", "hi", *argv], capsys)
 
 
 def test_options_in_the_log_are_shown_as_they_are_typed(capsys):

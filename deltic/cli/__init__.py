@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import Any, TextIO, cast
 
 from deltic import __version__
-from deltic.cli.parser import Parser, as_typed, clipped
+from deltic.cli.parser import Parser, UsageError, as_typed, clipped
 from deltic.cli.signals import Terminated, orderly_ends
-from deltic.errors import DelticError
+from deltic.errors import ConfigError, DelticError
 
 __all__ = ["COMMANDS", "command_parser", "main", "top_parser"]
 
@@ -96,9 +96,13 @@ def _dispatch(argv: Sequence[str]) -> int:
         top_parser().print_help()
         return 0
     top = top_parser().parse_args(argv)
-    args = command_parser(top.command).parse_mixed(top.arguments)
+    parser = command_parser(top.command)
+    args = parser.parse_mixed(top.arguments)
     with logging_to_stderr(args.verbose):
-        code: int = args.run(args)
+        try:
+            code: int = args.run(args)
+        except ConfigError as error:
+            raise UsageError(parser.as_option(str(error), error.option)) from error
         return code
 
 

@@ -55,6 +55,12 @@ class Parser(argparse.ArgumentParser):
         words = [_WORD + word if _DASHED.match(word) and not _is_number(word) else word for word in argv[:end]]
         return self.parse_intermixed_args([*words, *(_WORD + word for word in argv[end + 1:])])
 
+    def as_option(self, message: str, keyword: str | None) -> str:
+        """What the library says of a keyword, with which it begins, as a message about this command's option."""
+        if keyword and flag(keyword) in self._option_string_actions:
+            return re.sub(rf"^{keyword}(=\w+)?(?!\w)", r"`\g<0>`", message)
+        return message
+
 
 def flag(name: str) -> str:
     """The option that a keyword of the library is on the command line."""
