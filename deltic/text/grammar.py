@@ -195,6 +195,8 @@ def _limits() -> LLParserLimits:
 def _first_line(message: str) -> str:
     """What is wrong, without the state of the parser; of an expression, which is shown with marks below, that is said
     last."""
+    if message.startswith("NoExtensionBias"):
+        return "it refers to itself with nothing in between, so that it says nothing"
     first, _, rest = message.partition("\n")
     said = re.search(r"^error: (.*)", rest, re.MULTILINE) if first.endswith("regex parse error:") else None
     return (first + (f" {said[1]}" if said else "")).strip()[:300]
