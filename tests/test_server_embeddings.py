@@ -148,6 +148,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "pairs": ("score", {"text_1": ["a", "b"], "text_2": ["a"]}, 400, "equally many"),
     "no texts": ("score", {"text_1": "a", "text_2": []}, 400, "text_2 must be text or a list with at least one"),
     "no text": ("score", {"text_1": 5, "text_2": "a"}, 400, "text_1 must be text or a list with at least one, not 5"),
+    "long text": ("score", {"text_1": "w1", "text_2": ["w1", LONG]}, 400, "text_2[1] has"),
+    "long texts": ("score", {"text_1": ["w1", LONG], "text_2": ["w1", "w1"]}, 400, "text_1[1] has"),
+    "long query": ("score", {"text_1": LONG, "text_2": ["w1"], "model": "vectors"}, 400, "text_1 has"),
     "one no text": ("score", {"text_1": "a", "text_2": ["a", 5]}, 400, "text_2 must be text or a list")}
 
 

@@ -110,7 +110,11 @@ def _to_rank(service: EmbeddingService, body: RerankRequest) -> tuple[list[Item]
 
 
 def _to_score(service: EmbeddingService, body: ScoreRequest) -> list[list[Item]]:
-    return [service.encoder.pair_items(query, documents, bool(body.truncate)) for query, documents in body.pairs()]
+    items = list[list[Item]]()
+    for index, (query, documents) in enumerate(body.pairs()):
+        with body.naming(index):
+            items.append(service.encoder.pair_items(query, documents, bool(body.truncate)))
+    return items
 
 
 def _rows(found: list[Vectors], dimensions: int | None, whole: int, packed: bool) -> Iterator[dict[str, Any]]:

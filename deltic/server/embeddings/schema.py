@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 from deltic.errors import RequestError, show
@@ -105,6 +107,21 @@ class ScoreRequest(Fields):
             raise RequestError(f"text_1 has {len(first)} texts and text_2 has {len(second)}: give one, or equally many",
                                "text_1")
         return [(query, [document]) for query, document in zip(first, second, strict=True)]
+
+    @contextmanager
+    def naming(self, index: int) -> Iterator[None]:
+        """What is wrong with the query or a document of the pairs' place `index` is said of the field that has it."""
+        try:
+            yield
+        except RequestError as error:
+            found = re.fullmatch(r"query|documents\[(\d+)\]", error.field or "")
+            if not found:
+                raise
+            paired = isinstance(self.text_1, list) and len(self.text_1) > 1
+            name, given = ("text_2", self.text_2) if found[1] else ("text_1", self.text_1)
+            if isinstance(given, list):
+                name += f"[{int(found[1]) if found[1] and not paired else index}]"
+            raise type(error)(str(error).replace(found[0], name, 1), name) from error
 
 
 def _texts(given: Any, field: str) -> list[str]:
