@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,7 +48,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         build_data["artifacts"] += [LIBRARY, HEADER]
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        # any Python of this machine's kind: the library knows nothing of Python
+        build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"
 
 
 def compile_library(sources: Path, target: Path) -> str | None:
