@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 REPOSITORY = "org/name"
+_LARGE = (".safetensors", ".gguf", ".bin", ".pt")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -35,7 +36,7 @@ class LocalHub:
         """git's name of the blob, and the SHA-256 of a large file."""
         data = self.files[name]
         blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
-        return blob, hashlib.sha256(data).hexdigest() if name.endswith(".safetensors") else None
+        return blob, hashlib.sha256(data).hexdigest() if name.endswith(_LARGE) else None
 
     def info(self) -> dict[str, Any]:
         siblings = []

@@ -15,6 +15,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from deltic.errors import ModelError
 from deltic.weights.hub import open_model, resolve
+from deltic.weights.repository import select
 from deltic.weights.safetensors import load_directory
 
 TEXT = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
@@ -201,7 +202,7 @@ def test_download_asks_for_what_loading_needs(hub, model_directory):
     assert repository == same == "org/name"
     assert listing == {"revision": "v1", "files_metadata": True, "token": "secret"}
     assert (download["revision"], download["token"], download["tqdm_class"]) == ("v1", "secret", None)
-    assert download["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+    assert download["allow_patterns"][:4] == ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
 
 def test_progress_can_be_silenced(hub, capsys):
@@ -221,10 +222,47 @@ def test_room_is_checked_before_the_download(hub):
     assert resolve("org/name") == hub.directory
 
 
-def test_repository_without_safetensors(hub):
-    hub.sizes = {"model.gguf": 1, "config.json": 1, "pytorch_model.bin": 1}
-    with pytest.raises(ModelError, match="no safetensors"):
-        resolve("org/name")
+TYPES = ("BF16", "Q8_0", "Q4_K_M", "UD-Q4_K_M", "Q4_K_S")
+FILES = {
+    "safetensors first": (["model.safetensors", "m-Q4_K_M.gguf", "pytorch_model.bin", "sparse_linear.pt", "README.md",
+                           "config.json", "onnx/model.onnx", "training_args.bin"], "",
+                          ["config.json", "model.safetensors", "sparse_linear.pt"]),
+    "what torch has saved": (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "x.bin",
+                              "pytorch_model.bin.index.json", "colbert_linear.pt", "m.gguf",
+                              "2_Dense/pytorch_model.bin"], "",
+                             ["2_Dense/pytorch_model.bin", "colbert_linear.pt", "pytorch_model-00001-of-00002.bin",
+                              "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]),
+    "the only one": (["m.gguf", "README.md", "imatrix.gguf"], "", ["m.gguf"]),
+    "a common type": ([f"m-{kind}.gguf" for kind in TYPES], "", ["m-Q4_K_M.gguf"]),
+    "a type": ([f"m-{kind}.gguf" for kind in TYPES], ":q8_0", ["m-Q8_0.gguf"]),
+    "a longer type": ([f"m-{kind}.gguf" for kind in TYPES], ":UD-Q4_K_M", ["m-UD-Q4_K_M.gguf"]),
+    "a name": ([f"m.{kind}.gguf" for kind in TYPES], ":m.Q4_K_S.gguf", ["m.Q4_K_S.gguf"]),
+    "beside safetensors": (["model.safetensors", "m[1]-Q4_K_M.gguf"], ":Q4_K_M", ["m[1]-Q4_K_M.gguf"]),
+    "parts": ([f"{kind}/m-{kind}-0000{n}-of-00002.gguf" for kind in TYPES for n in (1, 2)], ":BF16",
+              ["BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf"]),
+    "a tower": (["m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-F32.gguf", "mmproj-F16.gguf", "other/mmproj-BF16.gguf"], "",
+                ["m-Q4_K_M.gguf", "mmproj-F16.gguf"])}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_what_is_downloaded(case):
+    names, wanted, expected = FILES[case]
+    chosen = select("org/name", reversed(names), wanted[1:] or None)
+    assert sorted(filter(chosen.has, names)) == expected
+    assert (chosen.file or "").endswith(".gguf") == expected[0].endswith(".gguf")
+    assert chosen.file in (None, expected[0])
+
+
+@pytest.mark.parametrize("names, wanted, said", [
+    (["model.onnx"], None, "org/name has no weights that are read here"),
+    (["model.safetensors"], "Q8_0", "has no GGUF files: leave out :Q8_0"),
+    (["a-Q2_K.gguf", "b-Q3_K.gguf"], None, "several GGUF files; name one, as org/name:NAME, of 'a-Q2_K.gguf', 'b-Q3_K"),
+    (["a-Q2_K.gguf"], "Q3_K", "not one GGUF file of this type or name: 'Q3_K'; .* 'a-Q2_K.gguf'"),
+    (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", "not one GGUF file"),
+    ([f"{n:02}-Q9.gguf" for n in range(40)], None, "and 28 others")])
+def test_what_cannot_be_downloaded(names, wanted, said):
+    with pytest.raises(ModelError, match=said):
+        select("org/name", names, wanted)
 
 
 @pytest.mark.parametrize("error,hint", [

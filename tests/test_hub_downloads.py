@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from hub_cases import COMMIT, REPOSITORY, local_hub
+from huggingface_hub import constants
 
+from deltic import LLM
 from deltic.cli import main
 from deltic.errors import ModelError
 from deltic.weights import checksums
@@ -100,6 +102,35 @@ def test_marks_that_are_no_marks(hub, hashed):
     path = fetch()
     (path.parents[1] / ".deltic-checked").write_bytes(b"\xff\0" * 1000)
     assert fetch() == path and len(hashed) == 4
+
+
+# GGUF files
+
+
+def test_a_gguf_file_of_a_repository(hub, cache, tmp_path, monkeypatch, caplog):
+    """With what belongs to it, and nothing else; then without the hub."""
+    assert main(["convert", "tiny", "tiny-Q8_0.gguf"]) == 0
+    hub.files = {"README.md": b"words", "tiny-BF16.gguf": b"large", **{
+        path.name: path.read_bytes() for path in tmp_path.glob("*.gguf")}}
+    assert "mmproj-tiny-Q8_0.gguf" in hub.files
+    with LLM(f"{REPOSITORY}:Q8_0", memory="64MiB") as llm:
+        assert llm.chat("What is the capital of France?").text == "The capital of France is Paris."
+        assert llm.runtime.vision is not None and llm.runtime.name == f"{REPOSITORY}:Q8_0"
+    assert sorted(hub.asked) == ["mmproj-tiny-Q8_0.gguf", "tiny-Q8_0.gguf"]
+    path = resolve(REPOSITORY, progress=False)
+    assert path.name == "tiny-Q8_0.gguf" and path.is_file() and len(hub.asked) == 2
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in (REPOSITORY, f"{REPOSITORY}:q8_0", f"{REPOSITORY}:tiny-Q8_0.gguf"):
+        assert resolve(name, progress=False) == path
+    with pytest.raises(ModelError, match="not downloaded"):
+        resolve(f"{REPOSITORY}:BF16", progress=False)
+
+
+def test_a_damaged_gguf_file_is_named(hub, cache):
+    hub.files = {"m.gguf": WEIGHTS}
+    hub.sent["m.gguf"] = WEIGHTS[:-1] + b"x"
+    with pytest.raises(ModelError, match=r"m\.gguf"):
+        fetch()
 
 
 # Commands

@@ -11,7 +11,9 @@ HELP = "Download a model from the Hugging Face hub, or what is missing of it. Ev
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", type=text, help="a Hugging Face name such as Qwen/Qwen3.5-0.8B")
+    parser.add_argument("model", metavar="MODEL", type=text,
+                        help="a Hugging Face name such as Qwen/Qwen3.5-0.8B, or with one of its GGUF files, such as "
+                             "unsloth/Qwen3.5-0.8B-GGUF:Q8_0")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: main)")
 
 

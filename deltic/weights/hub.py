@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -32,6 +31,7 @@ from deltic.weights.gguf.load import GgufSource, load_gguf_head, load_packed, pl
 from deltic.weights.gguf.mmproj import beside, load_mmproj, read_mmproj, vision_from_gguf
 from deltic.weights.gguf.tokenizer import TokenizerTexts, tokenizer_from_gguf
 from deltic.weights.mtp import Checkpoint, directory_checkpoint, find_head, load_stored_head
+from deltic.weights.repository import Selection, select
 from deltic.weights.safetensors import Progress, read_directory, read_directory_float8
 from deltic.weights.stored import experts_in_directory, experts_in_gguf
 from deltic.weights.vision import load_tower, plan_tower
@@ -41,8 +41,8 @@ EMBEDDED: Final = "tiny"
 ACCEPTED: Final = ("a GGUF file, a directory with config.json and safetensors files, a Hugging Face name such as "
                    f"Qwen/Qwen3.5-0.8B, or {EMBEDDED!r}, the embedded demo model")
 
-_PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
-_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-][\w./-]*))?")
+"""A name on the hub, perhaps with one of its GGUF files."""
 _LATER_PART: Final = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _MAX_CONFIG: Final = 4 << 20
 _FILES: Final = (".gguf", ".pte")
@@ -274,7 +274,8 @@ def _generation(directory: Path, config: ModelConfig) -> GenerationDefaults:
 def resolve(
     model: str | Path | None, revision: str | None = None, token: str | None = None, progress: bool = True
 ) -> Path:
-    """The directory or GGUF file of a model: its own path, the embedded one (`tiny` or None), or a downloaded snapshot.
+    """The directory or GGUF file of a model: its own path, the embedded one (`tiny` or None), or what was downloaded of
+    a repository: `org/name`, or `org/name:Q4_K_M` for one of its GGUF files.
 
     Downloads resume, use HF_TOKEN unless `token` is given, start only if the disk has room, and are hashed once.
     Raises ModelError saying what to do: nothing there, gated, unauthorised, offline, no room, damaged.
@@ -290,10 +291,11 @@ def resolve(
             raise ModelError(f"{name} is on this machine as it is: leave out the revision ({revision}), which is for "
                              "models of the Hugging Face hub")
         return path
-    if isinstance(model, Path) or not _REPOSITORY.fullmatch(name):
-        kind = "file" if name.lower().endswith(".gguf") else "directory"
+    found = None if isinstance(model, Path) else _REPOSITORY.fullmatch(name)
+    if found is None:
+        kind = "file" if Path(name).suffix.lower() in (*_FILES, ".safetensors") else "directory"
         raise ModelError(f"there is no {kind} {show(name)}; a model is {ACCEPTED}")
-    return _download(name, revision, token, progress)
+    return _download(found[1], found[2], revision, token, progress)
 
 
 def _on_disk(name: str) -> Path | None:
@@ -315,7 +317,10 @@ def open_checkpoint(model: str, revision: str | None = None, token: str | None =
 
     Raises ModelError as `resolve` does.
     """
-    if model == EMBEDDED or Path(model).exists() or not _REPOSITORY.fullmatch(model):
+    found = _REPOSITORY.fullmatch(model)
+    if found and found[2]:
+        raise ModelError(f"{model} is a GGUF file; take the original model, a directory or a Hugging Face name")
+    if model == EMBEDDED or Path(model).exists() or not found:
         path = resolve(model, revision, token)
         if path.is_file():
             raise ModelError(f"{path} is a GGUF file; take the original model, a directory or a Hugging Face name")
@@ -364,49 +369,41 @@ def _embedded() -> Path:
     return path
 
 
-def _download(repository: str, revision: str | None, token: str | None, progress: bool) -> Path:
+def _download(repository: str, wanted: str | None, revision: str | None, token: str | None, progress: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined, unused-ignore]
 
     try:
         info = HfApi().model_info(repository, revision=revision, files_metadata=True, token=token)
-        _check_room(repository, _missing_sizes(repository, info))
+        chosen = select(repository, [file.rfilename for file in info.siblings or []], wanted)
+        _check_room(repository, _missing_sizes(repository, info, chosen))
         bar = None if progress else _quiet_bar()
-        path = Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=_PATTERNS,
+        path = Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=[*chosen.patterns],
                                       tqdm_class=bar))
         if path.name != info.sha:  # it has moved on meanwhile
             info = HfApi().model_info(repository, revision=path.name, files_metadata=True, token=token)
-        check_files(repository, path, _digests(info), bar or tqdm)
-        return path
+        check_files(repository, path, _digests(info, chosen), bar or tqdm)
+        return path / chosen.file if chosen.file else path
     except ModelError:
         raise
     except Exception as error:  # the client raises its own errors, its transport's and the system's
         if not _is_offline(error):
             raise ModelError(_explain(repository, revision, error)) from error
-        return _cached(repository, revision, error)
+        return _cached(repository, wanted, revision, error)
 
 
-def _wanted(info: Any) -> list[Any]:
-    """What the hub says of each file that is downloaded."""
-    return [file for file in info.siblings or []
-            if any(fnmatch(file.rfilename, pattern) for pattern in _PATTERNS)]
-
-
-def _digests(info: Any) -> dict[str, str]:
+def _digests(info: Any, chosen: Selection) -> dict[str, str]:
     """Of each file that is downloaded: the SHA-256 of large ones, else git's name of the blob."""
-    found = {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id for file in _wanted(info)}
-    return {name: digest for name, digest in found.items() if digest}
+    found = {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id for file in info.siblings or []}
+    return {name: digest for name, digest in found.items() if digest and chosen.has(name)}
 
 
-def _missing_sizes(repository: str, info: Any) -> dict[str, int]:
+def _missing_sizes(repository: str, info: Any, chosen: Selection) -> dict[str, int]:
     """Bytes of each file that is wanted and not in the cache yet."""
     from huggingface_hub import try_to_load_from_cache
 
-    wanted = {file.rfilename: file.size or 0 for file in _wanted(info)}
-    if not any(name.endswith(".safetensors") for name in wanted):
-        raise ModelError(f"{repository} has no safetensors files; choose the original weights' repository")
-    return {name: size for name, size in wanted.items()
-            if not isinstance(try_to_load_from_cache(repository, name, revision=info.sha), str)}
+    return {file.rfilename: file.size or 0 for file in info.siblings or [] if chosen.has(file.rfilename)
+            and not isinstance(try_to_load_from_cache(repository, file.rfilename, revision=info.sha), str)}
 
 
 def _check_room(repository: str, sizes: Mapping[str, int]) -> None:
@@ -441,19 +438,25 @@ def _is_offline(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno not in _DISK_ERRORS
 
 
-def _cached(repository: str, revision: str | None, cause: Exception) -> Path:
+def _cached(repository: str, wanted: str | None, revision: str | None, cause: Exception) -> Path:
     from huggingface_hub import snapshot_download
 
+    def snapshot(*patterns: str) -> Path:
+        """Where it is; an error if the hub has said of files with such names that are not here."""
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*patterns], local_files_only=True))
+
     try:
-        path = Path(snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS,
-                                      local_files_only=True))
+        path = snapshot("")
+        chosen = select(repository, [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()],
+                        wanted)
+        snapshot(*chosen.patterns)
     except Exception as error:
         reason = str(cause).strip().split("\n")[0]
         raise ModelError(f"{repository} is not downloaded, and the Hugging Face hub cannot be reached "
                          f"({reason}); check the network, unset HF_HUB_OFFLINE, or name {ACCEPTED}"
                          ) from error
     logger.warning("the Hugging Face hub cannot be reached; using the downloaded copy of %s", repository)
-    return path
+    return path / chosen.file if chosen.file else path
 
 
 def _explain(repository: str, revision: str | None, error: Exception) -> str:
