@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,6 +43,8 @@ def test_the_document_has_every_route(encoders: list[EmbeddingService]) -> None:
         found = {(path, method) for path, operations in document["paths"].items() for method in operations}
         assert found == {(route.path.replace(":path", ""), method.lower()) for route in routes
                          for method in route.methods or () if method != "HEAD"}
+        page = (Path(__file__).parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+        assert not [path for path in document["paths"] if not re.search(f"[` …]{path.partition('{')[0]}", page)]
         assert {path for path, operations in document["paths"].items()
                 if "requestBody" in operations.get("post", {})} == BODIES.keys()
         for path, operations in document["paths"].items():
