@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import deltic
+from deltic.ops import Ops
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,3 +37,9 @@ def test_the_readme_has_no_links_that_a_package_page_breaks() -> None:
 def test_the_files_that_the_readme_names_are_there() -> None:
     named = re.findall(r"`((?:docs|bench|examples|tests)/[\w./-]+)`", README)
     assert len(named) > 5 and not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_page_of_the_kernels_names_every_op_and_source() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    names = [op.name for op in fields(Ops)] + [path.name for path in (ROOT / "csrc").iterdir()]
+    assert not [name for name in names if f"`{name}`" not in page]
