@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+
+import pytest
 
 import deltic
 from deltic.ops import Ops
@@ -43,3 +46,10 @@ def test_the_page_of_the_kernels_names_every_op_and_source() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     names = [op.name for op in fields(Ops)] + [path.name for path in (ROOT / "csrc").iterdir()]
     assert not [name for name in names if f"`{name}`" not in page]
+
+
+@pytest.mark.parametrize("kind", [deltic.LLM, deltic.Session])
+def test_the_page_about_python_names_all_that_can_be_called(kind: type) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    names = {name for name in dir(kind) if not name.startswith("_")} | {*inspect.signature(kind).parameters}
+    assert not {name for name in names - {"model", "options"} if not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", page)}
