@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -64,6 +65,13 @@ WITHOUT_ENGINE = ("compile", "cache", "connect", "convert", "doctor", "export", 
 def test_the_page_is_up_to_date():
     found = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert found == docs.page(), "docs/cli.md is stale: run `python -m deltic.cli.docs`"
+
+
+def test_variables_of_the_environment_are_in_the_documentation():
+    read = {name for path in (ROOT / "deltic").rglob("*.py")
+            for name in re.findall(r'environ\.get\("(\w+)"', path.read_text(encoding="utf-8"))}
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    assert len(read) > 5 and {name for name in read if not re.search(rf"\b{name}\b", pages)} == {"TERM"}
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in WITHOUT_ENGINE])

@@ -208,6 +208,16 @@ def test_two_models_of_one_name_are_refused(place: Path, capsys: pytest.CaptureF
     assert main(argv) == 2 and "two models have one name" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [
+    ["--pin-prompt", "config.json"], ["--request-log", "log", "--log-text"], ["--history", "preserve"],
+    ["--thinking-budget", "0"], ["--strip-billing-header"]])
+def test_options_of_chat_are_refused_for_an_encoder(place: Path, capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    monkeypatch.chdir(place / "bert")
+    assert main(["serve", str(place / "bert"), *given, "--port", "0"]) == 2
+    assert f"{next(word for word in reversed(given) if word.startswith('--'))} is for chat" in capsys.readouterr().err
+
+
 MIXED = {
     "several": (["bert", "--model", "other=tiny"], "give it as --embedding-model"),
     "idle": (["tiny", "--task", "embed", "--idle-unload", "5"], "--task embed serves one MODEL"),

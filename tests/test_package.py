@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 import deltic
+from deltic.ops import Ops
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,3 +40,16 @@ def test_the_readme_has_no_links_that_a_package_page_breaks() -> None:
 def test_the_files_that_the_readme_names_are_there() -> None:
     named = re.findall(r"`((?:docs|bench|examples|tests)/[\w./-]+)`", README)
     assert len(named) > 5 and not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_page_of_the_kernels_names_every_op_and_source() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    names = [op.name for op in fields(Ops)] + [path.name for path in (ROOT / "csrc").iterdir()]
+    assert not [name for name in names if f"`{name}`" not in page]
+
+
+@pytest.mark.parametrize("kind", [deltic.LLM, deltic.Session])
+def test_the_page_about_python_names_all_that_can_be_called(kind: type) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    names = {name for name in dir(kind) if not name.startswith("_")} | {*inspect.signature(kind).parameters}
+    assert not {name for name in names - {"model", "options"} if not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", page)}

@@ -46,7 +46,8 @@ def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
     (CHAT, {"max_tokens": -1}, {"max_tokens": None}), (CHAT, {"max_completion_tokens": -1}, {"max_tokens": None}),
     (TEXT, {"n_predict": -1}, {"max_tokens": None}), (TEXT, {"n_predict": 7}, {"max_tokens": 7}),
     (CHAT, {"top_k": -1}, {"top_k": 0}), (MESSAGES, {"top_k": -1, "max_tokens": 5}, {"top_k": 0}),
-    (CHAT, {"num_predict": 7}, {"max_tokens": 7}), (CHAT, {"max_new_tokens": 7, "max_tokens": 5}, {"max_tokens": 5}),
+    (CHAT, {"num_predict": 7}, {"max_tokens": 7}),
+    (CHAT, {"max_new_tokens": 5, "max_tokens": 5}, {"max_tokens": 5}),
     (CHAT, {"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}), (CHAT, {"min_new_tokens": 2}, {"min_tokens": 2}),
 ])
 def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -55,6 +56,26 @@ def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: 
         response = served.post(path, **asked, **fields)
     assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
     assert {name: getattr(engine.seen[-1].output, name) for name in sampling} == sampling
+
+
+@pytest.mark.parametrize(("fields", "ignored"), [
+    ({"max_new_tokens": 7, "max_tokens": 5}, "max_new_tokens"), ({"n_predict": 5, "num_predict": 7}, "num_predict"),
+    ({"max_tokens": 5, "reasoning": {"effort": "high", "enabled": True}, "enable_thinking": False}, "reasoning"),
+])
+def test_of_two_fields_that_differ_ours_counts_and_the_other_is_named(fields: dict[str, Any], ignored: str) -> None:
+    with scripted("a b c d e f g h i") as (served, engine):
+        response = served.post(CHAT, messages=USER, **fields)
+    assert response.status_code == 200 and response.headers[IGNORED_HEADER] == ignored
+    assert engine.seen[-1].output.max_tokens == 5
+
+
+def test_a_budget_within_thinking_counts() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2}
+    with serving(tiny()) as served:
+        answers = [served.post(CHAT, messages=USER, temperature=0, max_tokens=60, **fields).json()["choices"]
+                   for fields in ({"thinking": thinking}, {"enable_thinking": True, "thinking_budget": 2})]
+        wrong = served.post(CHAT, messages=USER, thinking={**thinking, "budget_tokens": -1})
+    assert answers[0] == answers[1] and wrong.status_code == 400
 
 
 @pytest.mark.parametrize(("fields", "same"), [

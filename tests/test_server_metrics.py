@@ -6,16 +6,24 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 from test_server_harness import Served, serving, tiny, wait_until
 
 from deltic import LLM, SamplingParams
+from deltic.config import Limits
 from deltic.engine.engine import Engine
 from deltic.engine.metrics import WINDOW, Distribution, Histogram, Meter, Pace, Tier, snapshot
+from deltic.ops.stored import ExpertStatistics
+from deltic.server.body import Intake
+from deltic.server.embeddings.app import create_encoder_app
+from deltic.server.embeddings.service import EmbeddingService, Services
 from deltic.server.metrics import exposition
+from deltic.server.request_log import RequestLog
 
 SAMPLE = re.compile(r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)')
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"(,|$)')
@@ -128,6 +136,26 @@ def served() -> Iterator[Served]:
         yield running
         running.wait_idle()
         tiny().worker.call(lambda engine: engine.check())
+
+
+def test_a_server_of_encoders_tells_of_lost_lines(tmp_path: Path) -> None:
+    log = RequestLog(str(tmp_path / "log"))
+    log.lost = 3
+    with TestClient(create_encoder_app((), Limits(), request_log=log)) as http:
+        assert parse(http.get("/metrics").text)["request_log_lost_total"] == 3
+
+
+def test_the_page_of_the_server_names_all_metrics_and_no_others() -> None:
+    experts = ExpertStatistics((1,), (1,), 1, 1, 1, 1, 1, 1.0, 1.0)
+    now = snapshot(tiny().engine)
+    tiers = (*now.tiers, Tier("disk", 0, 0, 0, 0, 0, 0))
+    encoder = SimpleNamespace(batcher=SimpleNamespace(texts=0, tokens=0, batches=0, waiting=0))
+    services = Services((EmbeddingService("m", encoder),), Intake(Limits()))  # type: ignore[arg-type]
+    kinds = parse(exposition({"m": replace(now, experts=experts, tiers=tiers)})).kinds | parse(services.metrics()).kinds
+    page = (Path(__file__).parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`(deltic_[a-z_]+)`", section)
+    assert sorted(named) == sorted(kinds), "each stands in the table once"
 
 
 def test_every_sample_names_the_model(served: Served) -> None:

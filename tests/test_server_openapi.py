@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from deltic import Encoder
 from deltic.server.embeddings.service import EmbeddingService
 from deltic.server.openapi import BODIES
 
+PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("server.md", "embeddings.md")]
 WITH_BODY, OTHERS = 350, 30
 """Cases for each operation and mode: with a body, and without."""
 
@@ -42,6 +44,8 @@ def test_the_document_has_every_route(encoders: list[EmbeddingService]) -> None:
         found = {(path, method) for path, operations in document["paths"].items() for method in operations}
         assert found == {(route.path.replace(":path", ""), method.lower()) for route in routes
                          for method in route.methods or () if method != "HEAD"}
+        page = PAGES[0].read_text(encoding="utf-8")
+        assert not [path for path in document["paths"] if not re.search(f"[` …]{path.partition('{')[0]}", page)]
         assert {path for path, operations in document["paths"].items()
                 if "requestBody" in operations.get("post", {})} == BODIES.keys()
         for path, operations in document["paths"].items():
@@ -49,6 +53,12 @@ def test_the_document_has_every_route(encoders: list[EmbeddingService]) -> None:
                 path = path.replace("{", "").replace("}", "")
                 known = served.http.request(method, path, headers={"x-api-key": "wrong"}).status_code == 401
                 assert known == ("security" in operation)
+
+
+def test_the_pages_name_every_field() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    fields = {name for body in BODIES.values() for name in body.model_fields}
+    assert not {name for name in fields if not re.search(rf"[`\"]\b{name}\b", text)}
 
 
 def test_the_documents_schemas_take_what_the_server_takes(encoders: list[EmbeddingService]) -> None:

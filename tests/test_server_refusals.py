@@ -1,15 +1,18 @@
-"""Every row of the tables of bad inputs and refusals in docs/server.md is true."""
+"""Every row of the tables of bad inputs, refusals and limits in docs/server.md is true."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_server_harness import USER, Served, serving, tiny
+
+from deltic.config import Limits
 
 PAGE = Path(__file__).parent.parent / "docs" / "server.md"
 ASKED: dict[str, dict[str, Any]] = {
@@ -55,3 +58,10 @@ def test_there_are_rows_of_refusals() -> None:
 def test_a_row_of_refusals(locked: Served, method: str, path: str, headers: str, status: str, said: str) -> None:
     response = locked.http.request(method, path, headers=json.loads(headers))
     assert (response.status_code, response.json()["error"]["message"]) == (int(status), said)
+
+
+def test_the_table_of_limits_has_all_of_them_and_their_defaults() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Limits\n")[2]
+    found = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", section, re.MULTILINE))
+    assert {name: None if said in ("none", "the context") else float(said.replace(",", ""))
+            for name, said in found.items()} == {limit.name: limit.default for limit in fields_of(Limits)}

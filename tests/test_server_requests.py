@@ -199,8 +199,18 @@ def test_a_line_for_each_request_and_refusal(tmp_path: Path) -> None:
     assert (foreign["status"], foreign["key"], foreign["refused"]["code"]) == (401, None, "invalid_api_key")
     assert foreign["id"].startswith("req_"), "an id has no spaces"
     assert nowhere["status"] == 404 and len(nowhere["path"]) == 200
+    assert nowhere["refused"] == {"param": None, "code": None}
     assert nonsense["status"] == 400 and nonsense["client"] == "127.0.0.1"
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_host_that_is_not_allowed_is_named_in_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with serving(Scripted("one").model(), allowed_hosts=["localhost"], request_log=RequestLog(str(path))) as served:
+        for place in ("/v1/models", "/v1/messages"):
+            assert served.http.get(place, headers={"host": "page.example"}).status_code == 403
+        wait_until(lambda: len(path.read_text().splitlines()) == 2)
+    assert [line["refused"] for line in lines(path)] == [{"param": None, "code": "host_not_allowed"}] * 2
 
 
 def test_who_goes_away_and_who_is_cancelled_is_logged(tmp_path: Path) -> None:

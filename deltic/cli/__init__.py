@@ -39,6 +39,21 @@ COMMANDS = {
     "doctor": "check the installation, and say what to do",
 }
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141
+_SURROUNDINGS = f"""exit codes:
+  0              all is well
+  1              an answer failed, doctor found a problem, or the question was answered with no
+  2              an error that can be mended: the message says how
+  {_INTERRUPTED}, {_TERMINATED}, {_BROKEN_PIPE}  ended by Ctrl-C, by SIGTERM, because nobody reads the output any more
+
+variables of the environment:
+  DELTIC_API_KEY    a key, where --api-key is not given (serve, connect)
+  HF_HOME, HF_TOKEN, HF_HUB_OFFLINE
+                    where models of the hub lie, who asks for them, and 1: do not ask
+  XDG_CACHE_HOME    what deltic compiles lies below its directory deltic (default: ~/.cache)
+  DELTIC_TVM_LIBRARY_PATH
+                    the directory of TVM's runtime, where the package tvm is not installed
+  CXX               the C++ compiler (default: g++, else clang++)
+  NO_COLOR          no colours in the terminal"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +86,8 @@ def top_parser() -> Parser:
     """The parser of what stands before the command's own arguments."""
     commands = "\n".join(f"  {name:<9}{text}" for name, text in COMMANDS.items())
     parser = Parser("deltic", description="Inference for models that mix recurrent and attention layers.",
-                    epilog=f"commands:\n{commands}\n\n`deltic COMMAND --help` explains one of them.",
+                    epilog=f"commands:\n{commands}\n\n`deltic COMMAND --help` explains one of them.\n\n"
+                           f"{_SURROUNDINGS}",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"deltic {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=tuple(COMMANDS), help="see below")

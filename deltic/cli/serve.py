@@ -97,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
                 "cors_origins": args.cors_origin, "allowed_hosts": args.allowed_host, "api_keys": keys,
                 "request_log": _request_log(args)}
         chats = _chats(args)
+        if not chats:
+            _refuse_chat_options(args)
         with _encoders(args, chats) as encoders:
             if not chats:
                 return _serve_encoders(args, encoders, door)
@@ -123,6 +125,17 @@ def _chats(args: argparse.Namespace) -> bool:
         raise UsageError(f"{args.model} is an encoder, and --model, --idle-unload and --models-memory are for chat: "
                          f"give it as --embedding-model {args.model}")
     return not encodes
+
+
+def _refuse_chat_options(args: argparse.Namespace) -> None:
+    """They have no meaning for vectors and scores."""
+    given = {"--pin-prompt": args.pin_prompt, "--log-text": args.log_text, "--chat-template": args.chat_template,
+             "--history": args.history != "auto", "--strip-billing-header": args.strip_billing_header,
+             "--thinking-budget": args.thinking_budget is not None,
+             "--tool-call-parser": args.tool_call_parser != "auto"}
+    if useless := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(f"{useless[0]} is for chat, and {args.model} is served for vectors or scores alone: leave it "
+                         "out")
 
 
 def _chat_models(args: argparse.Namespace) -> LLM | ModelSet:

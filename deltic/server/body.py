@@ -283,11 +283,10 @@ def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: d
         if value not in meant.neutral:
             raise RequestError(f"{name} is not supported", name)
         return
-    taken = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
-    for ours, wanted in taken.items():
-        if own.get(ours) is None:
-            own[ours] = wanted
-    if not taken:
+    asked = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
+    taken = {ours: wanted for ours, wanted in asked.items() if own.get(ours) in (None, wanted)}
+    own.update(taken)
+    if not asked or len(taken) < len(asked):  # what our own field says otherwise counts
         ignored.append(name)
 
 

@@ -42,9 +42,11 @@ def _reasoning(value: Any) -> Mapping[str, Any]:
 
 
 def _thinking(value: Any) -> Mapping[str, Any]:
-    """DeepSeek, Z.ai: an object with a type."""
+    """DeepSeek, Z.ai: an object with a type; litellm's and others' have Anthropic's budget, too."""
     kind = value.get("type") if isinstance(value, dict) else None
-    return {"enable_thinking": kind != "disabled"} if isinstance(kind, str) else {}
+    if not isinstance(kind, str):
+        return {}
+    return {"enable_thinking": kind != "disabled", "thinking_budget": value.get("budget_tokens")}
 
 
 def _format(value: Any) -> Mapping[str, Any]:

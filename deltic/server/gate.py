@@ -56,9 +56,11 @@ class Gate:
 
 
 def refusal(scope: Scope, problem: Problem, headers: dict[str, str] | None = None) -> Response:
-    """A problem in the form of the clients that use this path."""
+    """A problem in the form of the clients that use this path. The log has it, too."""
+    record = scope["state"]["record"]
+    record.problem = {"param": problem.param, "code": problem.code}
     if scope["path"].startswith(anthropic.PATH):
-        response = anthropic.error_response(replace(problem, request_id=scope["state"]["record"].id))
+        response = anthropic.error_response(replace(problem, request_id=record.id))
         response.headers.update(headers or {})
         return response
     return openai.error_response(problem, headers)
