@@ -112,7 +112,7 @@ def test_custom_tools_take_a_text() -> None:
     assert second[:len(first) + len(engine.script)] == (*first, *engine.script)
 
 
-@pytest.mark.parametrize("way", ["kept", "sent", "sealed", "unthought"])
+@pytest.mark.parametrize("way", ["kept", "sent", "named", "sealed", "unthought"])
 def test_a_tool_loop_goes_on_from_the_very_ids(way: str) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "extra_body": {"enable_thinking": True}}
     if way == "sealed":
@@ -124,6 +124,8 @@ def test_a_tool_loop_goes_on_from_the_very_ids(way: str) -> None:
         if way == "sealed":
             items[0] |= {"content": None}
         items = items[1:] if way == "unthought" else items
+        if way == "named":
+            items = [{"type": "item_reference", "id": item["id"]} for item in items]
         if way == "kept":
             create(served, **asked, previous_response_id=first.id, input=[result])
         else:
@@ -183,18 +185,40 @@ def test_kept_responses_can_be_asked_for_and_deleted() -> None:
             client.retrieve(unkept.id)
 
 
+def test_items_may_be_named_instead_of_sent() -> None:
+    with scripted("Yes.") as (served, engine):
+        first = create(served, input=[{"role": "user", "content": "Hi"}])
+        asked, = served.client.responses.input_items.list(first.id).data
+        named: list[Any] = [{"id": asked.id}, {"type": "item_reference", "id": first.output[0].id}]
+        second = create(served, input=[*named, {"role": "user", "content": "And?"}])
+        items = served.client.responses.input_items.list(second.id, order="asc").data
+        assert [item.content[0].text for item in items] == ["Hi", "Yes.", "And?"]  # type: ignore[union-attr]
+        create(served, previous_response_id=first.id, input="And?")
+        for gone in (named[1:] * 2, [{"id": create(served, store=False).output[0].id}]):
+            with pytest.raises(openai.BadRequestError, match=r"is there already|is not kept: send it whole"):
+                create(served, input=gone)
+        served.client.responses.delete(first.id)
+        with pytest.raises(openai.BadRequestError, match="is not kept: send it whole"):
+            create(served, input=named)
+    _, by_name, by_response, *_ = (request.prompt for request in engine.seen)
+    assert by_name == by_response
+
+
 def test_a_response_is_of_the_owner_of_its_key_alone() -> None:
     keys = {"first": "ann", "second": "ann", "third": "bob"}
     engine = Scripted("Hello.")
     with serving(engine.model(), api_keys=keys) as served:
         clients = {key: openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) for key in keys}
-        id = clients["first"].responses.create(model="tiny", input="Hi").id
+        made = clients["first"].responses.create(model="tiny", input="Hi")
+        id = made.id
         other = clients["third"].responses
         for asked in (other.retrieve, other.input_items.list, other.cancel, other.delete):
             with pytest.raises(openai.NotFoundError):
                 asked(id)
         with pytest.raises(openai.BadRequestError, match="is not kept"):
             other.create(model="tiny", input="Go on", previous_response_id=id)
+        with pytest.raises(openai.BadRequestError, match="is not kept"):
+            other.create(model="tiny", input=[{"type": "item_reference", "id": made.output[0].id}])
         same = clients["second"].responses
         assert same.retrieve(id).id == id and same.input_items.list(id).data
         assert same.create(model="tiny", input="Go on", previous_response_id=id).previous_response_id == id
@@ -299,7 +323,8 @@ def user(content: Any) -> dict[str, Any]:
     (user([IMAGE]), "input[0].content[0]"), (user([{"type": "input_text"}]), "input[0].content[0].text"),
     (user([5]), "input[0].content[0].type"), ({"input": "\ud800"}, "input[0].content"),
     ({"input": "a " * 9000}, "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": [{"type": 5}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"), ({"input": [{"type": 5}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id"), ({"input": [{"id": 5}]}, "input[0].id"),
     ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),
     ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
     ({"input": [{"type": "reasoning", "encrypted_content": "deltic:?"}]}, "input[0].encrypted_content"),
@@ -438,3 +463,5 @@ def test_responses_survive_a_restart(tmp_path: Path) -> None:
             else:
                 ids.append(create(served, max_output_tokens=8, **more).id)
                 assert len(served.client.responses.input_items.list(ids[0]).data) == 1
+                item = served.client.responses.retrieve(ids[0]).output[0].id or ""
+                create(served, input=[{"role": "user", "content": "Hi"}, {"id": item}], max_output_tokens=1)

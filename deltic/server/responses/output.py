@@ -22,12 +22,12 @@ def usage_fields(usage: Usage) -> Json:
 
 
 class Output:
-    """The items while they come; a whole answer goes the same way. custom: tools that take a text. seals: reasoning is
-    wanted in a form that can be sent back."""
+    """The items while they come; a whole answer goes the same way. response: its id. custom: tools that take a text.
+    seals: reasoning is wanted in a form that can be sent back."""
 
-    def __init__(self, custom: frozenset[str], seals: bool) -> None:
+    def __init__(self, response: str, custom: frozenset[str], seals: bool) -> None:
         self.items: list[Json] = []
-        self._custom, self._seals = custom, seals
+        self._response, self._custom, self._seals = response, custom, seals
         self._open: tuple[str, int | None] | None = None
         self._texts: list[str] = []
 
@@ -83,7 +83,7 @@ class Output:
             kind, more = "reasoning", {"summary": [], "content": []}
         else:
             kind, more = "message", {"role": "assistant", "content": []}
-        item = {"id": new_id(kind), "type": kind, "status": "in_progress", **more}
+        item = {"id": new_id(kind, self._response), "type": kind, "status": "in_progress", **more}
         self.items.append(item)
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
         if not delta.call:

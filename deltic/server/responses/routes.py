@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +36,7 @@ from deltic.server.openai.jobs import chat_job
 from deltic.server.openai.shapes import error_fields, error_response
 from deltic.server.records import record_of
 from deltic.server.responses.output import Json, Output, usage_fields
-from deltic.server.responses.schema import Names, ResponsesRequest
+from deltic.server.responses.schema import Names, ResponsesRequest, new_response
 from deltic.server.responses.store import Record, ResponseStore
 from deltic.server.served_model import ServedModel
 from deltic.text.answers import Choice
@@ -163,7 +162,8 @@ class _Endpoints:
 
     def _prepared(self, owner: str | None, served: ServedModel, body: ResponsesRequest
                   ) -> tuple[Job, Names, _Making]:
-        items, most = body.items(), served.limits.max_messages
+        id, most = new_response(), served.limits.max_messages
+        items = body.items(id, self.store.finder(owner))
         before = self.store.items(body.previous_response_id, most, owner)
         if before is None:
             raise ProblemError(Problem(400, f"the response {show(body.previous_response_id)} is not kept: send its "
@@ -175,9 +175,8 @@ class _Endpoints:
         with renamed(names):
             job = chat_job(served, chat)
         body.ignored.extend(names.get(name, name) for name in chat.ignored)
-        id = "resp_" + uuid.uuid4().hex
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
-        output = Output(body.custom_tools(), body.seals)
+        output = Output(id, body.custom_tools(), body.seals)
         return job, names, _Making(id, owner, output, dump(head | body.echo()), dump(items), body.store is not False)
 
     async def _stream(self, making: _Making, run: Run) -> AsyncIterator[bytes]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deltic.errors import RequestError, show, valid_text
@@ -21,6 +22,9 @@ _HOSTED = frozenset((
     "tool_search", "namespace"))
 _SEALED = "deltic:"  # begins what we give out as encrypted content
 _ENCRYPTED = "reasoning.encrypted_content"
+_RESPONSE = "resp_"
+_OWN_DIGITS = 16
+_ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{32}})[0-9a-f]{{{_OWN_DIGITS}}}")
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
 
 Json = dict[str, Any]
@@ -79,12 +83,27 @@ class ResponsesRequest(Fields):
         """Whether reasoning is wanted in a form that can be sent back by who keeps nothing."""
         return _ENCRYPTED in (self.include or ())
 
-    def items(self) -> list[Json]:
-        """What is asked, as items that have ids."""
+    def items(self, response: str, find: Callable[[str], Json | None]) -> list[Json]:
+        """What is asked, as items that have ids. response: the id of what answers it. find: the item of this id, of a
+        response that is kept."""
         given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         if not isinstance(given, list) or not given:
             raise RequestError("input must be text or a list with at least one item", "input")
-        return [_identified(item, f"input[{index}]") for index, item in enumerate(given)]
+        items: list[Json] = []
+        named = set[str]()
+        for index, item in enumerate(given):
+            path = f"input[{index}]"
+            if not _is_reference(item):
+                items.append(_identified(item, path, response))
+                continue
+            id = valid_text(item.get("id"), f"{path}.id")
+            found = None if id in named else find(id)  # a short request must not become a long conversation
+            if found is None:
+                why = "is there already" if id in named else "is not kept: send it whole"
+                raise RequestError(f"{path} names the item {show(id)}, which {why}", f"{path}.id")
+            named.add(id)
+            items.append(found)
+        return items
 
     def chat(self, before: Sequence[Json], items: Sequence[Json]) -> tuple[ChatRequest, Names]:
         """The same as a chat request, after the items of former responses, and how what it names is called here.
@@ -184,9 +203,20 @@ def seal(thoughts: str) -> str:
     return _SEALED + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
 
 
-def new_id(kind: str) -> str:
-    """The id of an item."""
-    return _PREFIXES.get(kind, "item_") + uuid.uuid4().hex
+def new_response() -> str:
+    """The id of a response."""
+    return _RESPONSE + uuid.uuid4().hex
+
+
+def new_id(kind: str, response: str) -> str:
+    """The id of an item. It says to which response the item belongs, so that it is found by its id alone."""
+    return _PREFIXES.get(kind, "item_") + response.removeprefix(_RESPONSE) + uuid.uuid4().hex[:_OWN_DIGITS]
+
+
+def response_of(item: str) -> str | None:
+    """The response to which an item with this id belongs, if the id is one of ours."""
+    found = _ITEM.fullmatch(item)
+    return _RESPONSE + found[1] if found else None
 
 
 def _function(tool: Mapping[str, Any]) -> Json:
@@ -197,12 +227,17 @@ def _function(tool: Mapping[str, Any]) -> Json:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _identified(item: Any, path: str) -> Json:
+def _is_reference(item: Any) -> bool:
+    """Whether an item is named instead of sent: by its id, the type may be left out."""
+    return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
+
+
+def _identified(item: Any, path: str, response: str) -> Json:
     """An item with type and id; its contents are looked at, so that the error names them."""
     if not isinstance(item, dict):
         raise RequestError(f"{path} must be an object, not {show(item)}", path)
     kind = item.get("type") or "message"
-    checked: Json = {**item, "type": kind, "id": item.get("id") or new_id(str(kind))}
+    checked: Json = {**item, "type": kind, "id": item.get("id") or new_id(str(kind), response)}
     _message(checked, path)
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
