@@ -45,7 +45,8 @@ def shown(message: Any) -> Any:
     for block in data["content"]:
         block.pop("id", None)
         block.pop("parsed_output", None)
-    data["usage"] = {name: data["usage"][name] for name in ("input_tokens", "cache_read_input_tokens", "output_tokens")}
+    data["usage"] = {name: data["usage"][name] for name in (
+        "input_tokens", "cache_read_input_tokens", "output_tokens", "output_tokens_details")}
     return {name: data.get(name) for name in ("content", "role", "model", "stop_reason", "stop_sequence", "usage")}
 
 
@@ -97,6 +98,7 @@ def test_thinking_calls_and_reasons() -> None:
     assert (thought.type, thought.thinking, bool(thought.signature)) == ("thinking", "Let me see.", True)
     assert (text.text, call.name, call.input) == ("I look.", "weather", {"city": "Oslo", "days": 3})
     assert whole.stop_reason == "tool_use" and call.id
+    assert 0 < whole.usage.output_tokens_details.thinking_tokens < whole.usage.output_tokens
     deltas = [event.delta.type for event in events if event.type == "content_block_delta"]
     assert list(dict.fromkeys(deltas)) == ["thinking_delta", "signature_delta", "text_delta", "input_json_delta"]
 
@@ -108,6 +110,25 @@ def test_why_it_ended(more: dict[str, Any], reason: str, sequence: str | None) -
     with scripted("One two three four.") as (served, _):
         answer = create(served, **more)
     assert (answer.stop_reason, answer.stop_sequence) == (reason, sequence)
+
+
+def test_an_answer_that_ends_with_the_context_says_so(served: Served) -> None:
+    fill: list[Any] = [{"role": "user", "content": "a " * 2000}]
+    room = 2048 - served.post("/v1/messages/count_tokens", messages=fill).json()["input_tokens"]
+    for tokens, reason in ((room + 1, "model_context_window_exceeded"), (room - 1, "max_tokens")):
+        asked: dict[str, Any] = {"messages": fill, "max_tokens": tokens, "extra_body": {"ignore_eos": True}}
+        assert create(served, **asked).stop_reason == stream(served, **asked)[1].stop_reason == reason
+
+
+def test_no_tokens_read_the_prompt_ahead(served: Served) -> None:
+    prompt: dict[str, Any] = {"system": "Ahead of who will ask.", "max_tokens": 0}
+    first = create(served, **prompt)
+    assert (first.content, first.stop_reason, first.usage.output_tokens) == ([], "max_tokens", 0)
+    again = create(served, **prompt | {"max_tokens": 1}).usage
+    assert again.cache_read_input_tokens >= first.usage.input_tokens - 1 > 5
+    events, message = stream(served, **prompt)
+    assert [event.type for event in events] == ["message_start", "message_delta", "message_stop"]
+    assert message.content == []
 
 
 def test_without_the_field_nobody_thinks() -> None:
@@ -245,7 +266,7 @@ def user(content: Any) -> dict[str, Any]:
     (user("a " * 9000), "prompt is too long: it has more than 2047 tokens"), ({"system": 5}, "system must be"),
     ({"system": [IMAGE]}, "system[0]"),
     ({"system": "\ud800"}, "system has a lone"), ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens must be"), ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens must be"), ({"max_tokens": "5"}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 2}, "top_p"), ({"top_k": -2}, "top_k"), ({"stop_sequences": [""]}, "stop_sequences must be"),
     ({"stop_sequences": "x"}, "stop_sequences"), ({"stop_sequences": ["x"] * 100}, "max_stops"),

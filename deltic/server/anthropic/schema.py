@@ -103,8 +103,8 @@ class MessagesRequest(CountRequest):
         if self.thread is not None:
             raise ProblemError(Problem(400, "thread is not supported: nothing is kept between requests, send all "
                                        "messages", "thread", NO_THREADS))
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, not {show(self.max_tokens)}", "max_tokens")
+        if self.max_tokens < 0:  # 0 reads the prompt ahead of who will ask
+            raise RequestError(f"max_tokens must be at least 0, not {show(self.max_tokens)}", "max_tokens")
         return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "history",
                                                        "speculate", "ignore_eos", "seed")} | {
             "stop": self.stop_sequences}
