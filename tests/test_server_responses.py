@@ -102,6 +102,19 @@ def test_items() -> None:
     assert [item.type for item in helped.output] == [item.type for item in response.output]
 
 
+def test_tokens_are_counted() -> None:
+    with scripted("Yes.") as (served, engine):
+        asked: dict[str, Any] = {"model": "tiny", "input": "Hi", "instructions": "Be brief.", "tools": TOOLS}
+        made = create(served, **asked)
+        for more in ({}, {"previous_response_id": made.id, "input": "And?"}):
+            counted = served.client.responses.input_tokens.count(**asked | more)
+            assert counted.object == "response.input_tokens" and len(engine.seen) == 1
+            assert not more or counted.input_tokens > made.usage.input_tokens
+            assert more or counted.input_tokens == made.usage.input_tokens
+        with pytest.raises(openai.BadRequestError, match="input must be"):
+            served.client.responses.input_tokens.count(model="tiny")
+
+
 def test_custom_tools_take_a_text() -> None:
     with scripted(PATCH) as (served, engine):
         call = create(served, tools=CUSTOM).output[0]
@@ -279,14 +292,15 @@ def test_what_has_no_effect_is_named() -> None:
     with scripted("x") as (served, engine):
         response = served.post(PATH, input="Hi", tools=[{"type": "web_search"}, *TOOLS], truncation="auto",
                                reasoning={"summary": "auto", "effort": "low"}, text={"verbosity": "low"},
-                               include=["file_search_call.results"], client_metadata={}, max_tool_calls=3)
+                               include=["file_search_call.results"], client_metadata={}, max_tool_calls=3,
+                               image={"context_compression": "auto"})
         served.post(PATH, input="Hi", tools=TOOLS, tool_choice={
             "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]})
         served.post(PATH, input="Hi", tool_choice="none", tools=TOOLS)
         served.post(PATH, input="Hi")
     named = set(response.headers[IGNORED_HEADER].split(", "))
     assert named == {"tools.web_search", "truncation", "reasoning.summary", "text.verbosity", "client_metadata",
-                     "include.file_search_call.results", "max_tool_calls"}
+                     "include.file_search_call.results", "max_tool_calls", "image"}
     with_tools, same, none, without = (request.prompt for request in engine.seen)
     assert with_tools == same != none == without
 

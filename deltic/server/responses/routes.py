@@ -49,7 +49,8 @@ _REASONS = {"length": "max_output_tokens"}
 def routes(models: ModelRegistry, store: ResponseStore, check: Check) -> list[Route]:
     """The paths under /v1/responses."""
     endpoints, path = _Endpoints(models, store), "/v1/responses"
-    found = (("", endpoints.create, "POST"), ("/{id}", endpoints.get, "GET"), ("/{id}", endpoints.delete, "DELETE"),
+    found = (("", endpoints.create, "POST"), ("/input_tokens", endpoints.count, "POST"),
+             ("/{id}", endpoints.get, "GET"), ("/{id}", endpoints.delete, "DELETE"),
              ("/{id}/cancel", endpoints.cancel, "POST"), ("/{id}/input_items", endpoints.input_items, "GET"))
     return [Route(path + rest, answering(endpoint, check, error_response), methods=[method])
             for rest, endpoint, method in found]
@@ -118,6 +119,11 @@ class _Endpoints:
             self._end(making)
         assert done.done
         return _json(await self._finished(making, done.done))
+
+    async def count(self, request: Request) -> Response:
+        prepared = partial(self._prepared, record_of(request).key)
+        _, _, (job, _, _) = await self.models.read(request, ResponsesRequest, prepared)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(job.request.ids)})
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":

@@ -19,7 +19,7 @@ _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 _HOSTED = frozenset((
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search", "mcp",
     "code_interpreter", "image_generation", "local_shell", "shell", "computer", "computer_use_preview", "apply_patch",
-    "tool_search", "namespace"))
+    "tool_search", "programmatic_tool_calling", "namespace"))
 _SEALED = "deltic:"  # begins what we give out as encrypted content
 _ENCRYPTED = "reasoning.encrypted_content"
 _RESPONSE = "resp_"
@@ -63,6 +63,7 @@ class ResponsesRequest(Fields):
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None
+    image: Any = None
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -149,8 +150,8 @@ class ResponsesRequest(Fields):
             if name == "message.output_text.logprobs":
                 raise RequestError(f"include cannot have {name}: use chat completions", "include")
         others = [f"include.{name}" for name in self.include or () if name != _ENCRYPTED]
-        self.ignored.extend([*others, *(["truncation"] if self.truncation == "auto" else []),
-                             *(["max_tool_calls"] if self.max_tool_calls is not None else [])])
+        others += [name for name in ("image", "max_tool_calls") if getattr(self, name) is not None]
+        self.ignored.extend([*others, *(["truncation"] if self.truncation == "auto" else [])])
 
     def _tools(self, names: Names) -> tuple[list[Json] | None, Any]:
         known: dict[str, Json] = {}
