@@ -125,6 +125,31 @@ def test_custom_tools_take_a_text() -> None:
     assert second[:len(first) + len(engine.script)] == (*first, *engine.script)
 
 
+def test_tools_of_namespaces_are_the_clients_own() -> None:
+    group: list[Any] = [{"type": "namespace", "name": "north", "description": "Up there.", "tools": [*TOOLS, *CUSTOM]}]
+    call = CALL.replace("=weather", "=north.weather")
+    with scripted(call + "\n" + PATCH.replace("=patch", "=north.patch")) as (served, engine):
+        whole = create(served, tools=group)
+        events = list(create(served, tools=group, stream=True))
+        assert shown(events[-1].response.model_dump()) == shown(whole.model_dump())
+        calls = [(item.type, item.namespace, item.name) for item in whole.output]
+        assert calls == [("function_call", "north", "weather"), ("custom_tool_call", "north", "patch")]
+        outputs: list[Any] = [{"type": f"{kind}_output", "call_id": item.call_id, "output": "done"}
+                              for kind, item in zip(("function_call", "custom_tool_call"), whole.output, strict=True)]
+        sent = [{"role": "user", "content": "Hi"}, *(item.to_dict() for item in whole.output), *outputs]
+        create(served, tools=group, input=sent)
+        create(served, tools=[*group, *CUSTOM], tool_choice={
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "north"}]})
+        many = [{"type": "function", "name": f"f{index}"} for index in range(513)]
+        for wrong, param in (({"tools": 5}, "tools[0]"), ({"tools": [*TOOLS, group[0]]}, "tools[0].tools[1]"),
+                             ({"tools": many}, "tools"), ({"name": "a<b"}, "tools[0].tools[0].name")):
+            with pytest.raises(openai.BadRequestError) as refusal:
+                create(served, tools=[group[0] | wrong])
+            assert refusal.value.param == param
+    first, _, after, same = (request.prompt for request in engine.seen)
+    assert after[:len(first) + len(engine.script)] == (*first, *engine.script) and same == first
+
+
 @pytest.mark.parametrize("way", ["kept", "sent", "named", "sealed", "unthought"])
 def test_a_tool_loop_goes_on_from_the_very_ids(way: str) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "extra_body": {"enable_thinking": True}}

@@ -45,8 +45,8 @@ CHAT: Mapping[str, Known] = {
 
 _TEXT = Known.of("type text refusal image_url")
 RESPONSES: Mapping[str, Known] = {
-    "input": Known.of("type id role status name arguments call_id input summary encrypted_content", content=_TEXT,
-                      output=_TEXT),
+    "input": Known.of("type id role status name namespace arguments call_id input summary encrypted_content",
+                      content=_TEXT, output=_TEXT),
     "reasoning": Known.of("effort summary generate_summary"), "text": Known.of("format verbosity"),
     "stream_options": Known.of("include_obfuscation"),
     "tools": replace(Known.of("type name description parameters strict"), kinds=("function", "custom"))}

@@ -178,11 +178,14 @@ class _Endpoints:
         if len(chat.messages) > most:
             raise RequestError(f"the conversation has {len(chat.messages)} messages, and may have at most {most} "
                                "(max_messages)", "input")
+        if len(chat.tools or ()) > served.limits.max_tools:  # those of namespaces were not counted
+            raise RequestError(f"there are {len(chat.tools or ())} tools, and may be at most {served.limits.max_tools} "
+                               "(max_tools)", "tools")
         with renamed(names):
             job = chat_job(served, chat)
         body.ignored.extend(names.get(name, name) for name in chat.ignored)
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
-        output = Output(id, body.custom_tools(), body.seals)
+        output = Output(id, body.own_tools(), body.seals)
         return job, names, _Making(id, owner, output, dump(head | body.echo()), dump(items), body.store is not False)
 
     async def _stream(self, making: _Making, run: Run) -> AsyncIterator[bytes]:

@@ -6,7 +6,8 @@ import base64
 import binascii
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from deltic.errors import RequestError, show, valid_text
@@ -19,7 +20,7 @@ _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 _HOSTED = frozenset((
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search", "mcp",
     "code_interpreter", "image_generation", "local_shell", "shell", "computer", "computer_use_preview", "apply_patch",
-    "tool_search", "programmatic_tool_calling", "namespace"))
+    "tool_search", "programmatic_tool_calling"))
 _SEALED = "deltic:"  # begins what we give out as encrypted content
 _ENCRYPTED = "reasoning.encrypted_content"
 _RESPONSE = "resp_"
@@ -34,6 +35,23 @@ _NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format", "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity"}
 """Our names of the fields of a chat request."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTool:
+    """A tool of the client's. namespace: the group of tools that it is one of. custom: it takes a text. place: where it
+    stands in the request."""
+
+    name: str
+    namespace: str | None
+    custom: bool
+    place: str
+    given: Mapping[str, Any]
+
+    @property
+    def shown(self) -> str:
+        """What the model calls it."""
+        return _shown(self.name, self.namespace)
 
 
 class ResponsesRequest(Fields):
@@ -122,9 +140,10 @@ class ResponsesRequest(Fields):
                            max_tokens=self.max_output_tokens, **self._format(), **self._effort(),
                            **{name: getattr(self, name) for name in same}), names
 
-    def custom_tools(self) -> frozenset[str]:
-        """Names of tools that take a text."""
-        return frozenset(tool["name"] for tool in self.tools or () if tool["type"] == "custom")
+    def own_tools(self) -> dict[str, OwnTool]:
+        """The client's tools, by what the model calls them. RequestError for what is no tool."""
+        return {own.shown: own for index, tool in enumerate(self.tools or ())
+                for own in _own_tools(tool, f"tools[{index}]")}
 
     def echo(self) -> Json:
         """What a response repeats of its request."""
@@ -154,29 +173,22 @@ class ResponsesRequest(Fields):
         self.ignored.extend([*others, *(["truncation"] if self.truncation == "auto" else [])])
 
     def _tools(self, names: Names) -> tuple[list[Json] | None, Any]:
-        known: dict[str, Json] = {}
-        places: dict[str, int] = {}
-        for index, tool in enumerate(self.tools or ()):
-            kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
-            if isinstance(kind, str) and kind in _HOSTED:
-                self.ignored.append(f"tools.{kind}")
-            elif kind not in ("function", "custom") or not isinstance(name, str):
-                raise RequestError(f'tools[{index}] must be of the form {{"type": "function", "name": ...}}',
-                                   f"tools[{index}]")
-            else:
-                known[name], places[name] = _function(tool), index
-        choice = self.tool_choice
+        known, choice = self.own_tools(), self.tool_choice
+        self.ignored.extend(f"tools.{tool['type']}" for tool in self.tools or () if tool["type"] in _HOSTED)
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             given = choice.get("tools")
             if not isinstance(given, list):
                 raise RequestError(f"tool_choice.tools must be a list of tools, not {show(given)}", "tool_choice.tools")
             allowed = [tool.get("name") for tool in given if isinstance(tool, dict)]
-            known, choice = {name: tool for name, tool in known.items() if name in allowed}, choice.get("mode")
+            known = {shown: own for shown, own in known.items() if own.name in allowed or own.namespace in allowed}
+            choice = choice.get("mode")
         elif isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
-        for place, name in enumerate(known):
-            names[f"tools[{place}].function"] = f"tools[{places[name]}]"
-        return [*known.values()] or None, choice
+            name = choice.get("name")
+            meant = next((own.shown for own in known.values() if own.name == name), name)
+            choice = {"type": "function", "function": {"name": meant}}
+        for place, own in enumerate(known.values()):
+            names[f"tools[{place}].function"] = own.place
+        return [_function(own) for own in known.values()] or None, choice
 
     def _format(self) -> Json:
         text = self.text or {}
@@ -220,10 +232,29 @@ def response_of(item: str) -> str | None:
     return _RESPONSE + found[1] if found else None
 
 
-def _function(tool: Mapping[str, Any]) -> Json:
+def _own_tools(tool: Any, place: str, namespace: str | None = None) -> Iterator[OwnTool]:
+    """A tool, or those of a namespace; none of those that OpenAI runs."""
+    kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
+    if isinstance(kind, str) and kind in _HOSTED:
+        return
+    if kind == "namespace" and isinstance(name, str) and isinstance(tool.get("tools"), list) and namespace is None:
+        for index, inner in enumerate(tool["tools"]):
+            yield from _own_tools(inner, f"{place}.tools[{index}]", name)
+    elif kind in ("function", "custom") and isinstance(name, str):
+        yield OwnTool(name, namespace, kind == "custom", place, tool)
+    else:
+        raise RequestError(f'{place} must be of the form {{"type": "function", "name": ...}}', place)
+
+
+def _shown(name: str, namespace: Any) -> str:
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
+def _function(own: OwnTool) -> Json:
+    tool = own.given
     given = tool.get("parameters")
-    parameters = _CUSTOM if tool["type"] == "custom" else _NOTHING if given is None else given
-    function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters,
+    parameters = _CUSTOM if own.custom else _NOTHING if given is None else given
+    function = {"name": own.shown, "description": tool.get("description"), "parameters": parameters,
                 "strict": tool.get("strict")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
@@ -296,8 +327,9 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
             arguments: Any = {"input": valid_text(item.get("input"), f"{path}.input")}
         else:
             arguments = item.get("arguments")
+        function = {"name": _shown(name, item.get("namespace")), "arguments": arguments}
         return {"role": "assistant", "content": "", "tool_calls": [
-            {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}]}
+            {"id": item.get("call_id"), "type": "function", "function": function}]}
     if kind in ("function_call_output", "custom_tool_call_output"):
         return {"role": "tool", "tool_call_id": item.get("call_id"),
                 "content": _parts(item.get("output"), f"{path}.output")}
