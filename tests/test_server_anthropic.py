@@ -176,6 +176,26 @@ def test_results_of_tools() -> None:
     assert prompts[0] == prompts[1] == prompts[2] == prompts[4] != prompts[3]
 
 
+def test_documents_and_search_results_that_are_texts() -> None:
+    rain, snow = {"type": "text", "text": "rain"}, {"type": "text", "text": "snow"}
+    same: list[tuple[dict[str, Any], str]] = [
+        ({"type": "document", "title": "Sky", "context": "Oslo", "source": {"type": "text", "data": "rain"}},
+         "Sky\nOslo\nrain"),
+        ({"type": "document", "title": "Sky", "source": {"type": "content", "content": [rain, snow]}},
+         "Sky\nrain\n\nsnow"),
+        ({"type": "document", "source": {"type": "content", "content": "rain"}, "title": None}, "rain"),
+        ({"type": "search_result", "title": "Sky", "source": "sky.example", "content": [rain]},
+         "Sky\nsky.example\nrain")]
+    with scripted("x") as (served, engine):
+        for block, text in same:
+            for content in ([block], text):
+                answer = served.post("/v1/messages", max_tokens=1, messages=[{"role": "user", "content": content}])
+                assert answer.status_code == 200 and "x-deltic-ignored" not in answer.headers
+                create(served, messages=loop(content))
+    prompts = [request.prompt for request in engine.seen]
+    assert all(prompts[at:at + 2] == prompts[at + 2:at + 4] for at in range(0, len(prompts), 4))
+
+
 def test_the_next_turn_reads_only_what_is_new(served: Served) -> None:
     asked: dict[str, Any] = {"max_tokens": 60, "thinking": {"type": "enabled", "budget_tokens": 20}, "system": "Brief!",
                              "extra_body": {"history": "preserve", "temperature": 0}}
@@ -263,6 +283,9 @@ def user(content: Any) -> dict[str, Any]:
     (user([{"type": "text", "text": 5}]), "content[0].text must be text"), (user("\ud800"), "messages[0].content has"),
     (user([{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]), "content[0].content[0] is no picture"),
     (user([{"type": "document", "source": {"type": "base64", "data": ""}}]), "is of type 'document'"),
+    (user([{"type": "document", "title": 5, "source": {"type": "text", "data": "x"}}]), "content[0].title must be"),
+    (user([{"type": "document", "source": {"type": "content", "content": [IMAGE]}}]), "source.content[0] is of type"),
+    (user([{"type": "search_result", "title": "x", "source": "y"}]), "content[0].content must be text or a list"),
     (user("a " * 9000), "prompt is too long: it has more than 2047 tokens"), ({"system": 5}, "system must be"),
     ({"system": [IMAGE]}, "system[0]"),
     ({"system": "\ud800"}, "system has a lone"), ({"max_tokens": None}, "max_tokens"),
