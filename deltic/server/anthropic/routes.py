@@ -58,7 +58,7 @@ class _Endpoints:
         return await written(message(served.name, run.usage, content, stopped), run.size)
 
     async def count(self, request: Request) -> Response:
-        _, _, (job, _) = await self.models.read(request, CountRequest, _job)
+        _, _, (job, _) = await self.models.read(request, CountRequest, _job, answers=False)
         return json_response({"input_tokens": len(job.request.ids)})
 
 

@@ -122,7 +122,7 @@ class _Endpoints:
 
     async def count(self, request: Request) -> Response:
         prepared = partial(self._prepared, record_of(request).key)
-        _, _, (job, _, _) = await self.models.read(request, ResponsesRequest, prepared)
+        _, _, (job, _, _) = await self.models.read(request, ResponsesRequest, prepared, answers=False)
         return json_response({"object": "response.input_tokens", "input_tokens": len(job.request.ids)})
 
     async def get(self, request: Request) -> Response:
