@@ -44,6 +44,20 @@ class LongPromptError(RequestError):
     """The prompt has more tokens than the context, or a limit, allows."""
 
 
+def too_long(tokens: int | str, reason: str) -> str:
+    """What is said of a prompt of so many tokens. reason: why no more, and what to do.
+
+    Clients know by these words that a conversation has to be shortened: "prompt is too long", "maximum context length
+    is N tokens".
+    """
+    return f"the prompt is too long: it has {tokens} tokens {reason}"
+
+
+def context_bound(tokens: int) -> str:
+    """Why a prompt that fills a context of so many tokens is too long."""
+    return f"and the maximum context length is {tokens} tokens, answer included: shorten it, or raise `max_context`"
+
+
 @contextmanager
 def of_prompt(field: str) -> Iterator[None]:
     """What is wrong with one of several prompts says with which."""

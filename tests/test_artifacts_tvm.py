@@ -261,7 +261,7 @@ def test_it_runs_on_the_cpu(hybrid: Artifacts, device: str) -> None:
 
 def test_prompts_longer_than_the_context_are_refused(hybrid: Artifacts) -> None:
     engine = Engine(load_any(str(hybrid[1]), EngineConfig(threads=1)))
-    with pytest.raises(RequestError, match="the context holds 256"):
+    with pytest.raises(RequestError, match="maximum context length is 256"):
         engine.add(greedy([1] * 256, 4))
 
 

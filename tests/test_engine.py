@@ -294,7 +294,7 @@ def test_a_prompt_may_fill_the_context_but_for_one_token() -> None:
     engine = Engine(scripted(random_table(6), context=32, batch=1))
     engine.add(ask("a", prompt))
     assert len(drain(engine)[("a", 0)].tokens) == 1
-    with pytest.raises(RequestError, match="32 tokens and the context holds 32") as caught:
+    with pytest.raises(RequestError, match="32 tokens and the maximum context length is 32") as caught:
         engine.add(ask("b", (*prompt, 1)))
     assert caught.value.field == "prompt"
     engine.check()

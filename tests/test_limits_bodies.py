@@ -246,6 +246,7 @@ def test_too_many_that_wait_are_refused_before_they_are_read() -> None:
             refused = served.http.post("/v1/completions", content=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert "(max_waiting)" in refused.json()["error"]["message"]
+        assert served.post("/tokenize", prompt="x").status_code == 200, "what counts tokens waits for no place"
         assert served.health()[0] == 200
         gate.set()
         assert all("200 OK" in read_all(raw) for raw in held)

@@ -53,6 +53,31 @@ def test_a_connection_that_waits_too_long_ends() -> None:
         assert served.health()[0] == 200
 
 
+PIECES = b"POST /v1/%s HTTP/1.1\r\nhost: %s\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(("sent", "statuses"), [
+    ((b"hello\r\n\r\n",), [400]), ((WHOLE + b"hello\r\n\r\n",), [200, 400]),
+    ((PIECES % (b"completions", b"x"), b"zz\r\n"), [400]), ((PIECES % (b"messages", b"x"), b"2\r\n{}zz\r\n"), [400]),
+    ((PIECES % (b"completions", b"elsewhere") + b"zz\r\n",), [400]),  # found out before the request is refused
+    ((PIECES % (b"nowhere", b"x"), b"zz\r\n"), [404]), ((PIECES % (b"nowhere", b"x") + b"2\r\n{}\r\nzz\r\n",), [400]),
+])
+def test_what_is_no_http_is_told_so_once(sent: tuple[bytes, ...], statuses: list[int],
+                                         caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Scripted("one").model(), allowed_hosts=["x"]) as served, caplog.at_level(logging.ERROR):
+        raw = served.connect()
+        for piece in sent:
+            raw.sendall(piece)
+            time.sleep(0.1)
+        answers = read_all(raw).split("HTTP/1.1 ")[1:]
+        assert [int(said[:3]) for said in answers] == statuses
+        told = json.loads(answers[-1].rpartition("\r\n\r\n")[2])
+        assert ("no valid HTTP" in told["error"]["message"]) == (statuses[-1] == 400)
+        assert ("type" in told) == (b"/messages" in sent[0])
+        assert served.health()[0] == 200
+    assert not caplog.records
+
+
 def test_a_header_may_not_drip() -> None:
     with serving(Scripted("one").model(header_seconds=1, keep_alive_seconds=30)) as served:
         raw, pieces = served.connect(), 0

@@ -122,7 +122,8 @@ def test_l8_what_is_no_prompt(llm: LLM, prompt: Any, words: str) -> None:
 
 @pytest.mark.parametrize(("prompt", "sampling", "words"), [
     ("", ONE, "the prompt is empty: give at least one token"), ([], ONE, "the prompt is empty"),
-    ([1] * 300, ONE, "the prompt has 300 tokens and the context holds 256"), ("a\n1" * 400, ONE, "the prompt has more"),
+    ([1] * 300, ONE, "the prompt is too long: it has 300 tokens and the maximum context length is 256 tokens"),
+    ("a\n1" * 400, ONE, "the prompt is too long: it has more"),
     ("\ud800", ONE, "prompt has a lone surrogate"), ([1 << 20], ONE, "the prompt has token ids outside of 0"),
     ([1], SamplingParams(stop_token_ids=(1 << 20,)), "token id 1048576 is outside of the vocabulary"),
 ])
@@ -132,7 +133,7 @@ def test_l8_which_of_several_prompts_is_refused(llm: LLM, prompt: Any, sampling:
         with pytest.raises(RequestError, match=rf"^prompts\[2\]: {words}") as caught:
             ask()
         assert caught.value.field == ("prompts[2]" if sampling is ONE else "stop_token_ids")
-        assert isinstance(caught.value, LongPromptError) == ("holds" in str(caught.value))
+        assert isinstance(caught.value, LongPromptError) == ("too long" in str(caught.value))
 
 
 @pytest.mark.parametrize("call", ["chat", "achat", "stream", "generate", "agenerate", "generate_stream"])

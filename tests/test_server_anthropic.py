@@ -45,7 +45,8 @@ def shown(message: Any) -> Any:
     for block in data["content"]:
         block.pop("id", None)
         block.pop("parsed_output", None)
-    data["usage"] = {name: data["usage"][name] for name in ("input_tokens", "cache_read_input_tokens", "output_tokens")}
+    data["usage"] = {name: data["usage"][name] for name in (
+        "input_tokens", "cache_read_input_tokens", "output_tokens", "output_tokens_details")}
     return {name: data.get(name) for name in ("content", "role", "model", "stop_reason", "stop_sequence", "usage")}
 
 
@@ -97,6 +98,7 @@ def test_thinking_calls_and_reasons() -> None:
     assert (thought.type, thought.thinking, bool(thought.signature)) == ("thinking", "Let me see.", True)
     assert (text.text, call.name, call.input) == ("I look.", "weather", {"city": "Oslo", "days": 3})
     assert whole.stop_reason == "tool_use" and call.id
+    assert 0 < whole.usage.output_tokens_details.thinking_tokens < whole.usage.output_tokens
     deltas = [event.delta.type for event in events if event.type == "content_block_delta"]
     assert list(dict.fromkeys(deltas)) == ["thinking_delta", "signature_delta", "text_delta", "input_json_delta"]
 
@@ -108,6 +110,25 @@ def test_why_it_ended(more: dict[str, Any], reason: str, sequence: str | None) -
     with scripted("One two three four.") as (served, _):
         answer = create(served, **more)
     assert (answer.stop_reason, answer.stop_sequence) == (reason, sequence)
+
+
+def test_an_answer_that_ends_with_the_context_says_so(served: Served) -> None:
+    fill: list[Any] = [{"role": "user", "content": "a " * 2000}]
+    room = 2048 - served.post("/v1/messages/count_tokens", messages=fill).json()["input_tokens"]
+    for tokens, reason in ((room + 1, "model_context_window_exceeded"), (room - 1, "max_tokens")):
+        asked: dict[str, Any] = {"messages": fill, "max_tokens": tokens, "extra_body": {"ignore_eos": True}}
+        assert create(served, **asked).stop_reason == stream(served, **asked)[1].stop_reason == reason
+
+
+def test_no_tokens_read_the_prompt_ahead(served: Served) -> None:
+    prompt: dict[str, Any] = {"system": "Ahead of who will ask.", "max_tokens": 0}
+    first = create(served, **prompt)
+    assert (first.content, first.stop_reason, first.usage.output_tokens) == ([], "max_tokens", 0)
+    again = create(served, **prompt | {"max_tokens": 1}).usage
+    assert again.cache_read_input_tokens >= first.usage.input_tokens - 1 > 5
+    events, message = stream(served, **prompt)
+    assert [event.type for event in events] == ["message_start", "message_delta", "message_stop"]
+    assert message.content == []
 
 
 def test_without_the_field_nobody_thinks() -> None:
@@ -153,6 +174,26 @@ def test_results_of_tools() -> None:
         served.post("/v1/chat/completions", messages=chat, tools=tools, enable_thinking=False)
     prompts = [request.prompt for request in engine.seen]
     assert prompts[0] == prompts[1] == prompts[2] == prompts[4] != prompts[3]
+
+
+def test_documents_and_search_results_that_are_texts() -> None:
+    rain, snow = {"type": "text", "text": "rain"}, {"type": "text", "text": "snow"}
+    same: list[tuple[dict[str, Any], str]] = [
+        ({"type": "document", "title": "Sky", "context": "Oslo", "source": {"type": "text", "data": "rain"}},
+         "Sky\nOslo\nrain"),
+        ({"type": "document", "title": "Sky", "source": {"type": "content", "content": [rain, snow]}},
+         "Sky\nrain\n\nsnow"),
+        ({"type": "document", "source": {"type": "content", "content": "rain"}, "title": None}, "rain"),
+        ({"type": "search_result", "title": "Sky", "source": "sky.example", "content": [rain]},
+         "Sky\nsky.example\nrain")]
+    with scripted("x") as (served, engine):
+        for block, text in same:
+            for content in ([block], text):
+                answer = served.post("/v1/messages", max_tokens=1, messages=[{"role": "user", "content": content}])
+                assert answer.status_code == 200 and "x-deltic-ignored" not in answer.headers
+                create(served, messages=loop(content))
+    prompts = [request.prompt for request in engine.seen]
+    assert all(prompts[at:at + 2] == prompts[at + 2:at + 4] for at in range(0, len(prompts), 4))
 
 
 def test_the_next_turn_reads_only_what_is_new(served: Served) -> None:
@@ -242,9 +283,13 @@ def user(content: Any) -> dict[str, Any]:
     (user([{"type": "text", "text": 5}]), "content[0].text must be text"), (user("\ud800"), "messages[0].content has"),
     (user([{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]), "content[0].content[0] is no picture"),
     (user([{"type": "document", "source": {"type": "base64", "data": ""}}]), "is of type 'document'"),
-    (user("a " * 9000), "context holds 2048"), ({"system": 5}, "system must be"), ({"system": [IMAGE]}, "system[0]"),
+    (user([{"type": "document", "title": 5, "source": {"type": "text", "data": "x"}}]), "content[0].title must be"),
+    (user([{"type": "document", "source": {"type": "content", "content": [IMAGE]}}]), "source.content[0] is of type"),
+    (user([{"type": "search_result", "title": "x", "source": "y"}]), "content[0].content must be text or a list"),
+    (user("a " * 9000), "prompt is too long: it has more than 2047 tokens"), ({"system": 5}, "system must be"),
+    ({"system": [IMAGE]}, "system[0]"),
     ({"system": "\ud800"}, "system has a lone"), ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens must be"), ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens must be"), ({"max_tokens": "5"}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 2}, "top_p"), ({"top_k": -2}, "top_k"), ({"stop_sequences": [""]}, "stop_sequences must be"),
     ({"stop_sequences": "x"}, "stop_sequences"), ({"stop_sequences": ["x"] * 100}, "max_stops"),

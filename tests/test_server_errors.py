@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -99,9 +100,10 @@ def test_a_near_miss_is_suggested(served: Served) -> None:
 
 
 def test_a_prompt_that_is_too_long_has_a_code(served: Served) -> None:
+    known = r"prompt is too long: .* maximum context length is 2048 tokens"  # to clients, which shorten it then
     for create in (lambda text: served.client.completions.create(model="tiny", prompt=text),
                    lambda text: served.client.chat.completions.create(model="tiny", messages=user(text))):
-        with pytest.raises(openai.BadRequestError, match="context holds 2048") as refusal:
+        with pytest.raises(openai.BadRequestError, match=known) as refusal:
             create("a " * 5000)
         assert refusal.value.code == "context_length_exceeded"
 
@@ -143,6 +145,14 @@ def test_no_http_at_all(served: Served) -> None:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_body_that_is_compressed_is_refused_as_such(served: Served, path: str) -> None:
+    body = json.dumps({"messages": USER, "max_tokens": 1}).encode()
+    packed = served.http.post(path, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert packed.status_code == 415 and "Content-Encoding 'gzip'" in packed.json()["error"]["message"]
+    assert served.http.post(path, content=body, headers={"content-encoding": "identity"}).status_code == 200
+
+
 def test_an_internal_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Scripted("x")
     with serving(engine.model()) as other:
@@ -162,7 +172,10 @@ def test_names_keys_and_origins() -> None:
             assert client.models.retrieve("our/model").id == "our/model"
             assert client.completions.create(model="tiny", prompt="x").model == "our/model"
         page = {"origin": "https://page"}
-        assert other.http.get("/health", headers=page).headers["access-control-allow-origin"] == "https://page"
+        headers = other.http.get("/health", headers=page).headers
+        assert headers["access-control-allow-origin"] == "https://page"
+        told = set(headers["access-control-expose-headers"].split(", "))  # all others a page cannot read
+        assert {"x-request-id", "request-id", "retry-after", "x-deltic-ignored"} <= told
 
 
 KEY = "鍵 clé"

@@ -63,7 +63,8 @@ def test_the_pages_name_every_field() -> None:
 
 def test_the_documents_schemas_take_what_the_server_takes(encoders: list[EmbeddingService]) -> None:
     bodies = {"/v1/chat/completions": {"messages": USER, "n": 2}, "/v1/completions": {"prompt": ["a", "b"]},
-              "/v1/responses": {"input": "x"}, "/v1/messages": {"messages": USER, "max_tokens": 5},
+              "/v1/responses": {"input": "x"}, "/v1/responses/input_tokens": {"input": "x"},
+              "/v1/messages": {"messages": USER, "max_tokens": 5},
               "/v1/messages/count_tokens": {"messages": USER}, "/tokenize": {"prompt": "x"},
               "/detokenize": {"tokens": [5]}, "/v1/embeddings": {"input": ["w1"]}}
     ranked = {"model": "judge", "query": "w1", "documents": ["w2", {"text": "w3"}]}

@@ -83,6 +83,10 @@ def test_a_key_has_a_bound_and_others_do_not_notice() -> None:
         for path, body in (("/v1/messages", {"messages": USER, "max_tokens": 3}), ("/v1/responses", {"input": "x"})):
             said = served.http.post(path, json=body, headers={"x-api-key": "first"})
             assert said.status_code == 429 and said.json()["error"]["type"] == "rate_limit_error"
+        for path, body in (("/v1/messages/count_tokens", {"messages": USER}), ("/tokenize", {"prompt": "x"}),
+                           ("/v1/responses/input_tokens", {"input": "x"}), ("/detokenize", {"tokens": [5]})):
+            counted = served.http.post(path, json=body, headers={"x-api-key": "first"})
+            assert counted.status_code == 200, "what counts tokens is no answer"
         assert ask(served, "third", max_tokens=3).status_code == 200
         assert ask(served, "third", n=3).json()["error"]["param"] == "n"
         for each in two:

@@ -102,6 +102,19 @@ def test_items() -> None:
     assert [item.type for item in helped.output] == [item.type for item in response.output]
 
 
+def test_tokens_are_counted() -> None:
+    with scripted("Yes.") as (served, engine):
+        asked: dict[str, Any] = {"model": "tiny", "input": "Hi", "instructions": "Be brief.", "tools": TOOLS}
+        made = create(served, **asked)
+        for more in ({}, {"previous_response_id": made.id, "input": "And?"}):
+            counted = served.client.responses.input_tokens.count(**asked | more)
+            assert counted.object == "response.input_tokens" and len(engine.seen) == 1
+            assert not more or counted.input_tokens > made.usage.input_tokens
+            assert more or counted.input_tokens == made.usage.input_tokens
+        with pytest.raises(openai.BadRequestError, match="input must be"):
+            served.client.responses.input_tokens.count(model="tiny")
+
+
 def test_custom_tools_take_a_text() -> None:
     with scripted(PATCH) as (served, engine):
         call = create(served, tools=CUSTOM).output[0]
@@ -112,7 +125,32 @@ def test_custom_tools_take_a_text() -> None:
     assert second[:len(first) + len(engine.script)] == (*first, *engine.script)
 
 
-@pytest.mark.parametrize("way", ["kept", "sent", "sealed", "unthought"])
+def test_tools_of_namespaces_are_the_clients_own() -> None:
+    group: list[Any] = [{"type": "namespace", "name": "north", "description": "Up there.", "tools": [*TOOLS, *CUSTOM]}]
+    call = CALL.replace("=weather", "=north.weather")
+    with scripted(call + "\n" + PATCH.replace("=patch", "=north.patch")) as (served, engine):
+        whole = create(served, tools=group)
+        events = list(create(served, tools=group, stream=True))
+        assert shown(events[-1].response.model_dump()) == shown(whole.model_dump())
+        calls = [(item.type, item.namespace, item.name) for item in whole.output]
+        assert calls == [("function_call", "north", "weather"), ("custom_tool_call", "north", "patch")]
+        outputs: list[Any] = [{"type": f"{kind}_output", "call_id": item.call_id, "output": "done"}
+                              for kind, item in zip(("function_call", "custom_tool_call"), whole.output, strict=True)]
+        sent = [{"role": "user", "content": "Hi"}, *(item.to_dict() for item in whole.output), *outputs]
+        create(served, tools=group, input=sent)
+        create(served, tools=[*group, *CUSTOM], tool_choice={
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "north"}]})
+        many = [{"type": "function", "name": f"f{index}"} for index in range(513)]
+        for wrong, param in (({"tools": 5}, "tools[0]"), ({"tools": [*TOOLS, group[0]]}, "tools[0].tools[1]"),
+                             ({"tools": many}, "tools"), ({"name": "a<b"}, "tools[0].tools[0].name")):
+            with pytest.raises(openai.BadRequestError) as refusal:
+                create(served, tools=[group[0] | wrong])
+            assert refusal.value.param == param
+    first, _, after, same = (request.prompt for request in engine.seen)
+    assert after[:len(first) + len(engine.script)] == (*first, *engine.script) and same == first
+
+
+@pytest.mark.parametrize("way", ["kept", "sent", "named", "sealed", "unthought"])
 def test_a_tool_loop_goes_on_from_the_very_ids(way: str) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "extra_body": {"enable_thinking": True}}
     if way == "sealed":
@@ -124,6 +162,8 @@ def test_a_tool_loop_goes_on_from_the_very_ids(way: str) -> None:
         if way == "sealed":
             items[0] |= {"content": None}
         items = items[1:] if way == "unthought" else items
+        if way == "named":
+            items = [{"type": "item_reference", "id": item["id"]} for item in items]
         if way == "kept":
             create(served, **asked, previous_response_id=first.id, input=[result])
         else:
@@ -183,18 +223,40 @@ def test_kept_responses_can_be_asked_for_and_deleted() -> None:
             client.retrieve(unkept.id)
 
 
+def test_items_may_be_named_instead_of_sent() -> None:
+    with scripted("Yes.") as (served, engine):
+        first = create(served, input=[{"role": "user", "content": "Hi"}])
+        asked, = served.client.responses.input_items.list(first.id).data
+        named: list[Any] = [{"id": asked.id}, {"type": "item_reference", "id": first.output[0].id}]
+        second = create(served, input=[*named, {"role": "user", "content": "And?"}])
+        items = served.client.responses.input_items.list(second.id, order="asc").data
+        assert [item.content[0].text for item in items] == ["Hi", "Yes.", "And?"]  # type: ignore[union-attr]
+        create(served, previous_response_id=first.id, input="And?")
+        for gone in (named[1:] * 2, [{"id": create(served, store=False).output[0].id}]):
+            with pytest.raises(openai.BadRequestError, match=r"is there already|is not kept: send it whole"):
+                create(served, input=gone)
+        served.client.responses.delete(first.id)
+        with pytest.raises(openai.BadRequestError, match="is not kept: send it whole"):
+            create(served, input=named)
+    _, by_name, by_response, *_ = (request.prompt for request in engine.seen)
+    assert by_name == by_response
+
+
 def test_a_response_is_of_the_owner_of_its_key_alone() -> None:
     keys = {"first": "ann", "second": "ann", "third": "bob"}
     engine = Scripted("Hello.")
     with serving(engine.model(), api_keys=keys) as served:
         clients = {key: openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) for key in keys}
-        id = clients["first"].responses.create(model="tiny", input="Hi").id
+        made = clients["first"].responses.create(model="tiny", input="Hi")
+        id = made.id
         other = clients["third"].responses
         for asked in (other.retrieve, other.input_items.list, other.cancel, other.delete):
             with pytest.raises(openai.NotFoundError):
                 asked(id)
         with pytest.raises(openai.BadRequestError, match="is not kept"):
             other.create(model="tiny", input="Go on", previous_response_id=id)
+        with pytest.raises(openai.BadRequestError, match="is not kept"):
+            other.create(model="tiny", input=[{"type": "item_reference", "id": made.output[0].id}])
         same = clients["second"].responses
         assert same.retrieve(id).id == id and same.input_items.list(id).data
         assert same.create(model="tiny", input="Go on", previous_response_id=id).previous_response_id == id
@@ -255,14 +317,15 @@ def test_what_has_no_effect_is_named() -> None:
     with scripted("x") as (served, engine):
         response = served.post(PATH, input="Hi", tools=[{"type": "web_search"}, *TOOLS], truncation="auto",
                                reasoning={"summary": "auto", "effort": "low"}, text={"verbosity": "low"},
-                               include=["file_search_call.results"], client_metadata={}, max_tool_calls=3)
+                               include=["file_search_call.results"], client_metadata={}, max_tool_calls=3,
+                               image={"context_compression": "auto"})
         served.post(PATH, input="Hi", tools=TOOLS, tool_choice={
             "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]})
         served.post(PATH, input="Hi", tool_choice="none", tools=TOOLS)
         served.post(PATH, input="Hi")
     named = set(response.headers[IGNORED_HEADER].split(", "))
     assert named == {"tools.web_search", "truncation", "reasoning.summary", "text.verbosity", "client_metadata",
-                     "include.file_search_call.results", "max_tool_calls"}
+                     "include.file_search_call.results", "max_tool_calls", "image"}
     with_tools, same, none, without = (request.prompt for request in engine.seen)
     assert with_tools == same != none == without
 
@@ -299,7 +362,8 @@ def user(content: Any) -> dict[str, Any]:
     (user([IMAGE]), "input[0].content[0]"), (user([{"type": "input_text"}]), "input[0].content[0].text"),
     (user([5]), "input[0].content[0].type"), ({"input": "\ud800"}, "input[0].content"),
     ({"input": "a " * 9000}, "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": [{"type": 5}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"), ({"input": [{"type": 5}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id"), ({"input": [{"id": 5}]}, "input[0].id"),
     ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),
     ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
     ({"input": [{"type": "reasoning", "encrypted_content": "deltic:?"}]}, "input[0].encrypted_content"),
@@ -438,3 +502,5 @@ def test_responses_survive_a_restart(tmp_path: Path) -> None:
             else:
                 ids.append(create(served, max_output_tokens=8, **more).id)
                 assert len(served.client.responses.input_items.list(ids[0]).data) == 1
+                item = served.client.responses.retrieve(ids[0]).output[0].id or ""
+                create(served, input=[{"role": "user", "content": "Hi"}, {"id": item}], max_output_tokens=1)

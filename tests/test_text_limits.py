@@ -57,7 +57,8 @@ def counted(**options: Any) -> tuple[ChatProcessor, Counted]:
 @pytest.mark.parametrize("chat", [True, False])
 def test_no_more_is_encoded_than_it_takes_to_refuse(text: str, chat: bool) -> None:
     processor, backend = counted(longest=LONGEST)
-    with pytest.raises(LongPromptError, match=r"more than 999 tokens and the context holds 1000, .* raise `") as found:
+    why = r"more than 999 tokens and the maximum context length is 1000 tokens, .* raise `"
+    with pytest.raises(LongPromptError, match=why) as found:
         processor.chat([{"role": "user", "content": text}]) if chat else processor.complete(text)
     assert found.value.field == ("messages" if chat else "prompt")
     assert backend.characters < len(text) / 10
@@ -67,7 +68,7 @@ def test_a_long_conversation_of_short_messages_is_refused_too() -> None:
     processor, backend = counted(longest=LONGEST)
     messages = [{"role": role, "content": "hi there " * 40} for _ in range(500) for role in ("user", "assistant")]
     for mode in ("template", "preserve"):
-        with pytest.raises(LongPromptError, match="the context holds 1000"):
+        with pytest.raises(LongPromptError, match="maximum context length is 1000 tokens"):
             processor.chat([*messages, messages[0]], history=mode)
     assert backend.characters < 400_000
 
@@ -85,7 +86,7 @@ def test_the_longest_prompt_is_taken() -> None:
             if fits:
                 assert ask(processor).request.prompt == ask(free).request.prompt
                 continue
-            named = "context holds" if options["longest"] == size else r"\(max_prompt_tokens\)"
+            named = "maximum context length is" if options["longest"] == size else r"\(max_prompt_tokens\)"
             with pytest.raises(LongPromptError, match=f"has {size} tokens .*{named}"):
                 ask(processor)
 

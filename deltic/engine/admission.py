@@ -6,7 +6,7 @@ from array import array
 
 import torch
 
-from deltic.errors import RequestError
+from deltic.errors import LongPromptError, RequestError, context_bound, too_long
 from deltic.types import Embed, Prompt, Request
 
 
@@ -16,8 +16,7 @@ def keys_of(request: Request, vocabulary: int, max_context: int, pictures: bool)
     if not request.prompt:
         raise RequestError("the prompt is empty: give at least one token", "prompt")
     if len(request.prompt) >= max_context:
-        raise RequestError(f"the prompt has {len(request.prompt)} tokens and the context holds {max_context}, "
-                           "answer included: shorten it, or raise `max_context`", "prompt")
+        raise LongPromptError(too_long(len(request.prompt), context_bound(max_context)), "prompt")
     ids = _array(request.ids)
     if ids is None or not all(0 <= int(bound) < vocabulary for bound in torch.frombuffer(ids, dtype=torch.int64
                                                                                       ).aminmax()):

@@ -30,6 +30,7 @@ from deltic.server.body import Intake
 from deltic.server.bridge import STUCK_AFTER, Bridge, Room
 from deltic.server.embeddings import routes as embeddings
 from deltic.server.embeddings.service import EmbeddingService, Services
+from deltic.server.fields import IGNORED_HEADER
 from deltic.server.gate import Gate, refusal
 from deltic.server.http import Check, Endpoint, Problem, answering, json_response, problem_of
 from deltic.server.keys import Keys
@@ -39,7 +40,7 @@ from deltic.server.model_registry import ModelRegistry, ModelSet, ModelSource, o
 from deltic.server.models import routes as model_routes
 from deltic.server.openai import routes as openai
 from deltic.server.openai.shapes import error_response
-from deltic.server.records import Recorder, Records
+from deltic.server.records import ID_HEADERS, Recorder, Records
 from deltic.server.request_log import RequestLog
 from deltic.server.responses import routes as responses
 from deltic.server.responses.store import ResponseStore
@@ -120,7 +121,8 @@ def create_app(llm: LLM | ModelSet, **options: Unpack[AppOptions]) -> Starlette:
 def application(routes: Sequence[Route], records: Records, cors_origins: Sequence[str], allowed_hosts: Sequence[str],
                 lifespan: Callable[[Starlette], Any]) -> Starlette:
     """What every server has around its routes."""
-    cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
+    cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"],
+                      expose_headers=[*ID_HEADERS, "retry-after", IGNORED_HEADER])
     middleware = [Middleware(Recorder, records), Middleware(Gate, allowed_hosts), *([cors] if cors_origins else [])]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _on_error},
                     middleware=middleware)

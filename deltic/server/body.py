@@ -110,6 +110,7 @@ class Intake:
         """
         record = record_of(request)
         async with self._received(request) as raw:
+            _check_encoding(request)
             body = await self._done(len(raw), partial(parse, raw, schema, self._limits, self._lenient))
             chosen = await choose(body)
             try:
@@ -231,6 +232,13 @@ def _beginnings(field: str) -> Iterator[str]:
     for at in range(len(field) - 1, 0, -1):
         if field[at] in ".[":
             yield field[:at]
+
+
+def _check_encoding(request: Request) -> None:
+    """A body that is compressed would look like damaged text."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise ProblemError(Problem(415, f"the body has the Content-Encoding {show(encoding)}: send it as it is"))
 
 
 def _named(ignored: Sequence[str]) -> tuple[str, ...]:

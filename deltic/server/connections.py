@@ -66,11 +66,14 @@ class _Counted:
         return getattr(self._transport, name)
 
 
-def _late(path: str) -> bytes:
-    """Tells a client that its request took too long to come, in the form of the clients that use this path."""
-    problem = Problem(408, "the request did not arrive in time: send all of it at once")
+_LATE = "408 Request Timeout", Problem(408, "the request did not arrive in time: send all of it at once")
+_NO_HTTP = "400 Bad Request", Problem(400, "what was sent is no valid HTTP")
+
+
+def _told(status: str, problem: Problem, path: str) -> bytes:
+    """Tells a client what is wrong, in the form of the clients that use this path."""
     fields = anthropic.error_fields(problem) if path.startswith(anthropic.PATH) else openai.error_fields(problem)
-    return _response("408 Request Timeout", dump(fields).decode())
+    return _response(status, dump(fields).decode())
 
 
 class Connection(H11Protocol):
@@ -126,8 +129,15 @@ class Connection(H11Protocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
+        """What has come cannot be read, whether a request is under way or has been answered before all of it came."""
         self._door.refused(400, self)
-        super().send_400_response(msg)
+        under_way = self.cycle is not None and not self.cycle.response_complete
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_told(*_NO_HTTP, self.scope["path"] if under_way else ""))
+        if under_way:  # who answers it must not write behind that
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
         """uvicorn's own timer: it does not see the beginning of a next request. The door watches instead."""
@@ -157,7 +167,7 @@ class Connection(H11Protocol):
             return
         if self._begun and not (self.cycle and self.cycle.response_started and self._receives):
             self._door.refused(408, self)
-            self.transport.write(_late(self.scope["path"] if self._receives else ""))
+            self.transport.write(_told(*_LATE, self.scope["path"] if self._receives else ""))
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

@@ -153,15 +153,19 @@ class ModelRegistry:
         name = self._named(model).source.name
         return next(entry for entry in self.entries() if entry.name == name)
 
-    async def read(self, request: Request, schema: type[Body],
-                   prepare: Callable[[ServedModel, Body], Prepared]) -> tuple[ServedModel, Body, Prepared]:
+    async def read(self, request: Request, schema: type[Body], prepare: Callable[[ServedModel, Body], Prepared],
+                   answers: bool = True) -> tuple[ServedModel, Body, Prepared]:
         """The body, the model that it asks for, and what `prepare` makes of both, in a thread. BusyError at once if no
-        answer may wait any more; otherwise as `Intake.read`. The model is there until the request is over."""
+        answer may wait any more; otherwise as `Intake.read`. The model is there until the request is over.
+
+        answers: whether there will be some; who counts tokens takes nobody's place, and waits for none.
+        """
         record = record_of(request)
-        self._records.take(record, 1)
-        if len(self._entries) == 1:
-            for served in self.loaded:
-                served.bridge.check_room()
+        if answers:
+            self._records.take(record, 1)
+            if len(self._entries) == 1:
+                for served in self.loaded:
+                    served.bridge.check_room()
         return await self._intake.read(request, schema, partial(self._chosen, record), prepare, self._fetched)
 
     @asynccontextmanager
@@ -178,7 +182,7 @@ class ModelRegistry:
         entry.users += 1
         record.release = partial(self._release, entry)
         served = entry.served or await self._load(entry)
-        if len(self._entries) > 1:
+        if record.answers and len(self._entries) > 1:
             served.bridge.check_room()
         return served
 

@@ -24,9 +24,9 @@ Json = dict[str, Any]
 
 BODIES: Final[Mapping[str, type[Fields]]] = {
     "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest, "/v1/embeddings": EmbeddingsRequest,
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
+    "/v1/responses/input_tokens": ResponsesRequest, "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
+    "/v1/embeddings": EmbeddingsRequest, **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
     **dict.fromkeys(("/v1/score", "/score"), ScoreRequest)}
 """What a POST to a path has as its body."""
 _OPEN: Final = frozenset(("/", "/health", "/ready"))

@@ -45,16 +45,17 @@ CHAT: Mapping[str, Known] = {
 
 _TEXT = Known.of("type text refusal image_url")
 RESPONSES: Mapping[str, Known] = {
-    "input": Known.of("type id role status name arguments call_id input summary encrypted_content", content=_TEXT,
-                      output=_TEXT),
+    "input": Known.of("type id role status name namespace arguments call_id input summary encrypted_content",
+                      content=_TEXT, output=_TEXT),
     "reasoning": Known.of("effort summary generate_summary"), "text": Known.of("format verbosity"),
     "stream_options": Known.of("include_obfuscation"),
     "tools": replace(Known.of("type name description parameters strict"), kinds=("function", "custom"))}
 
-_SOURCE = Known.of("type media_type data url")
-_RESULT = Known.of("type text cache_control", source=_SOURCE)
-_BLOCK = Known.of("type text id name input tool_use_id is_error thinking signature data cache_control", source=_SOURCE,
-                  content=_RESULT)
+_PIECE = Known.of("type text cache_control")
+_SOURCE = Known.of("type media_type data url", content=_PIECE)
+_RESULT = Known.of("type text title context cache_control", source=_SOURCE, content=_PIECE)
+_BLOCK = Known.of("type text id name input tool_use_id is_error thinking signature data title context cache_control",
+                  source=_SOURCE, content=_RESULT)
 ANTHROPIC: Mapping[str, Known] = {
     "messages": Known.of("role", content=_BLOCK), "system": _BLOCK,
     "tools": Known.of("type name description input_schema strict cache_control"),

@@ -20,8 +20,7 @@ from deltic.errors import QuotaError, RequestError
 if TYPE_CHECKING:
     from deltic.server.collect import Run
 
-ID_HEADER = "x-request-id"
-_ID_HEADERS = (ID_HEADER.encode(), b"request-id")
+ID_HEADERS = ("x-request-id", "request-id")
 """As OpenAI's clients look for it, and as Anthropic's do."""
 
 _IDS = re.compile(r"[!-~]{1,128}")
@@ -97,7 +96,7 @@ class Records:
     def begin(self, scope: Scope) -> RequestRecord:
         """A request has come."""
         headers, sender = dict(reversed(scope["headers"])), scope.get("client")
-        given = headers.get(ID_HEADER.encode(), b"").decode("latin-1")
+        given = headers.get(ID_HEADERS[0].encode(), b"").decode("latin-1")
         record = RequestRecord(given if _IDS.fullmatch(given) else "req_" + uuid.uuid4().hex,
                                sender[0] if sender else "", scope["method"], scope["path"][:_LONGEST_PATH])
         scope.setdefault("state", {})["record"] = record
@@ -150,7 +149,7 @@ class Recorder:
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                named = ((name, record.id.encode()) for name in _ID_HEADERS)
+                named = ((name.encode(), record.id.encode()) for name in ID_HEADERS)
                 message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
         try:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from deltic.config import Limits
 from deltic.config.vision import Vision
-from deltic.errors import ConfigError, RequestError, TemplateError, show
+from deltic.errors import ConfigError, RequestError, TemplateError, context_bound, show
 from deltic.text.billing import without_billing_headers
 from deltic.text.call_grammar import FREE, AnswerForm, Calls, call_parts
 from deltic.text.chat import Conversation, load_template, opening, spell, unfinished
@@ -284,7 +284,7 @@ def prompt_bound(longest: int | None, limits: Limits) -> Bound:
         return Bound(limit, f"and may have at most {limit} (max_prompt_tokens): shorten it")
     if longest is None:
         return UNBOUNDED
-    return Bound(longest - 1, f"and the context holds {longest}, answer included: shorten it, or raise `max_context`")
+    return Bound(longest - 1, context_bound(longest))
 
 
 def _check(mode: object, budget: object, error: type[ConfigError] | type[RequestError]) -> None:

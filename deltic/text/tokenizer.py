@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
-from deltic.errors import BusyError, LongPromptError, ModelError, is_panic, show, valid_text
+from deltic.errors import BusyError, LongPromptError, ModelError, is_panic, show, too_long, valid_text
 from deltic.text.files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
 # The cores belong to the engine; and without a word about it the backend warns whoever forks.
@@ -59,7 +59,7 @@ class Bound:
         """LongPromptError if so many are too many. more: there are more than that, but nobody has counted them."""
         if self.spent + tokens > self.tokens:
             counted = f"more than {self.tokens}" if more else f"{self.spent + tokens}"
-            raise LongPromptError(f"the prompt has {counted} tokens {self.reason}", self.field)
+            raise LongPromptError(too_long(counted, self.reason), self.field)
 
     def after(self, spent: int) -> Bound:
         """The same for what comes after so many tokens."""

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from deltic.server.anthropic.schema import CountRequest, MessagesRequest, Names
 from deltic.server.anthropic.shapes import (
     PING,
+    UNSTOPPED,
     Blocks,
     blocks,
     error_event,
@@ -47,16 +48,17 @@ class _Endpoints:
         run = await served.start(request, [job], "messages", not body.stream)
         run.names = names
         if body.stream:
-            started = Usage(len(job.request.ids), 0, 0)
-            events = _stream(run, message(served.name, started), Blocks(body.shows_thinking))
+            started = message(served.name, Usage(len(job.request.ids), 0, 0), (), UNSTOPPED)
+            events = _stream(run, started, Blocks(body.shows_thinking), served.llm.engine.max_context)
             return EventStream(events, error_event, run.close, PING)
         done, = await served.wholes(request, run)
         assert done.done
         content = blocks(done.done.said, body.shows_thinking)
-        return await written(message(served.name, run.usage, content, done.done), run.size)
+        stopped = stop_fields(done.done, served.llm.engine.max_context)
+        return await written(message(served.name, run.usage, content, stopped), run.size)
 
     async def count(self, request: Request) -> Response:
-        _, _, (job, _) = await self.models.read(request, CountRequest, _job)
+        _, _, (job, _) = await self.models.read(request, CountRequest, _job, answers=False)
         return json_response({"input_tokens": len(job.request.ids)})
 
 
@@ -68,7 +70,7 @@ def _job(served: ServedModel, body: CountRequest) -> tuple[Job, Names]:
     return job, names
 
 
-async def _stream(run: Run, first: dict[str, Any], content: Blocks) -> AsyncIterator[bytes]:
+async def _stream(run: Run, first: dict[str, Any], content: Blocks, context: int) -> AsyncIterator[bytes]:
     def named(*events: dict[str, Any]) -> bytes:
         return b"".join(event(data, data["type"]) for data in events)
 
@@ -79,5 +81,6 @@ async def _stream(run: Run, first: dict[str, Any], content: Blocks) -> AsyncIter
             choice = piece.done
             if events := [*content.events(piece.deltas)]:
                 yield named(*events)
-    yield named(*content.close(), {"type": "message_delta", "delta": stop_fields(choice),
+    assert choice
+    yield named(*content.close(), {"type": "message_delta", "delta": stop_fields(choice, context),
                                    "usage": usage_fields(run.usage)}, {"type": "message_stop"})

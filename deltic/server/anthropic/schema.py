@@ -17,6 +17,8 @@ NO_THREADS = "thread_unsupported_request"
 _KINDS = ("enabled", "adaptive", "between_tools", "disabled")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SEPARATOR = "\n\n"
+_HEADS = {"document": ("title", "context"), "search_result": ("title", "source")}
+"""Fields that say what a text is, and stand before it."""
 
 Message = dict[str, Any]
 Names = dict[str, str]
@@ -103,8 +105,8 @@ class MessagesRequest(CountRequest):
         if self.thread is not None:
             raise ProblemError(Problem(400, "thread is not supported: nothing is kept between requests, send all "
                                        "messages", "thread", NO_THREADS))
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, not {show(self.max_tokens)}", "max_tokens")
+        if self.max_tokens < 0:  # 0 reads the prompt ahead of who will ask
+            raise RequestError(f"max_tokens must be at least 0, not {show(self.max_tokens)}", "max_tokens")
         return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "history",
                                                        "speculate", "ignore_eos", "seed")} | {
             "stop": self.stop_sequences}
@@ -262,13 +264,33 @@ def _blocks(content: Any, path: str) -> list[Any]:
 
 
 def _text(block: Mapping[str, Any], path: str) -> str:
-    """What a block says: a text, or a document that is one."""
-    kind, text, field = block["type"], block.get("text"), "text"
-    source = block.get("source")
-    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        kind, text, field = "text", source.get("data"), "source.data"
-    if kind != "text":
-        raise RequestError(f"{path} is of type {show(kind)}, but this server reads text only", f"{path}.type")
-    if not isinstance(text, str):
-        raise RequestError(f"{path}.{field} must be text, not {show(text)}", f"{path}.{field}")
-    return text
+    """What a block says: a text, or with its heads a document or a search result that is one."""
+    kind, source = block["type"], block.get("source")
+    form = source.get("type") if kind == "document" and isinstance(source, dict) else None
+    if form == "text":
+        said = _is_text(source.get("data"), f"{path}.source.data")  # type: ignore[union-attr]
+    elif form == "content":
+        said = _said(source.get("content"), f"{path}.source.content")  # type: ignore[union-attr]
+    elif kind == "search_result":
+        said = _said(block.get("content"), f"{path}.content")
+    else:
+        return _plain(block, path)
+    heads = (_is_text(block[name], f"{path}.{name}") for name in _HEADS[kind] if block.get(name) is not None)
+    return "\n".join((*heads, said))
+
+
+def _said(content: Any, path: str) -> str:
+    """A text, or blocks that are texts."""
+    return _SEPARATOR.join(_plain(block, f"{path}[{index}]") for index, block in enumerate(_blocks(content, path)))
+
+
+def _plain(block: Mapping[str, Any], path: str) -> str:
+    if block["type"] != "text":
+        raise RequestError(f"{path} is of type {show(block['type'])}, but this server reads text only", f"{path}.type")
+    return _is_text(block.get("text"), f"{path}.text")
+
+
+def _is_text(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{path} must be text, not {show(value)}", path)
+    return value

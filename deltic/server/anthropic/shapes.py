@@ -57,19 +57,24 @@ def error_fields(problem: Problem, status: int | None = None) -> Json:
 def usage_fields(usage: Usage) -> Json:
     """The `usage` of an answer. What is kept for later costs nothing and is not counted."""
     return {"input_tokens": usage.prompt_tokens - usage.cached_tokens, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens}
+            "cache_read_input_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}
 
 
-def message(model: str, usage: Usage, content: Iterable[Json] = (), choice: Choice | None = None) -> Json:
-    """A message, or the empty one that a stream begins with."""
+def message(model: str, usage: Usage, content: Iterable[Json], stopped: Json) -> Json:
+    """A message, or the empty one that a stream begins with. stopped: its stop fields."""
     return {"id": "msg_" + uuid.uuid4().hex, "type": "message", "role": "assistant", "model": model,
-            "content": content, **stop_fields(choice), "usage": usage_fields(usage)}
+            "content": content, **stopped, "usage": usage_fields(usage)}
 
 
-def stop_fields(choice: Choice | None) -> Json:
-    """Why an answer ended."""
-    if choice is None:
-        return {"stop_reason": None, "stop_sequence": None}
+UNSTOPPED: Json = {"stop_reason": None, "stop_sequence": None}
+"""The stop fields of a message that goes on."""
+
+
+def stop_fields(choice: Choice, context: int) -> Json:
+    """Why an answer ended. context: tokens that the prompt and the answer may have together."""
+    if choice.finish == "length" and choice.usage.prompt_tokens + choice.usage.completion_tokens >= context:
+        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     if choice.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
     called = choice.calls and choice.finish == "stop"

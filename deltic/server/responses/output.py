@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from deltic.server.responses.schema import new_id, seal
+from deltic.server.responses.schema import OwnTool, new_id, seal
 from deltic.text.deltas import Delta
 from deltic.types import Usage
 
@@ -22,12 +22,12 @@ def usage_fields(usage: Usage) -> Json:
 
 
 class Output:
-    """The items while they come; a whole answer goes the same way. custom: tools that take a text. seals: reasoning is
-    wanted in a form that can be sent back."""
+    """The items while they come; a whole answer goes the same way. response: its id. tools: the client's, by what
+    the model calls them. seals: reasoning is wanted in a form that can be sent back."""
 
-    def __init__(self, custom: frozenset[str], seals: bool) -> None:
+    def __init__(self, response: str, tools: Mapping[str, OwnTool], seals: bool) -> None:
         self.items: list[Json] = []
-        self._custom, self._seals = custom, seals
+        self._response, self._tools, self._seals = response, tools, seals
         self._open: tuple[str, int | None] | None = None
         self._texts: list[str] = []
 
@@ -76,14 +76,17 @@ class Output:
 
     def _begin(self, delta: Delta) -> Iterator[Json]:
         if delta.call:
-            name = delta.call.name or ""
-            kind, field = ("custom_tool_call", "input") if name in self._custom else ("function_call", "arguments")
-            more: Json = {"call_id": delta.call.id, "name": name, field: ""}
+            called = delta.call.name or ""
+            tool = self._tools.get(called)
+            kind, field = ("custom_tool_call", "input") if tool and tool.custom else ("function_call", "arguments")
+            more: Json = {"call_id": delta.call.id, "name": tool.name if tool else called, field: ""}
+            if tool and tool.namespace:
+                more["namespace"] = tool.namespace
         elif delta.kind == "reasoning":
             kind, more = "reasoning", {"summary": [], "content": []}
         else:
             kind, more = "message", {"role": "assistant", "content": []}
-        item = {"id": new_id(kind), "type": kind, "status": "in_progress", **more}
+        item = {"id": new_id(kind, self._response), "type": kind, "status": "in_progress", **more}
         self.items.append(item)
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
         if not delta.call:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +36,7 @@ from deltic.server.openai.jobs import chat_job
 from deltic.server.openai.shapes import error_fields, error_response
 from deltic.server.records import record_of
 from deltic.server.responses.output import Json, Output, usage_fields
-from deltic.server.responses.schema import Names, ResponsesRequest
+from deltic.server.responses.schema import Names, ResponsesRequest, new_response
 from deltic.server.responses.store import Record, ResponseStore
 from deltic.server.served_model import ServedModel
 from deltic.text.answers import Choice
@@ -50,7 +49,8 @@ _REASONS = {"length": "max_output_tokens"}
 def routes(models: ModelRegistry, store: ResponseStore, check: Check) -> list[Route]:
     """The paths under /v1/responses."""
     endpoints, path = _Endpoints(models, store), "/v1/responses"
-    found = (("", endpoints.create, "POST"), ("/{id}", endpoints.get, "GET"), ("/{id}", endpoints.delete, "DELETE"),
+    found = (("", endpoints.create, "POST"), ("/input_tokens", endpoints.count, "POST"),
+             ("/{id}", endpoints.get, "GET"), ("/{id}", endpoints.delete, "DELETE"),
              ("/{id}/cancel", endpoints.cancel, "POST"), ("/{id}/input_items", endpoints.input_items, "GET"))
     return [Route(path + rest, answering(endpoint, check, error_response), methods=[method])
             for rest, endpoint, method in found]
@@ -120,6 +120,11 @@ class _Endpoints:
         assert done.done
         return _json(await self._finished(making, done.done))
 
+    async def count(self, request: Request) -> Response:
+        prepared = partial(self._prepared, record_of(request).key)
+        _, _, (job, _, _) = await self.models.read(request, ResponsesRequest, prepared, answers=False)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(job.request.ids)})
+
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":
             raise RequestError("stream is not supported here: responses are streamed when they are made", "stream")
@@ -163,7 +168,8 @@ class _Endpoints:
 
     def _prepared(self, owner: str | None, served: ServedModel, body: ResponsesRequest
                   ) -> tuple[Job, Names, _Making]:
-        items, most = body.items(), served.limits.max_messages
+        id, most = new_response(), served.limits.max_messages
+        items = body.items(id, self.store.finder(owner))
         before = self.store.items(body.previous_response_id, most, owner)
         if before is None:
             raise ProblemError(Problem(400, f"the response {show(body.previous_response_id)} is not kept: send its "
@@ -172,12 +178,14 @@ class _Endpoints:
         if len(chat.messages) > most:
             raise RequestError(f"the conversation has {len(chat.messages)} messages, and may have at most {most} "
                                "(max_messages)", "input")
+        if len(chat.tools or ()) > served.limits.max_tools:  # those of namespaces were not counted
+            raise RequestError(f"there are {len(chat.tools or ())} tools, and may be at most {served.limits.max_tools} "
+                               "(max_tools)", "tools")
         with renamed(names):
             job = chat_job(served, chat)
         body.ignored.extend(names.get(name, name) for name in chat.ignored)
-        id = "resp_" + uuid.uuid4().hex
         head = {"id": id, "object": "response", "created_at": int(time.time()), "model": served.name}
-        output = Output(body.custom_tools(), body.seals)
+        output = Output(id, body.own_tools(), body.seals)
         return job, names, _Making(id, owner, output, dump(head | body.echo()), dump(items), body.store is not False)
 
     async def _stream(self, making: _Making, run: Run) -> AsyncIterator[bytes]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from deltic.errors import RequestError, show, valid_text
@@ -18,9 +20,12 @@ _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 _HOSTED = frozenset((
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search", "mcp",
     "code_interpreter", "image_generation", "local_shell", "shell", "computer", "computer_use_preview", "apply_patch",
-    "tool_search", "namespace"))
+    "tool_search", "programmatic_tool_calling"))
 _SEALED = "deltic:"  # begins what we give out as encrypted content
 _ENCRYPTED = "reasoning.encrypted_content"
+_RESPONSE = "resp_"
+_OWN_DIGITS = 16
+_ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{32}})[0-9a-f]{{{_OWN_DIGITS}}}")
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
 
 Json = dict[str, Any]
@@ -30,6 +35,23 @@ _NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format", "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity"}
 """Our names of the fields of a chat request."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTool:
+    """A tool of the client's. namespace: the group of tools that it is one of. custom: it takes a text. place: where it
+    stands in the request."""
+
+    name: str
+    namespace: str | None
+    custom: bool
+    place: str
+    given: Mapping[str, Any]
+
+    @property
+    def shown(self) -> str:
+        """What the model calls it."""
+        return _shown(self.name, self.namespace)
 
 
 class ResponsesRequest(Fields):
@@ -59,6 +81,7 @@ class ResponsesRequest(Fields):
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None
+    image: Any = None
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -79,12 +102,27 @@ class ResponsesRequest(Fields):
         """Whether reasoning is wanted in a form that can be sent back by who keeps nothing."""
         return _ENCRYPTED in (self.include or ())
 
-    def items(self) -> list[Json]:
-        """What is asked, as items that have ids."""
+    def items(self, response: str, find: Callable[[str], Json | None]) -> list[Json]:
+        """What is asked, as items that have ids. response: the id of what answers it. find: the item of this id, of a
+        response that is kept."""
         given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         if not isinstance(given, list) or not given:
             raise RequestError("input must be text or a list with at least one item", "input")
-        return [_identified(item, f"input[{index}]") for index, item in enumerate(given)]
+        items: list[Json] = []
+        named = set[str]()
+        for index, item in enumerate(given):
+            path = f"input[{index}]"
+            if not _is_reference(item):
+                items.append(_identified(item, path, response))
+                continue
+            id = valid_text(item.get("id"), f"{path}.id")
+            found = None if id in named else find(id)  # a short request must not become a long conversation
+            if found is None:
+                why = "is there already" if id in named else "is not kept: send it whole"
+                raise RequestError(f"{path} names the item {show(id)}, which {why}", f"{path}.id")
+            named.add(id)
+            items.append(found)
+        return items
 
     def chat(self, before: Sequence[Json], items: Sequence[Json]) -> tuple[ChatRequest, Names]:
         """The same as a chat request, after the items of former responses, and how what it names is called here.
@@ -102,9 +140,10 @@ class ResponsesRequest(Fields):
                            max_tokens=self.max_output_tokens, **self._format(), **self._effort(),
                            **{name: getattr(self, name) for name in same}), names
 
-    def custom_tools(self) -> frozenset[str]:
-        """Names of tools that take a text."""
-        return frozenset(tool["name"] for tool in self.tools or () if tool["type"] == "custom")
+    def own_tools(self) -> dict[str, OwnTool]:
+        """The client's tools, by what the model calls them. RequestError for what is no tool."""
+        return {own.shown: own for index, tool in enumerate(self.tools or ())
+                for own in _own_tools(tool, f"tools[{index}]")}
 
     def echo(self) -> Json:
         """What a response repeats of its request."""
@@ -130,33 +169,26 @@ class ResponsesRequest(Fields):
             if name == "message.output_text.logprobs":
                 raise RequestError(f"include cannot have {name}: use chat completions", "include")
         others = [f"include.{name}" for name in self.include or () if name != _ENCRYPTED]
-        self.ignored.extend([*others, *(["truncation"] if self.truncation == "auto" else []),
-                             *(["max_tool_calls"] if self.max_tool_calls is not None else [])])
+        others += [name for name in ("image", "max_tool_calls") if getattr(self, name) is not None]
+        self.ignored.extend([*others, *(["truncation"] if self.truncation == "auto" else [])])
 
     def _tools(self, names: Names) -> tuple[list[Json] | None, Any]:
-        known: dict[str, Json] = {}
-        places: dict[str, int] = {}
-        for index, tool in enumerate(self.tools or ()):
-            kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
-            if isinstance(kind, str) and kind in _HOSTED:
-                self.ignored.append(f"tools.{kind}")
-            elif kind not in ("function", "custom") or not isinstance(name, str):
-                raise RequestError(f'tools[{index}] must be of the form {{"type": "function", "name": ...}}',
-                                   f"tools[{index}]")
-            else:
-                known[name], places[name] = _function(tool), index
-        choice = self.tool_choice
+        known, choice = self.own_tools(), self.tool_choice
+        self.ignored.extend(f"tools.{tool['type']}" for tool in self.tools or () if tool["type"] in _HOSTED)
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             given = choice.get("tools")
             if not isinstance(given, list):
                 raise RequestError(f"tool_choice.tools must be a list of tools, not {show(given)}", "tool_choice.tools")
             allowed = [tool.get("name") for tool in given if isinstance(tool, dict)]
-            known, choice = {name: tool for name, tool in known.items() if name in allowed}, choice.get("mode")
+            known = {shown: own for shown, own in known.items() if own.name in allowed or own.namespace in allowed}
+            choice = choice.get("mode")
         elif isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
-        for place, name in enumerate(known):
-            names[f"tools[{place}].function"] = f"tools[{places[name]}]"
-        return [*known.values()] or None, choice
+            name = choice.get("name")
+            meant = next((own.shown for own in known.values() if own.name == name), name)
+            choice = {"type": "function", "function": {"name": meant}}
+        for place, own in enumerate(known.values()):
+            names[f"tools[{place}].function"] = own.place
+        return [_function(own) for own in known.values()] or None, choice
 
     def _format(self) -> Json:
         text = self.text or {}
@@ -184,25 +216,60 @@ def seal(thoughts: str) -> str:
     return _SEALED + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
 
 
-def new_id(kind: str) -> str:
-    """The id of an item."""
-    return _PREFIXES.get(kind, "item_") + uuid.uuid4().hex
+def new_response() -> str:
+    """The id of a response."""
+    return _RESPONSE + uuid.uuid4().hex
 
 
-def _function(tool: Mapping[str, Any]) -> Json:
+def new_id(kind: str, response: str) -> str:
+    """The id of an item. It says to which response the item belongs, so that it is found by its id alone."""
+    return _PREFIXES.get(kind, "item_") + response.removeprefix(_RESPONSE) + uuid.uuid4().hex[:_OWN_DIGITS]
+
+
+def response_of(item: str) -> str | None:
+    """The response to which an item with this id belongs, if the id is one of ours."""
+    found = _ITEM.fullmatch(item)
+    return _RESPONSE + found[1] if found else None
+
+
+def _own_tools(tool: Any, place: str, namespace: str | None = None) -> Iterator[OwnTool]:
+    """A tool, or those of a namespace; none of those that OpenAI runs."""
+    kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
+    if isinstance(kind, str) and kind in _HOSTED:
+        return
+    if kind == "namespace" and isinstance(name, str) and isinstance(tool.get("tools"), list) and namespace is None:
+        for index, inner in enumerate(tool["tools"]):
+            yield from _own_tools(inner, f"{place}.tools[{index}]", name)
+    elif kind in ("function", "custom") and isinstance(name, str):
+        yield OwnTool(name, namespace, kind == "custom", place, tool)
+    else:
+        raise RequestError(f'{place} must be of the form {{"type": "function", "name": ...}}', place)
+
+
+def _shown(name: str, namespace: Any) -> str:
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
+def _function(own: OwnTool) -> Json:
+    tool = own.given
     given = tool.get("parameters")
-    parameters = _CUSTOM if tool["type"] == "custom" else _NOTHING if given is None else given
-    function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters,
+    parameters = _CUSTOM if own.custom else _NOTHING if given is None else given
+    function = {"name": own.shown, "description": tool.get("description"), "parameters": parameters,
                 "strict": tool.get("strict")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _identified(item: Any, path: str) -> Json:
+def _is_reference(item: Any) -> bool:
+    """Whether an item is named instead of sent: by its id, the type may be left out."""
+    return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
+
+
+def _identified(item: Any, path: str, response: str) -> Json:
     """An item with type and id; its contents are looked at, so that the error names them."""
     if not isinstance(item, dict):
         raise RequestError(f"{path} must be an object, not {show(item)}", path)
     kind = item.get("type") or "message"
-    checked: Json = {**item, "type": kind, "id": item.get("id") or new_id(str(kind))}
+    checked: Json = {**item, "type": kind, "id": item.get("id") or new_id(str(kind), response)}
     _message(checked, path)
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
@@ -260,8 +327,9 @@ def _message(item: Mapping[str, Any], path: str) -> Json:
             arguments: Any = {"input": valid_text(item.get("input"), f"{path}.input")}
         else:
             arguments = item.get("arguments")
+        function = {"name": _shown(name, item.get("namespace")), "arguments": arguments}
         return {"role": "assistant", "content": "", "tool_calls": [
-            {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}]}
+            {"id": item.get("call_id"), "type": "function", "function": function}]}
     if kind in ("function_call_output", "custom_tool_call_output"):
         return {"role": "tool", "tool_call_id": item.get("call_id"),
                 "content": _parts(item.get("output"), f"{path}.output")}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
 from deltic.config import Limits
+from deltic.server.responses.schema import response_of
 from deltic.text.notes import NoteStore
 
 _MOST_WAITING = 64 << 20  # bytes for a slow disk; beyond that they are not written
@@ -75,6 +77,22 @@ class ResponseStore:
             count += len(record["input"]) + len(record["response"]["output"])
             id = record["response"].get("previous_response_id")
         return [item for record in reversed(chain) for item in (*record["input"], *record["response"]["output"])]
+
+    def finder(self, owner: str | None = None) -> Callable[[str], Any]:
+        """Gives the item of an id, of the input or the output of a response that is kept; None if it is not there.
+        Reads each response once, however many of its items are asked for."""
+        known: dict[str, dict[str, Any]] = {}
+
+        def find(item: str) -> Any:
+            response = response_of(item)
+            if response is None:
+                return None
+            if response not in known:
+                record = self.get(response, owner)
+                items = (*record["input"], *record["response"]["output"]) if record else ()
+                known[response] = {each["id"]: each for each in items}
+            return known[response].get(item)
+        return find
 
     def close(self) -> None:
         """Wait until what was put is written."""
