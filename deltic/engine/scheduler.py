@@ -316,7 +316,7 @@ class Scheduler:
             self._forget_origin(sequence)
         if lease is None:
             diverged = self.cache.tree.diverged(known) if log.isEnabledFor(logging.DEBUG) else 0
-            # the state before the first token that has no probability yet: at the end of what is asked for none is found
+            # from the first token that has no probability yet: at the end of what is looked for nothing is found
             known = known[:len(sequence.scores) + 1] if sequence.scoring else known
             end = not (sequence.embeds or sequence.scoring)
             lease = self.cache.admit(known, room, sequence.fetch or NOTHING, end, keys)
