@@ -198,6 +198,7 @@ def test_qwen3_mixtures_of_experts(name):
         assert config.experts == ExpertsConfig(6, 2, 12, 0, normalised=False)
     mixture = {**EXPERTS, "model_type": name, "architectures": ...}
     assert ModelConfig.from_hf(qwen3(**mixture, norm_topk_prob=True)).experts.normalised
+    assert not ModelConfig.from_hf(qwen3(**mixture, norm_topk_prob=None)).experts.normalised
     assert ModelConfig.from_hf(qwen3(**{**mixture, "num_experts": ...}, num_local_experts=6)).experts.count == 6
 
 
@@ -214,6 +215,13 @@ def test_mixtures_of_experts(name):
         assert config.parameter_count == sum(math.prod(shape) for shape in shapes.values())
         idle = 4 * 3 * 12 * 24 * config.num_hidden_layers
         assert config.active_parameter_count == config.parameter_count - idle
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+def test_what_qwen3_5s_router_does_not_look_at(said):
+    """As in transformers, where every token's shares of experts add up to 1."""
+    text = plain(**EXPERTS, model_type="qwen3_5_moe", shared_expert_intermediate_size=14, norm_topk_prob=said)
+    assert ModelConfig.from_hf(text).experts == ExpertsConfig(6, 2, 12, 14, normalised=True)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -249,6 +257,8 @@ def test_layer_types_follow_the_interval_when_absent():
     {"rope_parameters": ..., "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": None},
     {"rope_parameters": ..., "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "default"}},
     {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "partial_rotary_factor": 0.5},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "rope_scaling": ODD["rope_parameters"]},
+    {"rope_scaling": {}},
 ])
 def test_older_rope_keys_mean_the_same(rope):
     assert ModelConfig.from_hf(plain(**rope)) == ModelConfig.from_hf(plain())
@@ -285,7 +295,8 @@ def test_what_the_text_model_leaves_null_is_as_the_whole_says():
     ("attention_bias", True), ("hidden_act", "gelu"), ("quantization_config", {"quant_method": "fp8"}),
     ("rope_type", {"rope_type": "yarn", "rope_theta": 1e4}), ("rope_type", {"type": ["x"], "rope_theta": 1e4}),
     ("rope_theta", {"rope_type": "default"}), ("rope_theta", {"rope_theta": math.nan}),
-    ("rope_parameters", [1]), ("mrope_interleaved", {"rope_theta": 1e4, "mrope_interleaved": False}),
+    ("rope_parameters", [1]), ("rope_parameters that differs", {"full_attention": {"rope_theta": 1e4}}),
+    ("mrope_interleaved", {"rope_theta": 1e4, "mrope_interleaved": False}),
     ("mrope_section", {"rope_theta": 1e4, "mrope_section": [1, 2]}),
     ("mrope_section", {"rope_theta": 1e4, "mrope_section": [1, 2, -3]}),
     ("mrope_section", {"rope_theta": 1e4, "mrope_section": "abc"}),
@@ -305,7 +316,7 @@ def test_what_the_text_model_leaves_null_is_as_the_whole_says():
 ])
 def test_what_cannot_run_is_refused_by_name(key, value):
     rope_keys = ("rope_type", "rope_theta", "mrope_interleaved", "mrope_section", "partial_rotary_factor")
-    changes = {"rope_parameters" if key in rope_keys else key: value}
+    changes = {"rope_parameters" if key in rope_keys or key.startswith("rope_parameters") else key: value}
     if key == "dtype" and value == {}:
         assert ModelConfig.from_hf(plain(**changes)).dtype == "float32"
         return

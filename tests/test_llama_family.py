@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -118,6 +119,31 @@ def test_scaled_frequencies_are_those_of_transformers(scaling: dict[str, Any], s
     assert factor == 1.0 and len(set(rope.factors)) == (1 if name == "linear" else len(set(rope.factors)))
     found = frequencies(RopeSpec(rope.theta, rope.rotary_dim, (), rope.factors), torch.device("cpu"))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("newer", "older", "top"), [
+    ({"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 4.0}, {}),
+    (LLAMA3, {"type": "linear", "factor": 4.0}, {"rope_theta": 7e4}),
+    ({"rope_type": "linear", "factor": 2.0}, {"type": "default"}, {}), ({"rope_type": "linear", "factor": 2.0}, {}, {}),
+    ({"rope_type": "dynamic"}, LLAMA3, {}),
+    ({"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
+     {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}, {}),
+])
+def test_of_two_ropes_the_one_that_transformers_takes(newer: dict[str, Any], older: dict[str, Any],
+                                                      top: dict[str, Any]) -> None:
+    keys = {**llama(head_dim=16), **top, "rope_parameters": newer, "rope_scaling": older}
+    theirs = LlamaConfig(**json.loads(json.dumps(keys))).rope_parameters
+    assert ModelConfig.from_hf(keys).rope == ModelConfig.from_hf(
+        {**keys, "rope_scaling": None, "rope_parameters": theirs}).rope
+
+
+@pytest.mark.parametrize(("key", "newer", "top"), [
+    ("rope_theta", {"rope_theta": 5e5}, {}), ("rope_theta", {"rope_theta": 5e5}, {"rope_theta": 1e4}),
+    ("mrope_section", {"mrope_section": [1, 1, 0]}, {})])
+def test_two_ropes_of_which_one_would_be_lost_are_refused(key: str, newer: dict[str, Any], top: dict[str, Any]) -> None:
+    keys = llama(**top, rope_parameters=newer, rope_scaling={"type": "linear", "factor": 4.0})
+    with pytest.raises(ModelError, match=f"{key} of rope_parameters is not that of rope_scaling"):
+        ModelConfig.from_hf(keys)
 
 
 # GGUF files

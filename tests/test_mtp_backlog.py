@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import Answers, greedy, numbers, take
+from speculation_cases import headed as odd_headed
+from support import Answers, greedy, numbers, session_over, take
 
 from deltic.config import EngineConfig, ModelConfig
 from deltic.engine import mtp
@@ -81,3 +82,19 @@ def test_a_head_that_is_told_late_knows_the_same(monkeypatch: pytest.MonkeyPatch
     assert answers[0]["again", 0].last.usage.cached_tokens >= 60
     assert {key: answer.tokens for key, answer in answers[0].items()} == {
         key: answer.tokens for key, answer in answers[1].items()}
+
+
+@pytest.mark.parametrize("pieces", [(2, 1, 1), (1, 3, 1, 2, 1, 1), (5, 21, 1, 1)])
+@pytest.mark.parametrize("budget", [1, 4, 64])
+def test_a_session_drafts_the_same_however_its_tokens_came(pieces: tuple[int, ...], budget: int) -> None:
+    """It leaves each call's state in another slot."""
+    tokens = numbers(3, sum(pieces), 500)
+    cut, whole = (session_over(odd_headed(), batch=1, budget=each) for each in (budget, 64))
+    done = 0
+    for count in pieces:
+        cut.commit(tokens[done:done + count])
+        done += count
+    whole.commit(tokens)
+    assert cut.draft(7, 3) == whole.draft(7, 3)
+    rows = [head_rows(each.runtime, each._lease.pages, done) for each in (cut, whole)]
+    assert all(torch.equal(*pair) for pair in zip(*rows, strict=True))

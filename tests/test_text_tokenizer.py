@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from deltic.errors import ModelError, RequestError
@@ -189,6 +189,20 @@ def test_byte_fallback_tokens() -> None:
     tokenizer = Tokenizer(backend)
     assert tokenizer.decode([1, 2, 3, 4, 5]) == "漢 hix"
     assert tokenizer.token_bytes(1) == b"\xe6" and tokenizer.token_bytes(99) == b""
+
+
+def test_added_tokens_have_the_spaces_that_they_are_found_with() -> None:
+    """A normaliser as Llama 2 has it puts a space before the text of an added token that it may change."""
+    backend = Backend(models.BPE({"<unk>": 0, "\u2581": 1, "a": 2, "b": 3}, [], unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_tokens([AddedToken("ab", normalized=True), AddedToken("ba", normalized=False)])
+    backend.add_special_tokens([AddedToken("<s>", normalized=False)])
+    tokenizer = Tokenizer(backend)
+    for text in ("a ab a", "ab", "b ba ab", "a b", "<s> ab", "a<s>ab"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids, skip_special=False) == backend.decode(ids, skip_special_tokens=False)
+    assert tokenizer.decode(tokenizer.encode("a ab a")) == " a ab a"
 
 
 def test_other_decoders_go_by_difference() -> None:

@@ -14,7 +14,7 @@ from deltic.engine.depth import FixedDepth
 from deltic.engine.draft_model import ModelDrafter
 from deltic.engine.engine import Engine
 from deltic.engine.turns import SHORT_TURN, TURN, turn_of
-from deltic.types import Request
+from deltic.types import Request, SamplingParams
 
 LONG = 6 * TURN
 
@@ -87,6 +87,22 @@ def test_l6_turns_change_no_answer_and_read_nothing_again(more: dict[str, object
     assert {key: answer.tokens for key, answer in answers.items()} == alone
     assert engine.scheduler.turns >= 5
     assert engine.stats.prompt_tokens == sum(len(request.prompt) for request in requests)
+
+
+def test_prompts_that_are_scored_go_on_where_they_were() -> None:
+    """Each takes several turns of the only place."""
+    def asked(index: int) -> Request:
+        return Request(f"scored{index}", numbers(index, 100, 500), SamplingParams(
+            temperature=0.0, max_tokens=3, prompt_logprobs=2))
+
+    alone = [serve(runtime_of(odd_runtime()), [asked(index)])[f"scored{index}", 0].events for index in range(3)]
+    engine, answers = engine_for(batch=1, budget=1), Answers()
+    for index in range(3):
+        engine.add(asked(index))
+    drain(engine, answers, limit=400)
+    assert [[event.prompt for event in answers[f"scored{index}", 0].events] for index in range(3)] == [
+        [event.prompt for event in events] for events in alone]
+    assert engine.scheduler.turns >= 5 and engine.stats.prompt_tokens == 3 * 100
 
 
 def test_who_rests_needs_no_room_in_a_draft_model() -> None:

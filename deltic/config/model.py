@@ -51,7 +51,7 @@ class Family:
         rope_theta of 10000.
     window: a sliding_window counts unless it is null.
     experts: feed-forward layers are mixtures of experts; shared: with one that every token passes.
-    normalised: what a config means that does not say norm_topk_prob.
+    normalised: the weights of a token's experts add up to 1 whatever a config says; else where it has norm_topk_prob.
     """
 
     mixers: tuple[LayerType, ...]
@@ -365,7 +365,8 @@ def _experts(text: Mapping[str, Any], family: Family) -> ExpertsConfig:
         integer(text, key, 1, _MOST_EXPERTS), integer(text, "num_experts_per_tok", 1, _MOST_EXPERTS),
         integer(text, "moe_intermediate_size", 1, 1 << 20),
         integer(text, "shared_expert_intermediate_size", 1, 1 << 20) if family.shared else 0,
-        flag(text, "norm_topk_prob", family.normalised))
+        # transformers' Qwen3_5MoeTopKRouter, with which the weights were made, does not look at norm_topk_prob
+        flag(text, "norm_topk_prob", False) or family.normalised)
 
 
 def _refuse_unsupported(text: Mapping[str, Any], family: Family) -> None:
@@ -412,27 +413,37 @@ def _layer_types(text: Mapping[str, Any], family: Family) -> tuple[LayerType, ..
 
 
 def _rope(text: Mapping[str, Any], head_dim: int, family: Family) -> RopeConfig:
-    """Newer configs keep everything in rope_parameters; older ones spread it over the top level."""
+    """Newer configs keep everything in rope_parameters; older ones spread it over the top level and rope_scaling, which
+    transformers takes in place of rope_parameters where a config has both."""
     older = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
-    rope, types = {"partial_rotary_factor": family.rotary, **older}, {"default"}
-    for key in ("rope_parameters", "rope_scaling"):
-        nested = text.get(key) or {}
-        if not isinstance(nested, Mapping):
-            raise ModelError(f"{key} must be an object, not {show(nested)}")
-        kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind not in family.rope_types:
-            raise ModelError(f"rope_type {show(kind)} is not supported, only {' and '.join(family.rope_types)}")
-        rope |= nested
-        types.add(kind)
+    newer, scaling = (_rope_object(text, key) for key in ("rope_parameters", "rope_scaling"))
+    rope = {"partial_rotary_factor": family.rotary, **older, **(scaling or newer)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in family.rope_types:
+        raise ModelError(f"rope_type {show(kind)} is not supported, only {' and '.join(family.rope_types)}")
+    for key in ("rope_theta", "partial_rotary_factor", "mrope_section"):
+        # a default in place of what the other one says is hardly what the weights were made with
+        if key in newer and newer[key] != rope.get(key):
+            raise ModelError(f"{key} of rope_parameters is not that of rope_scaling, which takes its place: keep one "
+                             "of the two objects")
     if not flag(rope, "mrope_interleaved", True):
         raise ModelError("mrope_interleaved false is not supported, only true")
     rotary = int(head_dim * number(rope, "partial_rotary_factor", 0.0 if family.mrope else 1.0, 1.0))
     sections = _mrope_section(rope, rotary // 2) if family.mrope else ()
     theta = number(rope, "rope_theta", 1.0, 1e12)
-    if "llama3" in types:
+    if kind == "llama3":
         return RopeConfig(theta, rotary, sections, _llama3_factors(rope, theta, rotary))
-    linear = (number(rope, "factor", 1.0, 1e6),) * (rotary // 2) if "linear" in types else ()
+    linear = (number(rope, "factor", 1.0, 1e6),) * (rotary // 2) if kind == "linear" else ()
     return RopeConfig(theta, rotary, sections, linear)
+
+
+def _rope_object(text: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    given = text.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"{key} must be an object, not {show(given)}")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ModelError(f"{key} that differs between kinds of layers is not supported")
+    return given
 
 
 def _llama3_factors(rope: Mapping[str, Any], theta: float, rotary: int) -> tuple[float, ...]:

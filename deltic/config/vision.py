@@ -109,13 +109,17 @@ class FilmConfig:
     """How films become pictures (video_preprocessor_config.json of a checkpoint).
 
     pixels: least and most of all frames together. frames: least and most that are looked at of a film that has so many.
-    rate: that are looked at of a second. frame_tokens: most tokens of a frame; 0: as many as `pixels` allows.
+    rate: that are looked at of a second; 0: all. count: that are looked at of any film; 0: as `rate` says.
+    sampled: without, all frames are looked at, however many. frame_tokens: most tokens of a frame; 0: as many as
+    `pixels` allows.
     """
 
     pixels: tuple[int, int] = (128 * 32 * 32, 768 * 32 * 32)
     frames: tuple[int, int] = (4, 768)
     rate: float = 2.0
     frame_tokens: int = 0
+    count: int = 0
+    sampled: bool = True
 
     @classmethod
     def from_hf(cls, mapping: Mapping[str, Any]) -> FilmConfig:
@@ -124,16 +128,23 @@ class FilmConfig:
         size = dict(zip(_EDGES, plain.pixels, strict=True)) | _size(mapping)
         given = {"min_frames": plain.frames[0], "max_frames": plain.frames[1], "fps": plain.rate,
                  "max_video_tokens": 768, **{key: value for key, value in mapping.items() if value is not None}}
+        if "num_frames" in given and mapping.get("fps") is not None:
+            raise ModelError("num_frames and fps exclude each other: leave one of them out")
         least, most = (integer(size, edge, 1, 1 << 31) for edge in _EDGES)
         few, many = (integer(given, key, 1, 1 << 20) for key in ("min_frames", "max_frames"))
         tokens = integer(given, "max_video_tokens", 1, 1 << 20)
-        return cls((least, most), (few, many), number(given, "fps", 1e-3, 1e3),
-                   tokens if flag(given, "cap_pixels_per_frame", False) else 0)
+        count = integer(given, "num_frames", 1, 1 << 20) if "num_frames" in given else 0
+        unbound = count or mapping.get("fps", plain.rate) is None  # null is not the same as left out
+        return cls((least, most), (few, many), 0.0 if unbound else number(given, "fps", 1e-3, 1e3),
+                   tokens if flag(given, "cap_pixels_per_frame", False) else 0, count,
+                   flag(given, "do_sample_frames", True))
 
     def to_hf(self) -> dict[str, Any]:
         """What `from_hf` reads."""
         return {"size": dict(zip(_EDGES, self.pixels, strict=True)), "min_frames": self.frames[0],
-                "max_frames": self.frames[1], "fps": self.rate, "cap_pixels_per_frame": bool(self.frame_tokens),
+                "max_frames": self.frames[1], "fps": self.rate or None,
+                "num_frames": self.count or None, "do_sample_frames": self.sampled,
+                "cap_pixels_per_frame": bool(self.frame_tokens),
                 **({"max_video_tokens": self.frame_tokens} if self.frame_tokens else {})}
 
 

@@ -41,10 +41,11 @@ class _Backlog:
         return cls(replace(batch, **kept))
 
     def goes_on(self, batch: Batch) -> bool:
-        """Whether a step has the next tokens of these rows."""
+        """Whether a step has the next tokens of these rows, and finds and leaves all where they were left: as one step
+        they are read from where the first one begins and written to where it ends."""
         return (batch.layout.rows == self.first.layout.rows and len(self.ids) < _PUT_OFF
                 and torch.equal(batch.done, self.first.done + len(self.ids))
-                and torch.equal(batch.source, self.first.source))
+                and torch.equal(batch.source, self.first.target) and torch.equal(batch.target, self.first.target))
 
     def add(self, batch: Batch, hidden: Tensor) -> None:
         for kept, given in ((self.ids, batch.ids), (self.positions, batch.positions), (self.places, batch.store),

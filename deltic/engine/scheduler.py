@@ -316,8 +316,10 @@ class Scheduler:
             self._forget_origin(sequence)
         if lease is None:
             diverged = self.cache.tree.diverged(known) if log.isEnabledFor(logging.DEBUG) else 0
-            known = known[:len(sequence.scores)] if sequence.scoring else known
-            lease = self.cache.admit(known, room, sequence.fetch or NOTHING, not sequence.embeds, keys)
+            # from the first token that has no probability yet: at the end of what is looked for nothing is found
+            known = known[:len(sequence.scores) + 1] if sequence.scoring else known
+            end = not (sequence.embeds or sequence.scoring)
+            lease = self.cache.admit(known, room, sequence.fetch or NOTHING, end, keys)
             if lease is not None:
                 log.debug("%s: %s", sequence.request.id, _reuse(len(sequence.tokens), diverged, lease))
             origin = None

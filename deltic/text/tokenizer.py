@@ -93,7 +93,7 @@ class Tokenizer:
         self.eos_id = self._named_id("eos_token")
         ends = [self.eos_id, *map(backend.token_to_id, ENDS)]
         self.ends = tuple(end for end in dict.fromkeys(ends) if end is not None and end in self.special)
-        self._plain_bytes = _byte_reader(backend)
+        self._spelled = _byte_reader(backend, self._added)
         self._bytes: dict[int, bytes] = {}
         self._turn = threading.Lock()
 
@@ -181,9 +181,7 @@ class Tokenizer:
         """The exact bytes that a token stands for; empty for ids past the vocabulary."""
         found = self._bytes.get(id)
         if found is None:
-            added = self._added.get(id)
-            found = added.encode() if added is not None else self._plain_bytes(id)
-            self._bytes[id] = found
+            found = self._bytes[id] = self._spelled(id)
         return found
 
     def visible_bytes(self, id: int) -> bytes:
@@ -241,14 +239,15 @@ def _trim_memory() -> None:
         trim(0)
 
 
-def _byte_reader(backend: Backend) -> Callable[[int], bytes]:
-    """How an ordinary token is turned into bytes, by the kind of the tokenizer's decoder."""
+def _byte_reader(backend: Backend, added: Mapping[int, str]) -> Callable[[int], bytes]:
+    """How a token is turned into bytes, by the kind of the tokenizer's decoder."""
     kinds = set(_decoder_kinds(json.loads(backend.decoder.__getstate__()))) if backend.decoder else set()
-    if "ByteLevel" in kinds:
-        return lambda id: _byte_level(backend.id_to_token(id) or "")
-    if kinds & {"ByteFallback", "Metaspace"}:
+    if "ByteLevel" not in kinds and kinds & {"ByteFallback", "Metaspace"}:
+        # added tokens, too: one that is normalised is found with the space that the normaliser puts before it
         return lambda id: _byte_fallback(backend.id_to_token(id) or "")
-    return lambda id: _by_difference(backend, id)
+    if "ByteLevel" in kinds:
+        return lambda id: added[id].encode() if id in added else _byte_level(backend.id_to_token(id) or "")
+    return lambda id: added[id].encode() if id in added else _by_difference(backend, id)
 
 
 def _decoder_kinds(state: Any) -> Iterable[str]:

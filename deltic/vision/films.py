@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deltic.config.vision import FilmConfig
 from deltic.errors import RequestError
 from deltic.vision.images import MAX_PIXELS
 
@@ -19,13 +20,13 @@ _OPTIONS = {"protocol_whitelist": "file"}
 """A list of films may name others, but none elsewhere."""
 
 
-def read_film(path: Path, fps: float, bounds: tuple[int, int], scaled: Callable[[Image, int], Image], field: str
+def read_film(path: Path, films: FilmConfig, room: int, scaled: Callable[[Image, int], Image], field: str
               ) -> tuple[list[Image], list[float]]:
     """Frames of a film, and the second at which each is shown.
 
-    fps: how many there shall be of a second. bounds: least and most of all. scaled: makes a frame as small as it shall
-    be, told how many there are; it is called for one after another, so that few are here in full.
-    RequestError if the file cannot be read, or PyAV is not there.
+    films: how many there shall be. room: most. scaled: makes a frame as small as it shall be, told how many there are;
+    it is called for one after another, so that few are here in full.
+    RequestError if the file cannot be read, has more frames than there is room for, or PyAV is not there.
     """
     try:
         import av
@@ -38,7 +39,7 @@ def read_film(path: Path, fps: float, bounds: tuple[int, int], scaled: Callable[
                 raise RequestError(f"{field} has no moving pictures", field)
             rate = float(film.streams.video[0].average_rate or 0)
             count = film.streams.video[0].frames or _count(film)
-        wanted = frame_numbers(count, rate, fps, bounds, field)
+        wanted = frame_numbers(count, rate, films, room, field)
         with av.open(str(path), metadata_errors="ignore", options=_OPTIONS) as film:
             found = _frames(film, wanted, scaled, field)
     except (av.error.FFmpegError, OSError, ValueError) as error:
@@ -53,15 +54,22 @@ def _count(film: Any) -> int:
     return sum(1 for packet in film.demux(video=0) if packet.size)
 
 
-def frame_numbers(count: int, rate: float, fps: float, bounds: tuple[int, int], field: str) -> list[int]:
-    """Which of `count` frames, `rate` a second, are looked at: at even distances from the first to the last."""
+def frame_numbers(count: int, rate: float, films: FilmConfig, room: int, field: str) -> list[int]:
+    """Which of `count` frames, `rate` a second, are looked at: all, or so many at even distances from the first to the
+    last, of few frames some more than once."""
     if count < 1 or not rate > 0:
         raise RequestError(f"{field} does not say how many frames it has, or how fast they go", field)
-    least, most = bounds
-    if most < 1:
+    if room < 1:
         raise RequestError("messages have more pictures than max_pictures allows: send fewer", "messages")
-    number = min(max(int(count / rate * fps), least), most, count)
-    return [int(index) for index in np.linspace(0, count - 1, number).round()]
+    if not films.sampled:
+        if count > room:
+            raise RequestError(f"{field} has {count:,} frames, of which this model looks at all, and max_pictures "
+                               f"leaves room for {room:,}: send a shorter film", field)
+        return list(range(count))
+    least, most = films.frames
+    most = min(most, count) if films.rate else most
+    wanted = min(max(int(count / rate * films.rate) if films.rate else count, least), most)
+    return [int(index) for index in np.linspace(0, count - 1, min(films.count or wanted, room)).round()]
 
 
 def _frames(film: Any, wanted: list[int], scaled: Callable[[Image, int], Image], field: str) -> list[Image]:

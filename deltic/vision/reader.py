@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from deltic.config.vision import Vision
+from deltic.config.vision import FilmConfig, Vision
 from deltic.errors import RequestError, show
 from deltic.vision.films import read_film
 from deltic.vision.images import IN_PYTHON, read_image
@@ -16,6 +17,8 @@ from deltic.vision.patches import Film, Pixels, film_size, picture
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_UNSAID = 24
+"""Frames a second, where neither a message nor the model's files say how fast a list of them goes (transformers)."""
 _KEYS = ("image_url", "image", "url", "source")
 
 
@@ -68,14 +71,16 @@ class PictureReader:
 
     def _film(self, part: Mapping[str, Any], field: str) -> list[str]:
         """Reads a list of frames, or a file; gives the digests of its parts."""
-        given, fps = part.get("video"), part.get("fps", self._vision.pictures.films.rate)
+        films = self._vision.pictures.films
+        given, fps = part.get("video"), part.get("fps", films.rate or _UNSAID)
         if not isinstance(given, Path) and (not isinstance(given, list | tuple) or not given):
             raise RequestError(f'{field} must be of the form {{"type": "video", "video": [frame, ...], "fps": 2}}, '
                                f"with pictures as frames, or in Python a pathlib.Path as video, not {show(given)}",
                                field)
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0.001 <= fps <= 1000:
             raise RequestError(f"{field}.fps must be a number from 0.001 to 1000, not {show(fps)}", f"{field}.fps")
-        frames, times = self._file(given, fps, field) if isinstance(given, Path) else (
+        wanted = replace(films, rate=fps, count=0) if "fps" in part else films
+        frames, times = self._file(given, wanted, field) if isinstance(given, Path) else (
             [self._read({"image": frame}, f"{field}.video[{index}]") for index, frame in enumerate(given)],
             [index / fps for index in range(len(given))])
         together = self._vision.tower.temporal_patch_size
@@ -90,7 +95,7 @@ class PictureReader:
         self.found.append(Film(tuple(parts), tuple(stamps)))
         return [part.digest for part in parts]
 
-    def _file(self, path: Path, fps: float, field: str) -> tuple[list[Image], list[float]]:
+    def _file(self, path: Path, films: FilmConfig, field: str) -> tuple[list[Image], list[float]]:
         from PIL.Image import Resampling
 
         size: tuple[int, int] | None = None
@@ -100,8 +105,7 @@ class PictureReader:
             size = size or self._film_size(frame, count)
             return frame.resize(size[::-1], Resampling.BICUBIC)
 
-        least, most = self._vision.pictures.films.frames
-        frames, times = read_film(path, fps, (least, min(most, self._most)), scaled, field)
+        frames, times = read_film(path, films, self._most, scaled, field)
         self._most -= len(frames)
         return frames, times
 
