@@ -158,6 +158,8 @@ PLACES: dict[str, Any] = {
                                                                  "model_mtp.safetensors": head}),
     "beside one file": lambda d, trunk, head: [save_file(trunk, d / "model.safetensors"),
                                                save_file(head, d / "mtp.safetensors")],
+    "beside a pickle": lambda d, trunk, head: [torch.save(trunk, d / "pytorch_model.bin"),
+                                               save_file(head, d / "mtp.safetensors")],
     "beside a file of any name": lambda d, trunk, head: [save_file(trunk, d / "weights.safetensors"),
                                                          save_file(head, d / "a-head.safetensors")],
     "beside shards": lambda d, trunk, head: [save_shards(d, {"model-1.safetensors": trunk}),
