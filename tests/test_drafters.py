@@ -478,7 +478,8 @@ def test_l6_with_the_trained_head(params: str) -> None:
 
 
 def test_a_head_whose_norms_have_the_offset_drafts_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As converters of other programs save it: nothing is added to them again."""
+    """As converters of other programs save it: nothing is added to them again. Beyond its end the answer is hard to
+    draft, and a head with other norms is right half as often."""
     original, prompt = embedded_with_head(), embedded_prompt()
     assert original.path is not None
     for file in original.path.iterdir():
@@ -488,11 +489,11 @@ def test_a_head_whose_norms_have_the_offset_drafts_as_well(tmp_path: Path, caplo
                for name, tensor in load_file(original.path / "mtp.safetensors").items()}, tmp_path / "mtp.safetensors")
     caplog.clear()
     changed = load(str(tmp_path), original.options)
-    assert [record.message for record in caplog.records if "draft head's norms" in record.message]
+    assert len([record for record in caplog.records if "draft head's norms" in record.getMessage()]) == 1
     accepted = []
     for runtime in (original, changed):
         engine = Engine(runtime_of(runtime), depth=FixedDepth(3))
-        engine.add(Request("a", prompt, replace(PARAMS["greedy"], ignore_eos=False)))
+        engine.add(Request("a", prompt, replace(PARAMS["greedy"], max_tokens=96)))
         drain(engine)
         accepted.append((sum(engine.speculator.stats.drafted_at), sum(engine.speculator.stats.accepted_at)))
     assert accepted[0] == accepted[1] and accepted[0][1] > 0
