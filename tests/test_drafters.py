@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from reuse_cases import runtime_of, usage_of
+from safetensors.torch import load_file, save_file
 from speculation_cases import (
     MODELS,
     PARAMS,
@@ -474,3 +475,25 @@ def test_l6_with_the_trained_head(params: str) -> None:
     assert found[0] == found[1]
     drafted, accepted = sum(engine.speculator.stats.drafted_at), sum(engine.speculator.stats.accepted_at)
     assert accepted > 0.6 * drafted > 0
+
+
+def test_a_head_whose_norms_have_the_offset_drafts_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As converters of other programs save it: nothing is added to them again. Beyond its end the answer is hard to
+    draft, and a head with other norms is right half as often."""
+    original, prompt = embedded_with_head(), embedded_prompt()
+    assert original.path is not None
+    for file in original.path.iterdir():
+        if file.name != "mtp.safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    save_file({name: tensor.float() + ("norm" in name)
+               for name, tensor in load_file(original.path / "mtp.safetensors").items()}, tmp_path / "mtp.safetensors")
+    caplog.clear()
+    changed = load(str(tmp_path), original.options)
+    assert len([record for record in caplog.records if "draft head's norms" in record.getMessage()]) == 1
+    accepted = []
+    for runtime in (original, changed):
+        engine = Engine(runtime_of(runtime), depth=FixedDepth(3))
+        engine.add(Request("a", prompt, replace(PARAMS["greedy"], max_tokens=96)))
+        drain(engine)
+        accepted.append((sum(engine.speculator.stats.drafted_at), sum(engine.speculator.stats.accepted_at)))
+    assert accepted[0] == accepted[1] and accepted[0][1] > 0

@@ -109,6 +109,16 @@ def test_an_extracted_head_can_be_extracted_again(source: Path, tmp_path: Path) 
     assert_extracted(tmp_path / "b.safetensors")
 
 
+def test_a_head_in_a_folder_of_its_own_can_be_extracted(source: Path, tmp_path: Path) -> None:
+    save_shards(source, {"model-00001-of-00003.safetensors": random_weights(CONFIG, "bfloat16")})
+    for shard in source.glob("model-0000[23]*"):
+        shard.unlink()
+    (source / "mtp").mkdir()
+    save_file(HEAD, source / "mtp" / "weights.safetensors")
+    extract_head(directory_checkpoint(source), tmp_path / "mtp.safetensors", "x")
+    assert_extracted(tmp_path / "mtp.safetensors")
+
+
 def test_in_pieces_with_progress(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtp, "_PIECE", 100)
     checkpoint, reads, seen = directory_checkpoint(source), list[int](), list[tuple[int, int]]()

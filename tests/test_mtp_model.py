@@ -22,7 +22,7 @@ from deltic.ops import Ops, backends
 from deltic.ops.cpu import missing
 from deltic.ops.memory import Arena
 from deltic.ops.qtensor import QTensor, pack_tensor
-from deltic.ops.records import Batch, Block, CacheViews, KvView
+from deltic.ops.records import AttentionWeights, Batch, Block, CacheViews, KvView
 from deltic.types import PAGE
 from deltic.weights.gguf.convert import FILE_TYPES, target_of
 from deltic.weights.names import canonical_head, expected_head, packed_parts, split_packed
@@ -348,3 +348,49 @@ def test_own_embedding_and_logits_are_used(pair: Pair) -> None:
     assert not tensors
     assert mtp.embedding is own["mtp.embed_tokens.weight"] and mtp.head is own["mtp.shared_head.head.weight"]
     assert shared.embedding is decoder.weights.embedding and shared.head is decoder.weights.head
+
+
+# Norms that have been saved with the family's offset
+
+
+def norms_of(mtp: Mtp) -> list[Tensor]:
+    mixer = mtp.layer.mixer
+    assert isinstance(mixer, AttentionWeights) and mixer.q_norm is not None and mixer.k_norm is not None
+    return [mtp.norm_embedding, mtp.norm_hidden, mtp.norm, mtp.layer.input_norm, mtp.layer.post_norm, mixer.q_norm,
+            mixer.k_norm]
+
+
+def moved(head: dict[str, Tensor], by: float) -> dict[str, Block]:
+    return {name: tensor + by if "norm" in name else tensor for name, tensor in head.items()}
+
+
+@pytest.mark.parametrize("embedding", [0.0, -0.6], ids=["around zero", "small for the embedding"])
+def test_norms_with_the_offset_are_known(caplog: pytest.LogCaptureFixture, embedding: float) -> None:
+    config = odd_shape(num_mtp_layers=1)
+    head = random_head(config)
+    head["mtp.pre_fc_norm_embedding.weight"] += embedding
+    honest = norms_of(head_of(config, "torch", {**head})[1])
+    assert not caplog.records
+    for left, right in zip(honest, norms_of(head_of(config, "torch", moved(head, 1.0))[1]), strict=True):
+        assert torch.equal(left, right)
+    (record,) = caplog.records
+    assert "have been saved with the 1 that is added" in record.getMessage()
+
+
+@pytest.mark.parametrize("by", [-0.5, 0.05, 0.3])
+def test_honest_norms_are_never_corrected(caplog: pytest.LogCaptureFixture, by: float) -> None:
+    """Also where they have all grown: then they are nearer to the trunk's with the offset than without."""
+    config = odd_shape(num_mtp_layers=1)
+    head = random_head(config)
+    for norm, tensor in zip(norms_of(head_of(config, "torch", moved(head, by))[1]),
+                            norms_of(head_of(config, "torch", {**head})[1]), strict=True):
+        assert torch.allclose(norm, tensor + by)
+    assert not caplog.records
+
+
+def test_families_without_an_offset_have_none_to_correct(caplog: pytest.LogCaptureFixture) -> None:
+    config = odd_shape(architecture="qwen3", layer_types=("full_attention",) * 6, linear=None,
+                       attention_output_gate=False, num_mtp_layers=1)
+    for norm in norms_of(head_of(config, "torch", {**random_head(config)})[1]):
+        assert abs(float(norm.mean()) - 1) < 0.05
+    assert not caplog.records

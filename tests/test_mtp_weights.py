@@ -141,7 +141,15 @@ def split(trunk: Tensors, head: Tensors) -> dict[str, Tensors]:
             "model-00003-of-00003.safetensors": second}
 
 
+def save_in_a_folder(directory: Path, trunk: Tensors, head: Tensors) -> None:
+    (directory / "mtp").mkdir()
+    save_file(trunk, directory / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in head.items()},
+              directory / "mtp" / "weights.safetensors")
+
+
 PLACES: dict[str, Any] = {
+    "in a folder of its own": save_in_a_folder,
     "one file": lambda d, trunk, head: save_file({**trunk, **head}, d / "model.safetensors"),
     "one file, other names": lambda d, trunk, head: save_file(
         {**trunk, **{f"model.{name}": tensor for name, tensor in head.items()}}, d / "model.safetensors"),
@@ -149,6 +157,8 @@ PLACES: dict[str, Any] = {
     "a shard of its own": lambda d, trunk, head: save_shards(d, {"model-1.safetensors": trunk,
                                                                  "model_mtp.safetensors": head}),
     "beside one file": lambda d, trunk, head: [save_file(trunk, d / "model.safetensors"),
+                                               save_file(head, d / "mtp.safetensors")],
+    "beside a pickle": lambda d, trunk, head: [torch.save(trunk, d / "pytorch_model.bin"),
                                                save_file(head, d / "mtp.safetensors")],
     "beside a file of any name": lambda d, trunk, head: [save_file(trunk, d / "weights.safetensors"),
                                                          save_file(head, d / "a-head.safetensors")],
@@ -256,6 +266,9 @@ def test_a_file_of_the_usual_name_comes_first(tmp_path: Path, trunk: Tensors, he
     save_file(trunk, tmp_path / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in head.items()}, tmp_path / "a.safetensors")
     save_file(head, tmp_path / "mtp.safetensors")
+    assert_same(head, head_in(files_of(tmp_path)))
+    (tmp_path / "mtp").mkdir()
+    (tmp_path / "mtp.safetensors").rename(tmp_path / "mtp" / "weights.safetensors")
     assert_same(head, head_in(files_of(tmp_path)))
 
 

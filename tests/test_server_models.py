@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from test_server_harness import USER, Scripted, Served, serving, wait_until
 
 from deltic import LLM
 from deltic.cli import main
+from deltic.cli.model_set import stored_bytes
 from deltic.errors import ConfigError, ModelError
 from deltic.server import model_registry
 from deltic.server.model_registry import ModelSet, ModelSource
@@ -209,3 +211,13 @@ def test_the_command_line_names_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_are_told_apart() -> None:
     with pytest.raises(ConfigError, match="two models"):
         Shelf().set("one", "one")
+
+
+def test_weights_on_disk_are_counted_in_either_form(tmp_path: Path) -> None:
+    """Only one of them is read."""
+    for name, size in (("pytorch_model-00001-of-00002.bin", 70), ("pytorch_model-00002-of-00002.bin", 30),
+                       ("mtp.safetensors", 9), ("training_args.bin", 1000)):
+        (tmp_path / name).write_bytes(b"0" * size)
+    assert stored_bytes(tmp_path) == 100
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 200)
+    assert stored_bytes(tmp_path) == 209

@@ -5,6 +5,7 @@ import os
 import struct
 import time
 import tracemalloc
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -303,8 +304,8 @@ def test_packed_beside_its_parts_is_refused(saved, config):
 def test_directories_without_safetensors(tmp_path, config):
     with pytest.raises(ModelError, match=r"no weights.*model\.safetensors"):
         load_directory(tmp_path, config)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
-    with pytest.raises(ModelError, match=r"pickled.*safe_serialization"):
+    (tmp_path / "consolidated.00.pth").write_bytes(b"PK")
+    with pytest.raises(ModelError, match=r"pickled.*not called pytorch_model\.bin.*safe_serialization"):
         load_directory(tmp_path, config)
 
 
@@ -314,6 +315,146 @@ def test_other_file_name_is_found_unless_ambiguous(saved, config):
     assert_loaded(load_directory(path, config), tensors, config, "float32")
     save_file(tensors, path / "second.safetensors")
     with pytest.raises(ModelError, match=r"2 safetensors files but no model.safetensors.index.json"):
+        load_directory(path, config)
+
+
+# PyTorch's own files.
+
+
+@pytest.fixture
+def pickled(saved):
+    """The model in pytorch_model.bin, and its tensors."""
+    path, tensors = saved
+    (path / "model.safetensors").unlink()
+    torch.save(tensors, path / "pytorch_model.bin")
+    return path, tensors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pickles_give_the_same_tensors(pickled, config, dtype):
+    path, tensors = pickled
+    assert_loaded(load_directory(path, config, dtype), tensors, config, dtype)
+    kept = {name: tensor.to(TORCH_DTYPES[dtype]) for name, tensor in tensors.items()}
+    torch.save(kept, path / "pytorch_model.bin")
+    assert_loaded(load_directory(path, config, dtype), kept, config, dtype)
+
+
+def test_shards_of_pickles(pickled, config):
+    path, tensors = pickled
+    (path / "pytorch_model.bin").unlink()
+    names, weight_map = list(tensors), {}
+    for number, part in enumerate((names[:9], names[9:]), 1):
+        file = f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save({name: tensors[name] for name in part}, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert_loaded(load_directory(path, config), tensors, config, "float32")
+    for shard, hint in (("../x.bin", "beside"), ("x.safetensors", "a .bin file beside"), ("absent.bin", "absent"),
+                        ("pytorch_model-00001-of-00002.bin", "lacks")):
+        index.write_text(json.dumps({"weight_map": {**weight_map, names[-1]: shard}}))
+        with pytest.raises(ModelError, match=f"index.json.*{hint}"):
+            load_directory(path, config)
+
+
+def test_safetensors_come_before_pickles(pickled, config):
+    path, tensors = pickled
+    (path / "pytorch_model.bin").write_bytes(b"not looked at")
+    save_file(tensors, path / "anything.safetensors")
+    assert_loaded(load_directory(path, config), tensors, config, "float32")
+
+
+def test_storage_that_several_tensors_of_a_pickle_share(pickled, config):
+    """A tied head, and views of something larger."""
+    path, tensors = pickled
+    tied = replace(config, tie_word_embeddings=True)
+    whole = torch.cat([tensors[name].flatten() for name in tensors])
+    parts = whole.split([tensor.numel() for tensor in tensors.values()])
+    views = {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
+    views["lm_head.weight"] = views["model.embed_tokens.weight"]
+    torch.save(views, path / "pytorch_model.bin")
+    assert_loaded(load_directory(path, tied), views, tied, "float32")
+    assert_loaded(load_directory(path, config), views, config, "float32")
+
+
+def rewritten(path, change, compression=zipfile.ZIP_STORED):
+    """The zip file at `path` anew, its parts as `change(name, content)` gives them; without what torch counts offsets
+    from."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {entry.filename: archive.read(entry) for entry in archive.infolist()
+                 if not entry.filename.endswith(".format_version")}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, change(name, content))
+
+
+def test_pickles_that_were_saved_on_a_card(pickled, config):
+    """Each tensor says where it was; here it comes to the CPU."""
+    path, tensors = pickled
+    rewritten(path / "pytorch_model.bin", lambda name, content: content.replace(
+        b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0") if name.endswith("data.pkl") else content)
+    assert_loaded(load_directory(path, config), tensors, config, "float32")
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('opened')",)
+
+
+NOT_WEIGHTS = {
+    "code": (r"without running code", lambda t: {**t, "lm_head.weight": Bomb()}),
+    "numbers": (r"must hold tensors by their names", lambda t: {**t, "step": 7}),
+    "a list": (r"must hold tensors by their names", lambda t: list(t.values())),
+    "within": (r"must hold tensors by their names", lambda t: {"state_dict": t}),
+    "turned": (r"'lm_head\.weight' does not lie in one piece", lambda t: {
+        **t, "lm_head.weight": t["lm_head.weight"].T.contiguous().T}),
+    "sparse": (r"'lm_head\.weight' does not lie in one piece|without running", lambda t: {
+        **t, "lm_head.weight": t["lm_head.weight"].to_sparse()}),
+    "integers": (r"'lm_head\.weight' is stored as I32", lambda t: {**t, "lm_head.weight": t["lm_head.weight"].int()}),
+    "complex": (r"'lm_head\.weight' is stored as torch.complex64", lambda t: {
+        **t, "lm_head.weight": t["lm_head.weight"].to(torch.complex64)}),
+    "another shape": (r"'lm_head\.weight' has shape", lambda t: {**t, "lm_head.weight": t["lm_head.weight"][1:]}),
+    "an unknown name": (r"'evil' is unknown", lambda t: {**t, "evil": torch.zeros(2)}),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_WEIGHTS)
+def test_pickles_of_other_things_are_refused(pickled, config, kind):
+    path, tensors = pickled
+    message, change = NOT_WEIGHTS[kind]
+    torch.save(change(tensors), path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=message):
+        load_directory(path, config)
+
+
+OTHER_PARTS = {
+    "a short record": ("is not where the file says", lambda name, content: content[:-4 if "/data/" in name else None]),
+    "no record": ("pytorch_model.bin", lambda name, content: content if "/data/" not in name else b""),
+    "another order": ("another order of bytes", lambda name, content: b"big" if "byteorder" in name else content),
+    "a large pickle": ("data.pkl' is none of", lambda name, content: content + b"\0" * (17 << 20)
+                       if name.endswith("data.pkl") else content)}
+
+
+@pytest.mark.parametrize("kind", OTHER_PARTS)
+def test_pickles_whose_parts_contradict_each_other(pickled, config, kind):
+    path, _ = pickled
+    message, change = OTHER_PARTS[kind]
+    rewritten(path / "pytorch_model.bin", change)
+    with pytest.raises(ModelError, match=message):
+        load_directory(path, config)
+
+
+def test_pickles_in_other_containers(pickled, config):
+    path, tensors = pickled
+    rewritten(path / "pytorch_model.bin", lambda name, content: content, zipfile.ZIP_DEFLATED)
+    with pytest.raises(ModelError, match="is none of a file of weights"):
+        load_directory(path, config)
+    torch.save(tensors, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(ModelError, match=r"older than torch 1\.6"):
+        load_directory(path, config)
+    (path / "pytorch_model.bin").unlink()
+    os.mkfifo(path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read: it is not a plain file"):
         load_directory(path, config)
 
 
@@ -454,6 +595,15 @@ def small(tmp_path_factory):
     return config, (path / "model.safetensors").read_bytes(), path
 
 
+@pytest.fixture(scope="module")
+def small_pickle(small, tmp_path_factory):
+    """The same in PyTorch's own form: config, bytes and file."""
+    config, _, _ = small
+    path = tmp_path_factory.mktemp("pickle") / "pytorch_model.bin"
+    torch.save(random_weights(config, "float32"), path)
+    return config, path.read_bytes(), path
+
+
 def load_or_refuse(path, config):
     """Load; a refusal must be ModelError and stay small, and what we accept the reference library accepts too."""
     tracemalloc.start()
@@ -488,6 +638,24 @@ def test_any_corruption_is_loaded_or_refused(small, data):
     removed = data.draw(st.integers(0, 6) | st.just(len(patch)))
     (path / "model.safetensors").write_bytes(content[:at] + patch + content[at + removed:])
     load_or_refuse(path, config)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_any_corruption_of_a_pickle_is_loaded_or_refused(small_pickle, data):
+    config, content, path = small_pickle
+    at = data.draw(st.integers(0, 3000) | st.integers(len(content) - 3000, len(content)))
+    patch = data.draw(st.binary(max_size=6) | st.just(b"\xff" * 8))
+    removed = data.draw(st.integers(0, 6) | st.sampled_from([len(patch), len(content)]))
+    path.write_bytes(content[:at] + patch + content[at + removed:])
+    tracemalloc.start()
+    try:
+        load_directory(path.parent, config)
+    except ModelError as error:
+        assert len(str(error)) < 2000
+    finally:
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+        tracemalloc.stop()
 
 
 def test_file_that_shrinks_while_it_is_read(monkeypatch, saved, config):

@@ -100,8 +100,9 @@ def _load(args: argparse.Namespace, cache: int, prepare: Callable[[LLM], None]) 
 
 def stored_bytes(path: Path) -> int:
     """Of a model's weights on disk, which is about what they take in memory."""
-    files = path.glob("*.safetensors") if path.is_dir() else path.parent.glob(path.name.replace("-00001-of", "-*-of"))
-    return sum(file.stat().st_size for file in files)
+    place, kinds = ((path, ("*.safetensors", "pytorch_model*.bin")) if path.is_dir() else
+                    (path.parent, (path.name.replace("-00001-of", "-*-of"),)))
+    return max(sum(file.stat().st_size for file in place.glob(kind)) for kind in kinds)
 
 
 def _named(given: str) -> tuple[str, str]:

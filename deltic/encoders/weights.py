@@ -34,7 +34,7 @@ from deltic.ops.qtensor import Form as PackedForm
 from deltic.ops.qtensor import QTensor, host_form, pack_tensor
 from deltic.ops.records import Block
 from deltic.ops.torch.basic import embed
-from deltic.weights.files import Stored, find_tensors
+from deltic.weights.files import PICKLED, Stored, find_tensors
 from deltic.weights.gguf.blocks import BY_NAME
 from deltic.weights.pickled import read_pickled
 from deltic.weights.quant import quantized
@@ -44,7 +44,6 @@ Shape = tuple[int, ...]
 Read = Callable[[torch.dtype], Tensor]
 """Gives a tensor in a dtype."""
 
-PICKLED: Final = "pytorch_model.bin"
 _BASE: Final = re.compile(r"(bert|roberta|xlm_roberta|model)\.(?=embeddings|encoder|pooler)")
 _IGNORED: Final = re.compile(r"embeddings\.(position|token_type)_ids|cls\..*|lm_head\..*|pooler\..*|"
                              r"encoder\.layer\.\d+\.attention\.self\.mask")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 import torch
@@ -30,6 +32,8 @@ log = logging.getLogger("deltic")
 SHORT: Final = 32_000
 """Rows of the shortened head. Byte-pair tokenizers number their tokens by how frequent they were, so that nearly all
 tokens that are worth a draft come first (FastMTP, arXiv 2509.18362)."""
+_POSITIVE: Final = 0.95
+"""The share of a norm's factors that are above zero at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,8 @@ def build_head(config: ModelConfig, tensors: dict[str, Weight], decoder: Decoder
     ops, main = decoder.ops, decoder.weights
     if config.experts is not None:
         _borrow_gates(config.experts, tensors, decoder)
-    layer, top = (Taker(tensors, prefix, ops, config.norm_offset) for prefix in ("mtp.layers.0.", "mtp."))
+    offset = 0.0 if _has_offset(tensors, decoder) else config.norm_offset
+    layer, top = (Taker(tensors, prefix, ops, offset) for prefix in ("mtp.layers.0.", "mtp."))
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                          config.rope.rotary_dim, config.attention_output_gate, config.rms_norm_eps)
     kv = layer.linear("self_attn.k_proj", "self_attn.v_proj")
@@ -127,6 +132,41 @@ def _borrow_gates(experts: ExpertsConfig, tensors: dict[str, Weight], decoder: D
                              "stand in; use the model without its head")
         log.warning("the draft head lacks %s: that of the model's last layer with attention is used", name)
         tensors[name] = torch.cat([_plain(block) for block in _blocks(layers[-1].router)])[part].clone()
+
+
+def _has_offset(tensors: Mapping[str, Weight], decoder: Decoder) -> bool:
+    """Whether the norms of a head have been saved as what they multiply by, with the family's offset, as converters of
+    other programs leave them.
+
+    Such norms are positive as good as everywhere, in every norm of the head; less the offset they lie around zero, so
+    that some, the embedding's most of all, are mostly negative. A head whose norms have all grown is told from one with
+    the offset by the model's last layer of the same kind, whose norms are of about the same size.
+    """
+    if not decoder.config.norm_offset:
+        return False
+    norms = {name: tensor.float() for name, tensor in tensors.items() if isinstance(tensor, Tensor) and "norm" in name}
+    positive = all(float((norm > 0).float().mean()) > _POSITIVE for norm in norms.values())
+    if not positive or not (theirs := _trunk_norms(decoder)):
+        return False
+    excess = median(float(norms[f"mtp.{name}.weight"].mean() - norm.mean()) for name, norm in theirs.items())
+    if excess < -decoder.config.norm_offset / 2:
+        return False
+    log.warning("the draft head's norms have been saved with the %g that is added to them: it is not added again",
+                decoder.config.norm_offset)
+    return True
+
+
+def _trunk_norms(decoder: Decoder) -> dict[str, Tensor]:
+    """What the norms of the model's last layer with attention multiply by, under the names that the head has for its
+    own; empty where there is no such layer."""
+    for layer in reversed(decoder.weights.layers):
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionWeights):
+            found = {"layers.0.input_layernorm": layer.input_norm, "layers.0.post_attention_layernorm": layer.post_norm,
+                     "layers.0.self_attn.q_norm": mixer.q_norm, "layers.0.self_attn.k_norm": mixer.k_norm,
+                     "norm": decoder.weights.norm}
+            return {name: norm for name, norm in found.items() if norm is not None}
+    return {}
 
 
 def _plain(block: Block) -> Tensor:

@@ -1,4 +1,5 @@
-"""Where the tensors of a safetensors directory lie on disk. Nothing in the files is believed unchecked."""
+"""Where the tensors of a model's directory lie on disk, in safetensors files or in PyTorch's own. Nothing in the files
+is believed unchecked."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ from typing import Any, BinaryIO, Final
 from deltic.errors import ModelError
 from deltic.weights.fp8 import GROUP
 from deltic.weights.names import is_head, stack_of
+from deltic.weights.pickled import find_pickled
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
+PICKLED: Final = "pytorch_model.bin"
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -223,18 +227,30 @@ def _check_tiling(path: Path, tensors: Mapping[str, Stored], start: int, size: i
 def find_tensors(directory: Path) -> dict[str, Stored]:
     """All tensors of a model directory by the names they are stored under.
 
-    Reads `model.safetensors`, else the shards of its index, else an only other safetensors file.
+    Reads `model.safetensors`, else the shards of its index, else an only other safetensors file that is no draft head,
+    else `pytorch_model.bin`, else the shards of its index.
     Raises ModelError for an absent, foreign or corrupt file, and for a tensor stored twice.
     """
-    if not (directory / SINGLE).exists() and (directory / INDEX).exists():
-        weight_map = _weight_map(directory)
-        tensors = _union(directory / name for name in sorted(set(weight_map.values())))
-        for name, shard in weight_map.items():
-            if name not in tensors or tensors[name].path.name != shard:
-                raise ModelError(f"{directory / INDEX} places tensor {name[:200]!r} in {shard}, which lacks "
-                                 "it; download index and shards of one revision")
-        return with_scales(tensors)
-    return with_scales(_union([_single_file(directory)]))
+    index = _index(directory)
+    if index is None:
+        return with_scales(_union([_single_file(directory)]))
+    weight_map = _weight_map(index)
+    tensors = _union(directory / name for name in sorted(set(weight_map.values())))
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].path.name != shard:
+            raise ModelError(f"{index} places tensor {name[:200]!r} in {shard}, which lacks "
+                             "it; download index and shards of one revision")
+    return with_scales(tensors)
+
+
+def _index(directory: Path) -> Path | None:
+    """That of the shards; None where there is a single file, or nothing."""
+    if (directory / SINGLE).exists():
+        return None
+    if (directory / INDEX).exists():
+        return directory / INDEX
+    index = directory / PICKLED_INDEX
+    return None if (directory / PICKLED).exists() or not index.exists() or _no_heads(directory) else index
 
 
 def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -257,11 +273,10 @@ def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return found
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
-    path = directory / INDEX
+def _weight_map(path: Path) -> dict[str, str]:
     weight_map = check_weight_map(read_json(path), path)
     for shard in dict.fromkeys(weight_map.values()):
-        if not (directory / shard).is_file():
+        if not (path.parent / shard).is_file():
             raise ModelError(f"{path} names the shard {shard[:200]!r}, which is absent; download it too")
     return weight_map
 
@@ -271,27 +286,33 @@ def check_weight_map(index: Mapping[str, Any], path: Path) -> dict[str, str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path} has no weight_map; {_AGAIN}")
+    ending = Path(path.name.removesuffix(".index.json")).suffix
     for shard in dict.fromkeys(map(str, weight_map.values())):
-        if "/" in shard or "\\" in shard or len(shard) > 200 or not shard.endswith(".safetensors"):
+        if "/" in shard or "\\" in shard or len(shard) > 200 or not shard.endswith(ending):
             raise ModelError(f"{path} names the shard {shard[:200]!r}; "
-                             "a shard is a .safetensors file beside its index")
+                             f"a shard is a {ending} file beside its index")
     return {name: str(shard) for name, shard in weight_map.items()}
 
 
 def _single_file(directory: Path) -> Path:
     if (directory / SINGLE).exists():
         return directory / SINGLE
-    found = sorted(directory.glob("*.safetensors"))
-    if len(found) > 1:
-        found = [path for path in found if not holds_only_head(path)]
+    found = _no_heads(directory)
     if len(found) == 1:
         return found[0]
     if found:
         raise ModelError(f"{directory} has {len(found)} safetensors files but no {INDEX}; download it")
+    if (directory / PICKLED).exists():
+        return directory / PICKLED
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
-        raise ModelError(f"{directory} has only pickled PyTorch weights, which can run code when opened; "
+        raise ModelError(f"{directory} has only pickled PyTorch weights that are not called {PICKLED}; "
                          "convert them with transformers: save_pretrained(..., safe_serialization=True)")
     raise ModelError(f"{directory} has no weights: {SINGLE} or {INDEX} with its shards is needed")
+
+
+def _no_heads(directory: Path) -> list[Path]:
+    """The safetensors files that have more than a draft head."""
+    return [path for path in sorted(directory.glob("*.safetensors")) if not holds_only_head(path)]
 
 
 def holds_only_head(path: Path) -> bool:
@@ -299,10 +320,21 @@ def holds_only_head(path: Path) -> bool:
     return all(map(is_head, read_header(path)))
 
 
+def _tensors_of(path: Path) -> dict[str, Stored]:
+    """Of a file of either kind."""
+    if path.suffix != Path(PICKLED).suffix:
+        return read_header(path)
+    try:
+        with open_plain(path) as file:
+            return {name: Stored(path, *piece) for name, piece in find_pickled(path, file).items()}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def _union(paths: Iterable[Path]) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for path in paths:
-        for name, stored in read_header(path).items():
+        for name, stored in _tensors_of(path).items():
             if name in tensors:
                 raise ModelError(f"tensor {name[:200]!r} is in both {tensors[name].path.name} and "
                                  f"{path.name} of {path.parent}; keep the files of one revision")

@@ -1,7 +1,7 @@
 """The multi-token-prediction head of a safetensors checkpoint: where it lies, loading it, and a file of it alone.
 
-A head lies among the model's own shards or, where they have none, in `mtp.safetensors` beside them or, without that,
-in another safetensors file there.
+A head lies among the model's own shards or, where they have none, in `mtp.safetensors` beside them, in
+`mtp/weights.safetensors` or, without those, in another safetensors file there.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from deltic.weights.writing import check_room, replacing
 
 FILE: Final = "mtp.safetensors"
 """What the file of a head is called unless somebody says otherwise."""
+_PLACES: Final = (FILE, "mtp/weights.safetensors")
+"""Where a head may lie under a name of its own, the first of them in use."""
 _PIECE: Final = 8 << 20
 _MAX_CONFIG: Final = 64 << 20
 
@@ -54,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Files beside each other, in a directory or on the hub.
+    """Files beside each other, and in folders there, in a directory or on the hub.
 
     place: what comes before their names in messages. sizes: bytes of each. read(name, offset, count) gives bytes of
     one, or raises ModelError saying why not.
@@ -85,7 +87,7 @@ class Checkpoint:
 
 
 def directory_checkpoint(directory: Path) -> Checkpoint:
-    """The files of a directory."""
+    """The files of a directory, and a head's in a folder of its own."""
     def read(name: str, offset: int, count: int) -> bytes:
         path = directory / name
         try:
@@ -96,7 +98,8 @@ def directory_checkpoint(directory: Path) -> Checkpoint:
             raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
     try:
-        sizes = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.is_file()}
+        paths = [*sorted(directory.iterdir()), *(directory / name for name in _PLACES if "/" in name)]
+        sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths if path.is_file()}
     except OSError as error:
         raise ModelError(f"{directory} cannot be read: {error.strerror}") from error
     return Checkpoint(directory, sizes, read)
@@ -111,7 +114,8 @@ def find_head(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Source]:
     own, others = _files(checkpoint)
     stored = _heads(checkpoint, own)
     if not stored:
-        stored = _heads(checkpoint, [FILE]) if FILE in others else _only_head(checkpoint, others)
+        named = [name for name in _PLACES if name in others][:1]
+        stored = _heads(checkpoint, named) if named else _only_head(checkpoint, others)
     expected = {**expected_head(config), **optional_head(config)}
     found = stacked(stored, lambda name: expected.get(name, (0,))[0])
     _check_head(checkpoint.place, found, config)
@@ -231,7 +235,7 @@ def extract_head(checkpoint: Checkpoint, target: Path, source: str, progress: Pr
         for part in parts:
             for start in range(0, part.nbytes, _PIECE):
                 count = min(_PIECE, part.nbytes - start)
-                piece = checkpoint.read(part.path.name, part.offset + start, count)
+                piece = checkpoint.read(part.path.relative_to(checkpoint.place).as_posix(), part.offset + start, count)
                 if len(piece) != count:
                     raise ModelError(f"{part.path} ended while it was read; is it still being downloaded?")
                 file.write(piece)

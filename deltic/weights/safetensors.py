@@ -1,4 +1,4 @@
-"""Load a directory of safetensors files into memory, exactly the tensors that the model has."""
+"""Load a model's directory into memory, exactly the tensors that the model has."""
 
 from __future__ import annotations
 
