@@ -16,7 +16,9 @@ _TEXTS: Final = ("*.json", "*.jinja", "*.txt")
 _BESIDE: Final = ("*_linear.pt", "*_Dense/pytorch_model.bin")
 """Of encoders: the outputs of BGE-M3, layers behind the pooling."""
 SAFETENSORS: Final = ("*.safetensors", *_TEXTS, *_BESIDE)
-PICKLED: Final = ("pytorch_model*.bin", *_TEXTS, *_BESIDE)
+_HEADS: Final = ("mtp*.safetensors",)
+"""Draft heads in files of their own, in directories too."""
+PICKLED: Final = ("pytorch_model*.bin", *_HEADS, *_TEXTS, *_BESIDE)
 _TYPES: Final = ("Q4_K_M", "Q4_K_XL", "Q8_0")
 """Of several GGUF files the first one of these is taken, where none is named."""
 _TOWERS: Final = ("BF16", "F16", "Q8_0")
@@ -42,7 +44,7 @@ def select(repository: str, names: Iterable[str], wanted: str | None) -> Selecti
     ModelError says what there is instead."""
     names = sorted(names)
     if wanted is None:
-        if any(name.endswith(".safetensors") for name in names):
+        if any(fnmatchcase(name, SAFETENSORS[0]) and not fnmatchcase(name, _HEADS[0]) for name in names):
             return Selection(SAFETENSORS)
         if any(fnmatchcase(name, PICKLED[0]) for name in names):
             return Selection(PICKLED)
@@ -57,7 +59,8 @@ def select(repository: str, names: Iterable[str], wanted: str | None) -> Selecti
         which = "several GGUF files" if wanted is None else f"not one GGUF file of this type or name: {show(wanted)}"
         raise ModelError(f"{repository} has {which}; name one, as {repository}:NAME, of {_listed(files)}")
     tower = _tower(found, names)
-    return Selection(tuple(escape(name) for name in (*_parts(found, names), *([tower] if tower else []))), found)
+    exact = tuple(escape(name) for name in (*_parts(found, names), *([tower] if tower else [])))
+    return Selection((*exact, *_HEADS), found)
 
 
 def _is_model(name: str) -> bool:
