@@ -14,8 +14,11 @@ from test_server_harness import THOUGHT, USER, Scripted, scripted, serving, tiny
 
 from deltic import __version__
 from deltic.server.fields import IGNORED_HEADER
+from deltic.text.chat_processor import ChatProcessor
+from deltic.text.markers import closes_thinking
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 pytestmark = pytest.mark.usefixtures("script_server")
 
 
@@ -68,6 +71,36 @@ def test_other_ways_to_ask_for_thinking(fields: dict[str, Any], same: dict[str, 
         for asked in (fields, same):
             assert served.post(CHAT, messages=USER, **asked).status_code == 200
     assert engine.seen[-1].prompt == engine.seen[-2].prompt
+
+
+SAYS_SO = [(CHAT, {"enable_thinking": True}, True), (CHAT, {"enable_thinking": False}, False),
+           (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, True),
+           (CHAT, {"reasoning_effort": "high"}, True), (CHAT, {"reasoning_effort": "none"}, False),
+           (RESPONSES, {"reasoning": {"effort": "high"}}, True),
+           (RESPONSES, {"enable_thinking": False}, False), (MESSAGES, {"max_tokens": 5}, False),
+           (MESSAGES, {"max_tokens": 5, "thinking": {"type": "adaptive"}}, True)]
+
+
+@pytest.mark.parametrize("default", [None, True, False])
+def test_the_server_says_whether_to_think_where_the_request_does_not(default: bool | None) -> None:
+    engine = Scripted("x")
+    model = engine.model()
+    model.chat_processor = ChatProcessor(tiny().chat_processor.tokenizer, thinking=default)
+    with serving(model) as served:
+        def thinks(path: str, **fields: Any) -> bool:
+            assert served.post(path, **{"input" if path == RESPONSES else "messages": USER}, **fields).is_success
+            return not closes_thinking(engine.seen[-1].prompt, model.chat_processor.tokenizer)
+
+        assert thinks(CHAT) == thinks(CHAT, enable_thinking=None) == thinks(RESPONSES) == bool(default)
+        assert [thinks(path, **fields) for path, fields, _ in SAYS_SO] == [wanted for *_, wanted in SAYS_SO]
+
+
+def test_what_is_pinned_is_what_prompts_begin_with_where_the_server_says_whether_to_think() -> None:
+    template = "{{ enable_thinking }} {% for message in messages %}{{ message.content }}\n{% endfor %}"
+    processor = ChatProcessor(tiny().chat_processor.tokenizer, template, thinking=False)
+    system = [{"role": "system", "content": "Be kind."}]
+    pinned = processor.opening(system)
+    assert pinned and processor.chat([*system, *USER]).request.ids[:len(pinned)] == pinned
 
 
 @pytest.mark.parametrize("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
@@ -136,7 +169,6 @@ def test_unknown_fields_are_refused_unless_the_server_is_lenient() -> None:
 
 CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "x"}
-RESPONSES = "/v1/responses"
 ASKED: dict[str, dict[str, Any]] = {CHAT: {}, RESPONSES: {}, MESSAGES: {"max_tokens": 5}}
 WITHIN: list[tuple[str, str, Any]] = [  # path, place of the object that gets another field, and what stands there
     (CHAT, "messages[0]", [{"role": "user", "content": "x"}]),

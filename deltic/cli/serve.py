@@ -79,6 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embedding-model", action="append", type=text, default=[], metavar="MODEL",
                         help="a model of vectors or scores to serve beside it; may be repeated")
     model_set.add(parser)
+    options.add_thinking(parser)
     options.add_template(parser)
     options.add_engine(parser)
     options.add_limits(parser)
