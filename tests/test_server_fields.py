@@ -13,7 +13,9 @@ from test_server_harness import CALL as WEATHER_CALL
 from test_server_harness import THOUGHT, USER, Scripted, scripted, serving, tiny
 
 from deltic import __version__
+from deltic.server.body import unknown_field
 from deltic.server.fields import IGNORED_HEADER
+from deltic.server.openapi import BODIES
 from deltic.text.chat_processor import ChatProcessor
 from deltic.text.markers import closes_thinking
 
@@ -165,6 +167,19 @@ def test_unknown_fields_are_refused_unless_the_server_is_lenient() -> None:
             assert response.status_code == 200 and "%3F" in response.headers[IGNORED_HEADER], response.text
         many = lenient.post(MESSAGES, messages=USER, max_tokens=5, **{f"field_{index}": 1 for index in range(5000)})
         assert many.status_code == 200 and len(many.headers[IGNORED_HEADER]) < 1000
+
+
+@pytest.mark.parametrize(("path", "field", "meant"), [
+    (RESPONSES, "max_tokens", "max_output_tokens"), (RESPONSES, "max_completion_tokens", "max_output_tokens"),
+    (RESPONSES, "reasoning_effort", "reasoning"), (RESPONSES, "inputs", "input"), (RESPONSES, "nipt", None),
+    (RESPONSES, "minput", "input"), (RESPONSES, "output", None), (CHAT, "max_tokns", "max_tokens"),
+    (CHAT, "frequncy_penalty", "frequency_penalty"), (CHAT, "mesages", "messages"), (CHAT, "maxtokens", "max_tokens"),
+    (CHAT, "sampler", None), (CHAT, "x", None), (CHAT, "_", None), (MESSAGES, "stop_sequence", "stop_sequences"),
+    ("/v1/embeddings", "dimension", "dimensions"),
+])
+def test_only_near_misses_get_a_suggestion(path: str, field: str, meant: str | None) -> None:
+    said = str(unknown_field("", field, BODIES[path].model_fields))
+    assert said == f"unknown field '{field}'" + (f": do you mean '{meant}'?" if meant else "")
 
 
 CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -44,6 +44,8 @@ _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools",
 _SCHEMAS = ("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
              "guided_choice", "guided_grammar", "text", "output_config")
 _MOST_TOLD = 1000
+_MISSPELT, _RELATED = 0.85, 0.6
+"""How near to a field's name (difflib) another one has to be to be meant as it, and one that has a word of it."""
 _LONGEST_NAME = 60
 _MOST_NAMED = 50  # fields without effect, in the header and in the log: clients could send any number
 
@@ -364,8 +366,20 @@ def _explain(error: ValidationError) -> RequestError:
 def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     """There is no field of this name, and perhaps one of those that are known is meant. path: what stands before it."""
     shown = path + (name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
-    near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1)
-    return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + near[0]!r}?" if near else ""), shown)
+    meant = _meant(name[:_LONGEST_NAME], known)
+    return RequestError(f"unknown field {show(shown)}" + (f": do you mean {path + meant!r}?" if meant else ""), shown)
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """The name that this one seems to be: that one misspelt, or one with words of it, the more the better, so that who
+    says `max_tokens` hears of `max_output_tokens` rather than of `min_tokens`."""
+    def common(other: str) -> int:
+        return len({*name.split("_")} & {*other.split("_")})
+
+    near = difflib.get_close_matches(name, known, _MOST_NAMED, _RELATED)
+    misspelt = difflib.get_close_matches(name, near, 1, _MISSPELT)
+    related = sorted(filter(common, near), key=common, reverse=True)
+    return next(iter((*misspelt, *related)), None)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
