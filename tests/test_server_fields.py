@@ -18,6 +18,7 @@ from deltic.server.fields import IGNORED_HEADER
 from deltic.server.openapi import BODIES
 from deltic.text.chat_processor import ChatProcessor
 from deltic.text.markers import closes_thinking
+from deltic.types import SamplingParams
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -60,6 +61,51 @@ def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: 
         response = served.post(path, **asked, **fields)
     assert response.status_code == 200 and IGNORED_HEADER not in response.headers, response.text
     assert {name: getattr(engine.seen[-1].output, name) for name in sampling} == sampling
+
+
+CHOOSING: dict[str, Any] = {
+    "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 7,
+    "stop_token_ids": [5], "min_tokens": 2, "ignore_eos": True, "max_repeat": 3, "logit_bias": {"7": -5}}
+BAD_CHOOSING: list[dict[str, Any]] = [
+    {"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": 3}, {"frequency_penalty": "1"}, {"min_tokens": -1},
+    {"logit_bias": {"x": 1}}, {"logit_bias": {str(token): 1 for token in range(301)}}, {"max_repeat": -1},
+    {"stop_token_ids": ["x"]}, {"chat_template_kwargs": []}, {"structured_outputs": {"regex": 5}},
+    {"structured_outputs": {"regex": "a", "choice": ["a"]}}]
+
+
+def asked(path: str) -> dict[str, Any]:
+    return {"input": USER} if path == RESPONSES else {"messages": USER, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_how_tokens_are_chosen_is_said_in_the_same_way_everywhere(path: str) -> None:
+    with scripted("a b c") as (served, engine):
+        for each in (CHAT, path):
+            assert served.post(each, **asked(each), **CHOOSING, speculate=False).status_code == 200
+        chat, other = engine.seen
+        for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+                     "stop_token_ids", "min_tokens", "ignore_eos", "max_repeat", "logit_bias"):
+            assert getattr(other.output, name) == getattr(chat.output, name) != getattr(SamplingParams(), name)
+        assert other.speculate is chat.speculate is False
+        for wrong in BAD_CHOOSING:
+            said, expected = (served.post(each, **asked(each), **wrong) for each in (path, CHAT))
+            assert said.status_code == expected.status_code == 400
+            assert said.json()["error"]["message"] == expected.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_variables_of_the_template_and_forms_are_said_in_the_same_way_everywhere(path: str) -> None:
+    variables = {"chat_template_kwargs": {"enable_thinking": True}}
+    with scripted("a") as (served, engine):
+        for each in (CHAT, path):
+            assert served.post(each, **asked(each), **variables).status_code == 200
+            assert served.post(each, **asked(each), structured_outputs={"choice": ["a"]}).status_code == 200
+        thinking, formed, other_thinking, other_formed = engine.seen
+        assert other_thinking.prompt == thinking.prompt != formed.prompt == other_formed.prompt
+        assert not thinking.constraint and formed.constraint and other_formed.constraint
+        counting = "/v1/messages/count_tokens" if path == MESSAGES else "/v1/responses/input_tokens"
+        sent = {name: value for name, value in asked(path).items() if name != "max_tokens"}
+        assert served.post(counting, **sent, **variables).json()["input_tokens"] == len(thinking.prompt)
 
 
 @pytest.mark.parametrize(("fields", "same"), [
