@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("script_server")
 
 @pytest.mark.parametrize(("field", "value"), [
     ("cache_prompt", True), ("add_special_tokens", False), ("skip_special_tokens", True), ("keep_alive", "5m"),
-    ("provider", {"order": ["x"]}), ("transforms", []), ("id_slot", -1), ("mirostat", 0), ("resendFiles", True),
+    ("provider", {"order": ["x"]}), ("transforms", []), ("id_slot", -1), ("repeat_last_n", 64), ("resendFiles", True),
     ("promptPrefix", "x"), ("timings_per_token", True), ("separate_reasoning", True), ("priority", 0),
-    ("top_a", 0), ("drop_params", True), ("length_penalty", 1.0),
+    ("mirostat_tau", 5.0), ("samplers", ["top_k"]), ("drop_params", True), ("length_penalty", 1.0), ("do_sample", True),
 ])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_other_servers_know_is_ignored_and_named(field: str, value: Any, stream: bool) -> None:
@@ -43,9 +43,9 @@ def test_what_other_servers_know_is_ignored_and_named(field: str, value: Any, st
 def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
     with scripted("x") as (served, _), caplog.at_level(logging.WARNING, "deltic"):
         for _ in range(2):
-            assert served.post(CHAT, messages=USER, watermark=True).status_code == 200
+            assert served.post(CHAT, messages=USER, num_gpu=1).status_code == 200
     assert [record.getMessage() for record in caplog.records].count(
-        "a client sends the field 'watermark', which has no effect here") == 1
+        "a client sends the field 'num_gpu', which has no effect here") == 1
 
 
 @pytest.mark.parametrize(("path", "fields", "sampling"), [
@@ -53,6 +53,8 @@ def test_the_log_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
     (TEXT, {"n_predict": -1}, {"max_tokens": None}), (TEXT, {"n_predict": 7}, {"max_tokens": 7}),
     (CHAT, {"top_k": -1}, {"top_k": 0}), (MESSAGES, {"top_k": -1, "max_tokens": 5}, {"top_k": 0}),
     (CHAT, {"num_predict": 7}, {"max_tokens": 7}), (CHAT, {"max_new_tokens": 7, "max_tokens": 5}, {"max_tokens": 5}),
+    (CHAT, {"do_sample": False}, {"temperature": 0.0}),
+    (CHAT, {"do_sample": False, "temperature": 0.5}, {"temperature": 0.5}),
     (CHAT, {"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}), (CHAT, {"min_new_tokens": 2}, {"min_tokens": 2}),
 ])
 def test_other_names_of_our_fields(path: str, fields: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -192,12 +194,35 @@ def test_thoughts_are_counted() -> None:
 @pytest.mark.parametrize(("field", "value"), [
     ("use_beam_search", True), ("lora_path", "x"), ("allowed_token_ids", [1]),
     ("bad_words", ["x"]), ("chat_template", "{{ 1 }}"), ("include_stop_str_in_output", True),
-    ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]),
+    ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]), ("watermark", True), ("mirostat", 2),
+    ("mirostat_mode", 1), ("dry_multiplier", 0.8), ("xtc_probability", 0.5), ("dynatemp_range", 0.5),
+    ("typical_p", 0.9), ("top_a", 0.2), ("tfs_z", 0.95), ("top_n_sigma", 1.5), ("no_repeat_ngram_size", 3),
+    ("min_keep", 5), ("mirostat", "off"), ("typical_p", []),
 ])
 def test_what_would_change_the_answer_is_refused(field: str, value: Any) -> None:
     with scripted("x") as (served, _):
         error = served.post(CHAT, messages=USER, **{field: value}).json()["error"]
+        others = [served.post(path, **asked(path), **{field: value}) for path in (RESPONSES, MESSAGES)]
     assert (error["type"], error["param"]) == ("invalid_request_error", field)
+    assert {other.json()["error"]["message"] for other in others} == {error["message"]}
+
+
+@pytest.mark.parametrize("fields", [
+    {"mirostat": 0, "mirostat_mode": 0, "dry_multiplier": 0, "xtc_probability": 0.0, "dynatemp_range": 0, "top_a": 0.0,
+     "typical_p": 1.0, "typ_p": 1, "tfs_z": 1, "tfs": 1.0, "top_n_sigma": -1, "min_keep": 0, "watermark": False},
+    {"top_n_sigma": 0, "mirostat": None, "typical_p": None, "no_repeat_ngram_size": 0, "guidance_scale": 1},
+])
+def test_what_is_switched_off_asks_for_nothing(fields: dict[str, Any]) -> None:
+    with scripted("x") as (served, _):
+        response = served.post(CHAT, messages=USER, **fields)
+    assert response.status_code == 200 and IGNORED_HEADER not in response.headers
+
+
+def test_a_lenient_server_ignores_what_would_change_the_answer_and_says_so() -> None:
+    fields = {"mirostat": 2, "xtc_probability": 0.5, "bad_words": ["x"], "top_a": 0}
+    with serving(Scripted("x").model(), lenient=True) as lenient:
+        response = lenient.post(CHAT, messages=USER, **fields)
+    assert response.status_code == 200 and response.headers[IGNORED_HEADER] == "mirostat, xtc_probability, bad_words"
 
 
 def test_unknown_fields_are_refused_unless_the_server_is_lenient() -> None:

@@ -91,7 +91,8 @@ class _Upload:
 
 
 class Intake:
-    """Takes in the bodies of all requests of a server. lenient: ignores fields that nobody knows."""
+    """Takes in the bodies of all requests of a server. lenient: ignores fields that nobody knows, and those
+    of other servers that would change the answer."""
 
     def __init__(self, limits: Limits, lenient: bool = False) -> None:
         self._limits, self._lenient, self._held = limits, lenient, 0
@@ -277,7 +278,7 @@ def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str],
             strange[name] = {} if meant is None else meant
     own = {name: data[name] for name in fields if name in data}
     for name, meant in strange.items():
-        _take_over(name, data[name], meant, own, schema, ignored)
+        _take_over(name, data[name], meant, own, schema, ignored, lenient)
     for name, field in fields.items():
         for kind in get_args(field.annotation):
             if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(own.get(name), dict):
@@ -286,13 +287,16 @@ def _known(data: Mapping[str, Any], schema: type[BaseModel], ignored: list[str],
 
 
 def _take_over(name: str, value: Any, meant: Mapping[str, Any] | Refused, own: dict[str, Any],
-               schema: type[BaseModel], ignored: list[str]) -> None:
+               schema: type[BaseModel], ignored: list[str], lenient: bool) -> None:
     if value is None:
         return
     if isinstance(meant, Refused):
-        if value not in meant.neutral:
-            raise RequestError(f"{name} is not supported", name)
-        return
+        if value in meant.neutral:
+            return
+        if not lenient:
+            raise RequestError(f"{name} is not supported" + (f" with the value {show(value)}" if meant.neutral else ""),
+                               name)
+        meant = {}
     taken = {ours: wanted for ours, wanted in meant.items() if ours in schema.model_fields and wanted is not None}
     for ours, wanted in taken.items():
         if own.get(ours) is None:
